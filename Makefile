@@ -1,0 +1,47 @@
+# Every target works from a fresh clone: it makes .venv first if that is missing or out of date.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo test lint check constraints clean
+
+help:          ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make .venv and install nearkin with every extra (about 6 GB, most of it torch)
+
+demo: setup    ## Train, judge and report on the built-in data: about two minutes on two cores
+	$(BIN)/nearkin demo
+
+test: setup    ## Run the test suite
+	$(BIN)/python -m pytest
+
+lint: setup    ## Lint, check the format, check the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: test lint ## What the continuous integration runs
+
+constraints:   ## Pin the newest versions that fit pyproject.toml into constraints.txt
+	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
+
+clean:         ## Remove .venv and the caches of the tools (never runs/)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# uv installs from its cache in seconds; plain pip does the same work where uv cannot be had.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "nearkin needs Python 3.11 or newer; got $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "Could not make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	@echo "Installing nearkin and its extras into $(VENV) (the first time downloads about 3 GB)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv \
+	  || echo "uv could not be installed; going on with pip"
+	@if [ -x $(BIN)/uv ]; then \
+	  $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[all]'; \
+	else \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'; \
+	fi
+	@touch $(READY)
