@@ -1,0 +1,160 @@
+"""ToClasses: how a batch relates to its classes, and the primitives of the losses that compare the two.
+
+No mask [N, C] is ever built. The own class of a sample is one gathered column, and "all other classes" is the same
+block with that one entry left out, so 100,000 classes cost the similarity block and one buffer more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nearkin.errors import ConfigError, DataError
+from nearkin.losses.register import Inputs, Param
+from nearkin.pairs import as_batch, full_precision, unit
+
+
+@dataclass(frozen=True, eq=False)
+class ToClasses:
+    """Samples [N] against classes [C], each class perhaps with several centres [K].
+
+    sim       [N, C] or [N, C, K]: cosines to proxies, or the logits of a linear head
+    labels    [N] int64 in 0..C-1
+    proxies   the unit proxies [C, D] or [C, K, D], for losses that also compare proxies with each other
+    own       [N] what else joins a sample to its own class (center: squared distance; pce: product with its mean)
+    probs     [N, C] class probabilities held constant (pce)
+    """
+
+    sim: Tensor
+    labels: Tensor
+    proxies: Tensor | None = None
+    own: Tensor | None = None
+    probs: Tensor | None = None
+
+
+def to_proxies(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    """Cosines between embeddings [N, D] and proxies [C, D] or [C, K, D]."""
+    emb, labels = as_batch(emb, labels)
+    check_range(labels, len(proxies))
+    check_width(emb, proxies, "proxies")
+    with full_precision(emb):
+        w = unit(proxies.to(emb.dtype))
+        sim = unit(emb) @ w.flatten(0, -2).t()
+    return ToClasses(sim if w.dim() == 2 else sim.view(len(emb), *w.shape[:2]), labels, w)
+
+
+def to_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
+    """The logits of a linear head on raw embeddings."""
+    emb, labels = as_batch(emb, labels)
+    check_range(labels, len(weight))
+    check_width(emb, weight, "weight")
+    refuse_non_finite(emb)
+    with full_precision(emb):
+        return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
+
+
+def check_range(labels: Tensor, num_classes: int) -> None:
+    low, high = (int(v) for v in torch.aminmax(labels))
+    if low < 0 or high >= num_classes:
+        raise DataError(
+            f"labels: expected 0 to {num_classes - 1} for {num_classes} classes, got {low} to {high}. "
+            "Number the training classes from 0, or raise num_classes."
+        )
+
+
+def check_width(emb: Tensor, params: Tensor, name: str) -> None:
+    if params.shape[-1] != emb.shape[1]:
+        raise DataError(f"the embeddings have {emb.shape[1]} dimensions, {name} {params.shape[-1]}.")
+
+
+def refuse_non_finite(emb: Tensor) -> None:
+    """`unit` checks by itself; losses on raw embeddings ask here."""
+    if not torch.isfinite(emb.detach().sum()):
+        bad = torch.nonzero(~torch.isfinite(emb.detach()).all(1)).flatten().tolist()
+        if bad:
+            raise DataError(f"{len(bad)} of {len(emb)} rows hold NaN or infinity (first: row {bad[0]}).")
+
+
+PROXIES = Inputs(to_proxies, (Param("proxies", "CD", lr=100.0),))
+CENTERS = Inputs(to_proxies, (Param("proxies", "CKD", lr=100.0),), outer={"centers": 10})
+HEAD = Inputs(
+    to_logits,
+    (Param("weight", "CD", init="zeros"), Param("bias", "C", init="zeros", decay=False)),
+    outer={"dropout": 0.5},
+)
+
+# --- primitives -------------------------------------------------------------------------------------------------------
+
+
+def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Per sample: the similarity to its own class [N], and log sum exp(scale * sim) over all other classes [N]."""
+    return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
+
+
+def own_and_strangers(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Per sample the similarity to its own class [N]; per class log sum exp(scale * sim) over the other samples [C]."""
+    return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
+
+
+class _OwnAndOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sim: Tensor, labels: Tensor, scale: float, dim: int) -> tuple[Tensor, Tensor]:
+        at = labels[:, None]
+        own = sim.gather(1, at).squeeze(1)
+        weight = (sim * scale).scatter_(1, at, float("-inf"))
+        top = weight.amax(dim, keepdim=True)
+        top = torch.where(top == float("-inf"), 0.0, top)
+        weight.sub_(top).exp_()
+        total = weight.sum(dim, keepdim=True)
+        ctx.scale, ctx.dim = scale, dim
+        ctx.save_for_backward(weight, total, at)
+        return own, (top + total.log()).squeeze(dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_own: Tensor, g_others: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, total, at = ctx.saved_tensors
+        row = torch.where(total > 0, ctx.scale * g_others.unsqueeze(ctx.dim) / total, 0.0)
+        return (weight * row).scatter_(1, at, g_own[:, None]), None, None, None
+
+
+def log1p_sum_exp_per_class(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """log(1 + sum of exp(x) over the samples of a class) for each class in the batch [P], and those classes [P]."""
+    present, index = torch.unique(labels, return_inverse=True)
+    top = torch.zeros(len(present), dtype=x.dtype, device=x.device)
+    top = top.scatter_reduce(0, index, x.detach(), "amax")  # starts at 0: the zero logit
+    total = torch.exp(-top).index_add(0, index, torch.exp(x - top[index]))
+    return top + total.log(), present
+
+
+def class_similarity(v: Tensor, gamma: float) -> Tensor:
+    """Similarity to classes of several centres [N, C]: the mean of v [N, C, K] with weights softmax(v / gamma)."""
+    return _SoftMaximum.apply(v, gamma)  # type: ignore[no-any-return]
+
+
+class _SoftMaximum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, gamma: float) -> Tensor:
+        share = torch.softmax(v / gamma, dim=-1)
+        mean = (share * v).sum(-1)
+        ctx.gamma = gamma
+        ctx.save_for_backward(v, share, mean)
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        v, share, mean = ctx.saved_tensors
+        slope = (v - mean[..., None]).div_(ctx.gamma).add_(1.0)
+        return slope.mul_(share).mul_(g[..., None]), None
+
+
+def require(tensor: Tensor | None, what: str) -> Tensor:
+    if tensor is None:
+        raise ConfigError(f"this loss needs {what}.")
+    return tensor

@@ -1,0 +1,233 @@
+"""What it takes to be a loss: a decorator, a registry, and the ranges a tuner may search.
+
+    @loss(family="pair", paper="...", formula="...", use="...", space={"margin": linear(0, 1)})
+    def my_loss(p: Pairs, *, margin: float = 0.5) -> Tensor: ...
+
+The decorated function is the mathematics alone: a pure function of similarities and labels. The decorator puts the
+reduction around it, and keeps what the tuner, the command line and the documentation need to know. State (proxies,
+heads, memory) belongs to `Objective`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from nearkin.errors import ConfigError, did_you_mean
+from nearkin.pairs import Pairs, full_precision, one_pair_per_class, pair_up
+from nearkin.registry import Registry
+
+Reduction = Literal["mean", "sum", "none"]
+
+# --- search ranges ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a tuner may look for a setting: an interval (even on a linear or a log scale), integers, or a list."""
+
+    kind: Literal["log", "linear", "integer", "choice"]
+    low: float = math.nan
+    high: float = math.nan
+    options: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "choice":
+            return "one of " + ", ".join(map(str, self.options))
+        scale = {"log": ", log scale", "linear": "", "integer": ", integer"}[self.kind]
+        return f"{self.low:g} to {self.high:g}{scale}"
+
+    def __contains__(self, value: object) -> bool:
+        if self.kind == "choice":
+            return value in self.options
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+
+def log(low: float, high: float) -> Range:
+    """A positive setting whose ratio matters.
+
+    >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
+    ('0.5 to 50, log scale', True)
+    """
+    return Range("log", low, high)
+
+
+def linear(low: float, high: float) -> Range:
+    """A setting whose difference matters."""
+    return Range("linear", low, high)
+
+
+def integer(low: int, high: int) -> Range:
+    """A whole number."""
+    return Range("integer", low, high)
+
+
+def choice(*options: Any) -> Range:
+    """One of a few."""
+    return Range("choice", options=options)
+
+
+# --- what a loss is compared with -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Param:
+    """A learned tensor that an objective holds for its loss."""
+
+    name: str
+    shape: str  # letters: C classes, K centers, D dimensions
+    init: Literal["normal", "zeros"] = "normal"
+    lr: float = 1.0  # learning rate, as a multiple of the network's
+    decay: bool = True  # whether weight decay makes sense for it
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How embeddings and labels become what the function reads.
+
+    build    (emb, labels, ...) -> Pairs, or (emb, labels, *params) -> ToClasses
+    params   the learned tensors that `build` takes, in order
+    outer    settings of the objective that `build` or the state needs and the function itself does not
+    memory   whether references from earlier batches make sense
+    """
+
+    build: Callable[..., Any]
+    params: tuple[Param, ...] = ()
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    pairs: bool = False
+    memory: bool = False
+
+
+BATCH = Inputs(pair_up, pairs=True, memory=True)
+PRODUCTS = Inputs(functools.partial(pair_up, metric="dot"), pairs=True, memory=True)
+ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True)
+
+# --- the loss itself --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A registered loss: the function and all that is known about it."""
+
+    name: str
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    family: str
+    paper: str
+    formula: str
+    use: str
+    cost: str
+    inputs: Inputs
+    space: Mapping[str, Range]
+    reductions: tuple[Reduction, ...]
+    own: Mapping[str, Any]  # settings of the function, with their defaults
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting an objective of this loss takes, with its default."""
+        return {**self.own, **self.inputs.outer}
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a setting that does not exist or is of another type than its default."""
+        for key, value in settings.items():
+            known = self.settings
+            if key not in known:
+                hint = did_you_mean(key, known) or (f" It has: {', '.join(known)}." if known else " It has none.")
+                raise ConfigError(f"{self.name}: no setting '{key}'.{hint}")
+            default = known[key]
+            if isinstance(value, Tensor) and value.dim() == 0:
+                continue  # a learned setting
+            fits = isinstance(value, bool) if isinstance(default, bool) else _is_number(value, type(default))
+            if not fits:
+                kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
+                raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
+
+    def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
+        """One number from what the function returned: values, or (totals, how many terms they hold)."""
+        if reduction not in self.reductions:
+            allowed = " or ".join(repr(r) for r in self.reductions)
+            raise ConfigError(f"{self.name}: reduction must be {allowed}, got {reduction!r}.")
+        values, count = result if isinstance(result, tuple) else (result, None)
+        if reduction == "none" or values.dim() == 0:
+            return values
+        if reduction == "sum":
+            return values.sum()
+        # With no terms at all the sum is an attached 0, and 0 / 1 is the answer.
+        return values.sum() / (max(len(values), 1) if count is None else count.clamp(min=1))
+
+
+def _is_number(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)
+
+
+LOSSES: Registry[Loss] = Registry("loss")
+
+
+def loss(
+    *,
+    family: str,
+    paper: str,
+    formula: str,
+    use: str,
+    space: Mapping[str, Range] | None = None,
+    inputs: Inputs = BATCH,
+    cost: str = "N^2 D",
+    reductions: tuple[Reduction, ...] = ("mean", "sum", "none"),
+) -> Callable[[Callable[..., Tensor | tuple[Tensor, Tensor]]], Callable[..., Tensor]]:
+    """Register a function as a loss under its own name, and give it the public call.
+
+    The function takes `Pairs` (or `ToClasses`) and keyword-only settings. It returns one value per anchor [N], or
+    (totals [N], count) when the mean is not over anchors, or the finished 0-dim loss (`reductions=("mean",)`).
+    The public call of a pair loss takes `Pairs`; that of a class loss takes (emb, labels, *params).
+    """
+
+    def register(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        signature = inspect.signature(function)
+        own = {n: p.default for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+        entry = Loss(
+            name=function.__name__,
+            function=function,
+            family=family,
+            paper=paper,
+            formula=formula,
+            use=use,
+            cost=cost,
+            inputs=inputs,
+            space=space or {},
+            reductions=reductions,
+            own=own,
+        )
+        unknown = set(entry.space) - set(entry.settings)
+        assert not unknown, f"{entry.name}: search space for settings it does not have: {unknown}"
+        LOSSES.add(entry.name, entry)
+
+        @functools.wraps(function)
+        def public(*given: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
+            entry.check(settings)
+            for key in settings:
+                if key in inputs.outer:
+                    raise ConfigError(f"{entry.name}: '{key}' is a setting of nk.Objective, not of the function.")
+            if inputs.pairs:
+                if len(given) != 1 or not isinstance(given[0], Pairs):
+                    raise ConfigError(f"{entry.name} takes Pairs: nk.losses.{entry.name}(nk.pair_up(emb, labels)).")
+                read = given[0]
+            else:
+                read = inputs.build(*given)
+            with full_precision(read.sim):
+                return entry.reduce(function(read, **settings), reduction)
+
+        public.loss = entry  # type: ignore[attr-defined]
+        return public
+
+    return register
