@@ -1,0 +1,3 @@
+from nearkin.cli import main
+
+main()

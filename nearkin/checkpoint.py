@@ -1,0 +1,101 @@
+"""What of a training run must survive an interruption, in one place."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nearkin.models.embedder import load_checkpoint
+from nearkin.runs import Run
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by Ctrl-C, after its checkpoint was written."""
+
+
+@dataclass
+class TrainingState:
+    """The learned and moving parts of a run, and how far it is. `save` then `restore` changes no later number.
+
+    The order of the images needs no state of its own: a sampler is a function of the seed and the epoch.
+    """
+
+    model: nn.Module
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the current epoch
+    loss_sum: float = 0.0  # over those steps
+    best: float = -1.0  # validation R@1 of best_epoch
+    best_epoch: int = 0
+    seconds: float = 0.0  # spent training, over all sittings
+
+    _PLAIN = ("epoch", "step", "loss_sum", "best", "best_epoch", "seconds")
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / max(self.step, 1)
+
+    def stepped(self, loss: float) -> None:
+        self.step += 1
+        self.loss_sum += loss
+
+    def next_epoch(self) -> None:
+        self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
+
+    def save(self, run: Run) -> None:
+        state: dict[str, Any] = {name: getattr(self, name) for name in self._PLAIN}
+        state |= {
+            "model": self.model.state_dict(),
+            "objective": self.objective.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "events_size": run.events_size(),
+        }
+        run.save("last.pt", state)
+
+    def restore(self, run: Run) -> bool:
+        """Take up the run's last checkpoint; False when there is none."""
+        path = run.path / "last.pt"
+        if not path.exists():
+            run.rewind_events(0)
+            return False
+        state = load_checkpoint(path)
+        for name in self._PLAIN:
+            setattr(self, name, state[name])
+        self.model.load_state_dict(state["model"])
+        self.objective.load_state_dict(state["objective"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        run.rewind_events(state["events_size"])
+        return True
+
+
+@contextmanager
+def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one stops at once.
+
+    A KeyboardInterrupt in the middle of an optimizer step would leave half of the weights moved.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    pressed = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,274 @@
+"""The command line: parse, call one function, print. Heavy imports stay inside the commands, so help is instant."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from nearkin import __version__
+from nearkin.errors import ConfigError, UserError, did_you_mean
+from nearkin.recipe import Choice, Data, Model, Recipe, Scalar, Train
+
+T = TypeVar("T")
+
+HELP = """\
+nearkin {version}: train embeddings, judge them on classes never seen, put them to use.
+
+  nearkin demo                 train, judge and report on built-in data: two minutes on two cores
+  nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER of class folders
+  nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
+  nearkin report RUN           one self-contained HTML page for a run
+  nearkin losses [NAME]        the losses there are, or one explained
+  nearkin doctor               versions, devices, extras, and trouble known for this machine
+
+Each command teaches itself: nearkin train --help
+"""
+
+
+# --- what each command takes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DemoArgs:
+    """Train on the built-in glyphs, judge on characters never seen in training, and write a page to look at."""
+
+    runs: Path = Path("runs")
+    """Folder in which run folders are kept."""
+    page: Path | None = None
+    """Where to write the HTML page; by default report.html in the run folder."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    quiet: bool = False
+    """Print the final table only."""
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train a model, choose its epoch on validation classes and judge it once on sealed test classes.
+
+    nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
+    nearkin train --data photos/            (photos/CLASS/IMAGE.jpg)
+    nearkin train my_recipe.toml --seed 1
+
+    RECIPE comes first: a name (glyphs_small, folder_default), a .toml file or a run folder; flags change it.
+    A loss's own settings follow its name as --loss.SETTING VALUE (see: nearkin losses NAME), a miner's likewise.
+    The same command again goes on where it was stopped, or says that it is done.
+    """
+
+    runs: Path = Path("runs")
+    """Folder in which run folders are kept."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    quiet: bool = False
+    """Print the final table only."""
+    loss: str = "proxy_anchor"
+    """Loss by name; `nearkin losses` lists them."""
+    miner: str | None = None
+    """Miner by name, for pair losses."""
+    memory: int = 0
+    """Embeddings of earlier batches kept as further references (pair losses only)."""
+    seed: int = 0
+    """Draws the first weights and the order of the images."""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    train: Train = field(default_factory=Train)
+
+
+@dataclass(frozen=True)
+class ReportArgs:
+    """Write one self-contained HTML page for a finished run."""
+
+    out: Path | None = None
+    """Where to write the page; by default report.html in the run folder."""
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def demo(argv: list[str]) -> None:
+    args = parse(DemoArgs, argv, "nearkin demo")
+    from nearkin.demo import run_demo
+    from nearkin.progress import Reporter
+
+    print(run_demo(args.runs, page=args.page, device=args.device, reporter=Reporter(quiet=args.quiet)))
+
+
+def train(argv: list[str]) -> None:
+    recipe, args = parse_train(argv)
+    from nearkin.progress import Reporter
+    from nearkin.report.text import result_table
+    from nearkin.train import fit
+
+    run = fit(recipe, args.runs, device=args.device, reporter=Reporter(quiet=args.quiet))
+    print(result_table(run))
+    print(f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}")
+
+
+def report(argv: list[str]) -> None:
+    target, flags = leading(argv, "a run folder", "nearkin report RUN", ReportArgs)
+    args = parse(ReportArgs, flags, "nearkin report RUN")
+    from nearkin.progress import Reporter
+    from nearkin.report.page import write_page
+    from nearkin.runs import Run
+
+    print(write_page(Run(target), args.out, reporter=Reporter()))
+
+
+def doctor(argv: list[str]) -> None:
+    """Print versions, devices, extras, and trouble known for this machine."""
+    parse(DoctorArgs, argv, "nearkin doctor")
+    from nearkin.doctor import examine
+
+    print(examine())
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Print versions, devices, extras, and trouble known for this machine."""
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "demo": demo,
+    "train": train,
+    "report": report,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in {"-h", "--help", "help"}:
+        print(HELP.format(version=__version__), end="")
+        return
+    if args[0] in {"-V", "--version"}:
+        print(f"nearkin {__version__}")
+        return
+    try:
+        if args[0] not in COMMANDS:
+            hint = did_you_mean(args[0], COMMANDS) or " See: nearkin --help."
+            raise ConfigError(f"No command named '{args[0]}'.{hint}")
+        COMMANDS[args[0]](args[1:])
+    except UserError as error:
+        print(f"nearkin: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stopped:
+        if str(stopped):
+            print(f"\n{stopped}; the checkpoint is written. To go on:\n  {shlex.join(['nearkin', *args])}", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+# --- parsing ---------------------------------------------------------------------------------------------------------
+
+
+def parse(kind: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
+    """Flags as a dataclass; one that does not exist is refused with the nearest that does."""
+    import tyro
+
+    given = {} if default is None else {"default": default}
+    parsed, unknown = tyro.cli(kind, args=argv, prog=prog, return_unknown_args=True, **given)  # type: ignore[call-overload]
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = _flag_names(kind)
+        tail = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
+        hint = f" Did you mean '{tail[0]}'?" if tail else did_you_mean(name, known)
+        raise ConfigError(f"{name}: no such {'setting' if name.startswith('-') else 'argument'}.{hint} See: {prog} --help.")
+    return parsed  # type: ignore[no-any-return]
+
+
+def _flag_names(kind: type, prefix: str = "--") -> list[str]:
+    import typing
+
+    names: list[str] = []
+    for name, hint in typing.get_type_hints(kind).items():
+        flag = prefix + name.replace("_", "-")
+        names += _flag_names(hint, f"{flag}.") if dataclasses.is_dataclass(hint) else [flag]
+    return names
+
+
+def leading(argv: list[str], what: str, prog: str, kind: type) -> tuple[str, list[str]]:
+    """The first argument, which must be there, and the rest."""
+    if argv and argv[0] in {"-h", "--help"}:
+        parse(kind, argv, prog)
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(f"{prog}: {what} is needed first.")
+    return argv[0], argv[1:]
+
+
+def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
+    """The recipe that `nearkin train` is to run: a named or stored one, changed by flags."""
+    from nearkin import recipes
+
+    argv = list(argv)
+    named = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    settings: dict[str, dict[str, Scalar]] = {"loss": {}, "miner": {}}
+    flags: list[str] = []
+    folder: Path | None = None
+    while argv:
+        flag, equals, value = argv.pop(0).partition("=")
+        owner, dot, setting = flag.removeprefix("--").partition(".")
+        if flag == "--data" or (flag.startswith("--") and dot and owner in settings):
+            if not equals:
+                if not argv:
+                    raise ConfigError(f"{flag}: a value is needed.")
+                value = argv.pop(0)
+            if flag == "--data":
+                folder = Path(value)
+            elif setting == "name":
+                flags += [f"--{owner}", value]
+            else:
+                settings[owner][setting.replace("-", "_")] = _scalar(value)
+        else:
+            flags.append(f"{flag}{equals}{value}")
+
+    recipe = recipes.find(named or ("folder_default" if folder else "glyphs_small"))
+    if folder is not None:
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source="folder", root=folder))
+    default = TrainArgs(
+        loss=recipe.loss.name,
+        miner=recipe.miner.name if recipe.miner else None,
+        memory=recipe.memory,
+        seed=recipe.seed,
+        data=recipe.data,
+        model=recipe.model,
+        train=recipe.train,
+    )
+    args = parse(TrainArgs, flags, f"nearkin train {named or '[RECIPE]'}", default)
+    recipe = Recipe(
+        data=args.data,
+        model=args.model,
+        loss=_choice(args.loss, recipe.loss, settings["loss"]),
+        miner=_choice(args.miner, recipe.miner, settings["miner"]) if args.miner else None,
+        train=args.train,
+        memory=args.memory,
+        seed=args.seed,
+    )
+    if settings["miner"] and recipe.miner is None:
+        raise ConfigError(f"--miner.{next(iter(settings['miner']))}: no miner is chosen. Give one with --miner NAME.")
+    return recipe, args
+
+
+def _choice(name: str, before: Choice | None, changed: dict[str, Scalar]) -> Choice:
+    """Another loss starts from its own defaults; the same one keeps the recipe's settings."""
+    kept = before.settings if before is not None and before.name == name else {}
+    return Choice(name, {**kept, **changed})
+
+
+def _scalar(text: str) -> Scalar:
+    """A setting's value as TOML would read it, a bare word as text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -1,0 +1,60 @@
+"""From a model and images to numbers: `evaluate` for validation, `evaluate_final` once for the sealed test classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nearkin.data.splits import Holdout
+from nearkin.data.table import Table
+from nearkin.metrics import Scores, score
+from nearkin.models.embedder import Embedder
+from nearkin.progress import Reporter
+from nearkin.runs import Run
+
+KS = (1, 2, 4, 8)
+HEADLINE = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, in this order
+
+
+def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
+    """How well each image's nearest neighbours among the others are of its class."""
+    return score(model.embed(table.pixels, reporter=reporter), table.labels, ks=KS)
+
+
+def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter: Reporter) -> dict[str, Any]:
+    """Open the test classes and judge the run's best epoch, with two yardsticks beside it.
+
+    "untrained network" is the same network before its first step, "raw pixels" no network at all: a trained number
+    means little without them. All three come from one opening; perquery.npz keeps the trained values of every query.
+    """
+    run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
+    test = holdout.open()
+    reporter.say(f"final: {len(test):,} images of {test.num_classes} classes never seen in training")
+    trained = run.embedder().to(untrained.mean.device)
+    scores = {
+        "raw pixels": score(raw_pixels(test), test.labels, ks=KS),
+        "untrained network": evaluate(untrained, test, reporter=reporter),
+        "trained network": evaluate(trained, test, reporter=reporter),
+    }
+    scores["trained network"].save(run.path / "perquery.npz")
+    return {"test": {name: summary(values) for name, values in scores.items()}, "notes": scores["trained network"].notes}
+
+
+def raw_pixels(table: Table, most: int = 40) -> Tensor:
+    """The images themselves as vectors, shrunk to at most `most` pixels a side, each less its own mean.
+
+    Without the last, cosine similarity would mostly compare brightness, and the yardstick would be too low.
+    """
+    images = torch.from_numpy(table.pixels).float()
+    if max(images.shape[2:]) > most:
+        images = F.adaptive_avg_pool2d(images, most)
+    flat = images.flatten(1)
+    return flat - flat.mean(dim=1, keepdim=True)
+
+
+def summary(scores: Scores) -> dict[str, dict[str, Any]]:
+    """Mean and 95 % interval over classes of each headline metric, as plain numbers for result.json."""
+    return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in HEADLINE}

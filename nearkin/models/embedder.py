@@ -1,0 +1,120 @@
+"""`Embedder`: the whole way from an image to a vector, with its preprocessing attached.
+
+Training, evaluation, search and export all call this one module, so they cannot disagree on how pixels are scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nearkin.data.sources import read_square
+from nearkin.errors import DataError, RunError
+from nearkin.models.backbones import BACKBONES
+from nearkin.models.pooling import POOLINGS
+from nearkin.progress import Reporter
+from nearkin.recipe import Model, Recipe
+
+Images = Tensor | NDArray[np.uint8] | Sequence[Any]
+
+
+class Embedder(nn.Module):
+    """Images uint8 [B, C, H, W] in, embeddings float32 [B, dim] out.
+
+    `forward` gives the raw embedding, which is what losses take; `embed` works through any number of images, files or
+    PIL images and gives unit vectors, which is what search and evaluation compare.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: Model, image_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.image_shape = image_shape
+        channels = image_shape[0]
+        self.backbone = BACKBONES[model.backbone](channels, model.width)
+        self.pool = POOLINGS[model.pool]
+        with torch.no_grad():
+            features = self.pool(self.backbone.eval()(torch.zeros(1, *image_shape))).shape[1]
+        self.backbone.train()
+        self.head = nn.Linear(features, model.dim)
+        self.register_buffer("mean", torch.full((channels, 1, 1), 0.5))
+        self.register_buffer("std", torch.full((channels, 1, 1), 0.25))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scaled = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
+        # channels_last: convolutions on a CPU run 1.4 to 2.4 times as fast.
+        maps = self.backbone(scaled.contiguous(memory_format=torch.channels_last))
+        return self.head(self.pool(maps))  # type: ignore[no-any-return]
+
+    def calibrate(self, pixels: NDArray[np.uint8]) -> None:
+        """Take the mean and spread of each channel from training images [N, C, H, W]."""
+        # Sums of squares of uint8 fit int64 exactly, so the result does not depend on the order of summation.
+        count = pixels.shape[0] * pixels.shape[2] * pixels.shape[3]
+        total = pixels.sum(axis=(0, 2, 3), dtype=np.int64)
+        squares = np.array([np.square(pixels[:, c], dtype=np.uint16).sum(dtype=np.int64) for c in range(len(total))])
+        mean = total / count / 255
+        std = np.sqrt(np.maximum(squares / count / 255**2 - mean**2, 1e-4))
+        self.mean.copy_(torch.from_numpy(mean).view(-1, 1, 1))
+        self.std.copy_(torch.from_numpy(std).view(-1, 1, 1))
+
+    @torch.inference_mode()
+    def embed(self, images: Images, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
+        """Unit vectors [N, dim] of images given as an array [N, C, H, W] of bytes, or as paths or PIL images."""
+        reporter = reporter or Reporter(quiet=True)
+        was_training = self.training
+        self.eval()
+        parts = []
+        try:
+            with reporter.track("embedding", len(images), unit="img") as bar:
+                for start in range(0, len(images), batch_size):
+                    batch = self._as_batch(images[start : start + batch_size])
+                    parts.append(F.normalize(self(batch.to(self.mean.device)), dim=1).cpu())
+                    bar.advance(len(batch))
+        finally:
+            self.train(was_training)
+        return torch.cat(parts) if parts else torch.empty(0, self.head.out_features)
+
+    def _as_batch(self, images: Images) -> Tensor:
+        channels, height, _ = self.image_shape
+        if isinstance(images, Tensor | np.ndarray):
+            batch = torch.as_tensor(images)
+            if batch.dtype != torch.uint8 or batch.ndim != 4 or tuple(batch.shape[1:]) != self.image_shape:
+                raise DataError(
+                    f"embed: expected bytes of shape [N, {', '.join(map(str, self.image_shape))}], "
+                    f"got {batch.dtype} {list(batch.shape)}. Paths and PIL images are scaled for you."
+                )
+            return batch
+        rows = [torch.tensor(read_square(image, height)) for image in images]
+        batch = torch.stack(rows)
+        if channels == 1:
+            grey = batch.double().mean(dim=1, keepdim=True).round()
+            return grey.to(torch.uint8)
+        return batch
+
+
+def load(path: str | Path) -> Embedder:
+    """The trained model of a run folder, ready to embed."""
+    folder = Path(path)
+    recipe_file, weights_file = folder / "recipe.toml", folder / "best.pt"
+    if not recipe_file.exists() or not weights_file.exists():
+        raise RunError(f"{folder}: no trained model here (recipe.toml and best.pt). Give a folder below runs/.")
+    stored = load_checkpoint(weights_file)
+    model = Embedder(Recipe.from_toml(recipe_file).model, tuple(stored["image_shape"]))
+    model.load_state_dict(stored["model"])
+    return model.eval()
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint as plain tensors and numbers; code inside the file is refused."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except Exception as error:  # a cut or foreign file fails in the unzipper, the unpickler or the tensor reader
+        raise RunError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]}).") from None

@@ -1,0 +1,261 @@
+"""`Recipe`: everything that decides the outcome of a training run, as frozen, typed data.
+
+A recipe is read from TOML, from a named function in `recipes.py`, or changed by flags; all three go through
+`Recipe.from_dict`, which refuses what it does not know and names the nearest key. `key()` names the run: it hashes
+everything that changes a number and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from nearkin.errors import ConfigError, did_you_mean
+
+Scalar = bool | int | float | str
+T = TypeVar("T")
+
+# Metadata of a field that cannot change a result: where the data lies, how loud to be.
+_NOT_IN_KEY = {"in_key": False}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which images, and how their classes are split."""
+
+    source: str = "glyphs"
+    """Where the images come from: "glyphs" (built in) or "folder" (one folder per class, see root)."""
+    root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
+    """The folder that holds one folder of images per class."""
+    image_size: int = 64
+    """Side in pixels to which a folder's images are cut and scaled (glyphs have their own)."""
+    skip_broken: bool = False
+    """Leave out images that cannot be read, and say so, instead of stopping."""
+    test_share: float = 0.4
+    """Share of the classes kept sealed for the final numbers."""
+    val_share: float = 0.1
+    """Share of the classes that choose the epoch."""
+    split_seed: int = 0
+    """Draws which classes go where; the same for every run that is to be compared."""
+
+    def __post_init__(self) -> None:
+        _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
+        _check(0 < self.val_share < 1, "data.val_share", "between 0 and 1", self.val_share)
+        _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
+        _check(
+            self.val_share + self.test_share < 1,
+            "data.val_share + data.test_share",
+            "below 1, so that classes remain to train on",
+            self.val_share + self.test_share,
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network that maps an image to a vector."""
+
+    backbone: str = "small_conv"
+    """Name of the convolutional part."""
+    width: int = 32
+    """Channels of small_conv's first layer; the later ones have two and four times as many."""
+    pool: str = "average_maximum"
+    """How feature maps become one vector: average, maximum, average_maximum or grid (every place kept)."""
+    dim: int = 128
+    """Length of the embedding vector."""
+
+    def __post_init__(self) -> None:
+        _check(self.width >= 1, "model.width", "at least 1", self.width)
+        _check(self.dim >= 1, "model.dim", "at least 1", self.dim)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something registered, by name, with its settings beside it: `name = "proxy_anchor"`, `alpha = 32.0`."""
+
+    name: str
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Scalar]:
+        return {"name": self.name, **self.settings}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> Choice:
+        settings = dict(values)
+        name = settings.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}.name: expected a name in quotes, got {name!r}.")
+        for key, value in settings.items():
+            if not isinstance(value, bool | int | float | str):
+                raise ConfigError(f"{where}.{key}: expected a number, true, false or a text, got {value!r}.")
+        return cls(name, settings)
+
+
+@dataclass(frozen=True)
+class Train:
+    """The loop: batches, optimiser and schedule."""
+
+    epochs: int = 8
+    """Passes over the training classes."""
+    batch_size: int = 128
+    """Images per step."""
+    per_class: int = 4
+    """Images of each class in a batch; 0 draws at random instead of class by class."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw, or sgd (momentum 0.9, Nesterov)."""
+    lr: float = 2e-3
+    """Highest learning rate of the network."""
+    class_lr: float | None = None
+    """Highest learning rate of proxies and other class parameters; without it, what the loss advises (a multiple of lr)."""
+    weight_decay: float = 1e-4
+    """Weight decay; never applied to biases, norms and class parameters."""
+    schedule: Literal["one_cycle", "cosine", "constant"] = "one_cycle"
+    """How the learning rate moves: up and down, down only, or not at all."""
+    clip_norm: float = 10.0
+    """Largest norm of the gradient; 0 leaves it alone."""
+
+    def __post_init__(self) -> None:
+        _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
+        _check(self.batch_size >= 2, "train.batch_size", "at least 2", self.batch_size)
+        _check(0 <= self.per_class <= self.batch_size, "train.per_class", "from 0 to batch_size", self.per_class)
+        _check(self.lr > 0, "train.lr", "above 0", self.lr)
+        _check(self.class_lr is None or self.class_lr > 0, "train.class_lr", "above 0", self.class_lr)
+        _check(self.weight_decay >= 0, "train.weight_decay", "0 or above", self.weight_decay)
+        _check(self.clip_norm >= 0, "train.clip_norm", "0 or above", self.clip_norm)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run, whole. Vary one with `dataclasses.replace`, write it with `to_toml`."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    loss: Choice = field(default_factory=lambda: Choice("proxy_anchor"))
+    miner: Choice | None = None
+    train: Train = field(default_factory=Train)
+    memory: int = 0
+    """Embeddings of earlier batches kept as further references (pair losses only); 0 keeps none."""
+    seed: int = 0
+    """Draws the first weights and the order of the images."""
+
+    def __post_init__(self) -> None:
+        _check(self.memory >= 0, "memory", "0 or above", self.memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, without what is None: the form that TOML and the flags share."""
+        return _to_dict(self, keyed_only=False)
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        return _from_dict(cls, values, "")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Recipe:
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: there is no such recipe file.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a recipe ({error}).") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def key(self, fingerprint: str) -> str:
+        """The run's name, for data of this fingerprint: readable in front, a hash of all that counts behind."""
+        counted = json.dumps([fingerprint, _to_dict(self, keyed_only=True)], sort_keys=True)
+        digest = hashlib.sha256(counted.encode()).hexdigest()[:12]
+        return f"{self.data.source}-{self.loss.name}-{self.model.dim}-{digest}"
+
+
+def _check(holds: bool, where: str, wanted: str, got: object) -> None:
+    if not holds:
+        raise ConfigError(f"{where}: expected {wanted}, got {got}.")
+
+
+def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for entry in dataclasses.fields(node):
+        value = getattr(node, entry.name)
+        if value is None or (keyed_only and not entry.metadata.get("in_key", True)):
+            continue
+        if isinstance(value, Choice):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value):
+            value = _to_dict(value, keyed_only=keyed_only)
+        elif isinstance(value, Path):
+            value = str(value)
+        values[entry.name] = value
+    return values
+
+
+def _from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    assert dataclasses.is_dataclass(kind)
+    hints = typing.get_type_hints(kind)
+    known = [entry.name for entry in dataclasses.fields(kind)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}{key}: no such setting.{_suggest(where, key)}")
+    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def _suggest(where: str, key: str) -> str:
+    every = setting_names()
+    elsewhere = [name for name in every if name.endswith(f".{key}")]  # `lr` at the top level means `train.lr`
+    if elsewhere:
+        return f" Did you mean '{elsewhere[0]}'?"
+    here = [name for name in every if name.startswith(where)]
+    return did_you_mean(f"{where}{key}", here) or f" There are: {', '.join(here)}."
+
+
+def setting_names() -> list[str]:
+    """The dotted names of all settings of a recipe, as they stand in TOML and in flags."""
+    names: list[str] = []
+    for entry, hint in typing.get_type_hints(Recipe).items():
+        section = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if section is None:
+            names.append(entry)
+        elif section is Choice:
+            names += [entry, f"{entry}.name"]
+        else:
+            names += [entry, *(f"{entry}.{f.name}" for f in dataclasses.fields(section))]
+    return names
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """A plain value as the type a field declares, or an error that names the field."""
+    if isinstance(hint, types.UnionType):  # X | None
+        hint = next(t for t in typing.get_args(hint) if t is not type(None))
+    if hint is Choice or dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
+        return Choice.from_dict(value, where) if hint is Choice else _from_dict(hint, value, f"{where}.")
+    if typing.get_origin(hint) is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
+        raise ConfigError(f"{where}: expected {wanted.get(hint, hint)}, got {value!r}.")
+    return value

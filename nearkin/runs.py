@@ -1,0 +1,175 @@
+"""A run folder: what is stored of a training run, written so that no crash can leave a half-truth.
+
+    recipe.toml   first write           events.jsonl    one line per epoch, append only
+    env.json      versions, machine     last.pt best.pt written aside, then renamed
+    perquery.npz  values per query      result.json     last write: its existence means done
+    failed.json   the reason            (either result or failed, never both)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearkin.errors import RunError
+from nearkin.recipe import Recipe
+
+if TYPE_CHECKING:
+    from nearkin.models.embedder import Embedder
+
+
+class Run:
+    """One run folder. Opening an existing one reads it; `Run.create` makes it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "recipe.toml").exists():
+            raise RunError(f"{self.path}: not a run folder (it holds no recipe.toml).")
+        self.recipe = Recipe.from_toml(self.path / "recipe.toml")
+
+    @classmethod
+    def create(cls, runs: str | Path, key: str, recipe: Recipe) -> Run:
+        """The run of this key below `runs`, made if it is not there yet."""
+        path = Path(runs) / key
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not (path / "recipe.toml").exists():
+                _write_aside(path / "env.json", json.dumps(environment(), indent=2))
+                _write_aside(path / "recipe.toml", recipe.to_toml())
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot write the run folder ({error.strerror}). Choose another place with --runs DIR."
+            ) from None
+        return cls(path)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What `evaluate_final` stored, or None while the run is not done."""
+        return self._read_json("result.json")
+
+    @property
+    def failed(self) -> dict[str, Any] | None:
+        """Why the run failed, or None."""
+        return self._read_json("failed.json")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl; a last line cut by a crash is left out."""
+        try:
+            lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def embedder(self) -> Embedder:
+        """The model of the best epoch."""
+        from nearkin.models.embedder import load
+
+        return load(self.path)
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / name}: cannot be read ({error}). Remove the file to train again.") from None
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the run for this process; a second process is told, a killed one lets go by itself."""
+        with open(self.path / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(f"{self.path}: another process is training this run. Wait for it, or stop it.") from None
+            yield
+
+    def log(self, **event: Any) -> None:
+        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def events_size(self) -> int:
+        path = self.path / "events.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def rewind_events(self, size: int) -> None:
+        """Drop what was logged after the checkpoint that is being resumed; it will be logged again."""
+        if self.events_size() > size:
+            os.truncate(self.path / "events.jsonl", size)
+
+    def save(self, name: str, state: dict[str, Any]) -> None:
+        """Write a checkpoint aside, then rename it, so that a crash leaves the earlier one whole."""
+        import torch
+
+        target = self.path / name
+        aside = target.with_name(f"{name}.tmp")
+        try:
+            with open(aside, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(target)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            aside.unlink(missing_ok=True)
+            raise RunError(f"{target}: cannot write the checkpoint ({error}). The earlier one is kept.") from None
+
+    def finish(self, result: dict[str, Any]) -> None:
+        (self.path / "failed.json").unlink(missing_ok=True)
+        _write_aside(self.path / "result.json", json.dumps(result, indent=2))
+
+    def fail(self, reason: str) -> None:
+        _write_aside(self.path / "failed.json", json.dumps({"reason": reason, "time": _now()}, indent=2))
+
+
+def environment() -> dict[str, Any]:
+    """What the run ran on: versions, machine, command."""
+    packages = {}
+    for name in ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "time": _now(),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": packages,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The source's git commit, where nearkin runs from a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _write_aside(target: Path, text: str) -> None:
+    aside = target.with_name(f"{target.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(target)
