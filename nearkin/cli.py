@@ -88,26 +88,47 @@ class ReportArgs:
     """Where to write the page; by default report.html in the run folder."""
 
 
+@dataclass(frozen=True)
+class EvaluateArgs:
+    """Retrieval metrics in percent, each with its 95 % interval over classes.
+
+    nearkin evaluate features.npz           (arrays `features` [N, D] and `labels` [N])
+    nearkin evaluate runs/<key>             (the stored values of a finished run)
+    """
+
+    ks: tuple[int, ...] = (1, 2, 4, 8)
+    """The k of R@k and nDCG@k."""
+    out: Path | None = None
+    """Write the value of every query to this .npz file."""
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Print versions, devices, extras, and trouble known for this machine."""
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
 def demo(argv: list[str]) -> None:
     args = parse(DemoArgs, argv, "nearkin demo")
-    from nearkin.demo import run_demo
+    from nearkin.demo import NEXT, run_demo
     from nearkin.progress import Reporter
+    from nearkin.report.text import headline, result_table
 
-    print(run_demo(args.runs, page=args.page, device=args.device, reporter=Reporter(quiet=args.quiet)))
+    reporter = Reporter(quiet=args.quiet)
+    run, page = run_demo(args.runs, page=args.page, device=args.device, reporter=reporter)
+    show(result_table(run), headline(run), f"\npage: {page}\nrun:  {run.path}\n", NEXT)
 
 
 def train(argv: list[str]) -> None:
     recipe, args = parse_train(argv)
     from nearkin.progress import Reporter
-    from nearkin.report.text import result_table
+    from nearkin.report.text import headline, result_table
     from nearkin.train import fit
 
     run = fit(recipe, args.runs, device=args.device, reporter=Reporter(quiet=args.quiet))
-    print(result_table(run))
-    print(f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}")
+    show(result_table(run), headline(run), f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}")
 
 
 def report(argv: list[str]) -> None:
@@ -120,22 +141,30 @@ def report(argv: list[str]) -> None:
     print(write_page(Run(target), args.out, reporter=Reporter()))
 
 
+def evaluate(argv: list[str]) -> None:
+    target, flags = leading(argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs)
+    args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
+    from nearkin.metrics import Scores, score_file
+
+    stored = Path(target) / "perquery.npz"
+    scores = Scores.load(stored) if Path(target).is_dir() else score_file(target, ks=args.ks)
+    print(scores.table())
+    if args.out is not None:
+        scores.save(args.out)
+        print(f"per query: {args.out}")
+
+
 def doctor(argv: list[str]) -> None:
-    """Print versions, devices, extras, and trouble known for this machine."""
     parse(DoctorArgs, argv, "nearkin doctor")
     from nearkin.doctor import examine
 
-    print(examine())
-
-
-@dataclass(frozen=True)
-class DoctorArgs:
-    """Print versions, devices, extras, and trouble known for this machine."""
+    show(examine())
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": demo,
     "train": train,
+    "evaluate": evaluate,
     "report": report,
     "doctor": doctor,
 }
@@ -159,11 +188,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt as stopped:
         if str(stopped):
-            print(f"\n{stopped}; the checkpoint is written. To go on:\n  {shlex.join(['nearkin', *args])}", file=sys.stderr)
+            print(
+                f"\n{stopped}; the checkpoint is written. To go on:\n  {shlex.join(['nearkin', *args])}",
+                file=sys.stderr,
+            )
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def show(*parts: object) -> None:
+    """Print tables and lines to standard output, in colour on a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for part in parts:
+        console.print(part)
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
@@ -180,7 +221,9 @@ def parse(kind: type[T], argv: list[str], prog: str, default: T | None = None) -
         known = _flag_names(kind)
         tail = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
         hint = f" Did you mean '{tail[0]}'?" if tail else did_you_mean(name, known)
-        raise ConfigError(f"{name}: no such {'setting' if name.startswith('-') else 'argument'}.{hint} See: {prog} --help.")
+        raise ConfigError(
+            f"{name}: no such {'setting' if name.startswith('-') else 'argument'}.{hint} See: {prog} --help."
+        )
     return parsed  # type: ignore[no-any-return]
 
 
@@ -190,7 +233,7 @@ def _flag_names(kind: type, prefix: str = "--") -> list[str]:
     names: list[str] = []
     for name, hint in typing.get_type_hints(kind).items():
         flag = prefix + name.replace("_", "-")
-        names += _flag_names(hint, f"{flag}.") if dataclasses.is_dataclass(hint) else [flag]
+        names += _flag_names(hint, f"{flag}.") if isinstance(hint, type) and dataclasses.is_dataclass(hint) else [flag]
     return names
 
 

@@ -27,7 +27,7 @@ def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None)
 def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter: Reporter) -> dict[str, Any]:
     """Open the test classes and judge the run's best epoch, with two yardsticks beside it.
 
-    "untrained network" is the same network before its first step, "raw pixels" no network at all: a trained number
+    "untrained" is the same network before its first step, "raw pixels" no network at all: a trained number
     means little without them. All three come from one opening; perquery.npz keeps the trained values of every query.
     """
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
@@ -36,11 +36,11 @@ def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter:
     trained = run.embedder().to(untrained.mean.device)
     scores = {
         "raw pixels": score(raw_pixels(test), test.labels, ks=KS),
-        "untrained network": evaluate(untrained, test, reporter=reporter),
-        "trained network": evaluate(trained, test, reporter=reporter),
+        "untrained": evaluate(untrained, test, reporter=reporter),
+        "trained": evaluate(trained, test, reporter=reporter),
     }
-    scores["trained network"].save(run.path / "perquery.npz")
-    return {"test": {name: summary(values) for name, values in scores.items()}, "notes": scores["trained network"].notes}
+    scores["trained"].save(run.path / "perquery.npz")
+    return {"test": {name: summary(values) for name, values in scores.items()}, "notes": scores["trained"].notes}
 
 
 def raw_pixels(table: Table, most: int = 40) -> Tensor:

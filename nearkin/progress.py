@@ -24,22 +24,16 @@ class Bar:
         self._out, self._progress = out, progress
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
-    def skip(self, count: int) -> None:
-        """Work that an earlier sitting did: it counts as done, not towards the speed."""
-        self.total -= count
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=self.total)
-
     def advance(self, count: int = 1, note: str = "") -> None:
         self.done += count
         now = time.monotonic()
         rate = self.done / max(now - self._began, 1e-9)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, advance=count, note=f"{rate:,.0f} {self.unit}/s  {note}")
-        elif self._out is not None and now - self._last_line >= LINE_EVERY:
+            self._progress.update(self._task, advance=count, note=f"{rate:,.1f} {self.unit}/s  {note}")
+        elif self._out is not None and now - self._last_line >= LINE_EVERY and self.done < self.total:
             self._last_line = now
-            left = duration((self.total - self.done) / max(rate, 1e-9))
-            shown = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.0f} {self.unit}/s  {left} left  {note}"
+            left = duration((self.total - self.done) / rate)
+            shown = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.1f} {self.unit}/s  {left} left  {note}"
             print(shown.rstrip(), file=self._out, flush=True)
 
 

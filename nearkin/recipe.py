@@ -64,7 +64,7 @@ class Model:
 
     backbone: str = "small_conv"
     """Name of the convolutional part."""
-    width: int = 32
+    width: int = 24
     """Channels of small_conv's first layer; the later ones have two and four times as many."""
     pool: str = "average_maximum"
     """How feature maps become one vector: average, maximum, average_maximum or grid (every place kept)."""
@@ -102,7 +102,7 @@ class Choice:
 class Train:
     """The loop: batches, optimiser and schedule."""
 
-    epochs: int = 8
+    epochs: int = 6
     """Passes over the training classes."""
     batch_size: int = 128
     """Images per step."""
@@ -113,7 +113,7 @@ class Train:
     lr: float = 2e-3
     """Highest learning rate of the network."""
     class_lr: float | None = None
-    """Highest learning rate of proxies and other class parameters; without it, what the loss advises (a multiple of lr)."""
+    """Highest learning rate of proxies and other class parameters; by default what the loss advises."""
     weight_decay: float = 1e-4
     """Weight decay; never applied to biases, norms and class parameters."""
     schedule: Literal["one_cycle", "cosine", "constant"] = "one_cycle"
@@ -242,7 +242,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     """A plain value as the type a field declares, or an error that names the field."""
     if isinstance(hint, types.UnionType):  # X | None
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    if hint is Choice or dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
         return Choice.from_dict(value, where) if hint is Choice else _from_dict(hint, value, f"{where}.")

@@ -24,9 +24,9 @@ def glyphs_small() -> Recipe:
     """The built-in glyphs with proxy_anchor: what `nearkin demo` runs, about a minute on two cores."""
     return Recipe(
         data=Data(source="glyphs", test_share=0.4, val_share=0.1),
-        model=Model(backbone="small_conv", width=32, dim=128),
+        model=Model(backbone="small_conv", width=24, dim=128),
         loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
-        train=Train(epochs=8, batch_size=128, per_class=4, lr=2e-3),
+        train=Train(epochs=6, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
     )
 
 
@@ -37,7 +37,7 @@ def folder_default() -> Recipe:
         data=Data(source="folder", image_size=64, test_share=0.4, val_share=0.1),
         model=Model(backbone="small_conv", width=32, dim=128),
         loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
-        train=Train(epochs=30, batch_size=128, per_class=4, lr=2e-3),
+        train=Train(epochs=30, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
     )
 
 

@@ -1,9 +1,9 @@
 """A run folder: what is stored of a training run, written so that no crash can leave a half-truth.
 
-    recipe.toml   first write           events.jsonl    one line per epoch, append only
-    env.json      versions, machine     last.pt best.pt written aside, then renamed
-    perquery.npz  values per query      result.json     last write: its existence means done
-    failed.json   the reason            (either result or failed, never both)
+recipe.toml   first write           events.jsonl    one line per epoch, append only
+env.json      versions, machine     last.pt best.pt written aside, then renamed
+perquery.npz  values per query      result.json     last write: its existence means done
+failed.json   the reason            (either result or failed, never both)
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Run:
 
 def environment() -> dict[str, Any]:
     """What the run ran on: versions, machine, command."""
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow"):
         try:
             packages[name] = version(name)

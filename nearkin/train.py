@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,8 +68,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
         for epoch in range(state.epoch, hyper.epochs):
             model.train()
             began = time.monotonic()
-            with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch, unit="step") as bar:
-                bar.skip(state.step)
+            with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
                 for rows in sampler.epoch(epoch)[state.step :]:
                     set_learning_rate(optimizer, hyper.schedule, epoch + state.step / steps_per_epoch, hyper.epochs)
                     loss = objective(model(images[rows].to(place)), labels[rows].to(place))
@@ -127,7 +127,7 @@ def make_objective(recipe: Recipe, num_classes: int) -> Objective:
         miner=recipe.miner.name if recipe.miner else None,
         miner_settings=dict(recipe.miner.settings) if recipe.miner else None,
         memory=recipe.memory,
-        **recipe.loss.settings,
+        **cast(dict[str, Any], recipe.loss.settings),
     )
 
 
@@ -135,7 +135,7 @@ def make_optimizer(model: nn.Module, objective: Objective, hyper: Train) -> torc
     """Weight decay for matrices and kernels only; class parameters in groups of their own."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     for group in objective.parameter_groups(hyper.lr):
         if hyper.class_lr is not None:
             group["lr"] = hyper.class_lr

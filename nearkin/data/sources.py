@@ -39,7 +39,9 @@ def load_folder(root: Path, *, image_size: int, skip_broken: bool, reporter: Rep
     empty = [name for name, files in by_class.items() if not files]
     by_class = {name: files for name, files in by_class.items() if files}
     if len(by_class) < 2:
-        raise DataError(f"{root}: found images in {len(by_class)} class folders, need at least 6: {root}/CLASS/IMAGE.jpg.")
+        raise DataError(
+            f"{root}: found images in {len(by_class)} class folders, need at least 6: {root}/CLASS/IMAGE.jpg."
+        )
     if empty:
         reporter.say(f"data: {len(empty)} folders hold no image and are left out: {', '.join(empty[:3])}")
 

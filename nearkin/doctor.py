@@ -1,0 +1,75 @@
+"""`nearkin doctor`: what is installed, what the machine has, and trouble known for it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, metadata, version
+
+from rich.table import Table as RichTable
+
+from nearkin import __version__
+
+_BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+
+
+def examine() -> RichTable:
+    """A table of facts; lines that start with ! are trouble."""
+    import torch
+
+    table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("nearkin", __version__)
+    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    table.add_row("torch", torch.__version__)
+    table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
+    table.add_row("devices", ", ".join(devices()))
+    for extra, (present, missing) in sorted(extras().items()):
+        state = "ready: " + ", ".join(present) if not missing else f"missing {', '.join(missing)}"
+        cure = f"  (pip install 'nearkin[{extra}]')" if missing else ""
+        table.add_row(f"extra {extra}", state + cure)
+    for problem in troubles():
+        table.add_row("[bold red]! trouble", problem)
+    return table
+
+
+def devices() -> list[str]:
+    import torch
+
+    found = ["cpu"]
+    found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def extras() -> dict[str, tuple[list[str], list[str]]]:
+    """Each extra's packages, as (present with version, missing), read from the installed package itself."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for requirement in metadata("nearkin").get_all("Requires-Dist") or []:
+        name, _, condition = requirement.partition(";")
+        if "extra ==" not in condition or name.startswith("nearkin") or "'all'" in condition.replace('"', "'"):
+            continue
+        extra = condition.partition("extra ==")[2].strip().strip("'\"")
+        package = name.strip().partition("[")[0]
+        for sign in "<>=!~ ":
+            package = package.partition(sign)[0]
+        present, missing = found.setdefault(extra, ([], []))
+        try:
+            present.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    return found
+
+
+def troubles() -> list[str]:
+    """Known trouble of this machine, each with what to do."""
+    found = []
+    # In a process of its own: where the CPU claims instructions that the machine does not allow, it is killed.
+    probe = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, text=True)
+    if probe.returncode != 0:
+        found.append("bfloat16 matrix products crash on this CPU; nearkin trains in float32 here, keep it so.")
+    if (os.cpu_count() or 1) < 2:
+        found.append("one core only: the demo will take about twice as long as stated.")
+    return found
