@@ -16,7 +16,9 @@ from nearkin.data import sources
 from nearkin.data.splits import split_by_class
 from nearkin.errors import ConfigError, TrainingFailed
 from nearkin.evaluate import evaluate, evaluate_final
+from nearkin.models.backbones import BACKBONES
 from nearkin.models.embedder import Embedder
+from nearkin.models.pooling import POOLINGS
 from nearkin.objective import Objective
 from nearkin.progress import Pace, Reporter
 from nearkin.recipe import Recipe, Train
@@ -31,7 +33,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
     checkpoint and ends with the same numbers as if it had not been.
     """
     reporter = reporter or Reporter()
-    make_objective(recipe, num_classes=2)  # a wrong name or setting should not cost the time to read the data
+    check_names(recipe)
     place = choose_device(device)
     table = sources.load(recipe.data, reporter)
     shares = {"val_share": recipe.data.val_share, "test_share": recipe.data.test_share}
@@ -71,9 +73,10 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
                 for rows in sampler.epoch(epoch)[state.step :]:
                     set_learning_rate(optimizer, hyper.schedule, epoch + state.step / steps_per_epoch, hyper.epochs)
-                    loss = objective(model(images[rows].to(place)), labels[rows].to(place))
-                    if not torch.isfinite(loss):
-                        reason = f"the loss became {loss.item()} at epoch {epoch + 1}, step {state.step + 1}"
+                    emb = model(images[rows].to(place))
+                    loss = objective(emb, labels[rows].to(place)) if emb.isfinite().all() else emb.sum()
+                    if not loss.isfinite():  # an objective would refuse such embeddings as a mistake of the caller
+                        reason = f"the loss stopped being finite at epoch {epoch + 1}, step {state.step + 1}"
                         run.fail(reason)
                         raise TrainingFailed(f"{run.path}: {reason}. Try a lower learning rate: --train.lr.")
                     optimizer.zero_grad(set_to_none=True)
@@ -99,7 +102,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             reporter.say(
                 f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  val R@1 {100 * recall:.1f} "
                 f"(best {100 * state.best:.1f} at {state.best_epoch})  "
-                f"{len(rows) * pace.rate:,.0f} img/s  {pace.left} left"
+                f"{hyper.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
             )
             state.seconds += time.monotonic() - began
             state.next_epoch()
@@ -116,6 +119,12 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
         }
         run.finish({"protocol": protocol, **result, "val_R@1": state.best, "seconds": round(state.seconds, 1)})
     return run
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse a wrong name or setting before the time is spent to read the data."""
+    make_objective(recipe, num_classes=2)
+    _ = BACKBONES[recipe.model.backbone], POOLINGS[recipe.model.pool]
 
 
 def make_objective(recipe: Recipe, num_classes: int) -> Objective:

@@ -8,6 +8,7 @@ their drawings, and only the first of each such group is kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import math
@@ -196,5 +197,6 @@ def _write_cache(path: Path, pixels: NDArray[Any], labels: NDArray[Any], names: 
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(aside, pixels=pixels, labels=labels, names=names)
         aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)  # a read-only home costs ten seconds next time, nothing else
+    except OSError:  # a read-only home or a full disk costs ten seconds next time, nothing else
+        with contextlib.suppress(OSError):
+            aside.unlink()

@@ -46,7 +46,8 @@ def headline(run: Run) -> str:
     trained, raw = (run.result["test"][name]["R@1"] for name in ("trained", "raw pixels"))
     share = f"{100 * trained['mean']:.1f} % of unseen-class images have a neighbour of their own kind nearest"
     if trained["interval"][0] > raw["interval"][1]:
-        return f"{share}, {trained['mean'] / raw['mean']:.1f} times as many as by raw pixels."
+        times = f"{trained['mean'] / raw['mean']:.1f} times as many as" if raw["mean"] > 0 else "against none"
+        return f"{share}, {times} by raw pixels."
     return (
-        f"{share}; that is not clearly better than raw pixels ({100 * raw['mean']:.1f} %): training did not help here."
+        f"{share}; that is not clearly better than raw pixels ({100 * raw['mean']:.1f} %) on this evidence."
     )

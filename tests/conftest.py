@@ -1,0 +1,78 @@
+"""Fixtures that several test files share. Nothing is written outside pytest's own temporary folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it.
+_CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
+os.environ["NEARKIN_CACHE"] = _CACHE
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def glyphs_table():
+    from nearkin.data import glyphs
+
+    return glyphs.load()
+
+
+@pytest.fixture(scope="session")
+def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes of twelve small colour images: a class is a pattern of two colours, its images are noisy."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("photos") / "shapes with spaces é"
+    rng = np.random.default_rng(0)
+    for c in range(10):
+        folder = root / f"class {c}"
+        folder.mkdir(parents=True)
+        stripes = (np.arange(24) // (2 + c % 3) % 2)[:, None] if c % 2 else (np.arange(24) // (2 + c % 3) % 2)[None, :]
+        colours = rng.uniform(0, 255, (2, 3))
+        for i in range(12):
+            picture = np.where(stripes[..., None] > 0, *colours) + rng.normal(0, 40, (24, 24, 3))
+            Image.fromarray(np.clip(picture, 0, 255).astype(np.uint8)).save(folder / f"{i:02d}.png")
+    return root
+
+
+@pytest.fixture
+def tiny_recipe(photo_folder: Path):
+    """A run of a second or two on `photo_folder`."""
+    from nearkin import recipes
+
+    recipe = recipes.folder_default()
+    return replace(
+        recipe,
+        data=replace(recipe.data, root=photo_folder, image_size=16, val_share=0.2),
+        model=replace(recipe.model, width=4, dim=8),
+        train=replace(recipe.train, epochs=3, batch_size=8, per_class=2),
+    )
+
+
+@pytest.fixture
+def quiet():
+    from nearkin.progress import Reporter
+
+    return Reporter(quiet=True)
+
+
+@pytest.fixture
+def chromium() -> Iterator[Path]:
+    """Debian's Chromium; tests that look at a page skip where there is none."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    yield Path(found)

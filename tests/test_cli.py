@@ -1,0 +1,123 @@
+"""The command line: one or two lines and exit code 2 for what a person can mend, never a traceback."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import cli
+from nearkin.recipe import Choice
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        cli.main([str(a) for a in args])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "No command named 'trian'. Did you mean 'train'?"),
+        (["train", "glyps_small"], "Did you mean 'glyphs_small'?"),
+        (["train", "nosuch.toml"], "nosuch.toml: there is no such recipe file"),
+        (["train", "--loss", "proxyanchor"], "No loss named 'proxyanchor'. Did you mean 'proxy_anchor'?"),
+        (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
+        (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
+        (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
+        (["train", "--data", "/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["train", "--data"], "--data: a value is needed"),
+        (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
+        (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
+        (["train", "--model.pool", "averag"], "Did you mean 'average'?"),
+        (["train", "--miner.epsilon", "1"], "no miner is chosen"),
+        (["evaluate"], "is needed first"),
+        (["evaluate", "none.npz"], "none.npz"),
+        (["report", "."], "not a run folder"),
+        (["demo", "more"], "more: no such argument"),
+    ],
+)
+def test_mistakes_get_the_cure(capsys, args, message):
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert len(err.strip().splitlines()) <= 2
+    assert "Traceback" not in err
+
+
+def test_a_wrong_value_names_the_flag(capsys):
+    code, _, err = run(capsys, "train", "--train.epochs", "ten")
+    assert code == 2
+    assert "--train.epochs" in err
+    code, _, err = run(capsys, "train", "--train.epochs", "0")
+    assert code == 2
+    assert "expected at least 1, got 0" in err
+
+
+def test_a_runs_folder_that_cannot_be_written_is_named(capsys, tmp_path, glyphs_table):
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, "train", "--runs", tmp_path / "file")
+    assert code == 2
+    assert "cannot write the run folder" in err
+    assert "--runs DIR" in err
+
+
+def test_help_teaches_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert f"nearkin {name}" in out
+        code, shown, _ = run(capsys, name, "--help")
+        assert code == 0
+        assert "usage" in shown.lower()
+    assert run(capsys)[1] == out
+    assert run(capsys, "--version")[1].startswith("nearkin ")
+
+
+def test_flags_change_the_recipe():
+    recipe, args = cli.parse_train(
+        ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
+    )
+    assert recipe.loss == Choice("proxy_anchor", {"alpha": 8, "margin": 0.1})
+    assert (recipe.train.epochs, recipe.model.dim, recipe.seed, args.runs) == (2, 16, 4, Path("x"))
+    recipe, _ = cli.parse_train(["--loss", "triplet", "--loss.margin", "0.2", "--miner.name", "semihard"])
+    assert recipe.loss == Choice("triplet", {"margin": 0.2})  # another loss does not inherit alpha
+    assert recipe.miner == Choice("semihard")
+    recipe, _ = cli.parse_train(["--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
+    assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos"), 32)
+    assert recipe.train.class_lr == 0.5
+
+
+def test_doctor_names_versions_extras_and_devices(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for word in ("python", "torch", "cores", "cpu", "extra vision", "extra bench"):
+        assert word in out
+
+
+def test_evaluate_reads_features(capsys, tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(5), 4)
+    np.savez(tmp_path / "f.npz", features=np.eye(5)[labels] + 0.01 * rng.normal(size=(20, 5)), labels=labels)
+    code, out, _ = run(capsys, "evaluate", tmp_path / "f.npz", "--out", tmp_path / "per.npz")
+    assert code == 0
+    assert "R@1" in out
+    assert "100.0" in out
+    assert (tmp_path / "per.npz").exists()
+
+
+def test_the_installed_command_and_the_module_answer_alike():
+    script = shutil.which("nearkin", path=str(Path(sys.executable).parent))
+    assert script, "nearkin is not installed beside this Python"
+    by_script = subprocess.run([script, "--help"], capture_output=True, text=True)
+    by_module = subprocess.run([sys.executable, "-m", "nearkin", "--help"], capture_output=True, text=True)
+    assert by_script.returncode == by_module.returncode == 0
+    assert by_script.stdout == by_module.stdout

@@ -1,0 +1,149 @@
+"""Glyphs, folders of images, and splits by class."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from nearkin.data import glyphs
+from nearkin.data.sources import load_folder
+from nearkin.data.splits import split_by_class
+from nearkin.data.table import Table
+from nearkin.errors import DataError
+from nearkin.progress import Reporter
+
+
+def test_glyphs_are_a_few_hundred_classes_of_small_images(glyphs_table):
+    assert 200 <= glyphs_table.num_classes <= 400
+    assert glyphs_table.pixels.shape == (len(glyphs_table), 1, 40, 40)
+    assert 8_000 <= len(glyphs_table) <= 14_000
+    counts = np.bincount(glyphs_table.labels)
+    assert counts.min() == counts.max()
+
+
+def test_glyphs_hold_no_look_alikes_across_scripts_or_cases(glyphs_table):
+    kept = set(glyphs_table.class_names)
+    for group in ["AΑА", "BΒВ", "OΟОoοо0"[:6], "pр", "HΗН", "Ss", "Чч", "Ии", "XxΧх", "nп"]:
+        assert len(kept & set(group)) <= 1, group
+    assert {"A", "B", "R", "8", "Q", "Ж", "λ", "Ω"} <= kept
+
+
+def test_glyphs_are_drawn_alike_each_time_and_differ_by_seed(tmp_path, glyphs_table):
+    names = glyphs.distinct_characters()[:1]
+    first, again = ([glyphs._distort(glyphs._stencil(f, names[0]), np.random.default_rng(3)) for f in glyphs._faces()] for _ in range(2))
+    assert np.array_equal(first, again)
+    again_from_cache = glyphs.load()
+    assert again_from_cache.fingerprint == glyphs_table.fingerprint
+    assert not np.array_equal(first[0], glyphs._distort(glyphs._stencil(glyphs._faces()[0], names[0]), np.random.default_rng(4)))
+
+
+def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, glyphs_table):
+    stored = (glyphs_table.pixels, glyphs_table.labels, np.array(glyphs_table.class_names))
+    drawn = []
+    monkeypatch.setattr(glyphs, "draw", lambda seed: drawn.append(seed) or stored)
+    assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
+    assert drawn == [0]
+    [file] = tmp_path.iterdir()
+    middle = len(file.read_bytes()) // 2
+    with open(file, "r+b") as handle:  # a flipped byte in the middle, then a cut file
+        handle.seek(middle)
+        byte = handle.read(1)
+        handle.seek(middle)
+        handle.write(bytes([byte[0] ^ 255]))
+    assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
+    file.write_bytes(file.read_bytes()[:1000])
+    assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
+    blocked = tmp_path / "a file, not a folder"
+    blocked.touch()
+    assert glyphs.load(cache=blocked).fingerprint == glyphs_table.fingerprint
+    assert len(drawn) == 4
+
+
+def make_table(classes: int) -> Table:
+    labels = np.repeat(np.arange(classes, dtype=np.int64), 3)
+    pixels = np.zeros((len(labels), 1, 2, 2), np.uint8)
+    return Table("made", labels, tuple(f"c{i}" for i in range(classes)), pixels, "f")
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(6, 80), st.floats(0.01, 0.5), st.floats(0.01, 0.4), st.integers(0, 5))
+def test_splits_are_disjoint_complete_and_seeded(classes, val, test, seed):
+    table = make_table(classes)
+    try:
+        split, holdout = split_by_class(table, val_share=val, test_share=test, seed=seed)
+    except DataError as error:
+        assert "too few" in str(error)
+        assert classes < 20
+        return
+    parts = [split.train, split.val, holdout.open()]
+    names = [set(part.class_names) for part in parts]
+    assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
+    assert set.union(*names) == set(table.class_names)
+    assert sum(len(part) for part in parts) == len(table)
+    for part in parts:
+        assert part.num_classes >= 2
+        assert sorted(set(part.labels.tolist())) == list(range(part.num_classes))
+    again, _ = split_by_class(table, val_share=val, test_share=test, seed=seed)
+    assert again.train.class_names == split.train.class_names
+
+
+def test_the_holdout_shows_its_size_and_nothing_else():
+    _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
+    assert "sealed" in repr(holdout)
+    assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes"}
+    for name in ("pixels", "labels", "table"):
+        assert not hasattr(holdout, name)
+
+
+def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
+    table = load_folder(photo_folder, image_size=16, skip_broken=False, reporter=quiet)
+    assert table.pixels.shape == (120, 3, 16, 16)
+    assert table.class_names == tuple(f"class {c}" for c in range(10))
+    assert len(table.paths) == 120
+
+
+def test_grey_alpha_palette_16_bit_and_turned_images_are_read(tmp_path, quiet):
+    rng = np.random.default_rng(0)
+    base = Image.fromarray(rng.integers(0, 255, (20, 30, 3), np.uint8))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # turn by 90 degrees
+    for c in "ab":
+        (tmp_path / c).mkdir()
+        base.convert("L").save(tmp_path / c / "grey.png")
+        base.convert("RGBA").save(tmp_path / c / "alpha.png")
+        base.convert("P").save(tmp_path / c / "palette.gif")
+        base.convert("CMYK").save(tmp_path / c / "cmyk.JPG")
+        Image.fromarray(rng.integers(0, 65535, (20, 30), np.uint16)).save(tmp_path / c / "deep.png")
+        base.save(tmp_path / c / "turned.jpg", exif=turned)
+        (tmp_path / c / "notes.txt").write_text("not an image")
+    table = load_folder(tmp_path, image_size=8, skip_broken=False, reporter=quiet)
+    assert len(table) == 12
+
+
+def test_broken_images_are_named_and_left_out_only_when_asked(photo_folder, tmp_path, quiet, capsys):
+    for c in range(3):
+        (tmp_path / f"c{c}").mkdir()
+        for i in range(3):
+            good = (photo_folder / f"class {c}" / f"{i:02d}.png").read_bytes()
+            (tmp_path / f"c{c}" / f"{i}.png").write_bytes(good)
+    (tmp_path / "c1" / "0.png").write_bytes(good[:200])
+    (tmp_path / "c2" / "words.jpg").write_text("words")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"2 of 10 images cannot be read, first c1/0.png, c2/words.jpg") as error:
+        load_folder(tmp_path, image_size=8, skip_broken=False, reporter=quiet)
+    assert "--data.skip-broken" in str(error.value)
+    table = load_folder(tmp_path, image_size=8, skip_broken=True, reporter=Reporter())
+    said = capsys.readouterr().err
+    assert len(table) == 8
+    assert "2 images cannot be read and are left out: c1/0.png" in said
+    assert "1 folders hold no image and are left out: empty" in said
+
+
+def test_folders_that_cannot_serve_say_why(tmp_path, quiet):
+    with pytest.raises(DataError, match="there is no such folder"):
+        load_folder(tmp_path / "none", image_size=8, skip_broken=False, reporter=quiet)
+    with pytest.raises(DataError, match="found images in 0 class folders"):
+        load_folder(tmp_path, image_size=8, skip_broken=False, reporter=quiet)
+    with pytest.raises(DataError, match="too few to split by class"):
+        split_by_class(make_table(5), val_share=0.1, test_share=0.4, seed=0)

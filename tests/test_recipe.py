@@ -1,0 +1,76 @@
+"""Recipes: typed, refusing what they do not know, and named by what counts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearkin import recipes
+from nearkin.errors import ConfigError
+from nearkin.recipe import Choice, Recipe
+
+
+@pytest.mark.parametrize("name", list(recipes.RECIPES))
+def test_toml_round_trip(name, tmp_path):
+    recipe = replace(recipes.find(name), miner=Choice("semihard", {"band": True}), seed=7)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.to_toml())
+    assert Recipe.from_toml(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nbatchsize = 8", "train.batchsize: no such setting. Did you mean 'train.batch_size'?"),
+        ("lr = 0.1", "lr: no such setting. Did you mean 'train.lr'?"),
+        ("[trian]\nlr = 1", "trian: no such setting. Did you mean 'train'?"),
+        ("[train]\nepochs = 'ten'", "train.epochs: expected a whole number, got 'ten'"),
+        ("[train]\nepochs = true", "train.epochs: expected a whole number, got True"),
+        ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
+        ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
+        ("[train]\noptimizer = 'adam'", "train.optimizer: expected one of 'adamw', 'sgd', got 'adam'"),
+        ("[data]\nval_share = 0.7\ntest_share = 0.6", "data.val_share + data.test_share: expected below 1"),
+        ("train = 3", "train: expected a section [train], got 3"),
+        ("[loss]\nalpha = 3.0", "loss.name: expected a name"),
+        ("[loss]\nname = 'ice'\nscale = [1]", "loss.scale: expected a number"),
+        ("not toml", "not valid TOML"),
+    ],
+)
+def test_a_wrong_recipe_file_says_where_and_how_to_mend_it(text, message, tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        Recipe.from_toml(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_whole_numbers_are_fine_where_a_number_is_wanted():
+    assert Recipe.from_dict({"train": {"lr": 1}}).train.lr == 1.0
+
+
+def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
+    base = recipes.glyphs_small()
+    same = replace(base, data=replace(base.data, root=Path("elsewhere")))
+    assert same.key("f") == base.key("f")
+    others = [
+        replace(base, seed=1),
+        replace(base, memory=64),
+        replace(base, loss=Choice("proxy_anchor", {"alpha": 16.0})),
+        replace(base, miner=Choice("hard")),
+        replace(base, model=replace(base.model, dim=64)),
+        replace(base, train=replace(base.train, lr=1e-4)),
+        replace(base, data=replace(base.data, split_seed=1)),
+    ]
+    keys = {base.key("f"), base.key("g"), *(other.key("f") for other in others)}
+    assert len(keys) == 2 + len(others)
+
+
+def test_find_takes_names_files_and_run_folders(tmp_path):
+    recipe = replace(recipes.glyphs_small(), seed=3)
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    assert recipes.find(str(tmp_path)) == recipe
+    assert recipes.find(str(tmp_path / "recipe.toml")) == recipe
+    assert recipes.find("glyphs_small").seed == 0
+    with pytest.raises(ConfigError, match="Did you mean 'glyphs_small'"):
+        recipes.find("glyph_small")

@@ -1,0 +1,221 @@
+"""The loop: learns, repeats itself exactly, resumes exactly, fails honestly, and keeps the test classes sealed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import nearkin as nk
+from nearkin import train
+from nearkin.checkpoint import Interrupted, noting_ctrl_c
+from nearkin.data.splits import Holdout
+from nearkin.errors import ConfigError, RunError, TrainingFailed
+from nearkin.recipe import Choice
+from nearkin.runs import Run
+
+
+def numbers(run: Run) -> dict:
+    """Everything in a run that must repeat: result, events, per-query values and weights."""
+    result = {key: value for key, value in run.result.items() if key != "seconds"}
+    weights = torch.load(run.path / "best.pt", weights_only=True)["model"]
+    with np.load(run.path / "perquery.npz") as stored:
+        per_query = {name: stored[name].tobytes() for name in stored.files}
+    return {
+        "result": result,
+        "events": (run.path / "events.jsonl").read_text(),
+        "weights": {name: value.numpy().tobytes() for name, value in weights.items()},
+        "per query": per_query,
+    }
+
+
+@pytest.fixture
+def finished(tiny_recipe, tmp_path, quiet) -> Run:
+    return nk.fit(tiny_recipe, tmp_path / "first", reporter=quiet)
+
+
+def test_a_run_ends_with_all_its_files_and_a_model_that_embeds(finished, photo_folder):
+    names = {path.name for path in finished.path.iterdir()}
+    assert {"recipe.toml", "env.json", "events.jsonl", "last.pt", "best.pt", "perquery.npz", "result.json"} <= names
+    assert not any(name.endswith(".tmp") for name in names)
+    assert finished.failed is None
+    result = finished.result
+    assert result["protocol"]["classes"] == {"train": 4, "val": 2, "test": 4}
+    for model in ("raw pixels", "untrained", "trained"):
+        for value in result["test"][model].values():
+            low, high = value["interval"]
+            assert 0 <= low <= value["mean"] <= high <= 1
+    paths = sorted(photo_folder.rglob("*.png"))[:3]
+    vectors = nk.load(finished.path).embed(paths)
+    assert vectors.shape == (3, 8)
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(3))
+    opened = [event for event in finished.events() if event["event"] == "holdout_opened"]
+    assert len(opened) == 1
+
+
+def test_the_same_seed_gives_the_same_digits_and_another_seed_others(finished, tiny_recipe, tmp_path, quiet):
+    again = nk.fit(tiny_recipe, tmp_path / "second", reporter=quiet)
+    assert numbers(again) == numbers(finished)
+    other = nk.fit(replace(tiny_recipe, seed=1), tmp_path / "second", reporter=quiet)
+    assert other.path != again.path
+    assert numbers(other)["weights"] != numbers(again)["weights"]
+
+
+def test_a_finished_run_is_returned_as_it_is(finished, tiny_recipe, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.path.iterdir()}
+    again = nk.fit(tiny_recipe, finished.path.parent)
+    assert f"done already: {finished.path}" in capsys.readouterr().err
+    assert again.path == finished.path
+    assert {path: path.stat().st_mtime_ns for path in finished.path.iterdir()} == before
+
+
+@pytest.mark.parametrize("stop_after", [1, 6, 7, 15])
+def test_stopped_at_any_step_and_resumed_equals_never_stopped(
+    finished, tiny_recipe, tmp_path, quiet, monkeypatch, stop_after
+):
+    steps = 0
+    real = train.set_learning_rate
+
+    def counting(*args):
+        nonlocal steps
+        steps += 1
+        if steps == stop_after:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(*args)
+
+    monkeypatch.setattr(train, "set_learning_rate", counting)
+    with pytest.raises(Interrupted, match="stopped at epoch"):
+        nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
+    monkeypatch.undo()
+    resumed = nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
+    assert numbers(resumed) == numbers(finished)
+
+
+@pytest.mark.slow
+def test_killed_outright_and_resumed_equals_never_stopped(finished, tiny_recipe, tmp_path, quiet):
+    recipe_file = tmp_path / "recipe.toml"
+    recipe_file.write_text(tiny_recipe.to_toml())
+    command = [sys.executable, "-m", "nearkin", "train", str(recipe_file), "--runs", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    [run_path] = wait_for(lambda: list((tmp_path / "killed").glob("*/last.pt")))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (run_path.parent / "result.json").exists():  # else it was too quick to be killed; equality holds as well
+        nk.fit(tiny_recipe, tmp_path / "killed", reporter=quiet)
+    assert numbers(Run(run_path.parent)) == numbers(finished)
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+def test_a_second_process_on_one_run_is_told(tiny_recipe, tmp_path, quiet):
+    run = Run.create(tmp_path, "one", tiny_recipe)
+    with run.writing(), pytest.raises(RunError, match="another process is training"), Run(run.path).writing():
+        pass
+
+
+def test_a_loss_that_is_not_finite_ends_as_failed_never_as_a_score(tiny_recipe, tmp_path, quiet):
+    wild = replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e30, clip_norm=0.0, optimizer="sgd"))
+    with pytest.raises(TrainingFailed, match=r'stopped being finite at epoch \d, step \d'):
+        nk.fit(wild, tmp_path, reporter=quiet)
+    [path] = [p for p in tmp_path.iterdir() if (p / "recipe.toml").exists()]
+    assert json.loads((path / "failed.json").read_text())["reason"]
+    assert not (path / "result.json").exists()
+
+
+def test_the_test_classes_stay_sealed_until_the_epoch_is_chosen(tiny_recipe, tmp_path, quiet, monkeypatch):
+    opened_at = []
+    real = Holdout.open
+
+    def watched(self):
+        [run] = list(tmp_path.iterdir())
+        opened_at.append(len([e for e in Run(run).events() if e["event"] == "epoch"]))
+        return real(self)
+
+    monkeypatch.setattr(Holdout, "open", watched)
+    nk.fit(tiny_recipe, tmp_path, reporter=quiet)
+    assert opened_at == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": Choice("proxyanchor")}, "Did you mean 'proxy_anchor'"),
+        ({"loss": Choice("proxy_anchor", {"alfa": 1.0})}, "Did you mean 'alpha'"),
+        ({"miner": Choice("semihard")}, "takes no miner"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_the_data_is_read(tiny_recipe, tmp_path, quiet, change, message):
+    nowhere = replace(tiny_recipe, data=replace(tiny_recipe.data, root=tmp_path / "none"), **change)
+    with pytest.raises(ConfigError, match=message):
+        nk.fit(nowhere, tmp_path, reporter=quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_was_cut_is_named(tiny_recipe, tmp_path, quiet, finished):
+    (finished.path / "result.json").unlink()
+    whole = (finished.path / "last.pt").read_bytes()
+    (finished.path / "last.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunError, match=r"last\.pt: not a readable checkpoint"):
+        nk.fit(tiny_recipe, finished.path.parent, reporter=quiet)
+
+
+def test_a_checkpoint_with_code_inside_is_refused(finished):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, ("touch pwned",))
+
+    torch.save({"model": Evil()}, finished.path / "best.pt")
+    with pytest.raises(RunError, match="not a readable checkpoint"):
+        nk.load(finished.path)
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(finished):
+    before = (finished.path / "last.pt").read_bytes()
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000));"
+        "import torch; from nearkin.runs import Run;"
+        f"Run({str(finished.path)!r}).save('last.pt', {{'model': torch.zeros(10000)}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cannot write the checkpoint" in done.stderr
+    assert (finished.path / "last.pt").read_bytes() == before
+    assert not (finished.path / "last.pt.tmp").exists()
+
+
+def test_ctrl_c_twice_stops_at_once():
+    with noting_ctrl_c() as pressed:
+        assert not pressed()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert pressed()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
+def test_the_learning_rate_starts_peaks_and_ends_as_it_should(schedule):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    optimizer.param_groups[0]["highest_lr"] = 2.0
+    rates = []
+    for step in range(101):
+        train.set_learning_rate(optimizer, schedule, step / 10, 10)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert max(rates) == 2.0
+    ends = {"one_cycle": (0.08, 0.0), "cosine": (2.0, 0.0), "constant": (2.0, 2.0)}[schedule]
+    assert (rates[0], rates[-1]) == pytest.approx(ends)
+    assert rates.index(2.0) == {"one_cycle": 20, "cosine": 0, "constant": 0}[schedule]
