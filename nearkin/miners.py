@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.pairs import Pairs
+from nearkin.pairs import Pairs, rank_positives, shifted_exp
 from nearkin.registry import Registry
 
 Miner = Callable[..., Pairs]
@@ -72,6 +72,95 @@ def multi_similarity(p: Pairs, *, epsilon: float = 0.1) -> Pairs:
     pos = p.pos & (p.sim - epsilon < nearest)
     neg = p.neg & (p.sim + epsilon > farthest)
     return replace(p, pos=pos, neg=neg, triplets=None)
+
+
+@miner
+def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
+    """Per (anchor, positive) the most similar negative among those strictly less similar than the positive.
+
+    band   keep only triplets whose negative is less than this below the positive (the FaceNet rule: set it to the
+           margin of the loss). The others have zero loss either way, but count in the mean.
+
+    The negatives are put into the gaps between the sorted positives; the best for a positive is the largest of the
+    nearest gap below it that holds any. Time N M log P, no triplet is enumerated but those returned.
+    """
+    r = rank_positives(p.sim, p.pos)
+    columns = torch.arange(p.sim.shape[1], device=p.sim.device)
+    gap = torch.searchsorted(r.ranked, p.sim, right=True)  # how many positives are not above
+    best = p.sim.new_full((len(p.sim), r.ranked.shape[1] + 1), float("-inf"))
+    best.scatter_reduce_(1, gap, p.sim.masked_fill(~p.neg, float("-inf")), "amax")
+    is_best = p.neg & (p.sim == best.gather(1, gap))
+    first = torch.full(best.shape, len(columns), device=p.sim.device)
+    first.scatter_reduce_(1, gap, torch.where(is_best, columns, len(columns)), "amin")
+
+    filled = torch.where(best > float("-inf"), torch.arange(best.shape[1], device=best.device), -1).cummax(1).values
+    rank = r.order.argsort(1)
+    nearest_gap = filled[r.row, rank[r.row, r.slot]]
+    negative = first[r.row, nearest_gap.clamp(min=0)]
+    keep = nearest_gap >= 0
+    triplets = torch.stack([r.row, r.column, negative], 1)[keep]
+    if band is not None:
+        a, i, j = triplets.unbind(1)
+        triplets = triplets[p.sim[a, i] - p.sim[a, j] < band]
+    a, i, j = triplets.unbind(1)
+    pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
+    pos[a, i], neg[a, j] = True, True
+    return replace(p, pos=pos, neg=neg, triplets=triplets)
+
+
+@miner
+def distance_weighted(
+    p: Pairs,
+    *,
+    cutoff: float = 0.5,
+    limit: float = 1.4,
+    dim: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Pairs:
+    """Per anchor a random positive, and a negative drawn so that all distances are about equally likely.
+
+    Wu et al. 2017. On the sphere most negatives are at distance 1.41; weighting by the inverse of that density gives
+    near ones a chance. An anchor without a negative nearer than `limit` is skipped.
+
+    cutoff      distances below this count as this: very near negatives are noise
+    limit       negatives beyond this have no loss and are not drawn
+    dim         embedding dimensions, if the pairs do not know them
+    generator   the source of randomness; torch's global one if left out
+    """
+    chance = distance_weights(p, cutoff=cutoff, limit=limit, dim=dim)
+    rows = p.pos.any(1) & (chance.sum(1) > 0)
+    neg = _one(p.neg, _draw(chance, rows, generator), rows)
+    pos = _one(p.pos, _draw(p.pos.to(chance.dtype), rows, generator), rows)
+    return replace(p, pos=pos, neg=neg, triplets=None)
+
+
+def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: int | None = None) -> Tensor:
+    """The chance of each negative in `distance_weighted` [N, M]; a row without an eligible negative is zero."""
+    dim = dim or p.dim
+    if dim is None:
+        raise ConfigError("miner distance_weighted: the pairs do not know their dimension; pass dim=...")
+    distance = p.distance().detach()
+    d = distance.clamp(cutoff, limit)
+    log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
+    weight, total, _ = shifted_exp(-log_density, p.neg & (distance < limit), 1.0)
+    return weight / total.clamp(min=1e-30)[:, None]
+
+
+@miner
+def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
+    """Per anchor one positive and one negative, each drawn evenly."""
+    rows = _has_both(p)
+    pos = _one(p.pos, _draw(p.pos.to(p.sim.dtype), rows, generator), rows)
+    neg = _one(p.neg, _draw(p.neg.to(p.sim.dtype), rows, generator), rows)
+    return replace(p, pos=pos, neg=neg, triplets=None)
+
+
+def _draw(chance: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One column per row, drawn by weight; column 0 in the rows that are not asked for."""
+    column = torch.zeros(len(chance), dtype=torch.int64, device=chance.device)
+    if rows.any():
+        column[rows] = torch.multinomial(chance[rows], 1, generator=generator).squeeze(1)
+    return column
 
 
 def _has_both(p: Pairs) -> Tensor:

@@ -33,24 +33,34 @@ class Pairs:
     sim          [N, M] similarities, higher is nearer: cosines, or plain products for `metric="dot"`
     pos, neg     [N, M] bool: the pairs of one class (self excluded) and of two classes
     anchor_sq    [N] squared lengths of the vectors whose products `sim` holds (1, or 0 for a zero vector, if cosine)
-    ref_sq       [M] the same for the references
+    ref_sq       [M] the same for the references; left out, both are 1
     triplets     [T, 3] (anchor, positive, negative) if a miner chose triplets rather than pairs
+    dim          D, the dimension of the vectors, for the miner that needs to know it
     """
 
     sim: Tensor
     pos: Tensor
     neg: Tensor
-    anchor_sq: Tensor
-    ref_sq: Tensor
+    anchor_sq: Tensor | None = None
+    ref_sq: Tensor | None = None
     triplets: Tensor | None = None
+    dim: int | None = None
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Squared lengths of the anchors [N] and of the references [M]."""
+        n, m = self.sim.shape
+        anchor = self.sim.new_ones(n) if self.anchor_sq is None else self.anchor_sq
+        return anchor, self.sim.new_ones(m) if self.ref_sq is None else self.ref_sq
 
     def sq_distance(self) -> Tensor:
         """Squared Euclidean distances [N, M], unclamped: rounding may leave -1e-16 for coincident points."""
-        return (self.anchor_sq[:, None] + self.ref_sq) - 2 * self.sim
+        anchor, ref = self.squares()
+        return torch.add(anchor[:, None] + ref, self.sim, alpha=-2)
 
     def distance(self) -> Tensor:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
-        return _Root.apply(self.sq_distance(), self.anchor_sq.detach(), self.ref_sq.detach())  # type: ignore[no-any-return]
+        anchor, ref = self.squares()
+        return safe_sqrt(self.sq_distance(), scale=_size(anchor) + _size(ref))
 
 
 def pair_up(
@@ -83,7 +93,7 @@ def pair_up(
     with full_precision(emb):
         anchors, anchor_sq = _vectors(emb, metric)
         if refs is None or ref_labels is None:
-            sim, ref_sq, ref_labels = _Gram.apply(anchors), anchor_sq, labels
+            sim, ref_sq, ref_labels = gram(anchors), anchor_sq, labels
             self_columns = torch.arange(len(labels), device=emb.device)
         else:
             refs, ref_labels = as_batch(refs, ref_labels, what="refs")
@@ -95,7 +105,7 @@ def pair_up(
         neg = ~pos
         if self_columns is not None:
             pos[torch.arange(len(labels), device=emb.device), self_columns] = False
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq)
+    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1])
 
 
 def one_pair_per_class(
@@ -118,9 +128,13 @@ def one_pair_per_class(
     if len(first) == 0:  # no class has two samples: an empty block that is still attached to the graph
         empty = emb[:0].sum(1)
         none = torch.zeros(0, 0, dtype=torch.bool, device=emb.device)
-        return Pairs(emb[:0] @ emb[:0].t(), none, none, empty, empty)
+        return Pairs(emb[:0] @ emb[:0].t(), none, none, empty, empty, dim=emb.shape[1])
     anchors, positives = order[first], order[first + 1]
     return pair_up(emb[anchors], labels[anchors], emb[positives], labels[positives], metric=metric)
+
+
+def _size(square: Tensor) -> float:
+    return float(square.detach().max()) if square.numel() else 0.0
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -210,6 +224,11 @@ class _Unit(torch.autograd.Function):
         return torch.addcmul(g, f, along, value=-1).mul_(inverse)
 
 
+def gram(f: Tensor) -> Tensor:
+    """All products of the rows of f [N, D] with each other [N, N]."""
+    return _Gram.apply(f)  # type: ignore[no-any-return]
+
+
 class _Gram(torch.autograd.Function):
     """f f^T. Its backward is (G + G^T) f: one product and one addition where autograd does two products."""
 
@@ -227,24 +246,29 @@ class _Gram(torch.autograd.Function):
         return grad
 
 
-class _Root(torch.autograd.Function):
-    """Square root of squared distances; what is below rounding error is 0, and so is its gradient."""
+def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
+    """Square root of a difference of numbers of size `scale`; what rounding cannot tell from 0 is 0, gradient 0.
 
+    >>> safe_sqrt(torch.tensor([4.0, 1e-9, -1e-9])).tolist()
+    [2.0, 0.0, 0.0]
+    """
+    return _Root.apply(square, 4 * torch.finfo(square.dtype).eps * scale)  # type: ignore[no-any-return]
+
+
+class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, square: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
-        # a^2 + b^2 - 2ab is a difference of numbers of size a^2 + b^2: it cannot tell less than eps of that from 0.
-        noise = 8 * torch.finfo(square.dtype).eps * (anchor_sq.max() + ref_sq.max()) / 2
-        root = torch.nn.functional.threshold(square, float(noise), 0.0).sqrt_()
+    def forward(ctx: Any, square: Tensor, noise: float) -> Tensor:
+        root = torch.nn.functional.threshold(square, noise, 0.0).sqrt_()
         ctx.save_for_backward(root)
         return root
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         (root,) = ctx.saved_tensors
         # Where the root is 0, g / inf = 0; a mask would cost one more pass.
         safe = torch.nn.functional.threshold(root, 0.0, float("inf"))
-        return (0.5 * g).div_(safe), None, None
+        return (0.5 * g).div_(safe), None
 
 
 def log_sum_exp(x: Tensor, keep: Tensor, scale: float = 1.0) -> Tensor:
@@ -257,6 +281,20 @@ def log1p_sum_exp(x: Tensor, keep: Tensor, scale: float = 1.0, offset: float = 0
     return _MaskedLSE.apply(x, keep, scale, offset, True)  # type: ignore[no-any-return]
 
 
+def shifted_exp(
+    x: Tensor, keep: Tensor, scale: float, offset: float = 0.0, one: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scale * (x - offset) - top) where kept, else 0 [N, M]; its row sums and `top` [N]. No gradient."""
+    weight = x * scale if offset == 0 else (x - offset).mul_(scale)
+    weight.masked_fill_(~keep, float("-inf"))
+    top = weight.amax(1)
+    # The "+1" is a zero logit, so the maximum is at least 0; an empty row is shifted by 0 rather than by -inf.
+    top = top.clamp_(min=0.0) if one else torch.where(top == float("-inf"), 0.0, top)
+    weight.sub_(top[:, None]).exp_()
+    total = weight.sum(1)
+    return weight, total + torch.exp(-top) if one else total, top
+
+
 class _MaskedLSE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float, offset: float, one: bool) -> Tensor:
@@ -264,15 +302,7 @@ class _MaskedLSE(torch.autograd.Function):
             ctx.scale = None
             ctx.save_for_backward(x)
             return x.sum(1) if one else x.sum(1) - float("inf")
-        weight = x * scale if offset == 0 else (x - offset).mul_(scale)
-        weight.masked_fill_(~keep, float("-inf"))
-        top = weight.amax(1)
-        # The "+1" is a zero logit, so the maximum is at least 0; an empty row is shifted by 0 rather than by -inf.
-        top = top.clamp_(min=0.0) if one else torch.where(top == float("-inf"), 0.0, top)
-        weight.sub_(top[:, None]).exp_()
-        total = weight.sum(1)
-        if one:
-            total += torch.exp(-top)
+        weight, total, top = shifted_exp(x, keep, scale, offset, one)
         ctx.scale = scale
         ctx.save_for_backward(weight, total)
         return top + total.log()
@@ -314,6 +344,33 @@ class _HingeSum(torch.autograd.Function):
         active, count = ctx.saved_tensors
         g_at = -(ctx.slope * (g * count).sum()) if ctx.needs_input_grad[3] else None
         return active * (ctx.slope * g)[:, None], None, None, g_at
+
+
+@dataclass(frozen=True, eq=False)
+class RankedPositives:
+    """The positives of every anchor, sorted by similarity: what turns sums over triplets into sums over pairs.
+
+    row, column   [T] every positive pair, in row-major order
+    slot          [T] its number among the positives of its anchor
+    ranked        [N, P] similarities in ascending order, +inf beyond the last
+    order         [N, P] the slot that stands at each rank
+    """
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    ranked: Tensor
+    order: Tensor
+
+
+def rank_positives(sim: Tensor, pos: Tensor) -> RankedPositives:
+    row, column = pos.nonzero(as_tuple=True)
+    size = torch.bincount(row, minlength=len(sim))
+    slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]
+    block = sim.new_full((len(sim), max(int(size.max()), 1)), float("inf"))
+    block[row, slot] = sim[row, column]
+    ranked, order = block.sort(1)
+    return RankedPositives(row, column, slot, ranked, order)
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import DataError
 from nearkin.losses.register import Inputs, Param
 from nearkin.pairs import as_batch, full_precision, unit
 
@@ -152,9 +152,3 @@ class _SoftMaximum(torch.autograd.Function):
         v, share, mean = ctx.saved_tensors
         slope = (v - mean[..., None]).div_(ctx.gamma).add_(1.0)
         return slope.mul_(share).mul_(g[..., None]), None
-
-
-def require(tensor: Tensor | None, what: str) -> Tensor:
-    if tensor is None:
-        raise ConfigError(f"this loss needs {what}.")
-    return tensor
