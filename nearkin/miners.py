@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.pairs import Pairs, rank_positives, shifted_exp
+from nearkin.pairs import Pairs
 from nearkin.registry import Registry
+from nearkin.sums import Side, rank_positives, shifted_exp
 
 Miner = Callable[..., Pairs]
 MINERS: Registry[Miner] = Registry("miner")
@@ -84,7 +85,7 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
     The negatives are put into the gaps between the sorted positives; the best for a positive is the largest of the
     nearest gap below it that holds any. Time N M log P, no triplet is enumerated but those returned.
     """
-    r = rank_positives(p.sim, p.pos)
+    r = rank_positives(p.sim, p.positives)
     columns = torch.arange(p.sim.shape[1], device=p.sim.device)
     gap = torch.searchsorted(r.ranked, p.sim, right=True)  # how many positives are not above
     best = p.sim.new_full((len(p.sim), r.ranked.shape[1] + 1), float("-inf"))
@@ -142,7 +143,7 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
     distance = p.distance().detach()
     d = distance.clamp(cutoff, limit)
     log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
-    weight, total, _ = shifted_exp(-log_density, p.neg & (distance < limit), 1.0)
+    weight, total, _ = shifted_exp(-log_density, Side(p.neg & (distance < limit)), 1.0)
     return weight / total.clamp(min=1e-30)[:, None]
 
 

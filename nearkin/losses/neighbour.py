@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.losses.register import PRODUCTS, Inputs, log, loss
-from nearkin.pairs import Pairs, log_sum_exp, pair_up, shifted_exp, softplus
+from nearkin.pairs import Pairs, pair_up
+from nearkin.sums import Side, log_sum_exp, shifted_exp, softplus
 
 
 @loss(
@@ -57,7 +58,7 @@ def nca(p: Pairs) -> Tensor:
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
-    near, far = log_sum_exp(logits, p.pos, scale), log_sum_exp(logits, p.neg, scale)
+    near, far = log_sum_exp(logits, p.positives, scale), log_sum_exp(logits, p.negatives, scale)
     # log(e^near + e^far) - near, which is exactly 0 when there is no negative.
     alone = near == float("-inf")
     return torch.where(alone, 0.0, softplus(far - near.masked_fill(alone, 0.0)))
@@ -96,21 +97,21 @@ def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
     >>> float(ice(pair_up(emb, torch.tensor([0, 0, 1]))))
     1.0260...
     """
-    return _InstanceCrossEntropy.apply(p.sim, p.pos, p.neg, scale), torch.ones((), device=p.sim.device)
+    return _InstanceCrossEntropy.apply(p.sim, p.positives, p.negatives, scale), torch.ones((), device=p.sim.device)
 
 
 class _InstanceCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sim: Tensor, pos: Tensor, neg: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, sim: Tensor, positives: Side, negatives: Side, scale: float) -> Tensor:
         n = len(sim)
-        row, column = pos.nonzero(as_tuple=True)
+        row, column = positives.listed()
         near = sim[row, column]
-        _, total, top = shifted_exp(sim, neg, 1.0)
+        _, total, top = shifted_exp(sim, negatives, 1.0)
         value = sim.new_zeros(n).index_add(0, row, softplus((top + total.log())[row] - near))
 
         # Negatives: softmax of scale * s. Positives: softmax of -log(e^(scale s) + mass of the negatives), which is
         # the normalised 1 - p without the 0/0 of well separated anchors.
-        weight, total, top = shifted_exp(sim, neg, scale)
+        weight, total, top = shifted_exp(sim, negatives, scale)
         logit = -torch.logaddexp(scale * near, (top + total.log())[row])
         top = sim.new_full((n,), float("-inf")).scatter_reduce(0, row, logit, "amax")
         share = torch.exp(logit - top[row])

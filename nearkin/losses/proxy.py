@@ -25,7 +25,7 @@ from nearkin.losses.classes import (
     own_and_strangers,
 )
 from nearkin.losses.register import choice, integer, linear, log, loss
-from nearkin.pairs import gram, log1p_sum_exp, safe_sqrt, softplus, unit
+from nearkin.sums import Side, gram, log1p_sum_exp, safe_sqrt, softplus, unit
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _spread(w: Tensor) -> Tensor:
     if centers == 1:
         return w.sum() * 0.0
     square = w.detach().square().sum(-1)
-    gap = safe_sqrt(square[:, :, None] + square[:, None, :] - 2 * (w @ w.transpose(1, 2)), scale=2.0)
+    gap = safe_sqrt(square[:, :, None] + square[:, None, :] - 2 * gram(w), scale=2.0)
     # The matrix of gaps holds every pair twice.
     return gap.sum() / (2 * classes * centers * (centers - 1))
 
@@ -281,5 +281,5 @@ def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 
 def _repel(c: ToClasses, between: Tensor, alpha: float, margin: float) -> Tensor:
     own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
     others = ~torch.eye(len(between), dtype=torch.bool, device=between.device)
-    push = log1p_sum_exp(between, others, alpha, -margin)
+    push = log1p_sum_exp(between, Side(others), alpha, -margin)
     return _pull(own, c.labels, alpha, margin) + push.mean()

@@ -20,8 +20,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.pairs import Pairs, full_precision, one_pair_per_class, pair_up
+from nearkin.pairs import Pairs, one_pair_per_class, pair_up
 from nearkin.registry import Registry
+from nearkin.sums import full_precision
 
 Reduction = Literal["mean", "sum", "none"]
 

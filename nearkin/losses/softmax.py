@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import DataError
-from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, refuse_non_finite, to_logits
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_finite, check_range, own_and_others, to_logits
 from nearkin.losses.register import Inputs, Param, linear, log, loss
-from nearkin.pairs import as_batch, full_precision, softplus
+from nearkin.pairs import as_batch
+from nearkin.sums import full_precision, softplus
 
 
 @loss(
@@ -145,7 +146,7 @@ def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
 
 def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
     """Labels counted from 0, and (1/N) times the sum of each class [K, D]; classes absent from the batch are 0."""
-    refuse_non_finite(emb)
+    check_finite(emb)
     if num_classes is None:
         present, labels = torch.unique(labels, return_inverse=True)
         num_classes = len(present)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.losses.register import ONE_PER_CLASS, Inputs, linear, log, loss
-from nearkin.pairs import Pairs, log_sum_exp, pair_up, rank_positives, softplus
+from nearkin.pairs import Pairs, pair_up
+from nearkin.sums import Side, log_sum_exp, pick, rank_positives, softplus
 
 
 @loss(
@@ -44,7 +45,7 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
         terms = torch.relu(p.sim[a, j] - p.sim[a, i] + margin)
         return p.sim.new_zeros(len(p.sim)).index_add(0, a, terms), torch.tensor(len(terms))
     count = (p.pos.sum(1, dtype=torch.int32).long() * p.neg.sum(1, dtype=torch.int32)).sum()
-    return _AllTriplets.apply(p.sim, p.pos, p.neg, margin), count
+    return _AllTriplets.apply(p.sim, p.positives, p.negatives, margin), count
 
 
 class _AllTriplets(torch.autograd.Function):
@@ -56,12 +57,12 @@ class _AllTriplets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sim: Tensor, pos: Tensor, neg: Tensor, margin: float) -> Tensor:
-        r = rank_positives(sim, pos)
+    def forward(ctx: Any, sim: Tensor, positives: Side, negatives: Side, margin: float) -> Tensor:
+        r = rank_positives(sim, positives)
         prefix = torch.nn.functional.pad(r.ranked.masked_fill(r.ranked == float("inf"), 0.0).cumsum(1), (1, 0))
-        reach = (sim + margin).masked_fill_(~neg, float("-inf"))
+        reach = negatives.fill_outside_(sim + margin, float("-inf"))
         conflicts = torch.searchsorted(r.ranked, reach)  # how many positives are strictly below
-        total = (reach.masked_fill_(~neg, 0.0) * conflicts).sum(1) - prefix.gather(1, conflicts).sum(1)
+        total = (negatives.fill_outside_(reach, 0.0) * conflicts).sum(1) - prefix.gather(1, conflicts).sum(1)
 
         weight = conflicts.to(sim.dtype)
         per_count = torch.zeros_like(prefix).scatter_add_(1, conflicts, torch.ones_like(sim))
@@ -95,7 +96,7 @@ def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
     >>> float(lifted_structure(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
     0.3199...
     """
-    return torch.relu(margin + log_sum_exp(p.sim, p.pos, -1.0) + log_sum_exp(p.sim, p.neg))
+    return torch.relu(margin + log_sum_exp(p.sim, p.positives, -1.0) + log_sum_exp(p.sim, p.negatives))
 
 
 @loss(
@@ -119,9 +120,9 @@ def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
     """
     distance = p.distance()
     # Anchors without negatives have mass -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
-    mass = (margin + log_sum_exp(distance, p.neg, -1.0)).clamp(min=-1e30)
-    i, j = p.pos.nonzero(as_tuple=True)
-    violation = torch.relu(distance[i, j] + torch.logaddexp(mass[i], mass[j])).square()
+    mass = (margin + log_sum_exp(distance, p.negatives, -1.0)).clamp(min=-1e30)
+    i, j = p.positives.listed()
+    violation = torch.relu(pick(distance, i, j) + torch.logaddexp(mass[i], mass[j])).square()
     # Every unordered pair is met twice, from either end.
     return p.sim.new_zeros(len(p.sim)).index_add(0, i, violation / 4), torch.tensor(len(i) // 2)
 
@@ -143,7 +144,7 @@ def npair(p: Pairs) -> Tensor:
     >>> float(npair(pair_up(emb, torch.tensor([0, 0, 1]))))
     0.4597...
     """
-    return softplus(log_sum_exp(p.sim, p.neg) + log_sum_exp(p.sim, p.pos, -1.0))
+    return softplus(log_sum_exp(p.sim, p.negatives) + log_sum_exp(p.sim, p.positives, -1.0))
 
 
 @loss(
@@ -173,5 +174,5 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> tuple[Tensor, Tensor]:
     used = p.pos.any(1)
     first = p.pos.to(torch.uint8).argmax(1)
     anchor_sq, ref_sq = p.squares()
-    wrong = softplus(log_sum_exp(p.sim, p.neg) - p.sim.gather(1, first[:, None]).squeeze(1))
+    wrong = softplus(log_sum_exp(p.sim, p.negatives) - p.sim.gather(1, first[:, None]).squeeze(1))
     return (wrong + l2 * (anchor_sq + ref_sq[first]) / 2) * used, used.count_nonzero()
