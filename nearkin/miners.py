@@ -56,10 +56,12 @@ def all_(p: Pairs) -> Pairs:
 @miner
 def hard(p: Pairs) -> Pairs:
     """Per anchor the least similar positive and the most similar negative: one triplet per anchor that has both."""
-    both = _has_both(p)
-    far = torch.where(p.pos, p.sim, float("inf")).argmin(1)
-    near = torch.where(p.neg, p.sim, float("-inf")).argmax(1)
-    return replace(p, pos=_one(p.pos, far, both), neg=_one(p.neg, near, both), triplets=None)
+    r = rank_positives(p.sim, p.positives)
+    last = torch.zeros_like(r.order).index_put_((r.row, r.slot), r.column)
+    far = last.gather(1, r.order[:, :1])
+    near = _negatives_only(p).max(1, keepdim=True)
+    rows = (r.ranked[:, :1] < float("inf")) & (near.values > float("-inf"))
+    return replace(p, pos=_one(p.pos, far, rows), neg=_one(p.neg, near.indices, rows), triplets=None)
 
 
 @miner
@@ -68,10 +70,11 @@ def multi_similarity(p: Pairs, *, epsilon: float = 0.1) -> Pairs:
 
     Wang et al. 2019. For each anchor the two kept sets are both empty or both non-empty.
     """
-    nearest = torch.where(p.neg, p.sim, float("-inf")).amax(1, keepdim=True)
-    farthest = torch.where(p.pos, p.sim, float("inf")).amin(1, keepdim=True)
-    pos = p.pos & (p.sim - epsilon < nearest)
-    neg = p.neg & (p.sim + epsilon > farthest)
+    nearest = _negatives_only(p).amax(1)
+    r = rank_positives(p.sim, p.positives)
+    pos = torch.zeros_like(p.pos)
+    pos[r.row, r.column] = p.sim[r.row, r.column] - epsilon < nearest[r.row]
+    neg = (p.sim > r.ranked[:, :1] - epsilon).logical_and_(p.neg)
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -170,7 +173,12 @@ def _has_both(p: Pairs) -> Tensor:
 
 def _one(mask: Tensor, column: Tensor, rows: Tensor) -> Tensor:
     """A mask with the one given column per row, in the given rows."""
-    return torch.zeros_like(mask).scatter_(1, column[:, None], rows[:, None])
+    return torch.zeros_like(mask).scatter_(1, column.view(-1, 1), rows.view(-1, 1))
+
+
+def _negatives_only(p: Pairs) -> Tensor:
+    """The similarities, with -inf for what is not a negative."""
+    return p.negatives.fill_outside_(p.sim.detach().clone(), float("-inf"))
 
 
 def __getattr__(name: str) -> Any:

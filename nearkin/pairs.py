@@ -207,8 +207,9 @@ def one_pair_per_class(
         empty = emb[:0].sum(1)
         none = torch.zeros(0, 0, dtype=torch.bool, device=emb.device)
         return Pairs(emb[:0] @ emb[:0].t(), none, none, empty, empty, dim=emb.shape[1])
-    anchors, positives = order[first], order[first + 1]
-    return pair_up(emb[anchors], labels[anchors], emb[positives], labels[positives], metric=metric)
+    used = torch.cat([order[first], order[first + 1]])
+    anchors, positives = emb[used].chunk(2)
+    return pair_up(anchors, ranked[first], positives, ranked[first], metric=metric)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -92,10 +92,10 @@ def _normalise(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * inverse, inverse
 
 
-def _tangent_(g: Tensor, f: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient on x of f = x / |x|, written into g."""
-    along = torch.linalg.vecdot(f, g).unsqueeze(-1)
-    return g.addcmul_(f, along, value=-1).mul_(inverse)
+def _tangent(g: Tensor, f: Tensor, inverse: Tensor, out: Tensor | None = None) -> Tensor:
+    """The gradient on x of f = x / |x|, given that on f."""
+    along = (f * g).sum(-1, keepdim=True)
+    return torch.addcmul(g, f, along, value=-1, out=out).mul_(inverse)
 
 
 class _Unit(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        return _tangent_(g.clone(), *ctx.saved_tensors)
+        return _tangent(g, *ctx.saved_tensors)
 
 
 def gram(f: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _Gram(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (f,) = ctx.saved_tensors
         with full_precision(f):
-            return torch.matmul(g + g.mT, f)
+            return _both_ways(g, f) if f.dim() == 2 else torch.matmul(g + g.mT, f)
 
 
 class _CosineGram(torch.autograd.Function):
@@ -165,7 +165,21 @@ class _CosineGram(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
         f, inverse = ctx.saved_tensors
         with full_precision(f):
-            return _tangent_(torch.mm(g + g.t(), f), f, inverse)
+            both = _both_ways(g, f)
+            return _tangent(both, f, inverse, out=both)
+
+
+def _both_ways(g: Tensor, f: Tensor) -> Tensor:
+    """(G + G^T) f: what the gradient G on f f^T gives each row for its two roles."""
+    # A hinge or a miner leaves few pairs with a gradient; from one in 32 on, the dense product is faster.
+    if g.device.type == "cpu" and int(g.count_nonzero()) * 32 < g.numel():
+        at = g.nonzero().t()
+        both = torch.sparse_coo_tensor(
+            torch.cat([at, at.flip(0)], 1), g[at[0], at[1]].repeat(2), g.shape, check_invariants=False
+        )
+        product: Tensor = torch.sparse.mm(both, f)
+        return product
+    return torch.mm(g + g.t(), f)
 
 
 def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
@@ -369,5 +383,5 @@ def rank_positives(sim: Tensor, positives: Side) -> RankedPositives:
     slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]
     block = sim.new_full((len(sim), max(int(size.max()), 1)), float("inf"))
     block[row, slot] = sim[row, column]
-    ranked, order = block.sort(1)
+    ranked, order = block.sort(dim=1, stable=True)
     return RankedPositives(row, column, slot, ranked, order)

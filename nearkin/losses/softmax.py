@@ -206,7 +206,9 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     """
     assert c.own is not None
     assert c.probs is not None
-    return torch.logsumexp(c.sim / lam, 1) - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
+    near, others = own_and_others(c.sim, c.labels, 1 / lam)
+    spread = torch.logaddexp(near / lam, others)
+    return spread - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
 
 
 @loss(
