@@ -57,11 +57,11 @@ def all_(p: Pairs) -> Pairs:
 def hard(p: Pairs) -> Pairs:
     """Per anchor the least similar positive and the most similar negative: one triplet per anchor that has both."""
     r = rank_positives(p.sim, p.positives)
-    last = torch.zeros_like(r.order).index_put_((r.row, r.slot), r.column)
-    far = last.gather(1, r.order[:, :1])
-    near = _negatives_only(p).max(1, keepdim=True)
-    rows = (r.ranked[:, :1] < float("inf")) & (near.values > float("-inf"))
-    return replace(p, pos=_one(p.pos, far, rows), neg=_one(p.neg, near.indices, rows), triplets=None)
+    columns = torch.zeros_like(r.order).index_put_((r.row, r.slot), r.column)
+    far = columns.gather(1, r.order[:, :1]).squeeze(1)
+    near = _negatives_only(p).max(1)
+    rows = torch.nonzero((r.ranked[:, 0] < float("inf")) & (near.values > float("-inf"))).squeeze(1)
+    return _keep_triplets(p, torch.stack([rows, far[rows], near.indices[rows]], 1))
 
 
 @miner
@@ -106,10 +106,7 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
     if band is not None:
         a, i, j = triplets.unbind(1)
         triplets = triplets[p.sim[a, i] - p.sim[a, j] < band]
-    a, i, j = triplets.unbind(1)
-    pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
-    pos[a, i], neg[a, j] = True, True
-    return replace(p, pos=pos, neg=neg, triplets=triplets)
+    return _keep_triplets(p, triplets)
 
 
 @miner
@@ -165,6 +162,14 @@ def _draw(chance: Tensor, rows: Tensor, generator: torch.Generator | None) -> Te
     if rows.any():
         column[rows] = torch.multinomial(chance[rows], 1, generator=generator).squeeze(1)
     return column
+
+
+def _keep_triplets(p: Pairs, triplets: Tensor) -> Pairs:
+    """These triplets, and as pairs those that occur in them."""
+    a, i, j = triplets.unbind(1)
+    pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
+    pos[a, i], neg[a, j] = True, True
+    return replace(p, pos=pos, neg=neg, triplets=triplets)
 
 
 def _has_both(p: Pairs) -> Tensor:

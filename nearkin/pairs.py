@@ -203,13 +203,15 @@ def one_pair_per_class(
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]
     first = torch.nonzero(starts[:-1] & ~starts[1:]).flatten()
-    if len(first) == 0:  # no class has two samples: an empty block that is still attached to the graph
-        empty = emb[:0].sum(1)
-        none = torch.zeros(0, 0, dtype=torch.bool, device=emb.device)
-        return Pairs(emb[:0] @ emb[:0].t(), none, none, empty, empty, dim=emb.shape[1])
-    used = torch.cat([order[first], order[first + 1]])
-    anchors, positives = emb[used].chunk(2)
-    return pair_up(anchors, ranked[first], positives, ranked[first], metric=metric)
+    used = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
+    with full_precision(emb):
+        if metric == "cosine":
+            used = unit(used)
+        anchor_sq, ref_sq = _squares(used).tensor_split(2)
+        anchors, refs = used.tensor_split(2)
+        sim = anchors @ refs.t()
+    pos = torch.eye(len(first), dtype=torch.bool, device=emb.device)
+    return Pairs(sim, pos, ~pos, anchor_sq, ref_sq, dim=emb.shape[1])
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
