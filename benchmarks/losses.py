@@ -106,7 +106,10 @@ class Table:
 
 
 def names() -> list[str]:
-    mined = {"triplet": ["triplet + hard", "triplet + semihard"], "multi_similarity": ["multi_similarity + multi_similarity"]}
+    mined = {
+        "triplet": ["triplet + hard", "triplet + semihard"],
+        "multi_similarity": ["multi_similarity + multi_similarity"],
+    }
     return [row for name in LOSSES for row in (name, *mined.get(name, []))]
 
 
@@ -223,7 +226,9 @@ def product_table(table: Table, sizes: list[int]) -> str:
     head = "| loss |" + "".join(f" {n}: ms | x products |" for n in sizes)
     lines = [head, "|---|" + "---:|---:|" * len(sizes)]
     for row, cells in table.cells.items():
-        lines.append(f"| {row} |" + "".join(f" {ms(c.ours)} | {c.ours / c.products:.2f} |" for c in map(cells.get, sizes)))
+        lines.append(
+            f"| {row} |" + "".join(f" {ms(c.ours)} | {c.ours / c.products:.2f} |" for c in map(cells.get, sizes))
+        )
     return "\n".join(lines)
 
 
@@ -257,11 +262,16 @@ def main() -> None:
         table.cells[row] = {}
         for n in sizes:
             if args.quick and row in PEERS and n >= PEERS[row].once:
-                table.cells[row][n] = Cell(once(make_ours(row, n // PER_CLASS), *batch(n)), None, float("nan"), "skipped")
+                table.cells[row][n] = Cell(
+                    once(make_ours(row, n // PER_CLASS), *batch(n)), None, float("nan"), "skipped"
+                )
                 continue
             cell = table.cells[row][n] = measure(row, n, 0.2 if args.quick else 1.0)
             against = f"PML {ms(cell.theirs)} ms, {cell.theirs / cell.ours:.2f}x" if cell.theirs else cell.note
-            print(f"{row:36} N={n:<5} {ms(cell.ours):>8} ms  {cell.ours / cell.products:5.2f} products  {against}", flush=True)
+            print(
+                f"{row:36} N={n:<5} {ms(cell.ours):>8} ms  {cell.ours / cell.products:5.2f} products  {against}",
+                flush=True,
+            )
     parts = [
         "## Against pytorch-metric-learning\n\n" + speed_table(table, sizes),
         "`~` marks the nearest loss of PML where it has not quite the same one.",

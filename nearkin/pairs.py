@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.sums import Side, cosine_gram, full_precision, gram, list_of, refuse_non_finite, safe_sqrt, unit
+from nearkin.sums import Side, check_finite, cosine_gram, full_precision, gram, list_of, safe_sqrt, unit
 
 Metric = Literal["cosine", "dot"]
 
@@ -155,10 +155,8 @@ def pair_up(
 
 
 def _squares(x: Tensor) -> Tensor:
-    square = x.square().sum(1)
-    if not torch.isfinite(square.sum()):
-        refuse_non_finite(x)
-    return square
+    check_finite(x)
+    return x.square().sum(1)
 
 
 def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, Kin | None]:
@@ -198,6 +196,7 @@ def one_pair_per_class(
     [[True, False], [False, True]]
     """
     emb, labels = as_batch(emb, labels)
+    check_finite(emb)
     order = torch.argsort(labels, stable=True)
     ranked = labels[order]
     starts = torch.ones_like(ranked, dtype=torch.bool)
@@ -207,7 +206,7 @@ def one_pair_per_class(
     with full_precision(emb):
         if metric == "cosine":
             used = unit(used)
-        anchor_sq, ref_sq = _squares(used).tensor_split(2)
+        anchor_sq, ref_sq = used.square().sum(1).tensor_split(2)
         anchors, refs = used.tensor_split(2)
         sim = anchors @ refs.t()
     pos = torch.eye(len(first), dtype=torch.bool, device=emb.device)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from nearkin.errors import DataError
 from nearkin.losses.register import Inputs, Param
 from nearkin.pairs import as_batch
-from nearkin.sums import exp_, full_precision, refuse_non_finite, unit
+from nearkin.sums import check_finite, exp_, full_precision, unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +76,6 @@ def check_range(labels: Tensor, num_classes: int) -> None:
 def check_width(emb: Tensor, params: Tensor, name: str) -> None:
     if params.shape[-1] != emb.shape[1]:
         raise DataError(f"the embeddings have {emb.shape[1]} dimensions, {name} {params.shape[-1]}.")
-
-
-def check_finite(emb: Tensor) -> None:
-    """`unit` checks by itself; losses on raw embeddings ask here."""
-    if not torch.isfinite(emb.detach().sum()):
-        refuse_non_finite(emb)
 
 
 PROXIES = Inputs(to_proxies, (Param("proxies", "CD", lr=100.0),))

@@ -33,7 +33,7 @@ def snca(p: Pairs, *, sigma: float = 0.05) -> Tensor:
 
     >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
     >>> float(snca(pair_up(emb, torch.tensor([0, 0, 1])), sigma=0.5))
-    0.2475...
+    0.2474...
     """
     return _neighbour(p.sim, p, 1 / sigma)
 
@@ -52,7 +52,7 @@ def nca(p: Pairs) -> Tensor:
 
     >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
     >>> float(nca(pair_up(emb, torch.tensor([0, 0, 1]), metric="dot")))
-    0.2475...
+    0.2474...
     """
     return _neighbour(-p.sq_distance(), p, 1.0)
 

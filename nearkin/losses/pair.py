@@ -138,7 +138,7 @@ def multi_similarity(p: Pairs, *, alpha: float = 2.0, beta: float = 50.0, base: 
 
     >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
     >>> float(multi_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
-    0.2045...
+    0.2091...
     """
     pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
     push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import DataError
-from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_finite, check_range, own_and_others, to_logits
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, to_logits
 from nearkin.losses.register import Inputs, Param, linear, log, loss
 from nearkin.pairs import as_batch
-from nearkin.sums import full_precision, softplus
+from nearkin.sums import check_finite, full_precision, softplus
 
 
 @loss(
