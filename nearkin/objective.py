@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from nearkin import losses as _losses
 from nearkin.errors import ConfigError, DataError
-from nearkin.losses.register import LOSSES, Param, Reduction
+from nearkin.losses.register import LOSSES, Loss, Param, Reduction
 from nearkin.miners import MINERS, Miner
-from nearkin.pairs import Pairs, as_batch, full_precision
+from nearkin.pairs import Pairs, as_batch
+from nearkin.sums import full_precision
 
 assert _losses  # importing the package registers every loss
 
@@ -21,20 +22,25 @@ assert _losses  # importing the package registers every loss
 class Objective(nn.Module):
     """A loss by name, as a module: `objective(emb, labels)` is a 0-dim tensor.
 
-    name          a registered loss, for example "proxy_anchor" (`nearkin losses` lists them)
-    num_classes   training classes; needed by losses with class parameters, ignored by the others
-    dim           embedding dimensions; needed by losses with class parameters and by a memory
-    miner         a registered miner or any function Pairs -> Pairs; pair losses only
-    memory        how many earlier embeddings to keep as extra references (cross-batch memory); pair losses only
-    reduction     "mean" (as the loss defines it), "sum" or "none"
-    prefixes      embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size]
-    settings      of the loss, for example alpha=32.0; an unknown one is refused
+    name            a registered loss, for example "proxy_anchor" (`nearkin losses` lists them)
+    num_classes     training classes; needed by losses with class parameters, ignored by most others
+    dim             embedding dimensions; needed by losses with class parameters and by a memory
+    miner           a registered miner or any function Pairs -> Pairs; pair losses only
+    miner_settings  for example {"epsilon": 0.2}
+    memory          how many earlier embeddings to keep as extra references (cross-batch memory); pair losses only
+    reduction       "mean" (as the loss defines it), "sum" or "none"
+    prefixes        embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size]
+    settings        of the loss, for example alpha=32.0; an unknown one is refused
 
     >>> objective = Objective("proxy_anchor", num_classes=3, dim=8, alpha=32.0)
     >>> objective.proxies.shape
     torch.Size([3, 8])
     >>> loss = objective(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
     """
+
+    memory_emb: Tensor
+    memory_labels: Tensor
+    memory_state: Tensor
 
     def __init__(
         self,
@@ -50,21 +56,23 @@ class Objective(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.loss = LOSSES[name]
+        self.name = LOSSES[name].name
         self.loss.check(settings)
         merged = {**self.loss.settings, **settings}
         self.settings = {k: v for k, v in merged.items() if k in self.loss.own}
         self.outer = {k: v for k, v in merged.items() if k in self.loss.inputs.outer}
-        if reduction not in self.loss.reductions:
-            allowed = " or ".join(repr(r) for r in self.loss.reductions)
-            raise ConfigError(f"{name}: reduction must be {allowed}, got {reduction!r}.")
+        self.loss.check_reduction(reduction)
         self.reduction: Reduction = reduction
-        self.num_classes, self.dim = num_classes, dim
+        self.num_classes, self.dim = _check_sizes(num_classes, dim)
         self.prefixes = _check_prefixes(prefixes, dim)
-        self.miner = self._resolve_miner(miner)
-        self.miner_settings = dict(miner_settings or {})
+        self.miner, self.miner_settings = self._check_miner(miner), dict(miner_settings or {})
         self._make_params()
         self._make_memory(memory)
+
+    @property
+    def loss(self) -> Loss:
+        # Looked up, not kept: a module that holds no function can be pickled.
+        return LOSSES[self.name]
 
     def forward(self, emb: Tensor, labels: Tensor | Sequence[int], *given: Tensor) -> Tensor:
         """The loss of a batch: emb [N, D] of any float dtype, labels [N] of any integer dtype.
@@ -73,7 +81,7 @@ class Objective(nn.Module):
         """
         emb, labels = as_batch(emb, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
-            raise DataError(f"{self.loss.name}: embeddings have {emb.shape[1]} dimensions, the objective {self.dim}.")
+            raise DataError(f"{self.name}: the embeddings have {emb.shape[1]} dimensions, the objective {self.dim}.")
         with full_precision(emb):
             parts = [self._loss(emb[:, :size], labels, *given) for size in self.prefixes or (emb.shape[1],)]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -82,39 +90,48 @@ class Objective(nn.Module):
         return loss
 
     def _loss(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Tensor:
-        settings = {**self.settings, **self._learned_settings()}
+        settings = {**self.settings, "beta": self.beta} if self.outer.get("learn_beta") else self.settings
         read = self._pairs(emb, labels) if self.loss.inputs.pairs else self._to_classes(emb, labels, *given)
         return self.loss.reduce(self.loss.function(read, **settings), self.reduction)
 
     # --- references: the batch, the memory, the class parameters ------------------------------------------------------
 
     def _pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
-        outer = {k: v for k, v in self.outer.items() if not k.startswith("learn_")}
-        pairs = cast(Pairs, self.loss.inputs.build(emb, labels, *self._references(emb, labels), **outer))
-        return self.miner(pairs, **self.miner_settings) if self.miner else pairs
-
-    def _references(self, emb: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return ()
+        options = {k: v for k, v in self.outer.items() if k != "learn_beta"}
+        filled = int(self.memory_state[0]) if self.memory_size else 0
+        if filled:
+            # The batch itself comes first, with its gradient; its own column is removed by index.
+            options["refs"] = torch.cat([emb, self.memory_emb[:filled, : emb.shape[1]].to(emb.dtype)])
+            options["ref_labels"] = torch.cat([labels, self.memory_labels[:filled]])
+            options["self_columns"] = torch.arange(len(emb), device=emb.device)
+        pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **options))
+        if self.miner is None:
+            return pairs
+        mine = MINERS[self.miner] if isinstance(self.miner, str) else self.miner
+        return mine(pairs, **self.miner_settings)
 
     def _to_classes(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Any:
         if self.outer.get("dropout"):
             emb = nn.functional.dropout(emb, self.outer["dropout"], self.training)
-        width = emb.shape[1]
-        params = [p[..., :width] if "D" in spec.shape else p for spec, p in self._class_params()]
-        return self.loss.inputs.build(emb, labels, *params, *given)
+        params = [value[..., : emb.shape[1]] if "D" in spec.shape else value for spec, value in self._class_params()]
+        count = {"num_classes": self.num_classes} if self.loss.inputs.counts_classes else {}
+        return self.loss.inputs.build(emb, labels, *params, *given, **count)
+
+    def _check_miner(self, miner: str | Miner | None) -> str | Miner | None:
+        if miner is not None and not self.loss.inputs.pairs:
+            raise ConfigError(f"{self.name} compares with classes, not with pairs: it takes no miner.")
+        if isinstance(miner, str):
+            MINERS[miner]  # an unknown name is refused here, with a suggestion
+        return miner
 
     # --- learned state ------------------------------------------------------------------------------------------------
 
     def _make_params(self) -> None:
-        specs = self.loss.inputs.params
-        for missing in [k for k in ("num_classes", "dim") if specs and getattr(self, k) is None]:
-            raise ConfigError(f"{self.loss.name} learns one vector or more per class: pass {missing}=...")
-        for key in ("num_classes", "dim"):
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{key} must be a whole number above 0, got {value!r}.")
         sizes = {"C": self.num_classes, "D": self.dim, "K": self.outer.get("centers")}
-        for spec in specs:
+        for spec in self.loss.inputs.params:
+            for letter, argument in (("C", "num_classes"), ("D", "dim")):
+                if letter in spec.shape and sizes[letter] is None:
+                    raise ConfigError(f"{self.name} learns {spec.name} for every class: pass {argument}=...")
             value = torch.zeros([cast(int, sizes[letter]) for letter in spec.shape])
             if spec.init == "normal":
                 # The variance of the published proxy losses: it sets how far one step turns a proxy.
@@ -126,9 +143,6 @@ class Objective(nn.Module):
     def _class_params(self) -> Iterable[tuple[Param, Tensor]]:
         return [(spec, cast(Tensor, getattr(self, spec.name))) for spec in self.loss.inputs.params]
 
-    def _learned_settings(self) -> dict[str, Tensor]:
-        return {"beta": self.beta} if self.outer.get("learn_beta") else {}
-
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """Optimizer groups for the class parameters, given the network's learning rate.
 
@@ -138,32 +152,85 @@ class Objective(nn.Module):
         >>> [(g["name"], g["lr"]) for g in objective.parameter_groups(lr=1e-4)]
         [('proxies', 0.01)]
         """
-        groups = []
+        groups: list[dict[str, Any]] = []
         for spec, value in self._class_params():
-            group = {"name": spec.name, "params": [value], "lr": lr * spec.lr}
-            groups.append(group if spec.decay else {**group, "weight_decay": 0.0})
+            groups.append({"name": spec.name, "params": [value], "lr": lr * spec.lr})
+            if not spec.decay:
+                groups[-1]["weight_decay"] = 0.0
         if self.outer.get("learn_beta"):
             groups.append({"name": "beta", "params": [self.beta], "lr": 50 * lr, "weight_decay": 0.0})
         return groups
 
-    # --- memory -------------------------------------------------------------------------------------------------------
+    # --- cross-batch memory -------------------------------------------------------------------------------------------
 
     def _make_memory(self, size: int) -> None:
+        if not isinstance(size, int) or size < 0:
+            raise ConfigError(f"memory: expected a number of embeddings, 0 or more; got {size!r}.")
+        if size and not self.loss.inputs.memory:
+            raise ConfigError(f"{self.name} has no use for references from earlier batches: leave memory at 0.")
+        if size and self.dim is None:
+            raise ConfigError("memory: pass dim=..., the size of the embeddings to keep.")
         self.memory_size = size
+        if size:
+            self.register_buffer("memory_emb", torch.zeros(size, cast(int, self.dim)))
+            self.register_buffer("memory_labels", torch.zeros(size, dtype=torch.int64))
+            # How many rows are filled, and which is written next: part of the state, so that a run resumes exactly.
+            self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64))
 
     def _remember(self, emb: Tensor, labels: Tensor) -> None:
-        raise NotImplementedError
+        emb, labels = emb[-self.memory_size :], labels[-self.memory_size :]
+        if self.memory_emb.dtype != emb.dtype:  # the memory follows the model
+            self.memory_emb = self.memory_emb.to(emb.dtype)
+        filled, start = self.memory_state.tolist()
+        rows = (start + torch.arange(len(emb), device=emb.device)) % self.memory_size
+        self.memory_emb[rows] = emb
+        self.memory_labels[rows] = labels
+        after = [min(filled + len(emb), self.memory_size), (start + len(emb)) % self.memory_size]
+        self.memory_state.copy_(torch.tensor(after))
 
-    def _resolve_miner(self, miner: str | Miner | None) -> Callable[..., Pairs] | None:
-        if miner is None:
-            return None
-        if not self.loss.inputs.pairs:
-            raise ConfigError(f"{self.loss.name} compares with classes, not with pairs: it takes no miner.")
-        return MINERS[miner] if isinstance(miner, str) else miner
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        kept = state_dict.get(f"{prefix}memory_emb")
+        if self.memory_size and isinstance(kept, Tensor):
+            self.memory_emb = self.memory_emb.to(kept.dtype)  # copying into another dtype would round
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        settings = {**self.settings, **self.outer}
-        return ", ".join([repr(self.loss.name), *(f"{k}={v}" for k, v in settings.items())])
+        extras = {"miner": self.miner, "memory": self.memory_size, "prefixes": self.prefixes}
+        shown = {**self.settings, **self.outer, **{k: v for k, v in extras.items() if v}}
+        return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
+
+
+class WeightedSum(nn.Module):
+    """Several objectives on one batch, each with a weight.
+
+    >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
+    >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
+    >>> [g["name"] for g in both.parameter_groups(lr=1e-4)]
+    ['0.proxies']
+    """
+
+    def __init__(self, *parts: tuple[float, Objective]) -> None:
+        super().__init__()
+        if not parts:
+            raise ConfigError("WeightedSum: pass at least one (weight, objective).")
+        self.weights = [float(weight) for weight, _ in parts]
+        self.parts = nn.ModuleList(objective for _, objective in parts)
+
+    def forward(self, emb: Tensor, labels: Tensor | Sequence[int]) -> Tensor:
+        terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
+        return torch.stack(terms).sum(0)
+
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """The groups of every part, their names led by its number."""
+        parts = [cast(Objective, part) for part in self.parts]
+        return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.parameter_groups(lr)]
+
+
+def _check_sizes(num_classes: int | None, dim: int | None) -> tuple[int | None, int | None]:
+    for name, value in (("num_classes", num_classes), ("dim", dim)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name}: expected a whole number above 0, got {value!r}.")
+    return num_classes, dim
 
 
 def _check_prefixes(prefixes: Sequence[int], dim: int | None) -> tuple[int, ...]:

@@ -3,27 +3,46 @@
     pairs = pair_up(emb, labels)            # cosine similarities [N, N]; self removed by index
     pairs.sim, pairs.pos, pairs.neg         # [N, M] similarities (higher is nearer) and two boolean masks
 
-A miner narrows the masks (`Pairs -> Pairs`), a loss reads them. The primitives (`unit`, `log_sum_exp`,
-`log1p_sum_exp`, `hinge_sum`, `Pairs.distance`) have hand-written backward passes: they hold one buffer each and are
-exact where autograd would divide zero by zero (a zero vector, an empty row, two coincident points).
+A miner narrows the masks (`Pairs -> Pairs`), a loss reads them, through `pairs.positives` and `pairs.negatives` when it
+sums over many pairs: those know that a class has few members, so that positives are a short list and negatives are
+everything but a short list. The sums themselves are in `nearkin.sums`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.errors import ConfigError, DataError
+from nearkin.sums import Side, check_finite, cosine_gram, full_precision, gram, list_of, safe_sqrt, unit
 
 Metric = Literal["cosine", "dot"]
 
-# A vector no longer than this has no direction: it is mapped to zero, with zero gradient.
-ZERO_LENGTH = 1e-12
+
+@dataclass(frozen=True, eq=False)
+class Kin:
+    """The pairs of one class as a list, self included, and the masks that the list is true of."""
+
+    row: Tensor
+    column: Tensor
+    is_self: Tensor
+    pos: Tensor
+    neg: Tensor
+    writes: tuple[int, int]
+
+    def describes(self, pos: Tensor, neg: Tensor) -> bool:
+        # A miner makes new masks, or (a careless one) writes into these: either way the list no longer holds.
+        return pos is self.pos and neg is self.neg and self.writes == (_writes(pos), _writes(neg))
+
+
+def _writes(mask: Tensor) -> int:
+    """How often a tensor was written to in place; tensors of inference mode do not count."""
+    return 0 if mask.is_inference() else mask._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +52,56 @@ class Pairs:
     sim          [N, M] similarities, higher is nearer: cosines, or plain products for `metric="dot"`
     pos, neg     [N, M] bool: the pairs of one class (self excluded) and of two classes
     anchor_sq    [N] squared lengths of the vectors whose products `sim` holds (1, or 0 for a zero vector, if cosine)
-    ref_sq       [M] the same for the references
+    ref_sq       [M] the same for the references; left out, both are 1
     triplets     [T, 3] (anchor, positive, negative) if a miner chose triplets rather than pairs
+    dim          D, the dimension of the vectors, for the miner that needs to know it
+    kin          the pairs of one class as a list; it only saves time
     """
 
     sim: Tensor
     pos: Tensor
     neg: Tensor
-    anchor_sq: Tensor
-    ref_sq: Tensor
+    anchor_sq: Tensor | None = None
+    ref_sq: Tensor | None = None
     triplets: Tensor | None = None
+    dim: int | None = None
+    kin: Kin | None = None
+
+    @cached_property
+    def positives(self) -> Side:
+        """The positive pairs, as a list if they are few."""
+        if self.kin is not None and self.kin.describes(self.pos, self.neg):
+            others = ~self.kin.is_self
+            return Side(self.pos, inside=(self.kin.row[others], self.kin.column[others]))
+        few = int(self.pos.count_nonzero()) * 8 <= self.pos.numel()
+        return Side(self.pos, inside=list_of(self.pos) if few else None)
+
+    @cached_property
+    def negatives(self) -> Side:
+        """The negative pairs, as everything but a list if that is short."""
+        if self.kin is not None and self.kin.describes(self.pos, self.neg):
+            return Side(self.neg, outside=(self.kin.row, self.kin.column))
+        return Side(self.neg)
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Squared lengths of the anchors [N] and of the references [M]."""
+        n, m = self.sim.shape
+        anchor = self.sim.new_ones(n) if self.anchor_sq is None else self.anchor_sq
+        return anchor, self.sim.new_ones(m) if self.ref_sq is None else self.ref_sq
 
     def sq_distance(self) -> Tensor:
         """Squared Euclidean distances [N, M], unclamped: rounding may leave -1e-16 for coincident points."""
-        return (self.anchor_sq[:, None] + self.ref_sq) - 2 * self.sim
+        anchor, ref = self.squares()
+        return torch.add(anchor[:, None] + ref, self.sim, alpha=-2)
 
     def distance(self) -> Tensor:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
-        return _Root.apply(self.sq_distance(), self.anchor_sq.detach(), self.ref_sq.detach())  # type: ignore[no-any-return]
+        anchor, ref = self.squares()
+        return safe_sqrt(self.sq_distance(), scale=_largest(anchor) + _largest(ref))
+
+
+def _largest(square: Tensor) -> float:
+    return float(square.detach().max()) if square.numel() else 0.0
 
 
 def pair_up(
@@ -81,21 +132,56 @@ def pair_up(
         raise ConfigError("pair_up: refs and ref_labels go together; got only one of them.")
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
-        anchors, anchor_sq = _vectors(emb, metric)
         if refs is None or ref_labels is None:
-            sim, ref_sq, ref_labels = _Gram.apply(anchors), anchor_sq, labels
-            self_columns = torch.arange(len(labels), device=emb.device)
+            ref_labels, self_columns = labels, torch.arange(len(labels), device=emb.device)
+            if metric == "cosine":
+                sim, anchor_sq = cosine_gram(emb)
+            else:
+                sim, anchor_sq = gram(emb), _squares(emb)
+            ref_sq = anchor_sq
         else:
             refs, ref_labels = as_batch(refs, ref_labels, what="refs")
             if refs.shape[1] != emb.shape[1]:
                 raise DataError(f"refs have {refs.shape[1]} dimensions, the embeddings {emb.shape[1]}.")
-            others, ref_sq = _vectors(refs.to(emb.dtype), metric)
-            sim = anchors @ others.t()
+            refs = refs.to(emb.dtype)
+            if metric == "cosine":
+                emb, refs = unit(emb), unit(refs)
+                anchor_sq, ref_sq = ((f.detach().square().sum(1) > 0.5).to(f.dtype) for f in (emb, refs))
+            else:
+                anchor_sq, ref_sq = _squares(emb), _squares(refs)
+            sim = emb @ refs.t()
+    pos, neg, kin = _masks(labels, ref_labels, self_columns)
+    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], kin=kin)
+
+
+def _squares(x: Tensor) -> Tensor:
+    check_finite(x)
+    return x.square().sum(1)
+
+
+def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, Kin | None]:
+    """Positive and negative masks, and the pairs of one class as a list if it is short."""
+    n, m = len(labels), len(ref_labels)
+    order = torch.argsort(ref_labels, stable=True)
+    ranked = ref_labels[order]
+    start = torch.searchsorted(ranked, labels)
+    size = torch.searchsorted(ranked, labels, right=True) - start
+    total = int(size.sum())
+    if total * 8 > n * m:
         pos = labels[:, None] == ref_labels
         neg = ~pos
         if self_columns is not None:
-            pos[torch.arange(len(labels), device=emb.device), self_columns] = False
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq)
+            pos.scatter_(1, self_columns[:, None], False)
+        return pos, neg, None
+    row = torch.repeat_interleave(size, output_size=total)
+    column = order[(start - size.cumsum(0) + size)[row] + torch.arange(total, device=row.device)]
+    is_self = torch.zeros_like(row, dtype=torch.bool) if self_columns is None else column == self_columns[row]
+    pos = torch.zeros(n, m, dtype=torch.bool, device=row.device)
+    pos[row, column] = True
+    neg = ~pos
+    if self_columns is not None:
+        pos.scatter_(1, self_columns[:, None], False)
+    return pos, neg, Kin(row, column, is_self, pos, neg, (_writes(pos), _writes(neg)))
 
 
 def one_pair_per_class(
@@ -110,17 +196,21 @@ def one_pair_per_class(
     [[True, False], [False, True]]
     """
     emb, labels = as_batch(emb, labels)
+    check_finite(emb)
     order = torch.argsort(labels, stable=True)
     ranked = labels[order]
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]
     first = torch.nonzero(starts[:-1] & ~starts[1:]).flatten()
-    if len(first) == 0:  # no class has two samples: an empty block that is still attached to the graph
-        empty = emb[:0].sum(1)
-        none = torch.zeros(0, 0, dtype=torch.bool, device=emb.device)
-        return Pairs(emb[:0] @ emb[:0].t(), none, none, empty, empty)
-    anchors, positives = order[first], order[first + 1]
-    return pair_up(emb[anchors], labels[anchors], emb[positives], labels[positives], metric=metric)
+    used = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
+    with full_precision(emb):
+        if metric == "cosine":
+            used = unit(used)
+        anchor_sq, ref_sq = used.square().sum(1).tensor_split(2)
+        anchors, refs = used.tensor_split(2)
+        sim = anchors @ refs.t()
+    pos = torch.eye(len(first), dtype=torch.bool, device=emb.device)
+    return Pairs(sim, pos, ~pos, anchor_sq, ref_sq, dim=emb.shape[1])
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -148,175 +238,3 @@ def as_labels(labels: Tensor | Sequence[int]) -> Tensor:
     if labels.dim() != 1:
         raise DataError(f"labels: expected one per row, shape [N]; got {list(labels.shape)}.")
     return labels.long()
-
-
-def full_precision(like: Tensor) -> torch.autocast:
-    """A context in which autocast does not touch the products: a cosine in bfloat16 has two digits."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
-def _refuse_non_finite(x: Tensor) -> None:
-    bad = torch.nonzero(~torch.isfinite(x.detach()).flatten(1).all(1)).flatten().tolist()
-    if bad:
-        raise DataError(
-            f"{len(bad)} of {len(x)} rows hold NaN or infinity (first: row {bad[0]}). "
-            "Look at the learning rate, the mixed precision or the input that made them."
-        )
-
-
-# --- primitives -------------------------------------------------------------------------------------------------------
-
-
-def unit(x: Tensor) -> Tensor:
-    """Rows (last dimension) scaled to length 1; a zero row stays zero and gets zero gradient.
-
-    >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-    [[0.6..., 0.8...], [0.0, 0.0]]
-    """
-    return _Unit.apply(x)  # type: ignore[no-any-return]
-
-
-def _vectors(x: Tensor, metric: Metric) -> tuple[Tensor, Tensor]:
-    """The vectors whose products are the similarities, and their squared lengths."""
-    if metric == "cosine":
-        f = unit(x)
-        return f, (f.detach().square().sum(1) > 0.5).to(f.dtype)
-    square = x.square().sum(1)
-    if not torch.isfinite(square.sum()):
-        _refuse_non_finite(x)
-    return x, square
-
-
-class _Unit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        # One number tells of a NaN or infinity anywhere, so the check costs no pass over the batch.
-        if not torch.isfinite(length.sum()):
-            _refuse_non_finite(x.reshape(-1, x.shape[-1]))
-            # Finite, but its square overflows: go by way of the largest entry.
-            top = x.abs().amax(-1, keepdim=True).clamp_(min=1.0)
-            length = torch.linalg.vector_norm(x / top, dim=-1, keepdim=True) * top
-        inverse = torch.where(length > ZERO_LENGTH, length.reciprocal(), 0.0)
-        f = x * inverse
-        ctx.save_for_backward(f, inverse)
-        return f
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        f, inverse = ctx.saved_tensors
-        along = (f * g).sum(-1, keepdim=True)
-        return torch.addcmul(g, f, along, value=-1).mul_(inverse)
-
-
-class _Gram(torch.autograd.Function):
-    """f f^T. Its backward is (G + G^T) f: one product and one addition where autograd does two products."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Tensor) -> Tensor:
-        ctx.save_for_backward(f)
-        return f @ f.t()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (f,) = ctx.saved_tensors
-        with full_precision(f):
-            grad: Tensor = (g + g.t()) @ f
-        return grad
-
-
-class _Root(torch.autograd.Function):
-    """Square root of squared distances; what is below rounding error is 0, and so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, square: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
-        # a^2 + b^2 - 2ab is a difference of numbers of size a^2 + b^2: it cannot tell less than eps of that from 0.
-        noise = 8 * torch.finfo(square.dtype).eps * (anchor_sq.max() + ref_sq.max()) / 2
-        root = torch.nn.functional.threshold(square, float(noise), 0.0).sqrt_()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        (root,) = ctx.saved_tensors
-        # Where the root is 0, g / inf = 0; a mask would cost one more pass.
-        safe = torch.nn.functional.threshold(root, 0.0, float("inf"))
-        return (0.5 * g).div_(safe), None, None
-
-
-def log_sum_exp(x: Tensor, keep: Tensor, scale: float = 1.0) -> Tensor:
-    """log of the sum over kept entries of exp(scale * x), per row [N]; -inf (zero gradient) for an empty row."""
-    return _MaskedLSE.apply(x, keep, scale, 0.0, False)  # type: ignore[no-any-return]
-
-
-def log1p_sum_exp(x: Tensor, keep: Tensor, scale: float = 1.0, offset: float = 0.0) -> Tensor:
-    """log of 1 + the sum over kept entries of exp(scale * (x - offset)), per row [N]; 0 for an empty row."""
-    return _MaskedLSE.apply(x, keep, scale, offset, True)  # type: ignore[no-any-return]
-
-
-class _MaskedLSE(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float, offset: float, one: bool) -> Tensor:
-        if x.shape[1] == 0:
-            ctx.scale = None
-            ctx.save_for_backward(x)
-            return x.sum(1) if one else x.sum(1) - float("inf")
-        weight = x * scale if offset == 0 else (x - offset).mul_(scale)
-        weight.masked_fill_(~keep, float("-inf"))
-        top = weight.amax(1)
-        # The "+1" is a zero logit, so the maximum is at least 0; an empty row is shifted by 0 rather than by -inf.
-        top = top.clamp_(min=0.0) if one else torch.where(top == float("-inf"), 0.0, top)
-        weight.sub_(top[:, None]).exp_()
-        total = weight.sum(1)
-        if one:
-            total += torch.exp(-top)
-        ctx.scale = scale
-        ctx.save_for_backward(weight, total)
-        return top + total.log()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if ctx.scale is None:
-            (x,) = ctx.saved_tensors
-            return torch.zeros_like(x), None, None, None, None
-        weight, total = ctx.saved_tensors
-        row = torch.where(total > 0, ctx.scale * g / total, 0.0)
-        return weight * row[:, None], None, None, None, None
-
-
-def hinge_sum(x: Tensor, keep: Tensor, slope: float, at: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over kept entries of max(0, slope * (x - at)) per row [N], and how many of them are above 0 [N].
-
-    `at` may be a learned 0-dim tensor.
-    """
-    at = torch.as_tensor(at, dtype=x.dtype, device=x.device)
-    return _HingeSum.apply(x, keep, slope, at)  # type: ignore[no-any-return]
-
-
-class _HingeSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, slope: float, at: Tensor) -> tuple[Tensor, Tensor]:
-        value = x - at if slope == 1 else (x - at).mul_(slope)
-        active = (value > 0).logical_and_(keep)
-        count = active.sum(1, dtype=torch.int32)
-        ctx.slope = slope
-        ctx.save_for_backward(active, count)
-        ctx.mark_non_differentiable(count)
-        return value.mul_(active).sum(1), count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
-        active, count = ctx.saved_tensors
-        g_at = -(ctx.slope * (g * count).sum()) if ctx.needs_input_grad[3] else None
-        return active * (ctx.slope * g)[:, None], None, None, g_at
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) to the last digit; softplus(-inf) is 0 with zero gradient."""
-    # torch switches to x itself at 20 by default, which is wrong in the ninth digit.
-    return torch.nn.functional.softplus(x, threshold=40.0)

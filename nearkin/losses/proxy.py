@@ -1,21 +1,125 @@
-"""Losses that compare the batch with learned proxies of the classes."""
+"""Losses that compare the batch with learned proxies of the classes.
+
+    proxy_nca                 own proxy against all others, one sample at a time
+    proxy_anchor              every proxy is an anchor for the whole batch
+    soft_triple               several centres per class, in a softmax
+    mpa, mpa_dw, mpa_ap       several centres per class: as anchors, per sample, per sample in one logarithm
+    proxy_repulsion           proxies pull their samples and push each other
+    proxy_repulsion_batch     the same, with proxies compared through the batch
+
+Proxies are unit vectors wherever they are compared; give them about a hundred times the network's learning rate.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from nearkin.losses.classes import PROXIES, ToClasses, log1p_sum_exp_per_class, own_and_strangers
-from nearkin.losses.register import linear, log, loss
-from nearkin.pairs import softplus
+from nearkin.losses.classes import (
+    CENTERS,
+    PROXIES,
+    ToClasses,
+    class_similarity,
+    log1p_sum_exp_per_class,
+    own_and_others,
+    own_and_strangers,
+)
+from nearkin.losses.register import choice, integer, linear, log, loss
+from nearkin.sums import Side, gram, log1p_sum_exp, safe_sqrt, softplus, unit
+
+
+def proxy_regulariser(proxies: Tensor) -> Tensor:
+    """Half the mean distance between the centres of a class, 0-dim; a small weight on it merges spare centres.
+
+    proxies   [C, K, D], any length; 0 for K = 1. Centres that coincide get no gradient.
+
+    >>> float(proxy_regulariser(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
+    0.7071...
+    """
+    return _spread(unit(proxies))
+
+
+def _spread(w: Tensor) -> Tensor:
+    classes, centers, _ = w.shape
+    if centers == 1:
+        return w.sum() * 0.0
+    square = w.detach().square().sum(-1)
+    gap = safe_sqrt(square[:, :, None] + square[:, None, :] - 2 * gram(w), scale=2.0)
+    # The matrix of gaps holds every pair twice.
+    return gap.sum() / (2 * classes * centers * (centers - 1))
+
+
+# --- one sample at a time ---------------------------------------------------------------------------------------------
+
+
+@loss(
+    family="proxy",
+    paper="Movshovitz-Attias et al. 2017; the thesis, eq 2.27",
+    formula="mean_i of  log sum_{c != y} exp(scale s_ic)  -  scale s_iy",
+    use="The first proxy loss; train with scale 8 to 32. With include_positive it is norm_softmax.",
+    space={"scale": log(1, 64), "include_positive": choice(False, True)},
+    inputs=PROXIES,
+    cost="N C D",
+)
+def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = False) -> Tensor:
+    """Nearer to the own proxy than to the others, one sample at a time.
+
+    c                  cosines [N, C]; returns one value per sample [N], which may be negative
+    scale              1 is literal, 2 is the squared distance of unit vectors, 8 to 32 trains better
+    include_positive   whether the own proxy is in the denominator, as most implementations have it
+
+    >>> float(proxy_nca(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+    -1.0
+    """
+    own, others = own_and_others(c.sim, c.labels, scale)
+    if include_positive:
+        return softplus(others - scale * own)
+    return others - scale * own if c.sim.shape[1] > 1 else own * 0.0
+
+
+@loss(
+    family="proxy",
+    paper="Qian et al. 2019",
+    formula="mean_i of  -log softmax_c(scale (r_ic - margin [c = y]))_y  +  tau * regulariser,  "
+    "r_ic = sum_k softmax_k(s_ick / gamma) s_ick",
+    use="Classes of several looks (poses, colours): each may have its own centre, and spare ones merge.",
+    space={
+        "scale": log(5, 100),
+        "gamma": log(0.02, 0.5),
+        "margin": linear(0.0, 0.4),
+        "tau": linear(0.0, 0.5),
+        "centers": integer(1, 20),
+    },
+    inputs=CENTERS,
+    cost="N C K D + C K^2 D",
+)
+def soft_triple(
+    c: ToClasses, *, scale: float = 20.0, gamma: float = 0.1, margin: float = 0.01, tau: float = 0.2
+) -> Tensor:
+    """Cross entropy on similarities to classes of several centres, with a regulariser that merges spare centres.
+
+    c        cosines [N, C, K]; returns one value per sample [N]
+    scale    inverse temperature over classes; 20
+    gamma    temperature over the centres of a class; 0.1
+    margin   in cosine; 0.01
+    tau      weight of `proxy_regulariser`; 0.2
+
+    >>> float(soft_triple(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None], scale=1.0))
+    0.3159...
+    """
+    own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, scale)
+    return softplus(others - scale * (own - margin)) + _merge(c, tau)
+
+
+def _merge(c: ToClasses, tau: float) -> Tensor | float:
+    assert c.proxies is not None
+    return tau * _spread(c.proxies) if tau else 0.0
+
+
+# --- every proxy an anchor --------------------------------------------------------------------------------------------
 
 _ANCHOR_SPACE = {"alpha": log(8, 64), "margin": linear(0.0, 0.5)}
-
-
-def _anchor(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
-    own, strangers = own_and_strangers(sim, labels, alpha)
-    pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels)
-    push = softplus(strangers + alpha * margin)
-    return pull.sum() / len(present) + push.sum() / sim.shape[1]
+_MPA_SPACE = {**_ANCHOR_SPACE, "gamma": log(0.02, 0.5), "tau": linear(0.0, 0.5), "centers": integer(1, 20)}
 
 
 @loss(
@@ -36,9 +140,146 @@ def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> T
     alpha    sharpness; 32
     margin   in cosine, on both sides; 0.1
 
-    >>> import torch
-    >>> emb, proxies = torch.eye(2), torch.eye(2)
-    >>> float(proxy_anchor(emb, torch.tensor([0, 1]), proxies))
+    >>> float(proxy_anchor(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
     3.2399...
     """
     return _anchor(c.sim, c.labels, alpha, margin)
+
+
+def _anchor(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
+    own, strangers = own_and_strangers(sim, labels, alpha)
+    push = softplus(strangers + alpha * margin)
+    return _pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
+
+
+def _pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
+    pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels)
+    return pull.sum() / len(present)
+
+
+@loss(
+    family="proxy",
+    paper="Saeki et al. 2021, multi-proxies anchor",
+    formula="proxy_anchor with r_ic = sum_k softmax_k(s_ick / gamma) s_ick for s_ic,  +  tau * regulariser",
+    use="proxy_anchor for classes of several looks. With one centre and tau 0 it is proxy_anchor.",
+    space=_MPA_SPACE,
+    inputs=CENTERS,
+    cost="N C K D + C K^2 D",
+    reductions=("mean",),
+)
+def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
+    """Proxy anchor over classes of several centres.
+
+    c        cosines [N, C, K]; returns the loss
+    alpha    sharpness; 32
+    margin   in cosine, on both sides; 0.1
+    gamma    temperature over the centres of a class; 0.1
+    tau      weight of `proxy_regulariser`; 0.2
+
+    >>> float(mpa(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+    3.2399...
+    """
+    return _anchor(class_similarity(c.sim, gamma), c.labels, alpha, margin) + _merge(c, tau)
+
+
+@loss(
+    family="proxy",
+    paper="Saeki et al. 2021, data-wise form",
+    formula="mean_i of  log(1 + exp(-alpha (r_iy - margin))) + log(1 + sum_{c != y} exp(alpha (r_ic + margin)))"
+    "  +  tau * regulariser",
+    use="As mpa, when batches hold few samples per class: the gradient is balanced per sample.",
+    space=_MPA_SPACE,
+    inputs=CENTERS,
+    cost="N C K D + C K^2 D",
+)
+def mpa_dw(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
+    """Each sample is pulled to its own class and pushed from all others, over several centres.
+
+    c   cosines [N, C, K]; returns one value per sample [N]; settings as in `mpa`
+
+    >>> float(mpa_dw(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+    3.2399...
+    """
+    own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, alpha)
+    return softplus(-alpha * (own - margin)) + softplus(others + alpha * margin) + _merge(c, tau)
+
+
+@loss(
+    family="proxy",
+    paper="Saeki et al. 2021, all-proxies form",
+    formula="mean_i of  log(1 + exp(alpha (margin - r_iy)) + sum_{c != y} exp(alpha (r_ic + margin)))"
+    "  +  tau * regulariser",
+    use="As mpa_dw; a sample attends to its worst relation only, own class or other.",
+    space=_MPA_SPACE,
+    inputs=CENTERS,
+    cost="N C K D + C K^2 D",
+)
+def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
+    """One logarithm per sample over the pull of its own class and the push of all others, over several centres.
+
+    c   cosines [N, C, K]; returns one value per sample [N]; settings as in `mpa`
+
+    >>> float(mpa_ap(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+    3.2399...
+    """
+    own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, alpha)
+    return softplus(torch.logaddexp(alpha * (margin - own), others + alpha * margin)) + _merge(c, tau)
+
+
+# --- proxies that push each other -------------------------------------------------------------------------------------
+
+
+@loss(
+    family="proxy",
+    paper="the thesis, eq 6.1",
+    formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (w.w' + margin)))",
+    use="When the classes are few enough for C^2: classes are spread by their proxies, whatever the batch holds.",
+    space=_ANCHOR_SPACE,
+    inputs=PROXIES,
+    cost="N C D + C^2 D",
+    reductions=("mean",),
+)
+def proxy_repulsion(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> Tensor:
+    """Proxies pull their own samples, as in proxy_anchor, and push each other.
+
+    c        cosines [N, C] and the unit proxies [C, D]; returns the loss
+    alpha    sharpness; 32
+    margin   in cosine; 0.1
+
+    >>> float(proxy_repulsion(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+    3.2399...
+    """
+    assert c.proxies is not None
+    return _repel(c, gram(c.proxies), alpha, margin)
+
+
+@loss(
+    family="proxy",
+    paper="the thesis, eq 6.2",
+    formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (g + margin))),  g = sum_x (w.x)(x.w')",
+    use="As proxy_repulsion, where the batch decides in which directions proxies must differ; average=True is tamer.",
+    space={**_ANCHOR_SPACE, "average": choice(False, True)},
+    inputs=PROXIES,
+    cost="N C D + N C^2",
+    reductions=("mean",),
+)
+def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, average: bool = False) -> Tensor:
+    """Proxies pull their own samples and push each other, compared through the samples of the batch.
+
+    c         cosines [N, C]; returns the loss
+    alpha     sharpness; 32
+    margin    in cosine; 0.1
+    average   divide the sum over the batch by N, so that the push does not grow with the batch
+
+    >>> float(proxy_repulsion_batch(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+    3.2399...
+    """
+    through = gram(c.sim.t())
+    return _repel(c, through / len(c.sim) if average else through, alpha, margin)
+
+
+def _repel(c: ToClasses, between: Tensor, alpha: float, margin: float) -> Tensor:
+    own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
+    others = ~torch.eye(len(between), dtype=torch.bool, device=between.device)
+    push = log1p_sum_exp(between, Side(others), alpha, -margin)
+    return _pull(own, c.labels, alpha, margin) + push.mean()

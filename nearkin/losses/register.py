@@ -20,8 +20,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.pairs import Pairs, full_precision, one_pair_per_class, pair_up
+from nearkin.pairs import Pairs, one_pair_per_class, pair_up
 from nearkin.registry import Registry
+from nearkin.sums import full_precision
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -95,6 +96,7 @@ class Inputs:
     params   the learned tensors that `build` takes, in order
     outer    settings of the objective that `build` or the state needs and the function itself does not
     memory   whether references from earlier batches make sense
+    counts_classes   whether `build` takes num_classes, as a number rather than as the rows of a parameter
     """
 
     build: Callable[..., Any]
@@ -102,6 +104,7 @@ class Inputs:
     outer: Mapping[str, Any] = field(default_factory=dict)
     pairs: bool = False
     memory: bool = False
+    counts_classes: bool = False
 
 
 BATCH = Inputs(pair_up, pairs=True, memory=True)
@@ -151,11 +154,14 @@ class Loss:
                 kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
                 raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
 
-    def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
-        """One number from what the function returned: values, or (totals, how many terms they hold)."""
+    def check_reduction(self, reduction: str) -> None:
         if reduction not in self.reductions:
             allowed = " or ".join(repr(r) for r in self.reductions)
             raise ConfigError(f"{self.name}: reduction must be {allowed}, got {reduction!r}.")
+
+    def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
+        """One number from what the function returned: values, or (totals, how many terms they hold)."""
+        self.check_reduction(reduction)
         values, count = result if isinstance(result, tuple) else (result, None)
         if reduction == "none" or values.dim() == 0:
             return values

@@ -1,12 +1,60 @@
-"""Losses that classify: a softmax over the training classes."""
+"""Losses that classify: a softmax over the training classes, or over the classes of the batch.
+
+    softmax        a linear head on raw embeddings, with label smoothing
+    norm_softmax   cosines over a temperature
+    arcface        cosines, with an angle added between a sample and its own class
+    center         a linear head, and a pull towards a learned centre
+    pce, spce      pairwise cross entropy: the head is made of the batch's own class means
+
+All read `ToClasses` and return one value per sample [N].
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from nearkin.losses.classes import PROXIES, ToClasses, own_and_others
-from nearkin.losses.register import log, loss
-from nearkin.pairs import softplus
+from nearkin.errors import DataError
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, to_logits
+from nearkin.losses.register import Inputs, Param, linear, log, loss
+from nearkin.pairs import as_batch
+from nearkin.sums import check_finite, full_precision, softplus
+
+
+@loss(
+    family="softmax",
+    paper="Boudiaf et al. 2020",
+    formula="mean_i of  -sum_c t_ic log softmax(W x_i + b)_c,  t = 1 - smoothing (own), smoothing/(C - 1) (others)",
+    use="The plainest baseline, and a hard one to beat when tuned; it needs neither pairs nor a special sampler.",
+    space={"smoothing": linear(0.0, 0.3), "dropout": linear(0.0, 0.6)},
+    inputs=HEAD,
+    cost="N C D",
+)
+def softmax(c: ToClasses, *, smoothing: float = 0.1) -> Tensor:
+    """Cross entropy of a linear head with label smoothing, on embeddings that are not normalised.
+
+    c           logits [N, C]; returns one value per sample [N]
+    smoothing   what the other classes share; 0 to 0.2. torch's label_smoothing is smoothing * C / (C - 1)
+
+    The head starts at zero: the first loss is log C and sends no gradient to the embeddings.
+
+    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+    >>> float(softmax(emb, labels, torch.eye(2), torch.zeros(2), smoothing=0.0))
+    0.3132...
+    """
+    return _cross_entropy(c, smoothing)
+
+
+def _cross_entropy(c: ToClasses, smoothing: float = 0.0, scale: float = 1.0) -> Tensor:
+    own, others = own_and_others(c.sim, c.labels, scale)
+    wrong = softplus(others - scale * own)
+    if smoothing == 0 or c.sim.shape[1] == 1:
+        return wrong
+    mean_of_others = (c.sim.sum(1) - own) / (c.sim.shape[1] - 1)
+    return wrong + smoothing * scale * (own - mean_of_others)
 
 
 @loss(
@@ -24,9 +72,162 @@ def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
     c             cosines [N, C]; returns one value per sample [N]
     temperature   0.03 to 0.1
 
-    >>> import torch
     >>> float(norm_softmax(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), temperature=0.5))
     0.1269...
     """
-    own, others = own_and_others(c.sim, c.labels, 1 / temperature)
-    return softplus(others - own / temperature)
+    return _cross_entropy(c, scale=1 / temperature)
+
+
+@loss(
+    family="softmax",
+    paper="Deng et al. 2019",
+    formula="mean_i of  log(1 + sum_{c != y} exp(scale (cos t_ic - cos(t_iy + margin))))",
+    use="Many classes (faces, products); it wants a long training and a large scale.",
+    space={"margin_degrees": linear(5.0, 45.0), "scale": log(8, 256)},
+    inputs=PROXIES,
+    cost="N C D",
+)
+def arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) -> Tensor:
+    """Cross entropy on cosines after turning each sample away from its own class by an angle.
+
+    c                cosines [N, C]; returns one value per sample [N]
+    margin_degrees   the angle, in degrees (28.6 is half a radian)
+    scale            inverse temperature; 16 to 64
+
+    Beyond 180 degrees the cosine would rise again; there the target is cos t - m sin m, with m in radians.
+
+    >>> float(arcface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), margin_degrees=60.0, scale=2.0))
+    0.3132...
+    """
+    m = math.radians(margin_degrees)
+    own, others = own_and_others(c.sim, c.labels, scale)
+    # The derivative of the sine is singular at |cos| = 1; below the clamp it is 0.
+    turned = own * math.cos(m) - (1 - own.square()).clamp(min=1e-12).sqrt() * math.sin(m)
+    target = torch.where(own < -math.cos(m), own - m * math.sin(m), turned)
+    return softplus(others - scale * target)
+
+
+def _to_head_and_centers(
+    emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor, centers: Tensor
+) -> ToClasses:
+    c = to_logits(emb, labels, weight, bias)
+    gap = emb.to(c.sim.dtype) - centers.to(c.sim.dtype)[c.labels]
+    return ToClasses(c.sim, c.labels, own=gap.square().sum(1))
+
+
+@loss(
+    family="softmax",
+    paper="Wen et al. 2016",
+    formula="mean_i of  -log softmax(W x_i + b)_y  +  (strength / 2) |x_i - center_y|^2",
+    use="Cross entropy with tighter classes; strength sets the compromise.",
+    space={"strength": log(1e-4, 0.1)},
+    inputs=Inputs(
+        _to_head_and_centers,
+        (*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
+    ),
+    cost="N C D",
+)
+def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
+    """Cross entropy of a linear head plus the squared distance to a learned centre of the own class.
+
+    c          logits [N, C] and squared distances to the own centre [N]; returns one value per sample [N]
+    strength   weight of the pull; 0.001 to 0.01
+
+    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+    >>> float(center(emb, labels, torch.eye(2), torch.zeros(2), torch.zeros(2, 2), strength=0.2))
+    0.4132...
+    """
+    assert c.own is not None
+    return _cross_entropy(c) + (strength / 2) * c.own
+
+
+# --- the head made of the batch itself --------------------------------------------------------------------------------
+
+
+def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
+    """Labels counted from 0, and (1/N) times the sum of each class [K, D]; classes absent from the batch are 0."""
+    check_finite(emb)
+    if num_classes is None:
+        present, labels = torch.unique(labels, return_inverse=True)
+        num_classes = len(present)
+    else:
+        check_range(labels, num_classes)
+    return labels, emb.new_zeros(num_classes, emb.shape[1]).index_add(0, labels, emb) / len(emb)
+
+
+def _to_class_sums(emb: Tensor, labels: Tensor | Sequence[int], num_classes: int | None = None) -> ToClasses:
+    emb, labels = as_batch(emb, labels)
+    with full_precision(emb):
+        labels, theta = _class_sums(emb, labels, num_classes)
+        return ToClasses(emb @ theta.t(), labels)
+
+
+def _to_soft_means(
+    emb: Tensor,
+    labels: Tensor | Sequence[int],
+    probabilities: Tensor | None = None,
+    num_classes: int | None = None,
+) -> ToClasses:
+    emb, labels = as_batch(emb, labels)
+    with full_precision(emb):
+        if probabilities is not None:
+            num_classes = probabilities.shape[1]
+            if len(probabilities) != len(emb):
+                raise DataError(f"{len(emb)} embeddings but {len(probabilities)} rows of probabilities.")
+        labels, theta = _class_sums(emb, labels, num_classes)
+        if probabilities is None:
+            probabilities = torch.softmax(emb.detach() @ theta.detach().t(), 1)
+        probabilities = probabilities.detach().to(emb.dtype)
+        soft_means = probabilities.t() @ emb / len(emb)
+        return ToClasses(emb @ soft_means.t(), labels, own=(emb * theta[labels]).sum(1), probs=probabilities)
+
+
+@loss(
+    family="softmax",
+    paper="Boudiaf et al. 2020, eq 12",
+    formula="-1/(2 lam N^2) sum_k |sum_{i in k} x_i|^2 + (1/N) sum_i log sum_k exp(x_i.c_k / lam) "
+    "- 1/(2 lam) sum_k |c_k|^2,  c_k = (1/N) sum_i p_ik x_i",
+    use="To study cross entropy as a pairwise loss; for training, spce is simpler.",
+    space={"lam": log(0.05, 20)},
+    inputs=Inputs(_to_soft_means, counts_classes=True),
+    cost="N K D",
+)
+def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
+    """Pairwise cross entropy: tightness of the classes against soft class means. No parameters, raw embeddings.
+
+    c     products with the soft means [N, K], with the own class sum [N], and p [N, K]; one value per sample [N]
+    lam   inverse size of the implied head; 1
+
+    Called as pce(emb, labels, probabilities): p is held constant. Without it p is the softmax of the `spce` logits.
+
+    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+    >>> float(pce(emb, labels, torch.eye(2)))
+    0.4740...
+    """
+    assert c.own is not None
+    assert c.probs is not None
+    near, others = own_and_others(c.sim, c.labels, 1 / lam)
+    spread = torch.logaddexp(near / lam, others)
+    return spread - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
+
+
+@loss(
+    family="softmax",
+    paper="Boudiaf et al. 2020, eq 15",
+    formula="mean_i of  -log softmax(theta x_i)_y,  theta_k = (1/N) sum_{j in k} x_j",
+    use="Cross entropy without a head to learn: the classes of the batch are their own weights. Large batches.",
+    inputs=Inputs(_to_class_sums, counts_classes=True),
+    cost="N K D",
+)
+def spce(c: ToClasses) -> Tensor:
+    """Simplified pairwise cross entropy: cross entropy at the head made of the batch's class sums. Raw embeddings.
+
+    c   products with the class sums divided by N [N, K]; returns one value per sample [N]
+
+    Called as spce(emb, labels, num_classes); classes absent from the batch give the logit 0. Without num_classes
+    only those present count.
+
+    >>> float(spce(torch.eye(2), torch.tensor([0, 1])))
+    0.4740...
+    """
+    return _cross_entropy(c)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.losses.register import linear, loss
-from nearkin.pairs import Pairs
+from nearkin.losses.register import ONE_PER_CLASS, Inputs, linear, log, loss
+from nearkin.pairs import Pairs, pair_up
+from nearkin.sums import Side, log_sum_exp, pick, rank_positives, softplus
 
 
 @loss(
@@ -36,16 +37,16 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
     margin   in cosine; 0.05 to 0.2
 
     >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
-    >>> from nearkin.pairs import pair_up
     >>> float(triplet(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.1))
-    0.1299...
+    0.1300...
     """
     if p.triplets is not None:
         a, i, j = p.triplets.unbind(1)
-        terms = torch.relu(p.sim[a, j] - p.sim[a, i] + margin)
+        far, near = p.sim[torch.cat([a, a]), torch.cat([i, j])].tensor_split(2)
+        terms = torch.relu(near - far + margin)
         return p.sim.new_zeros(len(p.sim)).index_add(0, a, terms), torch.tensor(len(terms))
     count = (p.pos.sum(1, dtype=torch.int32).long() * p.neg.sum(1, dtype=torch.int32)).sum()
-    return _AllTriplets.apply(p.sim, p.pos, p.neg, margin), count
+    return _AllTriplets.apply(p.sim, p.positives, p.negatives, margin), count
 
 
 class _AllTriplets(torch.autograd.Function):
@@ -57,29 +58,18 @@ class _AllTriplets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sim: Tensor, pos: Tensor, neg: Tensor, margin: float) -> Tensor:
-        n = len(sim)
-        row, column = pos.nonzero(as_tuple=True)
-        if len(row) == 0:
-            ctx.save_for_backward(torch.zeros_like(sim))
-            return sim.new_zeros(n)
-        # The positives of an anchor, sorted, in one row of a block as wide as the longest; the rest is +inf.
-        size = torch.bincount(row, minlength=n)
-        slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]
-        block = sim.new_full((n, int(size.max())), float("inf"))
-        block[row, slot] = sim[row, column]
-        ranked, order = block.sort(1)
-        prefix = torch.nn.functional.pad(ranked.masked_fill(ranked == float("inf"), 0.0).cumsum(1), (1, 0))
-
-        reach = (sim + margin).masked_fill_(~neg, float("-inf"))
-        conflicts = torch.searchsorted(ranked, reach)  # how many positives are strictly below
-        total = (reach.masked_fill_(~neg, 0.0) * conflicts).sum(1) - prefix.gather(1, conflicts).sum(1)
+    def forward(ctx: Any, sim: Tensor, positives: Side, negatives: Side, margin: float) -> Tensor:
+        r = rank_positives(sim, positives)
+        prefix = torch.nn.functional.pad(r.ranked.masked_fill(r.ranked == float("inf"), 0.0).cumsum(1), (1, 0))
+        reach = negatives.fill_outside_(sim + margin, float("-inf"))
+        conflicts = torch.searchsorted(r.ranked, reach)  # how many positives are strictly below
+        total = (negatives.fill_outside_(reach, 0.0) * conflicts).sum(1) - prefix.gather(1, conflicts).sum(1)
 
         weight = conflicts.to(sim.dtype)
         per_count = torch.zeros_like(prefix).scatter_add_(1, conflicts, torch.ones_like(sim))
         beaten = per_count.flip(1).cumsum(1).flip(1)[:, 1:]  # [n, P] by rank: negatives with more than r conflicts
-        beaten = torch.empty_like(beaten).scatter_(1, order, beaten)  # back to the order of `column`
-        weight[row, column] = -beaten[row, slot]
+        beaten = torch.empty_like(beaten).scatter_(1, r.order, beaten)  # by slot
+        weight[r.row, r.column] = -beaten[r.row, r.slot]
         ctx.save_for_backward(weight)
         return total
 
@@ -88,3 +78,102 @@ class _AllTriplets(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return weight * g[:, None], None, None, None
+
+
+@loss(
+    family="tuple",
+    paper="Song et al. 2016, smooth form; the thesis, eq 2.21",
+    formula="mean_a of  max(0, log sum_pos exp(margin - s) + log sum_neg exp(s))",
+    use="A smooth all-pairs loss; with more than four (positive, negative) pairs per anchor its hinge never closes.",
+    space={"margin": linear(0.0, 1.0)},
+)
+def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
+    """The soft maximum over positives of their dissimilarity plus the soft maximum over negatives of their similarity.
+
+    p        cosines [N, M] with masks; returns one value per anchor [N], 0 without positives or without negatives
+    margin   in cosine; it only moves the hinge, which on the unit sphere is open as soon as |P| |N| > e^(2 - margin)
+
+    >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
+    >>> float(lifted_structure(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
+    0.3200...
+    """
+    return torch.relu(margin + log_sum_exp(p.sim, p.positives, -1.0) + log_sum_exp(p.sim, p.negatives))
+
+
+@loss(
+    family="tuple",
+    paper="Song et al. 2016",
+    formula="1/(2 |P|) sum over positive pairs of  "
+    "max(0, d_ij + log(sum_neg exp(margin - d_ik) + sum_neg exp(margin - d_jl)))^2",
+    use="To compare with the original; lifted_structure is smoother and takes a memory.",
+    space={"margin": linear(0.2, 1.5)},
+    inputs=Inputs(pair_up, pairs=True),
+)
+def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Each positive pair against all negatives of both its ends, on Euclidean distances, squared.
+
+    p        cosines [N, N] with masks; returns totals per anchor [N] and the number of unordered positive pairs
+    margin   a distance; 1.0
+
+    >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
+    >>> float(lifted_song(pair_up(emb, torch.tensor([0, 0, 1]))))
+    1.5895...
+    """
+    distance = p.distance()
+    # Anchors without negatives have mass -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
+    mass = (margin + log_sum_exp(distance, p.negatives, -1.0)).clamp(min=-1e30)
+    i, j = p.positives.listed()
+    violation = torch.relu(pick(distance, i, j) + torch.logaddexp(mass[i], mass[j])).square()
+    # Every unordered pair is met twice, from either end.
+    return p.sim.new_zeros(len(p.sim)).index_add(0, i, violation / 4), torch.tensor(len(i) // 2)
+
+
+@loss(
+    family="tuple",
+    paper="Sohn 2016; the thesis, eq 2.22",
+    formula="mean_a of  log(1 + sum_pos sum_neg exp(s_an - s_ap))",
+    use="A smooth triplet loss without a margin; sharpness is fixed, so it suits early training.",
+)
+def npair(p: Pairs) -> Tensor:
+    """One logarithm per anchor over all (positive, negative) differences.
+
+    p   cosines [N, M] with masks; returns one value per anchor [N], 0 without positives or without negatives
+
+    The double sum factors into a product of two sums, so the cost is that of pairs.
+
+    >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
+    >>> float(npair(pair_up(emb, torch.tensor([0, 0, 1]))))
+    0.4581...
+    """
+    return softplus(log_sum_exp(p.sim, p.negatives) + log_sum_exp(p.sim, p.positives, -1.0))
+
+
+@loss(
+    family="tuple",
+    paper="Sohn 2016",
+    formula="mean over classes of  log(1 + sum_{c' != c} exp(a_c.p_c' - a_c.p_c))  +  l2 * mean |x|^2",
+    use="Two samples of many classes per batch; embeddings are not normalised, l2 keeps them short.",
+    space={"l2": log(1e-4, 0.1)},
+    inputs=ONE_PER_CLASS,
+    cost="C'^2 D",
+)
+def npair_mc(p: Pairs, *, l2: float = 0.005) -> tuple[Tensor, Tensor]:
+    """One (anchor, positive) per class, classified among the positives of all classes by plain products.
+
+    p    plain products of anchors and positives [C', C'] (`one_pair_per_class`); returns totals and their number
+    l2   weight of the mean squared length; 0.005 (0.02 in the paper, over the half sum)
+
+    Of other Pairs every anchor with a positive is used, with its first positive.
+
+    >>> from nearkin.pairs import one_pair_per_class
+    >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 2.0]])
+    >>> float(npair_mc(one_pair_per_class(emb, torch.tensor([0, 0, 1, 1])), l2=0.0))
+    0.2957...
+    """
+    if p.sim.numel() == 0:
+        return p.sim.sum(1), torch.tensor(0)
+    used = p.pos.any(1)
+    first = p.pos.to(torch.uint8).argmax(1)
+    anchor_sq, ref_sq = p.squares()
+    wrong = softplus(log_sum_exp(p.sim, p.negatives) - p.sim.gather(1, first[:, None]).squeeze(1))
+    return (wrong + l2 * (anchor_sq + ref_sq[first]) / 2) * used, used.count_nonzero()

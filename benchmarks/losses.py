@@ -1,0 +1,295 @@
+"""Forward + backward time of every loss, against pytorch-metric-learning (PML) and against bare matrix products.
+
+    python benchmarks/losses.py [--quick] [--markdown FILE]
+
+One run, one thread, CPU, float32, D = 512, 4 samples per class. Ours and theirs take turns, and the medians are
+compared, so that a busy machine disturbs both alike: trust the ratios. A cell that PML cannot do within about 6 GB or
+60 s is left out and says so; what is over the limit was measured once at a smaller size, or is known to fail. The last
+table is ours alone at N = 4096, each loss in a process of its own, with the peak memory above the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners as pml_miners
+from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+from torch import Tensor
+
+import nearkin as nk
+from nearkin.losses import LOSSES
+
+DIM, PER_CLASS = 512, 4
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The nearest loss of PML: how to make it for C classes, and the largest batch it can do."""
+
+    make: Callable[[int], Step]
+    limit: int = 1 << 30
+    why: str = ""
+    once: int = 1 << 30  # from this size on it is run once only
+    near: bool = False  # the same idea, but not the same function
+
+
+def _mined(loss: Any, miner: Any) -> Step:
+    return lambda emb, labels: loss(emb, labels, miner(emb, labels))
+
+
+def _classes(kind: Any, **settings: Any) -> Callable[[int], Step]:
+    return lambda classes: kind(num_classes=classes, embedding_size=DIM, **settings)
+
+
+COS = CosineSimilarity
+TRIPLES = "N^3 triplets: about {gb:.0f} GB"
+PEERS: dict[str, Peer] = {
+    "contrastive": Peer(lambda _: pml.ContrastiveLoss(pos_margin=1.0, neg_margin=0.5, distance=COS())),
+    "contrastive_l2": Peer(lambda _: pml.ContrastiveLoss(pos_margin=0.0, neg_margin=1.0), near=True),
+    "triplet": Peer(lambda _: pml.TripletMarginLoss(margin=0.1, distance=COS()), 1024, "out of memory"),
+    "triplet + hard": Peer(
+        lambda _: _mined(pml.TripletMarginLoss(margin=0.1, distance=COS()), pml_miners.BatchHardMiner(distance=COS()))
+    ),
+    "triplet + semihard": Peer(
+        lambda _: _mined(
+            pml.TripletMarginLoss(margin=0.1, distance=COS()),
+            pml_miners.TripletMarginMiner(margin=0.1, type_of_triplets="semihard", distance=COS()),
+        ),
+        1024,
+        "out of memory",
+        near=True,
+    ),
+    "lifted_structure": Peer(
+        lambda _: pml.GeneralizedLiftedStructureLoss(neg_margin=0.0, pos_margin=0.5, distance=COS())
+    ),
+    "lifted_song": Peer(lambda _: pml.LiftedStructureLoss(neg_margin=1, pos_margin=0), 512, "out of memory", once=512),
+    "npair_mc": Peer(lambda _: pml.NPairsLoss()),
+    "margin": Peer(lambda _: pml.MarginLoss(margin=0.2, beta=1.2), 1024, "out of memory", near=True),
+    "multi_similarity": Peer(lambda _: pml.MultiSimilarityLoss(alpha=2, beta=50, base=0.5)),
+    "multi_similarity + multi_similarity": Peer(
+        lambda _: _mined(
+            pml.MultiSimilarityLoss(alpha=2, beta=50, base=0.5), pml_miners.MultiSimilarityMiner(epsilon=0.1)
+        )
+    ),
+    "snca": Peer(lambda _: pml.NCALoss(softmax_scale=10)),
+    "nca": Peer(lambda _: pml.NCALoss(softmax_scale=1, distance=LpDistance(normalize_embeddings=False, power=2))),
+    "ice": Peer(lambda _: pml.NTXentLoss(temperature=1.0), 512, "out of memory", once=512, near=True),
+    "norm_softmax": Peer(_classes(pml.NormalizedSoftmaxLoss)),
+    "proxy_nca": Peer(_classes(pml.ProxyNCALoss, softmax_scale=1), near=True),
+    "arcface": Peer(_classes(pml.ArcFaceLoss)),
+    "soft_triple": Peer(_classes(pml.SoftTripleLoss, centers_per_class=10)),
+    "proxy_anchor": Peer(_classes(pml.ProxyAnchorLoss)),
+}
+
+
+@dataclass
+class Cell:
+    ours: float
+    theirs: float | None
+    products: float
+    note: str = ""
+
+
+@dataclass
+class Table:
+    cells: dict[str, dict[int, Cell]] = field(default_factory=dict)
+
+
+def names() -> list[str]:
+    mined = {
+        "triplet": ["triplet + hard", "triplet + semihard"],
+        "multi_similarity": ["multi_similarity + multi_similarity"],
+    }
+    return [row for name in LOSSES for row in (name, *mined.get(name, []))]
+
+
+def make_ours(row: str, classes: int) -> Step:
+    name, _, miner = row.partition(" + ")
+    return nk.Objective(name, num_classes=classes, dim=DIM, miner=miner or None).train()
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(n)
+    labels = torch.arange(n) // PER_CLASS
+    return torch.randn(n // PER_CLASS, DIM)[labels] + torch.randn(n, DIM), labels
+
+
+def products(row: str, n: int) -> Callable[[], None]:
+    """The three bare matrix products: similarities, and the gradients of both their factors."""
+    loss = LOSSES[row.partition(" + ")[0]]
+    x = torch.randn(n, DIM)
+    if loss.inputs.pairs:
+        w = torch.randn(n, DIM)
+    else:
+        w = torch.randn(n // PER_CLASS * loss.inputs.outer.get("centers", 1), DIM)
+
+    def run() -> None:
+        s = x @ w.t()
+        _ = s @ w, s.t() @ x
+
+    return run
+
+
+def once(step: Step, emb: Tensor, labels: Tensor) -> float:
+    emb = emb.clone().requires_grad_()
+    start = time.perf_counter()
+    step(emb, labels).backward()
+    return time.perf_counter() - start
+
+
+def measure(row: str, n: int, budget: float) -> Cell:
+    emb, labels = batch(n)
+    ours = make_ours(row, n // PER_CLASS)
+    peer = PEERS.get(row)
+    theirs = peer.make(n // PER_CLASS) if peer and n <= peer.limit else None
+    bare = products(row, n)
+    times: dict[str, list[float]] = {"ours": [], "theirs": [], "bare": []}
+    once(ours, emb, labels)
+    bare()
+    single = bool(peer and n >= peer.once)
+    if theirs and single:
+        times["theirs"].append(once(theirs, emb, labels))
+        theirs = None
+    elif theirs:
+        once(theirs, emb, labels)
+    start, rounds = time.perf_counter(), 0
+    while rounds < 5 or (time.perf_counter() - start < budget and rounds < 200):
+        times["ours"].append(once(ours, emb, labels))
+        if theirs and (rounds < 3 or sum(times["theirs"]) < 2 * budget):
+            times["theirs"].append(once(theirs, emb, labels))
+        begin = time.perf_counter()
+        bare()
+        times["bare"].append(time.perf_counter() - begin)
+        rounds += 1
+    middle = {k: statistics.median(v) if v else None for k, v in times.items()}
+    note = "" if peer is None or n <= peer.limit else peer.why
+    assert middle["ours"] is not None
+    assert middle["bare"] is not None
+    return Cell(middle["ours"], middle["theirs"], middle["bare"], note)
+
+
+def peak(row: str, n: int) -> tuple[float, float]:
+    """Time, and peak memory in MB above the start, of one step in a process of its own."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_peak, (row, n))
+
+
+def _peak(row: str, n: int) -> tuple[float, float]:
+    emb, labels = batch(n)
+    step = make_ours(row, n // PER_CLASS)
+    before = _memory("VmRSS")
+    seconds = once(step, emb, labels)
+    return seconds, _memory("VmHWM") - before
+
+
+def _memory(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def speed_table(table: Table, sizes: list[int]) -> str:
+    head = "| loss |" + "".join(f" ours {n} (ms) | PML {n} (ms) | speed-up {n} |" for n in sizes)
+    lines = [head, "|---|" + "---:|---:|---:|" * len(sizes)]
+    for row, cells in table.cells.items():
+        if row not in PEERS:
+            continue
+        mark = " ~" if PEERS[row].near else ""
+        text = f"| {row}{mark} |"
+        for n in sizes:
+            c = cells[n]
+            if c.theirs is None:
+                text += f" {ms(c.ours)} | {c.note} | - |"
+            else:
+                text += f" {ms(c.ours)} | {ms(c.theirs)} | {c.theirs / c.ours:,.3g}x |"
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def product_table(table: Table, sizes: list[int]) -> str:
+    head = "| loss |" + "".join(f" {n}: ms | x products |" for n in sizes)
+    lines = [head, "|---|" + "---:|---:|" * len(sizes)]
+    for row, cells in table.cells.items():
+        lines.append(
+            f"| {row} |" + "".join(f" {ms(c.ours)} | {c.ours / c.products:.2f} |" for c in map(cells.get, sizes))
+        )
+    return "\n".join(lines)
+
+
+def summary(table: Table, sizes: list[int]) -> str:
+    lines = []
+    for n in sizes:
+        ratios = {row: c[n].theirs / c[n].ours for row, c in table.cells.items() if c[n].theirs is not None}
+        worst = min(ratios, key=ratios.__getitem__)
+        lines.append(
+            f"N={n}: median speed-up {statistics.median(ratios.values()):.1f}x over {len(ratios)} shared losses, "
+            f"least {ratios[worst]:.2f}x ({worst})"
+        )
+    largest = sizes[-1]
+    pairs = [row for row in table.cells if LOSSES[row.partition(" + ")[0]].inputs.pairs]
+    slowest = max(pairs, key=lambda row: table.cells[row][largest].ours / table.cells[row][largest].products)
+    c = table.cells[slowest][largest]
+    lines.append(f"N={largest}: the slowest pair loss takes {c.ours / c.products:.2f}x its three products ({slowest})")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="N = 128 and 512, short, without PML's slowest cells")
+    parser.add_argument("--only", nargs="*", help="rows to run")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file as well")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [128, 512] if args.quick else [128, 512, 2048]
+    table = Table()
+    for row in args.only or names():
+        table.cells[row] = {}
+        for n in sizes:
+            if args.quick and row in PEERS and n >= PEERS[row].once:
+                table.cells[row][n] = Cell(
+                    once(make_ours(row, n // PER_CLASS), *batch(n)), None, float("nan"), "skipped"
+                )
+                continue
+            cell = table.cells[row][n] = measure(row, n, 0.2 if args.quick else 1.0)
+            against = f"PML {ms(cell.theirs)} ms, {cell.theirs / cell.ours:.2f}x" if cell.theirs else cell.note
+            print(
+                f"{row:36} N={n:<5} {ms(cell.ours):>8} ms  {cell.ours / cell.products:5.2f} products  {against}",
+                flush=True,
+            )
+    parts = [
+        "## Against pytorch-metric-learning\n\n" + speed_table(table, sizes),
+        "`~` marks the nearest loss of PML where it has not quite the same one.",
+        summary(table, sizes),
+        "## Against the three bare matrix products\n\n" + product_table(table, sizes),
+    ]
+    if not args.quick:
+        lines = ["| loss | ms at 4096 | peak MB |", "|---|---:|---:|"]
+        for row in table.cells:
+            seconds, megabytes = peak(row, 4096)
+            lines.append(f"| {row} | {ms(seconds)} | {megabytes:,.0f} |")
+            print(lines[-1], flush=True)
+        parts.append("## Ours at N = 4096\n\n" + "\n".join(lines))
+    text = "\n\n".join(parts) + "\n"
+    print("\n" + text)
+    if args.markdown:
+        args.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
