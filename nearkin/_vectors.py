@@ -5,7 +5,7 @@ the gallery's z and delta = z - m, the key of a pair is
 
     w_ij = delta_i . delta_j + b_i + b_j,        b = -|delta|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
 
-which is the cosine minus one, or minus half the squared distance. Subtracting the mean changes no order, and keeps
+which is the cosine minus one, or minus half the squared distance (and, in the end, a constant that all keys share). Subtracting the mean changes no order, and keeps
 the rounding error in proportion to how far apart the vectors really are: a model that has nearly collapsed is ranked
 as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half.)
 
@@ -184,7 +184,8 @@ class Points:
         """
         d = self.x.shape[1]
         size = self.reach * others.reach.max() + self.bias.abs() + others.bias.abs().max()
-        double = 6 * (d + 16) * U64 * size
+        # The biases had a constant taken off: before that they were up to the square of the reach, or one half more.
+        double = 6 * (d + 16) * U64 * (size + (self.reach + others.reach.max()) ** 2)
         if self.cosine:
             double = double + 8 * U64 * self.scale * (self.reach + others.reach.max()) + self.scale**2 * 2.0**-60
         return 1.05 * (d + 16) * U32 * size + double + 1e-30, double + 1e-200
@@ -222,12 +223,15 @@ def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Poin
     scale = 2.0 ** -np.frexp(longest)[1] if longest > 0 else 1.0
     joined = torch.cat(sets) if len(sets) == 2 else sets[0]
     groups = np.split(identical_rows(joined, torch.cat(blanks)), [len(sets[0])])
-    made = []
-    for x, shrink, power, reach, blank, group in zip(sets, shrinks, powers, reaches, blanks, groups, strict=False):
-        bias = -((reach * scale) ** 2) / 2
-        if cosine:
-            bias = bias - blank.double() * scale**2 / 2
-        made.append(Points(x, shrink, power, centre, scale, bias, reach * scale, cosine, group))
+    biases = [
+        -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2) for reach, blank in zip(reaches, blanks, strict=True)
+    ]
+    # A constant added to every key changes no order; small biases keep the error bound small.
+    middle = (biases[-1].max() + biases[-1].min()) / 2
+    made = [
+        Points(x, shrink, power, centre, scale, bias - middle, reach * scale, cosine, group)
+        for x, shrink, power, bias, reach, group in zip(sets, shrinks, powers, biases, reaches, groups, strict=False)
+    ]
     return made[0], made[-1]
 
 
