@@ -95,7 +95,6 @@ def make_task(
     codes, g_codes, classes = encode(q_labels, g_names, "labels")
     group, g_group = _groups(groups, g_groups, len(q), None if g is None else len(g))
     left, right = prepare(q, g, similarity)
-    # Small classes first: blocks of rows then need about equally many comparisons.
     size = np.bincount(g_codes, minlength=len(classes))
     order = np.lexsort((np.arange(len(g_codes)), g_codes))
     start = np.concatenate([[0], np.cumsum(size)])

@@ -5,9 +5,10 @@ the gallery's z and delta = z - m, the key of a pair is
 
     w_ij = delta_i . delta_j + b_i + b_j,        b = -|delta|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
 
-which is the cosine minus one, or minus half the squared distance (and, in the end, a constant that all keys share). Subtracting the mean changes no order, and keeps
+which is the cosine minus one, or minus half the squared distance. Subtracting the mean changes no order, and keeps
 the rounding error in proportion to how far apart the vectors really are: a model that has nearly collapsed is ranked
-as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half.)
+as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half. In the end a
+constant is taken off all b, which changes no order either.)
 
 The key comes from a matrix product, so it is known only to within an error bound, `Points.slack`. Whatever lies closer
 than the bound is settled by `exact_distance`: computed with twice the precision of float64 in a fixed order, then
@@ -30,7 +31,7 @@ from nearkin.errors import ConfigError, DataError, did_you_mean
 SIMILARITIES = ("cosine", "euclidean")
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # at or below it a vector has no direction: its cosine with everything is 0
-SNAP = 2.0**64  # exact cosine distances are rounded to multiples of 2^-64 (see exact_distance)
+SNAP = 2.0**80  # exact cosine distances are rounded to multiples of 2^-80 (see exact_distance)
 _SPLIT = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
 _CHUNK = 4096  # rows prepared at a time, so that float64 copies stay small
 
@@ -224,7 +225,8 @@ def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Poin
     joined = torch.cat(sets) if len(sets) == 2 else sets[0]
     groups = np.split(identical_rows(joined, torch.cat(blanks)), [len(sets[0])])
     biases = [
-        -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2) for reach, blank in zip(reaches, blanks, strict=True)
+        -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2)
+        for reach, blank in zip(reaches, blanks, strict=True)
     ]
     # A constant added to every key changes no order; small biases keep the error bound small.
     middle = (biases[-1].max() + biases[-1].min()) / 2
@@ -280,7 +282,7 @@ def exact_distance(query: Points, gallery: Points, i: Ints, j: Ints) -> Floats:
     Sums are carried as two float64 numbers with their rounding errors kept (Ogita, Rump and Oishi 2005), about 30
     digits. Pairs that are equal in mathematics then come out equal, also for binary or quantised codes, where a plain
     float64 sum in another order differs in its last bit. Near 0 a cosine distance has few true digits left, so it is
-    rounded to a multiple of 2^-64 = 5e-20: parallel vectors get exactly 0. The value is the same for (j, i).
+    rounded to a multiple of 2^-80, about 8e-25: parallel vectors get exactly 0. The value is the same for (j, i).
     Identical rows give identical values by construction, and are computed once.
     """
     pair = query.group[i] * (int(gallery.group.max()) + 1) + gallery.group[j]

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._task import Progress
 from nearkin.errors import ConfigError, DataError, UnknownName, did_you_mean
 from nearkin.intervals import Difference, bootstrap, mean, paired, percentiles
-from nearkin.ranking import Progress, Ranking, rank
+from nearkin.ranking import Ranking, rank
 from nearkin.retrieval import evaluate_metric, metric_bounds
 
 Floats = NDArray[np.float64]

@@ -62,14 +62,14 @@ class Ranking:
     @property
     def query(self) -> Ints:
         """[T] the query each group belongs to."""
-        return np.repeat(np.arange(len(self)), np.diff(self.start))
+        return np.asarray(np.repeat(np.arange(len(self)), np.diff(self.start)))
 
     @property
     def before(self) -> Ints:
         """[T] relevant items in the query's earlier groups."""
         ends = np.cumsum(self.relevant)
         first = np.concatenate([[0], ends])[self.start[:-1]]
-        return ends - self.relevant - np.repeat(first, np.diff(self.start))
+        return np.asarray(ends - self.relevant - np.repeat(first, np.diff(self.start)))
 
     def settled(self, order: str) -> Ranking:
         """The same ranking with ties broken for the query ("best": relevant items first) or against it ("worst")."""
