@@ -277,9 +277,10 @@ def score_file(path: str | os.PathLike[str], *, ks: Sequence[int] = (1, 2, 4, 8)
 
 def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: one array, expected an .npz with several. Save with np.savez(path, ...).")
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise DataError(f"{path}: one array, expected an .npz with several. Save with np.savez(path, ...).")
+        with file:
             return {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
