@@ -7,7 +7,8 @@ the gallery's z and delta = z - m, the key of a pair is
 
 which is the cosine minus one, or minus half the squared distance. Subtracting the mean changes no order, and keeps
 the rounding error in proportion to how far apart the vectors really are: a model that has nearly collapsed is ranked
-as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half.)
+as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half. In the end a
+constant is taken off all b, which changes no order either.)
 
 The key comes from a matrix product, so it is known only to within an error bound, `Points.slack`. Whatever lies closer
 than the bound is settled by `exact_distance`: computed with twice the precision of float64 in a fixed order, then
@@ -30,7 +31,7 @@ from nearkin.errors import ConfigError, DataError, did_you_mean
 SIMILARITIES = ("cosine", "euclidean")
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # at or below it a vector has no direction: its cosine with everything is 0
-SNAP = 2.0**64  # exact cosine distances are rounded to multiples of 2^-64 (see exact_distance)
+SNAP = 2.0**80  # exact cosine distances are rounded to multiples of 2^-80 (see exact_distance)
 _SPLIT = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
 _CHUNK = 4096  # rows prepared at a time, so that float64 copies stay small
 
@@ -184,7 +185,8 @@ class Points:
         """
         d = self.x.shape[1]
         size = self.reach * others.reach.max() + self.bias.abs() + others.bias.abs().max()
-        double = 6 * (d + 16) * U64 * size
+        # The biases had a constant taken off: before that they were up to the square of the reach, or one half more.
+        double = 6 * (d + 16) * U64 * (size + (self.reach + others.reach.max()) ** 2)
         if self.cosine:
             double = double + 8 * U64 * self.scale * (self.reach + others.reach.max()) + self.scale**2 * 2.0**-60
         return 1.05 * (d + 16) * U32 * size + double + 1e-30, double + 1e-200
@@ -222,12 +224,16 @@ def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Poin
     scale = 2.0 ** -np.frexp(longest)[1] if longest > 0 else 1.0
     joined = torch.cat(sets) if len(sets) == 2 else sets[0]
     groups = np.split(identical_rows(joined, torch.cat(blanks)), [len(sets[0])])
-    made = []
-    for x, shrink, power, reach, blank, group in zip(sets, shrinks, powers, reaches, blanks, groups, strict=False):
-        bias = -((reach * scale) ** 2) / 2
-        if cosine:
-            bias = bias - blank.double() * scale**2 / 2
-        made.append(Points(x, shrink, power, centre, scale, bias, reach * scale, cosine, group))
+    biases = [
+        -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2)
+        for reach, blank in zip(reaches, blanks, strict=True)
+    ]
+    # A constant added to every key changes no order; small biases keep the error bound small.
+    middle = (biases[-1].max() + biases[-1].min()) / 2
+    made = [
+        Points(x, shrink, power, centre, scale, bias - middle, reach * scale, cosine, group)
+        for x, shrink, power, bias, reach, group in zip(sets, shrinks, powers, biases, reaches, groups, strict=False)
+    ]
     return made[0], made[-1]
 
 
@@ -276,7 +282,7 @@ def exact_distance(query: Points, gallery: Points, i: Ints, j: Ints) -> Floats:
     Sums are carried as two float64 numbers with their rounding errors kept (Ogita, Rump and Oishi 2005), about 30
     digits. Pairs that are equal in mathematics then come out equal, also for binary or quantised codes, where a plain
     float64 sum in another order differs in its last bit. Near 0 a cosine distance has few true digits left, so it is
-    rounded to a multiple of 2^-64 = 5e-20: parallel vectors get exactly 0. The value is the same for (j, i).
+    rounded to a multiple of 2^-80, about 8e-25: parallel vectors get exactly 0. The value is the same for (j, i).
     Identical rows give identical values by construction, and are computed once.
     """
     pair = query.group[i] * (int(gallery.group.max()) + 1) + gallery.group[j]

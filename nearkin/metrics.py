@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._task import Progress
 from nearkin.errors import ConfigError, DataError, UnknownName, did_you_mean
 from nearkin.intervals import Difference, bootstrap, mean, paired, percentiles
-from nearkin.ranking import Progress, Ranking, rank
+from nearkin.ranking import Ranking, rank
 from nearkin.retrieval import evaluate_metric, metric_bounds
 
 Floats = NDArray[np.float64]
@@ -276,9 +277,10 @@ def score_file(path: str | os.PathLike[str], *, ks: Sequence[int] = (1, 2, 4, 8)
 
 def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: one array, expected an .npz with several. Save with np.savez(path, ...).")
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise DataError(f"{path}: one array, expected an .npz with several. Save with np.savez(path, ...).")
+        with file:
             return {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None

@@ -10,31 +10,22 @@ metrics (nearkin.metrics) take the expectation over a random order inside each g
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from nearkin._vectors import (
-    Floats,
-    Ints,
-    Points,
-    as_labels,
-    as_matrix,
-    check_similarity,
-    encode,
-    exact_distance,
-    prepare,
-)
-from nearkin.errors import ConfigError, DataError
+from nearkin._blocks import count_torch
+from nearkin._task import Part, Progress, Task, as_bytes, make_task, order_by_distance, same_space
+from nearkin._vectors import Floats, Ints, Points, as_matrix, check_similarity, prepare
+from nearkin.errors import ConfigError, need
 
-Progress = Callable[[float], None]
-_LOOP_UP_TO = 24  # relevant items per query up to which comparing in turn beats a binary search per element
+_SMALL = 3000**2  # pairs up to which loading compiled loops would cost more than it saves
 
 
 @dataclass(frozen=True)
@@ -71,14 +62,14 @@ class Ranking:
     @property
     def query(self) -> Ints:
         """[T] the query each group belongs to."""
-        return np.repeat(np.arange(len(self)), np.diff(self.start))
+        return np.asarray(np.repeat(np.arange(len(self)), np.diff(self.start)))
 
     @property
     def before(self) -> Ints:
         """[T] relevant items in the query's earlier groups."""
         ends = np.cumsum(self.relevant)
         first = np.concatenate([[0], ends])[self.start[:-1]]
-        return ends - self.relevant - np.repeat(first, np.diff(self.start))
+        return np.asarray(ends - self.relevant - np.repeat(first, np.diff(self.start)))
 
     def settled(self, order: str) -> Ranking:
         """The same ranking with ties broken for the query ("best": relevant items first) or against it ("worst")."""
@@ -124,9 +115,9 @@ def rank(
     >>> rank([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7]).above.tolist()
     [0, 1]
     """
-    task = _task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
-    chosen = _choose(task, path)
+    task = make_task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
     budget = as_bytes(memory)
+    chosen = _choose(task, path, budget)
     work = len(task.query) * len(task.gallery)
     if verbose or (verbose is None and work >= 10**9):
         print(_plan(task, chosen, budget), file=sys.stderr, flush=True)
@@ -135,8 +126,37 @@ def rank(
 
         parts: Iterator[Part] = count_blocks(task, budget, progress)
     else:
-        parts = _count_torch(task, budget, progress)
+        parts = count_torch(task, budget, progress)
     return _assemble(task, list(parts))
+
+
+def has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def _choose(task: Task, path: str, budget: int) -> str:
+    if path not in ("auto", "numba", "torch"):
+        raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
+    if path == "numba":
+        need("numba", extra="fast")
+        if task.query.x.device.type != "cpu":
+            raise ConfigError("path: 'numba' counts on the CPU. Move the vectors with .cpu(), or use path='torch'.")
+    if path != "auto":
+        return path
+    size = task.class_start[1:] - task.class_start[:-1]
+    relevant = int(size[task.codes].sum())
+    # Small work is done before the compiler is loaded; very large classes are counted better by a search per element.
+    fits = len(task.query) * len(task.gallery) >= _SMALL and relevant <= min(256 * len(task.query), budget // 250)
+    return "numba" if fits and task.query.x.device.type == "cpu" and has_numba() else "torch"
+
+
+def _plan(task: Task, path: str, budget: int) -> str:
+    q, g, d = len(task.query), len(task.gallery), task.query.x.shape[1]
+    half = 2 if path == "numba" and task.alone else 1
+    return (
+        f"ranking {q:,} queries against {g:,} items of {d} numbers: {2e-12 * q * g * d / half:.2g} Tflop, "
+        f"{path} path, at most {budget / 1e9:.2g} GB beside the vectors"
+    )
 
 
 def neighbours(
@@ -158,7 +178,7 @@ def neighbours(
     """
     check_similarity(similarity)
     q = as_matrix(query, "query")
-    g = None if gallery is None else _same_space(q, as_matrix(gallery, "gallery"))
+    g = None if gallery is None else same_space(q, as_matrix(gallery, "gallery"))
     alone = g is None if exclude_self is None else exclude_self
     if alone and g is not None and len(g) != len(q):
         raise ConfigError("exclude_self: needs query and gallery to be the same rows in the same order.")
@@ -180,7 +200,7 @@ def neighbours(
         near = (keys >= (last - 2 * slack[rows])[:, None]).nonzero()
         key = keys[near[:, 0], near[:, 1]].cpu().numpy()
         row, col = near[:, 0].cpu().numpy(), near[:, 1].cpu().numpy()
-        order, run, distance = _order(left, right, row + a, row, col, key, slack[rows].cpu().numpy())
+        order, run, distance = order_by_distance(left, right, row + a, row, col, key, slack[rows].cpu().numpy())
         row, col, key, run, distance = row[order], col[order], key[order], run[order], distance[order]
         order = np.lexsort((col, distance, run, row))
         first = np.searchsorted(row, np.arange(keys.shape[0]))
@@ -199,315 +219,6 @@ def _similarity(left: Points, rows: slice, right: Points, cols: Ints) -> Floats:
         known = (left.shrink[rows, None] > 0) & (right.shrink[at] > 0)
         return np.asarray(torch.where(known, 1 - squared / 2, 0.0).cpu().numpy())
     return np.asarray((-squared.sqrt() / left.power[0]).cpu().numpy())
-
-
-# --------------------------------------------------------------------------------------------------- what is ranked
-
-
-@dataclass(frozen=True)
-class Task:
-    """Checked input. Gallery positions are in class order, so that a class is a range of columns."""
-
-    query: Points
-    gallery: Points
-    alone: bool  # the query is the gallery
-    codes: Ints  # [Q] class of each query
-    classes: NDArray[Any]
-    order: Ints  # [G] gallery row at each position
-    class_start: Ints  # [C + 1] first position of each class
-    similarity: str
-    group: Ints | None  # [Q] group of each query
-    order_group: Ints | None  # [G] group of the item at each position
-
-    def relevant(self, queries: Ints) -> tuple[Ints, Ints]:
-        """(row, position) of every relevant item of the given queries; row counts within `queries`."""
-        code = self.codes[queries]
-        size = self.class_start[code + 1] - self.class_start[code]
-        row = np.repeat(np.arange(len(queries)), size)
-        first = np.cumsum(size) - size
-        position = np.arange(len(row)) - first[row] + self.class_start[code][row]
-        keep = np.ones(len(row), dtype=bool)
-        if self.alone:
-            keep &= self.order[position] != queries[row]
-        if self.group is not None and self.order_group is not None:
-            keep &= self.order_group[position] != self.group[queries][row]
-        return row[keep], position[keep]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Groups of some queries: the result of a path, before it is put in order. Arrays as in Ranking."""
-
-    queries: Ints
-    counts: Ints  # groups per query
-    above: Ints
-    relevant: Ints
-    size: Ints
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """The tie groups of relevant items, which the other items are counted against. Nearest first within a row."""
-
-    counts: Ints  # [rows] groups per row
-    key: Floats  # [T] key of the group
-    sample: Ints  # [T] position of one relevant item of the group
-    relevant: Ints  # [T] relevant items in the group
-
-
-def _task(query: Any, labels: Any, gallery: Any, g_labels: Any, similarity: str, groups: Any, g_groups: Any) -> Task:
-    check_similarity(similarity)
-    if (gallery is None) != (g_labels is None):
-        missing = "gallery labels" if g_labels is None else "gallery"
-        raise ConfigError(f"rank: the {missing} are missing. Use (emb, labels) or (query, labels, gallery, labels).")
-    alone = gallery is None
-    q = as_matrix(query, "embeddings" if alone else "query")
-    q_labels = as_labels(labels, len(q), "labels" if alone else "query labels", "embeddings" if alone else "query")
-    g, g_names = None, None
-    if not alone:
-        g = _same_space(q, as_matrix(gallery, "gallery"))
-        g_names = as_labels(g_labels, len(g), "gallery labels", "gallery")
-    codes, g_codes, classes = encode(q_labels, g_names, "labels")
-    group, g_group = _groups(groups, g_groups, len(q), None if g is None else len(g))
-    left, right = prepare(q, g, similarity)
-    # Small classes first: blocks of rows then need about equally many comparisons.
-    size = np.bincount(g_codes, minlength=len(classes))
-    order = np.lexsort((np.arange(len(g_codes)), g_codes))
-    start = np.concatenate([[0], np.cumsum(size)])
-    return Task(
-        query=left,
-        gallery=right,
-        alone=alone,
-        codes=codes,
-        classes=classes,
-        order=order,
-        class_start=start,
-        similarity=similarity,
-        group=group,
-        order_group=None if g_group is None else g_group[order],
-    )
-
-
-def _same_space(q: Tensor, g: Tensor) -> Tensor:
-    if q.shape[1] != g.shape[1]:
-        raise DataError(f"gallery: vectors of {g.shape[1]} numbers, but the query's have {q.shape[1]}.")
-    dtype = torch.promote_types(q.dtype, g.dtype)
-    if q.dtype != dtype:
-        raise DataError(
-            f"gallery: float64 against a query in {q.dtype}. Convert one of them, so that equal rows compare."
-        )
-    return g.to(device=q.device, dtype=dtype)
-
-
-def _groups(groups: Any, g_groups: Any, n: int, g: int | None) -> tuple[Ints | None, Ints | None]:
-    if groups is None and g_groups is None:
-        return None, None
-    if groups is None or (g is not None) != (g_groups is not None):
-        raise ConfigError("groups: give groups for one set, or both groups and g_groups for a query and a gallery.")
-    first = as_labels(groups, n, "groups", "the query")
-    second = None if g is None else as_labels(g_groups, g, "g_groups", "the gallery")
-    ours, theirs, _ = encode(first, second, "groups")
-    return ours, theirs
-
-
-def as_bytes(memory: str | int) -> int:
-    """Bytes of "512MB", "1.5GB" or a number.
-
-    >>> as_bytes("1GB")
-    1000000000
-    """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
-    text = str(memory).strip().upper()
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            text, size = text[: -len(unit)], factor
-            break
-    else:
-        size = 1
-    try:
-        found = int(float(text) * size)
-    except ValueError:
-        raise ConfigError(f"memory: expected a size such as '512MB' or '2GB', got {memory!r}.") from None
-    if found < 10**6:
-        raise ConfigError(f"memory: at least 1MB is needed, got {memory!r}.")
-    return found
-
-
-def has_numba() -> bool:
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _choose(task: Task, path: str) -> str:
-    if path not in ("auto", "numba", "torch"):
-        raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
-    if path != "auto":
-        return path
-    return "torch"
-
-
-def _plan(task: Task, path: str, budget: int) -> str:
-    q, g, d = len(task.query), len(task.gallery), task.query.x.shape[1]
-    half = 2 if path == "numba" and task.alone else 1
-    return (
-        f"ranking {q:,} queries against {g:,} items of {d} numbers: {2e-12 * q * g * d / half:.2g} Tflop, "
-        f"{path} path, at most {budget / 1e9:.2g} GB beside the vectors"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- ties
-
-
-def _order(
-    query: Points, gallery: Points, i: Ints, row: Ints, col: Ints, key: Floats, slack: Floats
-) -> tuple[Ints, Ints, Floats]:
-    """Order items by row, nearest first, so that only true ties are left.
-
-    i is the query of each item, col its row in the gallery. Returns the order, and in that order the run of keys too
-    close to tell apart and the exact distance inside such runs (0 elsewhere). Ties share row, run and distance.
-    """
-    order = np.lexsort((-key, row))
-    r, k = row[order], key[order]
-    close = (r[1:] == r[:-1]) & (k[:-1] - k[1:] <= 2 * slack[r[1:]])
-    run = np.concatenate([[0], np.cumsum(~close)]) if len(r) else np.zeros(0, dtype=np.int64)
-    distance = np.zeros(len(r))
-    doubt = np.zeros(len(r), dtype=bool)
-    doubt[1:] |= close
-    doubt[:-1] |= close
-    where = np.nonzero(doubt)[0]
-    if len(where):
-        at = order[where]
-        distance[where] = exact_distance(query, gallery, i[at], col[at])
-        again = np.lexsort((distance, run))
-        order, run, distance = order[again], run[again], distance[again]
-    unsorted_run, unsorted_distance = np.empty_like(run), np.empty_like(distance)
-    unsorted_run[order], unsorted_distance[order] = run, distance
-    return order, unsorted_run, unsorted_distance
-
-
-def thresholds(task: Task, queries: Ints, row: Ints, position: Ints, key: Floats, slack: Floats) -> Thresholds:
-    """Gather relevant items (as listed by Task.relevant, with their keys) into tie groups, nearest first."""
-    order, run, distance = _order(task.query, task.gallery, queries[row], row, task.order[position], key, slack)
-    r, n, d = row[order], run[order], distance[order]
-    new = np.ones(len(r), dtype=bool)
-    new[1:] = (r[1:] != r[:-1]) | (n[1:] != n[:-1]) | (d[1:] != d[:-1])
-    first = np.nonzero(new)[0]
-    return Thresholds(
-        counts=np.bincount(r[first], minlength=len(queries)),
-        key=key[order][first],
-        sample=position[order][first],
-        relevant=np.diff(np.concatenate([first, [len(r)]])),
-    )
-
-
-# ------------------------------------------------------------------------------------------- any device, no compiler
-
-
-def _count_torch(task: Task, budget: int, progress: Progress | None) -> Iterator[Part]:
-    """Count block by block of queries with a float64 product, which leaves next to nothing to settle."""
-    device = task.query.x.device
-    order = torch.as_tensor(task.order, device=device)
-    matrix = task.gallery.right(order, torch.float64)
-    _, slack = task.query.slack(task.gallery)
-    size = task.class_start[1:] - task.class_start[:-1]
-    # Queries of equally large classes together: their thresholds fill a rectangle.
-    queue = np.argsort(size[task.codes], kind="stable")
-    step = max(1, min(1024, budget // (len(task.gallery) * 32)))
-    for a in range(0, len(queue), step):
-        queries = queue[a : a + step]
-        at = torch.as_tensor(queries, device=device)
-        keys = task.query.left(at) @ matrix.T
-        yield _count_block(task, queries, keys, slack[at])
-        if progress:
-            progress(min(1.0, (a + step) / len(queue)))
-
-
-def _count_block(task: Task, queries: Ints, keys: Tensor, slack: Tensor) -> Part:
-    device = keys.device
-    row, position = task.relevant(queries)
-    at = (torch.as_tensor(row, device=device), torch.as_tensor(position, device=device))
-    t = thresholds(task, queries, row, position, keys[at].cpu().numpy(), slack.cpu().numpy())
-    # What must not be counted becomes infinitely far: the relevant items, the query itself, its group.
-    keys[at] = -torch.inf
-    if task.alone:
-        keys.masked_fill_(torch.as_tensor(task.order[None, :] == queries[:, None], device=device), -torch.inf)
-    if task.group is not None and task.order_group is not None:
-        same = task.order_group[None, :] == task.group[queries][:, None]
-        keys.masked_fill_(torch.as_tensor(same, device=device), -torch.inf)
-    most = int(t.counts.max(initial=0))
-    above = np.zeros(len(t.key), dtype=np.int64)
-    tied = np.zeros(len(t.key), dtype=np.int64)
-    if most:
-        r = np.repeat(np.arange(len(queries)), t.counts)
-        slot = np.arange(len(r)) - (np.cumsum(t.counts) - t.counts)[r]
-        edges = torch.full((len(queries), most), torch.inf, dtype=torch.float64)
-        edges[r, slot] = torch.as_tensor(t.key)
-        edges = edges.to(device)
-        surely, perhaps = _count_above(keys, edges, 2 * slack)
-        above = surely[r, slot]
-        doubt = np.nonzero(perhaps[r, slot] > above)[0]
-        _settle(task, queries, keys, t, r, doubt, 2 * slack, above, tied)
-    return Part(queries, t.counts, above=above + _before(t), relevant=t.relevant, size=t.relevant + tied)
-
-
-def _count_above(keys: Tensor, edges: Tensor, margin: Tensor) -> tuple[Ints, Ints]:
-    """[rows, slots] how many keys lie above each edge for certain, and how many may."""
-    low, high = edges - margin[:, None], edges + margin[:, None]
-    if edges.shape[1] <= _LOOP_UP_TO:
-        surely = torch.stack([(keys > high[:, k, None]).sum(1) for k in range(edges.shape[1])], dim=1)
-        perhaps = torch.stack([(keys >= low[:, k, None]).sum(1) for k in range(edges.shape[1])], dim=1)
-    else:
-        # Ascending edges: the number of edges a key passes, tallied, then summed from the top.
-        surely = _tally(torch.searchsorted(high.flip(1).contiguous(), keys, right=False), edges.shape[1])
-        perhaps = _tally(torch.searchsorted(low.flip(1).contiguous(), keys, right=True), edges.shape[1])
-    return surely.cpu().numpy(), perhaps.cpu().numpy()
-
-
-def _tally(passed: Tensor, slots: int) -> Tensor:
-    counts = torch.zeros((len(passed), slots + 1), dtype=torch.int64, device=passed.device)
-    counts.scatter_add_(1, passed, torch.ones((), dtype=torch.int64, device=passed.device).expand_as(passed))
-    return counts[:, 1:].flip(1).cumsum(1)
-
-
-def _settle(
-    task: Task,
-    queries: Ints,
-    keys: Tensor,
-    t: Thresholds,
-    r: Ints,
-    doubt: Ints,
-    margin: Tensor,
-    above: Ints,
-    tied: Ints,
-) -> None:
-    """Decide by the exact distance every key too near to an edge; add to above and tied."""
-    step = max(1, 10**7 // keys.shape[1])
-    for a in range(0, len(doubt), step):
-        edge = doubt[a : a + step]
-        row = torch.as_tensor(r[edge], device=keys.device)
-        gap = keys[row] - torch.as_tensor(t.key[edge], device=keys.device)[:, None]
-        which, position = (gap.abs() <= margin[row, None]).nonzero().cpu().numpy().T
-        edge = edge[which]
-        i, j, sample = queries[r[edge]], task.order[position], task.order[t.sample[edge]]
-        same = task.gallery.group[j] == task.gallery.group[sample]
-        np.add.at(tied, edge[same], 1)
-        edge, i, j, sample = edge[~same], i[~same], j[~same], sample[~same]
-        if len(edge):
-            ours = exact_distance(task.query, task.gallery, i, sample)
-            theirs = exact_distance(task.query, task.gallery, i, j)
-            np.add.at(above, edge[theirs < ours], 1)
-            np.add.at(tied, edge[theirs == ours], 1)
-
-
-def _before(t: Thresholds) -> Ints:
-    """Relevant items in earlier groups of the same row: they stand above too."""
-    ends = np.cumsum(t.relevant)
-    first = np.cumsum(t.counts) - t.counts
-    start = np.concatenate([[0], ends])[first]
-    return np.asarray(ends - t.relevant - np.repeat(start, t.counts))
 
 
 # ------------------------------------------------------------------------------------------------------- the result

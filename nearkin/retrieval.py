@@ -1,8 +1,9 @@
 """Retrieval metrics of a Ranking, per query and as means.
 
 Every function takes a Ranking and gives one value per query, the expectation over a random order of tied items
-(McSherry and Najork 2008), so that neither the order of the rows nor a collapsed model can earn anything. Where a query has no
-relevant item at all, the metrics that divide by how many there are give NaN, and `score` decides what that means.
+(McSherry and Najork 2008), so that neither the order of the rows nor a collapsed model can earn anything. Where a
+query has no relevant item at all, the metrics that divide by how many there are give NaN, and `score` decides what
+that means.
 
     name         meaning, for a query with R relevant items
     R@k          1 if a relevant item is among the first k, else 0
