@@ -52,11 +52,16 @@ class DemoArgs:
 class TrainArgs:
     """Train a model, choose its epoch on validation classes and judge it once on sealed test classes.
 
+    Examples:
+
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
-    nearkin train --data photos/            (photos/CLASS/IMAGE.jpg)
+
+    nearkin train --data photos/   (your images: photos/CLASS/IMAGE.jpg)
+
     nearkin train my_recipe.toml --seed 1
 
     RECIPE comes first: a name (glyphs_small, folder_default), a .toml file or a run folder; flags change it.
+
     A loss's own settings follow its name as --loss.SETTING VALUE (see: nearkin losses NAME), a miner's likewise.
     The same command again goes on where it was stopped, or says that it is done.
     """
@@ -93,6 +98,7 @@ class EvaluateArgs:
     """Retrieval metrics in percent, each with its 95 % interval over classes.
 
     nearkin evaluate features.npz           (arrays `features` [N, D] and `labels` [N])
+
     nearkin evaluate runs/<key>             (the stored values of a finished run)
     """
 
@@ -264,7 +270,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
                     raise ConfigError(f"{flag}: a value is needed.")
                 value = argv.pop(0)
             if flag == "--data":
-                folder = Path(value)
+                folder = Path(value).resolve()  # the run folder must find its data from anywhere
             elif setting == "name":
                 flags += [f"--{owner}", value]
             else:

@@ -16,6 +16,7 @@ class Sampler(Protocol):
     """Batches of row numbers, epoch by epoch."""
 
     batches_per_epoch: int
+    batch_size: int  # what batches really hold: less than asked for when there are few images or classes
 
     def epoch(self, number: int) -> list[Rows]:
         """All batches of this epoch, in order."""
@@ -61,6 +62,7 @@ class BalancedSampler:
         self.per_class, self.seed = per_class, seed
         # With fewer classes than a batch has room for, a batch holds every class once.
         self.classes_per_batch = min(batch_size // per_class, len(self.members))
+        self.batch_size = self.classes_per_batch * per_class
         groups = [max(1, len(rows) // per_class) for rows in self.members]
         # A class with more groups than there are batches could not be dealt one group per batch.
         self.batches_per_epoch = max(-(-sum(groups) // self.classes_per_batch), max(groups))

@@ -102,7 +102,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             reporter.say(
                 f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  val R@1 {100 * recall:.1f} "
                 f"(best {100 * state.best:.1f} at {state.best_epoch})  "
-                f"{hyper.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
+                f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
             )
             state.seconds += time.monotonic() - began
             state.next_epoch()

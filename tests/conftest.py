@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,9 +69,9 @@ def quiet():
 
 
 @pytest.fixture
-def chromium() -> Iterator[Path]:
+def chromium() -> Path:
     """Debian's Chromium; tests that look at a page skip where there is none."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
-    yield Path(found)
+    return Path(found)

@@ -92,7 +92,7 @@ def test_flags_change_the_recipe():
     assert recipe.loss == Choice("triplet", {"margin": 0.2})  # another loss does not inherit alpha
     assert recipe.miner == Choice("semihard")
     recipe, _ = cli.parse_train(["--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
-    assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos"), 32)
+    assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos").resolve(), 32)
     assert recipe.train.class_lr == 0.5
 
 

@@ -24,18 +24,17 @@ def test_glyphs_are_a_few_hundred_classes_of_small_images(glyphs_table):
 
 def test_glyphs_hold_no_look_alikes_across_scripts_or_cases(glyphs_table):
     kept = set(glyphs_table.class_names)
-    for group in ["AΑА", "BΒВ", "OΟОoοо0"[:6], "pр", "HΗН", "Ss", "Чч", "Ии", "XxΧх", "nп"]:
+    for group in ["AΑА", "BΒВ", "OΟОoοо", "pр", "HΗН", "Ss", "Чч", "Ии", "XxΧх", "nп"]:
         assert len(kept & set(group)) <= 1, group
     assert {"A", "B", "R", "8", "Q", "Ж", "λ", "Ω"} <= kept
 
 
-def test_glyphs_are_drawn_alike_each_time_and_differ_by_seed(tmp_path, glyphs_table):
-    names = glyphs.distinct_characters()[:1]
-    first, again = ([glyphs._distort(glyphs._stencil(f, names[0]), np.random.default_rng(3)) for f in glyphs._faces()] for _ in range(2))
+def test_glyphs_are_drawn_alike_each_time_and_differ_by_seed(glyphs_table):
+    stencil = glyphs._stencil(glyphs._faces()[0], "Q")
+    first, again, other = (glyphs._distort(stencil, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert np.array_equal(first, again)
-    again_from_cache = glyphs.load()
-    assert again_from_cache.fingerprint == glyphs_table.fingerprint
-    assert not np.array_equal(first[0], glyphs._distort(glyphs._stencil(glyphs._faces()[0], names[0]), np.random.default_rng(4)))
+    assert not np.array_equal(first, other)
+    assert glyphs.load().fingerprint == glyphs_table.fingerprint
 
 
 def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, glyphs_table):
@@ -67,18 +66,13 @@ def make_table(classes: int) -> Table:
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(st.integers(6, 80), st.floats(0.01, 0.5), st.floats(0.01, 0.4), st.integers(0, 5))
+@given(st.integers(20, 80), st.floats(0.01, 0.5), st.floats(0.01, 0.4), st.integers(0, 5))
 def test_splits_are_disjoint_complete_and_seeded(classes, val, test, seed):
     table = make_table(classes)
-    try:
-        split, holdout = split_by_class(table, val_share=val, test_share=test, seed=seed)
-    except DataError as error:
-        assert "too few" in str(error)
-        assert classes < 20
-        return
+    split, holdout = split_by_class(table, val_share=val, test_share=test, seed=seed)
     parts = [split.train, split.val, holdout.open()]
     names = [set(part.class_names) for part in parts]
-    assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
+    assert sum(len(group) for group in names) == table.num_classes
     assert set.union(*names) == set(table.class_names)
     assert sum(len(part) for part in parts) == len(table)
     for part in parts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
         version=__version__,
         run=run,
         recipe=run.recipe,
-        recipe_toml=run.recipe.to_toml(),
-        environment=(run.path / "env.json").read_text(encoding="utf-8"),
+        recipe_toml=replace(run.recipe, data=replace(run.recipe.data, root=None)).to_toml(),
+        environment=json.dumps(_environment(run), indent=2),
         result=result,
         headline=headline(run),
         curve=learning_curve(epochs, chosen=result["protocol"]["epoch"]),
@@ -69,6 +70,12 @@ def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
     except OSError as error:
         raise RunError(f"{target}: cannot write the page ({error.strerror}). Choose another place.") from None
     return target
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """What the run ran on, without the command line: a page is shared, and paths are nobody else's business."""
+    stored = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+    return {name: value for name, value in stored.items() if name != "command"}
 
 
 def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[Item]], float]:

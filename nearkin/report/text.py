@@ -45,9 +45,9 @@ def headline(run: Run) -> str:
     assert run.result is not None
     trained, raw = (run.result["test"][name]["R@1"] for name in ("trained", "raw pixels"))
     share = f"{100 * trained['mean']:.1f} % of unseen-class images have a neighbour of their own kind nearest"
+    by_pixels = f"raw pixels ({100 * raw['mean']:.1f} %)"
     if trained["interval"][0] > raw["interval"][1]:
-        times = f"{trained['mean'] / raw['mean']:.1f} times as many as" if raw["mean"] > 0 else "against none"
-        return f"{share}, {times} by raw pixels."
-    return (
-        f"{share}; that is not clearly better than raw pixels ({100 * raw['mean']:.1f} %) on this evidence."
-    )
+        return f"{share}, clearly more than by {by_pixels}."
+    if trained["interval"][1] < raw["interval"][0]:
+        return f"{share}, fewer than by {by_pixels}: this model should not be used."
+    return f"{share}; on this evidence not clearly more than by {by_pixels}."
