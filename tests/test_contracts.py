@@ -201,9 +201,9 @@ def refuses_what_it_cannot_use(name: str) -> None:
     objective = make(name)
     with pytest.raises(DataError, match="12 embeddings but 11 labels"):
         objective(emb, labels[:11])
-    with pytest.raises(DataError, match="expected integers, got torch.float32"):
+    with pytest.raises(DataError, match=r"expected integers, got torch\.float32"):
         objective(emb, labels.float())
-    with pytest.raises(DataError, match="expected integers, got torch.bool"):
+    with pytest.raises(DataError, match=r"expected integers, got torch\.bool"):
         objective(emb, labels > 0)
     with pytest.raises(DataError, match="expected one per row"):
         objective(emb, labels[:, None])

@@ -139,17 +139,32 @@ class _SoftMaximum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, gamma: float) -> Tensor:
         v = v.transpose(1, 2).contiguous()  # [N, K, C], as `to_proxies` laid it out
-        share = v / gamma
-        exp_(share.sub_(share.amax(1, keepdim=True)))
-        share.div_(share.sum(1, keepdim=True))
-        mean = (share * v).sum(1)
         ctx.gamma = gamma
-        ctx.save_for_backward(v, share, mean)
-        return mean
+        ctx.save_for_backward(v)
+        return torch.cat([_shares(part, gamma)[1] for part in _by_rows(v)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        v, share, mean = ctx.saved_tensors
-        slope = (v - mean[:, None]).div_(ctx.gamma).add_(1.0)
-        return slope.mul_(share).mul_(g[:, None]).transpose(1, 2), None
+        (v,) = ctx.saved_tensors
+        grad, done = torch.empty_like(v), 0
+        # The shares are computed again, a few rows at a time: with many classes the block itself is all that fits.
+        for part in _by_rows(v):
+            rows = slice(done, done := done + len(part))
+            share, mean = _shares(part, ctx.gamma)
+            slope = torch.sub(part, mean[:, None], out=grad[rows]).div_(ctx.gamma).add_(1.0)
+            slope.mul_(share).mul_(g[rows, None])
+        return grad.transpose(1, 2), None
+
+
+def _by_rows(v: Tensor) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = torch.split(v, max(1, (1 << 22) // v[0].numel()))
+    return parts
+
+
+def _shares(v: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """softmax(v / gamma) over the centres [n, K, C], and the mean of v with it [n, C]."""
+    share = v / gamma
+    exp_(share.sub_(share.amax(1, keepdim=True)))
+    share.div_(share.sum(1, keepdim=True))
+    return share, (share * v).sum(1)

@@ -23,7 +23,7 @@ from nearkin.sums import hinge_sum, log1p_sum_exp, row_sum
 
 @loss(
     family="pair",
-    paper="Hadsell et al. 2006; cosine form of the thesis, eq 2.15",
+    paper="Hadsell et al. 2006; cosine form of Psomas 2020, eq 2.15",
     formula="mean over ordered pairs of  -s_ij (same class),  max(0, s_ij - margin) (other class)",
     use="A plain, robust baseline, and the usual choice with a cross-batch memory.",
     space={"margin": linear(0.0, 1.0)},
@@ -99,7 +99,7 @@ def margin(p: Pairs, *, alpha: float = 0.2, beta: float | Tensor = 1.2) -> tuple
 
 @loss(
     family="pair",
-    paper="the thesis, eq 2.23, with signs -1 and +1",
+    paper="Psomas 2020, eq 2.23, with signs -1 and +1",
     formula="sum of max(0, margin + beta - s) (same), max(0, margin - beta + s) (other) / number of non-zero terms",
     use="Margin loss for those who think in cosines; not the same loss as `margin`, even with matched beta.",
     space={"margin": linear(0.05, 0.5), "beta": linear(0.0, 0.8)},

@@ -54,7 +54,7 @@ def _spread(w: Tensor) -> Tensor:
 
 @loss(
     family="proxy",
-    paper="Movshovitz-Attias et al. 2017; the thesis, eq 2.27",
+    paper="Movshovitz-Attias et al. 2017; Psomas 2020, eq 2.27",
     formula="mean_i of  log sum_{c != y} exp(scale s_ic)  -  scale s_iy",
     use="The first proxy loss; train with scale 8 to 32. With include_positive it is norm_softmax.",
     space={"scale": log(1, 64), "include_positive": choice(False, True)},
@@ -159,7 +159,7 @@ def _pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
 
 @loss(
     family="proxy",
-    paper="Saeki et al. 2021, multi-proxies anchor",
+    paper="Saeki et al. 2023, multi-proxies anchor",
     formula="proxy_anchor with r_ic = sum_k softmax_k(s_ick / gamma) s_ick for s_ic,  +  tau * regulariser",
     use="proxy_anchor for classes of several looks. With one centre and tau 0 it is proxy_anchor.",
     space=_MPA_SPACE,
@@ -184,7 +184,7 @@ def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float 
 
 @loss(
     family="proxy",
-    paper="Saeki et al. 2021, data-wise form",
+    paper="Saeki et al. 2023, data-wise form",
     formula="mean_i of  log(1 + exp(-alpha (r_iy - margin))) + log(1 + sum_{c != y} exp(alpha (r_ic + margin)))"
     "  +  tau * regulariser",
     use="As mpa, when batches hold few samples per class: the gradient is balanced per sample.",
@@ -206,7 +206,7 @@ def mpa_dw(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
 
 @loss(
     family="proxy",
-    paper="Saeki et al. 2021, all-proxies form",
+    paper="Saeki et al. 2023, all-proxies form",
     formula="mean_i of  log(1 + exp(alpha (margin - r_iy)) + sum_{c != y} exp(alpha (r_ic + margin)))"
     "  +  tau * regulariser",
     use="As mpa_dw; a sample attends to its worst relation only, own class or other.",
@@ -231,7 +231,7 @@ def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
 
 @loss(
     family="proxy",
-    paper="the thesis, eq 6.1",
+    paper="Psomas 2020, eq 6.1",
     formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (w.w' + margin)))",
     use="When the classes are few enough for C^2: classes are spread by their proxies, whatever the batch holds.",
     space=_ANCHOR_SPACE,
@@ -255,7 +255,7 @@ def proxy_repulsion(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -
 
 @loss(
     family="proxy",
-    paper="the thesis, eq 6.2",
+    paper="Psomas 2020, eq 6.2",
     formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (g + margin))),  g = sum_x (w.x)(x.w')",
     use="As proxy_repulsion, where the batch decides in which directions proxies must differ; average=True is tamer.",
     space={**_ANCHOR_SPACE, "average": choice(False, True)},

@@ -82,7 +82,7 @@ class _AllTriplets(torch.autograd.Function):
 
 @loss(
     family="tuple",
-    paper="Song et al. 2016, smooth form; the thesis, eq 2.21",
+    paper="Song et al. 2016, smooth form; Psomas 2020, eq 2.21",
     formula="mean_a of  max(0, log sum_pos exp(margin - s) + log sum_neg exp(s))",
     use="A smooth all-pairs loss; with more than four (positive, negative) pairs per anchor its hinge never closes.",
     space={"margin": linear(0.0, 1.0)},
@@ -130,7 +130,7 @@ def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
 
 @loss(
     family="tuple",
-    paper="Sohn 2016; the thesis, eq 2.22",
+    paper="Sohn 2016; Psomas 2020, eq 2.22",
     formula="mean_a of  log(1 + sum_pos sum_neg exp(s_an - s_ap))",
     use="A smooth triplet loss without a margin; sharpness is fixed, so it suits early training.",
 )
