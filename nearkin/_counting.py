@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nearkin._task import Part, Progress, Task, before, thresholds
-from nearkin._vectors import SNAP, Ints, Points
+from nearkin._vectors import SNAP, Columns, Ints, Points
 
 TILE = 512  # rows and columns of a tile: 1 MB, about what a core's own cache holds
 _SPLIT = 134217729.0
@@ -252,7 +252,7 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
     edge = (t.key, task.order[t.sample], wide, scale, task.query.cosine)
     code = task.codes[queries]
     begin, end = task.class_start[code], task.class_start[code + 1]
-    matrix = task.gallery.right(torch.as_tensor(task.order), torch.float32)
+    columns = Columns(task.gallery, task.order, torch.float32, budget // 2)
 
     def hide(tile: Any, a: int, c: int) -> None:
         _hide(tile, begin, end, a, c)
@@ -270,14 +270,14 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
         for a in walk.rows():
             b = min(a + TILE, len(queries))
             if task.alone:
-                left = matrix[a:b].clone()
-                left[:, -2:] = matrix[a:b, -2:].flip(1)
+                left = columns.block(a, b).clone()
+                left[:, -2:] = left[:, -2:].flip(1)
             else:
                 left = task.query.left(torch.as_tensor(queries[a:b])).float()
             for c in range(a if task.alone else 0, len(task.order), TILE):
                 d = min(c + TILE, len(task.order))
                 tile = flat[: (b - a) * (d - c)].view(b - a, d - c)
-                torch.mm(left, matrix[c:d].T, out=tile)
+                torch.mm(left, columns.block(c, d).T, out=tile)
                 array = tile.numpy()
                 hide(array, a, c)
                 rows, cols = queries[a:b], task.order[c:d]
@@ -289,7 +289,9 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
                 walk.done((b - a) * (d - c))
         return out
 
-    above, tied = walk.run(work).astype(np.int64)
+    # Each thread counts for itself; very many threads and thresholds must share the budget.
+    threads = max(1, min(torch.get_num_threads(), budget // 4 // (8 * len(t.key) + 1)))
+    above, tied = walk.run(work, threads).astype(np.int64)
     yield Part(queries, t.counts, above=above + before(t), relevant=t.relevant, size=t.relevant + tied)
 
 
@@ -329,8 +331,9 @@ class _Walk:
         with self._lock:
             self._left -= cells
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        threads = torch.get_num_threads()
+    def run(self, work: Callable[[], Any], threads: int) -> Any:
+        """The sum of what `work` returns in each thread."""
+        allowed = torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
         # Anything below full float32 would break the error bound.
         torch.set_float32_matmul_precision("highest")
@@ -349,5 +352,5 @@ class _Walk:
                     self._stop = True
             return sum(f.result() for f in futures)
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(allowed)
             torch.set_float32_matmul_precision(precision)
