@@ -239,11 +239,8 @@ def test_exact_distance_is_symmetric_and_the_same_compiled():
             i, j = (v.ravel() for v in np.meshgrid(np.arange(40), np.arange(40)))
             distance = _vectors.exact_distance(p, p, i, j)
             np.testing.assert_array_equal(distance, _vectors.exact_distance(p, p, j, i))
-            power, shrink = p.power.numpy(), p.shrink.numpy()
-            loop = [
-                _counting._exact(p.cosine, x[a], power[a], shrink[a], x[b], power[b], shrink[b])
-                for a, b in zip(i, j, strict=True)
-            ]
+            arrays = _counting._arrays(p)
+            loop = [_counting._exact(p.cosine, arrays, a, arrays, b) for a, b in zip(i, j, strict=True)]
             np.testing.assert_array_equal(distance, loop)
             if similarity == "cosine":
                 assert distance[(i == 0) & (j == 1)] == 0.0  # parallel
