@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nearkin._task import Part, Progress, Task, before, thresholds
-from nearkin._vectors import SNAP, Ints, Points
+from nearkin._vectors import SNAP, Columns, Ints, Points
 
 TILE = 512  # rows and columns of a tile: 1 MB, about what a core's own cache holds
 _SPLIT = 134217729.0
@@ -69,19 +69,17 @@ def _two_product(a: float, b: float) -> tuple[float, float]:
 
 
 @compiled()
-def _exact_cosine(x: Any, px: float, y: Any, py: float) -> float:
-    xy = xy1 = xx = xx1 = yy = yy1 = 0.0
+def _sum_products(x: Any, px: float, y: Any, py: float) -> tuple[float, float]:
+    total = low = 0.0
     for k in range(len(x)):
-        a, b = np.float64(x[k]) * px, np.float64(y[k]) * py
-        p, e = _two_product(a, b)
-        xy, r = _two_sum(xy, p)
-        xy1 += e + r
-        p, e = _two_product(a, a)
-        xx, r = _two_sum(xx, p)
-        xx1 += e + r
-        p, e = _two_product(b, b)
-        yy, r = _two_sum(yy, p)
-        yy1 += e + r
+        p, e = _two_product(np.float64(x[k]) * px, np.float64(y[k]) * py)
+        total, r = _two_sum(total, p)
+        low = low + (e + r)
+    return total, low
+
+
+@compiled()
+def _exact_cosine(xy: float, xy1: float, xx: float, xx1: float, yy: float, yy1: float) -> float:
     p, e = _two_product(xx, yy)
     e = e + (xx * yy1 + xx1 * yy)
     root = np.sqrt(p)
@@ -106,12 +104,25 @@ def _exact_square(x: Any, px: float, y: Any, py: float) -> float:
 
 
 @compiled()
-def _exact(cosine: bool, x: Any, px: float, zx: float, y: Any, py: float, zy: float) -> float:
+def _exact(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> float:
+    """The exact distance of row i of the query and row j of the gallery, each as given by _arrays."""
+    x, shrink, power, square = query[0], query[1], query[2], query[6]
+    y, g_shrink, g_power, g_square = gallery[0], gallery[1], gallery[2], gallery[6]
     if not cosine:
-        return _exact_square(x, px, y, py)
-    if zx == 0.0 or zy == 0.0:
+        return _exact_square(x[i], power[i], y[j], g_power[j])
+    if shrink[i] == 0.0 or g_shrink[j] == 0.0:
         return 1.0
-    return _exact_cosine(x, px, y, py)
+    # Squares are computed when first needed.
+    if square[i, 0] < 0.0:
+        xx, xx1 = _sum_products(x[i], power[i], x[i], power[i])
+        square[i, 1] = xx1
+        square[i, 0] = xx
+    if g_square[j, 0] < 0.0:
+        yy, yy1 = _sum_products(y[j], g_power[j], y[j], g_power[j])
+        g_square[j, 1] = yy1
+        g_square[j, 0] = yy
+    xy, xy1 = _sum_products(x[i], power[i], y[j], g_power[j])
+    return _exact_cosine(xy, xy1, square[i, 0], square[i, 1], g_square[j, 0], g_square[j, 1])
 
 
 # ---------------------------------------------------------------------------------------------------------- counting
@@ -156,12 +167,12 @@ def _count(
 
     rows, cols: row in x of each tile row and column; first: position of the first row, into start.
     band: (low, high) float32 per threshold; edge: (key, sample row, slack per position, scale, cosine).
-    query, gallery: (x, shrink, power, bias, group, centre); out: (above, tied) per threshold.
+    query, gallery: as made by _arrays; out: (above, tied) per threshold.
     """
     low, high = band
     key, sample, slack, scale, cosine = edge
-    x, shrink, power, bias, _, centre = query
-    y, g_shrink, g_power, g_bias, group, _ = gallery
+    x, shrink, _, bias, _, centre, _ = query
+    y, g_shrink, _, g_bias, group, _, _ = gallery
     above, tied = out
     for r in range(tile.shape[0]):
         begin, end = start[first + r], start[first + r + 1]
@@ -176,7 +187,7 @@ def _count(
             above[t] += over
             if near == over:
                 continue
-            i, s = rows[r], sample[t]
+            i, s, ours = rows[r], sample[t], -1.0
             for piece in range(0, len(line), 64):
                 part = line[piece : piece + 64]
                 over, near = _passing(part, low[t], high[t])
@@ -194,8 +205,9 @@ def _count(
                     if gap > 2.0 * slack[first + r]:
                         above[t] += 1
                     elif gap >= -2.0 * slack[first + r]:
-                        ours = _exact(cosine, x[i], power[i], shrink[i], y[s], g_power[s], g_shrink[s])
-                        theirs = _exact(cosine, x[i], power[i], shrink[i], y[j], g_power[j], g_shrink[j])
+                        if ours == -1.0:
+                            ours = _exact(cosine, query, i, gallery, s)
+                        theirs = _exact(cosine, query, i, gallery, j)
                         above[t] += theirs < ours
                         tied[t] += theirs == ours
 
@@ -238,10 +250,9 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
     """Count all queries at once; see nearkin.ranking.rank."""
     queries = task.order if task.alone else np.argsort(task.codes, kind="stable")
     narrow, wide = (s.cpu().numpy()[queries] for s in task.query.slack(task.gallery))
-    query, gallery = _arrays(task.query), _arrays(task.gallery)
     scale = task.query.scale
     row, position = task.relevant(queries)
-    key = _keys(query, gallery, scale, queries[row], task.order[position])
+    key = _keys(_arrays(task.query), _arrays(task.gallery), scale, queries[row], task.order[position])
     t = thresholds(task, queries, row, position, key, wide)
     owner = np.repeat(np.arange(len(queries)), t.counts)
     start = np.concatenate([[0], np.cumsum(t.counts)])
@@ -252,7 +263,7 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
     edge = (t.key, task.order[t.sample], wide, scale, task.query.cosine)
     code = task.codes[queries]
     begin, end = task.class_start[code], task.class_start[code + 1]
-    matrix = task.gallery.right(torch.as_tensor(task.order), torch.float32)
+    columns = Columns(task.gallery, task.order, torch.float32, budget // 2)
 
     def hide(tile: Any, a: int, c: int) -> None:
         _hide(tile, begin, end, a, c)
@@ -265,19 +276,22 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
     def work() -> Any:
         """One thread: take rows of tiles until none are left. Returns its own counts."""
         torch.set_num_threads(1)
+        # Its own squares too: two threads must not fill one pair of numbers.
+        gallery = _arrays(task.gallery)
+        query = gallery if task.alone else _arrays(task.query)
         flat, turned = torch.empty(TILE * TILE), np.empty(TILE * TILE, dtype=np.float32)
         out = np.zeros((2, len(t.key)), dtype=np.int32)
         for a in walk.rows():
             b = min(a + TILE, len(queries))
             if task.alone:
-                left = matrix[a:b].clone()
-                left[:, -2:] = matrix[a:b, -2:].flip(1)
+                left = columns.block(a, b).clone()
+                left[:, -2:] = left[:, -2:].flip(1)
             else:
                 left = task.query.left(torch.as_tensor(queries[a:b])).float()
             for c in range(a if task.alone else 0, len(task.order), TILE):
                 d = min(c + TILE, len(task.order))
                 tile = flat[: (b - a) * (d - c)].view(b - a, d - c)
-                torch.mm(left, matrix[c:d].T, out=tile)
+                torch.mm(left, columns.block(c, d).T, out=tile)
                 array = tile.numpy()
                 hide(array, a, c)
                 rows, cols = queries[a:b], task.order[c:d]
@@ -289,13 +303,16 @@ def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator
                 walk.done((b - a) * (d - c))
         return out
 
-    above, tied = walk.run(work).astype(np.int64)
+    # Each thread counts for itself; very many threads and thresholds must share the budget.
+    threads = max(1, min(torch.get_num_threads(), budget // 4 // (8 * len(t.key) + 1)))
+    above, tied = walk.run(work, threads).astype(np.int64)
     yield Part(queries, t.counts, above=above + before(t), relevant=t.relevant, size=t.relevant + tied)
 
 
 def _arrays(points: Points) -> tuple[Any, ...]:
+    """(x, shrink, power, bias, group, centre, squares) for compiled loops. A square below 0 is not yet known."""
     tensors = (points.x, points.shrink, points.power, points.bias)
-    return (*(v.numpy() for v in tensors), points.group, points.centre.numpy())
+    return (*(v.numpy() for v in tensors), points.group, points.centre.numpy(), np.full((len(points), 2), -1.0))
 
 
 def _group_lists(task: Task, queries: Ints) -> tuple[Ints, Ints, Ints] | None:
@@ -329,8 +346,9 @@ class _Walk:
         with self._lock:
             self._left -= cells
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        threads = torch.get_num_threads()
+    def run(self, work: Callable[[], Any], threads: int) -> Any:
+        """The sum of what `work` returns in each thread."""
+        allowed = torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
         # Anything below full float32 would break the error bound.
         torch.set_float32_matmul_precision("highest")
@@ -349,5 +367,5 @@ class _Walk:
                     self._stop = True
             return sum(f.result() for f in futures)
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(allowed)
             torch.set_float32_matmul_precision(precision)

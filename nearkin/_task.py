@@ -42,6 +42,11 @@ class Task:
     group: Ints | None  # [Q] group of each query
     order_group: Ints | None  # [G] group of the item at each position
 
+    @property
+    def pairs(self) -> int:
+        """How many relevant pairs there are, at most."""
+        return int(np.diff(self.class_start)[self.codes].sum())
+
     def relevant(self, queries: Ints) -> tuple[Ints, Ints]:
         """(row, position) of every relevant item of the given queries; row counts within `queries`."""
         code = self.codes[queries]

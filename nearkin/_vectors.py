@@ -196,15 +196,39 @@ class Points:
         bias = self.bias[rows, None]
         return torch.cat([self.delta(rows), bias, torch.ones_like(bias)], dim=1)
 
-    def right(self, order: Tensor, dtype: torch.dtype) -> Tensor:
-        """All rows, in the given order, as [N, D + 2]."""
-        n, d = self.x.shape
+    def right(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n, D + 2] of the given rows; see left."""
+        n, d = len(rows), self.x.shape[1]
         out = torch.empty((n, d + 2), dtype=dtype, device=self.x.device)
         for a in range(0, n, _CHUNK):
-            rows = order[a : a + _CHUNK]
-            out[a : a + _CHUNK, :d] = self.delta(rows)
+            out[a : a + _CHUNK, :d] = self.delta(rows[a : a + _CHUNK])
         out[:, d] = 1.0
-        out[:, d + 1] = self.bias[order]
+        out[:, d + 1] = self.bias[rows]
+        return out
+
+
+class Columns:
+    """The gallery's side of the product in a given order: kept whole if that fits `budget`, else made anew by block."""
+
+    def __init__(self, points: Points, order: Ints, dtype: torch.dtype, budget: int) -> None:
+        self._points, self._dtype = points, dtype
+        self._order = torch.as_tensor(order, device=points.x.device)
+        whole = len(order) * (points.x.shape[1] + 2) * dtype.itemsize
+        self._kept = points.right(self._order, dtype) if whole <= budget else None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def block(self, a: int, b: int) -> Tensor:
+        return self._points.right(self._order[a:b], self._dtype) if self._kept is None else self._kept[a:b]
+
+    def keys(self, left: Tensor) -> Tensor:
+        """All keys of some queries, [n, G]."""
+        if self._kept is not None:
+            return left @ self._kept.T
+        out = torch.empty((len(left), len(self)), dtype=self._dtype, device=left.device)
+        for a in range(0, len(self), _CHUNK):
+            out[:, a : a + _CHUNK] = left @ self.block(a, a + _CHUNK).T
         return out
 
 

@@ -10,16 +10,17 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._task import Progress
+from nearkin._task import Progress, as_bytes, make_task
 from nearkin.errors import ConfigError, DataError, UnknownName, did_you_mean
 from nearkin.intervals import Difference, bootstrap, mean, paired, percentiles
-from nearkin.ranking import Ranking, rank
+from nearkin.ranking import Ranking, assemble, count, describe, tally
 from nearkin.retrieval import evaluate_metric, metric_bounds
 
 Floats = NDArray[np.float64]
@@ -53,6 +54,14 @@ class Scores:
         self.notes = list(notes)
         self.classes, self.codes = np.unique(labels, return_inverse=True)
         self._drawn: dict[str, Floats] = {}
+
+    @staticmethod
+    def of(ranking: Ranking, *, ks: Sequence[int] = (1, 2, 4, 8), lone: str = "auto") -> Scores:
+        """The scores of a ranking made earlier with `rank`; settings as for `score`."""
+        values = _Lazy(ranking, _names(ks, lone), lone)
+        notes = [*ranking.notes, *_about_lone(values, ranking.total == 0, ks, lone)]
+        labels = ranking.classes[ranking.codes]
+        return Scores(values, labels, ks=ks, lone=lone, similarity=ranking.similarity, notes=notes)
 
     def __getitem__(self, name: str) -> float:
         return mean(self.per_query[name])
@@ -199,38 +208,45 @@ def score(
     >>> round(score([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7])["R@1"], 4)
     0.3333
     """
-    ranking = rank(
-        query,
-        labels,
-        gallery,
-        gallery_labels,
+    names = _names(ks, lone)
+    task = make_task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    budget = as_bytes(memory)
+    parts = count(task, budget, path, progress, verbose)
+    if 100 * task.pairs <= budget:
+        ranking = assemble(task, list(parts))
+        notes = tuple(describe(task, *tally(ranking)))
+        return Scores.of(replace(ranking, notes=notes), ks=ks, lone=lone)
+    # Few but huge classes: the ranking would not fit, so each part is measured and forgotten.
+    values = {name: np.empty(len(task.query)) for name in names}
+    without, tied = np.zeros(len(task.query), dtype=bool), 0
+    for part in parts:
+        ranking, at = assemble(task, [part]), np.sort(part.queries)
+        without[at] = ranking.total == 0
+        tied += tally(ranking)[1]
+        for name in names:
+            values[name][at] = evaluate_metric(ranking, name, lone)
+    return Scores(
+        _Known(values),
+        task.classes[task.codes],
+        ks=ks,
+        lone=lone,
         similarity=similarity,
-        groups=groups,
-        g_groups=g_groups,
-        memory=memory,
-        path=path,
-        progress=progress,
-        verbose=verbose,
+        notes=[*describe(task, int(without.sum()), tied), *_about_lone(values, without, ks, lone)],
     )
-    return scores_of(ranking, ks=ks, lone=lone)
 
 
-def scores_of(ranking: Ranking, *, ks: Sequence[int] = (1, 2, 4, 8), lone: str = "auto") -> Scores:
-    """The scores of a ranking made earlier with `rank`."""
-    ks = tuple(ks)
+def _names(ks: Sequence[int], lone: str) -> list[str]:
     if not all(isinstance(k, int | np.integer) and k >= 1 for k in ks):
-        raise ConfigError(f"ks: expected whole numbers from 1, got {ks}.")
+        raise ConfigError(f"ks: expected whole numbers from 1, got {tuple(ks)}.")
     if lone not in ("auto", "drop", "keep"):
         raise ConfigError(f"lone: expected 'auto', 'drop' or 'keep', got {lone!r}.")
-    names = [f"{kind}@{k}" for kind in ("R", "P", "MAP", "nDCG") for k in ks] + ["RP", "MAP@R", "MAP", "MRR"]
-    values = _Lazy(ranking, names, lone)
-    labels = ranking.classes[ranking.codes]
-    notes = [*ranking.notes, *_about_lone(ranking, ks[0] if ks else 1, lone)]
-    return Scores(values, labels, ks=ks, lone=lone, similarity=ranking.similarity, notes=notes)
+    return [f"{kind}@{k}" for kind in ("R", "P", "MAP", "nDCG") for k in ks] + ["RP", "MAP@R", "MAP", "MRR"]
 
 
-def _about_lone(ranking: Ranking, k: int, lone: str) -> Iterator[str]:
-    if not (ranking.total == 0).any():
+def _about_lone(
+    values: Mapping[str, Floats], without: NDArray[np.bool_], ks: Sequence[int], lone: str
+) -> Iterator[str]:
+    if not without.any():
         return
     rule = {
         "auto": "R@k and P@k count them as misses, the others leave them out (lone='auto').",
@@ -238,9 +254,9 @@ def _about_lone(ranking: Ranking, k: int, lone: str) -> Iterator[str]:
         "keep": "All metrics score them 0 (lone='keep').",
     }[lone]
     both = [
-        f"{name} {100 * mean(evaluate_metric(ranking, name, 'keep')):.2f} with them, "
-        f"{100 * mean(evaluate_metric(ranking, name, 'drop')):.2f} without"
-        for name in (f"R@{k}", "MAP@R")
+        f"{name} {100 * mean(np.where(without, 0.0, values[name])):.2f} with them, "
+        f"{100 * mean(values[name][~without]):.2f} without"
+        for name in [*(f"R@{k}" for k in ks[:1]), "MAP@R"]
     ]
     yield f"{rule} {'; '.join(both)}."
 

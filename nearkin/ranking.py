@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nearkin._blocks import count_torch
 from nearkin._task import Part, Progress, Task, as_bytes, make_task, order_by_distance, same_space
-from nearkin._vectors import Floats, Ints, Points, as_matrix, check_similarity, prepare
+from nearkin._vectors import Columns, Floats, Ints, Points, as_matrix, check_similarity, prepare
 from nearkin.errors import ConfigError, need
 
 _SMALL = 3000**2  # pairs up to which loading compiled loops would cost more than it saves
@@ -116,7 +116,12 @@ def rank(
     [0, 1]
     """
     task = make_task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
-    budget = as_bytes(memory)
+    ranking = assemble(task, list(count(task, as_bytes(memory), path, progress, verbose)))
+    return replace(ranking, notes=tuple(describe(task, *tally(ranking))))
+
+
+def count(task: Task, budget: int, path: str, progress: Progress | None, verbose: bool | None) -> Iterator[Part]:
+    """Count along the chosen path, some queries at a time."""
     chosen = _choose(task, path, budget)
     work = len(task.query) * len(task.gallery)
     if verbose or (verbose is None and work >= 10**9):
@@ -124,10 +129,8 @@ def rank(
     if chosen == "numba":
         from nearkin._counting import count_blocks
 
-        parts: Iterator[Part] = count_blocks(task, budget, progress)
-    else:
-        parts = count_torch(task, budget, progress)
-    return _assemble(task, list(parts))
+        return count_blocks(task, budget, progress)
+    return count_torch(task, budget, progress)
 
 
 def has_numba() -> bool:
@@ -143,10 +146,8 @@ def _choose(task: Task, path: str, budget: int) -> str:
             raise ConfigError("path: 'numba' counts on the CPU. Move the vectors with .cpu(), or use path='torch'.")
     if path != "auto":
         return path
-    size = task.class_start[1:] - task.class_start[:-1]
-    relevant = int(size[task.codes].sum())
-    # Small work is done before the compiler is loaded; very large classes are counted better by a search per element.
-    fits = len(task.query) * len(task.gallery) >= _SMALL and relevant <= min(256 * len(task.query), budget // 250)
+    # Small work is done before the compiler is loaded; with very large classes sorting beats comparing.
+    fits = len(task.query) * len(task.gallery) >= _SMALL and task.pairs <= min(128 * len(task.query), budget // 250)
     return "numba" if fits and task.query.x.device.type == "cpu" and has_numba() else "torch"
 
 
@@ -187,12 +188,12 @@ def neighbours(
     if not 1 <= k <= most:
         raise ConfigError(f"k: expected 1 to {most} (items that can be returned), got {k}.")
     _, slack = left.slack(right)
-    matrix = right.right(torch.arange(len(right), device=right.x.device), torch.float64)
-    step = max(1, min(1024, as_bytes(memory) // (len(right) * 24)))
+    columns = Columns(right, np.arange(len(right)), torch.float64, as_bytes(memory) // 2)
+    step = max(1, min(1024, as_bytes(memory) // 2 // (len(right) * 24)))
     indices, values = [], []
     for a in range(0, len(left), step):
         rows = slice(a, min(a + step, len(left)))
-        keys = left.left(rows) @ matrix.T
+        keys = columns.keys(left.left(rows))
         here = torch.arange(keys.shape[0], device=keys.device)
         if alone:
             keys[here, here + a] = -torch.inf
@@ -224,43 +225,46 @@ def _similarity(left: Points, rows: slice, right: Points, cols: Ints) -> Floats:
 # ------------------------------------------------------------------------------------------------------- the result
 
 
-def _assemble(task: Task, parts: list[Part]) -> Ranking:
+def assemble(task: Task, parts: list[Part]) -> Ranking:
+    """The ranking of the queries in `parts`, in the order of their numbers."""
     queries = np.concatenate([p.queries for p in parts])
-    counts = np.zeros(len(queries), dtype=np.int64)
-    counts[queries] = np.concatenate([p.counts for p in parts])
+    chosen = np.sort(queries)
+    place = np.searchsorted(chosen, queries)
+    each = np.concatenate([p.counts for p in parts])
+    counts = np.empty(len(queries), dtype=np.int64)
+    counts[place] = each
     start = np.concatenate([[0], np.cumsum(counts)])
     # Where each group of the parts goes: the start of its query plus its place among the query's groups.
-    owner = np.repeat(queries, counts[queries])
-    first = np.cumsum(counts[queries]) - counts[queries]
-    to = start[owner] + np.arange(len(owner)) - np.repeat(first, counts[queries])
+    to = np.repeat(start[place] - (np.cumsum(each) - each), each) + np.arange(each.sum())
     fields: dict[str, Any] = {}
     for name in ("above", "relevant", "size"):
-        fields[name] = np.empty(len(owner), dtype=np.int64)
+        fields[name] = np.empty(len(to), dtype=np.int64)
         fields[name][to] = np.concatenate([getattr(p, name) for p in parts])
-    items = np.full(len(task.query), len(task.gallery) - int(task.alone), dtype=np.int64)
+    items = np.full(len(chosen), len(task.gallery) - int(task.alone), dtype=np.int64)
     if task.group is not None and task.order_group is not None:
         most = int(max(task.group.max(), task.order_group.max())) + 1
-        items = len(task.gallery) - np.bincount(task.order_group, minlength=most)[task.group]
-    ranking = Ranking(
-        start=start, items=items, codes=task.codes, classes=task.classes, similarity=task.similarity, **fields
-    )
-    return replace(ranking, notes=tuple(_notes(task, ranking)))
+        items = len(task.gallery) - np.bincount(task.order_group, minlength=most)[task.group[chosen]]
+    codes = task.codes[chosen]
+    return Ranking(start=start, items=items, codes=codes, classes=task.classes, similarity=task.similarity, **fields)
 
 
-def _notes(task: Task, ranking: Ranking) -> Iterator[str]:
-    lone = int((ranking.total == 0).sum())
+def tally(ranking: Ranking) -> tuple[int, int]:
+    """How many queries have no relevant item, and how many have one that ties with an item that is not."""
+    tied = np.unique(ranking.query[ranking.size > ranking.relevant])
+    return int((np.diff(ranking.start) == 0).sum()), len(tied)
+
+
+def describe(task: Task, lone: int, tied: int) -> Iterator[str]:
+    """What a reader of the scores should know about the data."""
     if lone:
-        yield f"{lone:,} of {len(ranking):,} queries have no relevant item to find."
+        yield f"{lone:,} of {len(task.query):,} queries have no relevant item to find."
     group = task.gallery.group
     copies = len(group) - len(np.unique(group))
     if copies:
         yield f"{copies:,} of {len(group):,} gallery vectors are exact copies of another; they tie."
-    tied = np.unique(ranking.query[ranking.size > ranking.relevant])
-    if len(tied):
-        yield f"{len(tied):,} of {len(ranking):,} queries have ties between relevant and other items."
+    if tied:
+        yield f"{tied:,} of {len(task.query):,} queries have ties between relevant and other items."
     if copies and copies == len(group) - 1:
         yield "All vectors are the same: the model has collapsed, and the scores are what chance gives."
-    if task.gallery.cosine:
-        blank = int((task.gallery.shrink == 0).sum())
-        if blank:
-            yield f"{blank:,} gallery vectors are zero; their cosine with everything is taken as 0."
+    if task.gallery.cosine and (blank := int((task.gallery.shrink == 0).sum())):
+        yield f"{blank:,} gallery vectors are zero; their cosine with everything is taken as 0."

@@ -250,6 +250,25 @@ def test_score_file(tmp_path):
         metrics.score_file(tmp_path / "f.npy")
 
 
+@pytest.mark.parametrize("lone", ["auto", "drop", "keep"])
+def test_few_huge_classes_are_measured_part_by_part(lone):
+    x, labels = clustered(300, 4, per_class=100, noise=2.0)
+    labels[7] = 9  # a lone query
+    x[50:60] = x[250:260]
+    whole, parts = nk.score(x, labels, lone=lone), nk.score(x, labels, lone=lone, memory="1MB")
+    with pytest.raises(ConfigError, match="bounds"):
+        parts.bounds("R@1")  # the ranking was not kept, as meant
+    assert parts.notes == whole.notes
+    for name in whole.per_query:
+        np.testing.assert_array_equal(parts.per_query[name], whole.per_query[name], err_msg=name)
+
+
+def test_scores_of_a_ranking_made_earlier():
+    x, labels = clustered(31, 4, per_class=3, noise=1.0)
+    first, second = nk.score(x, labels, ks=(1, 3)), nk.Scores.of(rank(x, labels), ks=(1, 3))
+    assert first.table() == second.table()
+
+
 def test_table_is_plain_percent():
     x, labels = clustered(60, 8, per_class=6, noise=1.5)
     scores = nk.score(x, labels, ks=(1, 8))

@@ -172,6 +172,17 @@ def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
         assert first.interval(name) == second.interval(name)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
+    monkeypatch.setattr(_counting, "TILE", 512)
+    x, labels = clustered(1100, 200, per_class=4, noise=1.5)
+    assert_same(rank(x, labels, path=path, memory="1MB"), rank(x, labels, path=path))
+    index, value = neighbours(x[:50], x, k=3, memory="1MB")
+    want, similarity = neighbours(x[:50], x, k=3)
+    np.testing.assert_array_equal(index, want)
+    np.testing.assert_array_equal(value, similarity)
+
+
 def test_reduced_precision_settings_are_kept_out_and_put_back():
     x, labels = clustered(60, 8, per_class=3, noise=1.0)
     torch.set_float32_matmul_precision("high")
@@ -228,11 +239,8 @@ def test_exact_distance_is_symmetric_and_the_same_compiled():
             i, j = (v.ravel() for v in np.meshgrid(np.arange(40), np.arange(40)))
             distance = _vectors.exact_distance(p, p, i, j)
             np.testing.assert_array_equal(distance, _vectors.exact_distance(p, p, j, i))
-            power, shrink = p.power.numpy(), p.shrink.numpy()
-            loop = [
-                _counting._exact(p.cosine, x[a], power[a], shrink[a], x[b], power[b], shrink[b])
-                for a, b in zip(i, j, strict=True)
-            ]
+            arrays = _counting._arrays(p)
+            loop = [_counting._exact(p.cosine, arrays, a, arrays, b) for a, b in zip(i, j, strict=True)]
             np.testing.assert_array_equal(distance, loop)
             if similarity == "cosine":
                 assert distance[(i == 0) & (j == 1)] == 0.0  # parallel
