@@ -41,13 +41,13 @@ def result_table(run: Run) -> RichTable:
 
 
 def headline(run: Run) -> str:
-    """One sentence that says what training did, as far as the intervals allow it to be said."""
+    """One sentence that says what training did, as far as the paired interval allows it to be said."""
     assert run.result is not None
-    trained, raw = (run.result["test"][name]["R@1"] for name in ("trained", "raw pixels"))
-    share = f"{100 * trained['mean']:.1f} % of unseen-class images have a neighbour of their own kind nearest"
-    by_pixels = f"raw pixels ({100 * raw['mean']:.1f} %)"
-    if trained["interval"][0] > raw["interval"][1]:
-        return f"{share}, clearly more than by {by_pixels}."
-    if trained["interval"][1] < raw["interval"][0]:
-        return f"{share}, fewer than by {by_pixels}: this model should not be used."
-    return f"{share}; on this evidence not clearly more than by {by_pixels}."
+    trained, raw = (100 * run.result["test"][name]["R@1"]["mean"] for name in ("trained", "raw pixels"))
+    low, high = (100 * bound for bound in run.result["gain_over_raw_pixels"]["interval"])
+    share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % by raw pixels"
+    if low > 0:
+        return f"{share}: {low:.1f} to {high:.1f} points gained."
+    if high < 0:
+        return f"{share}: {-high:.1f} to {-low:.1f} points lost. This model should not be used."
+    return f"{share}: the difference ({low:.1f} to {high:.1f} points) is not settled by this many classes."
