@@ -1,0 +1,79 @@
+"""Write the pages under docs/losses from the registry: one page per family, one picture per loss.
+
+    python docs/generate.py             write pages and pictures
+    python docs/generate.py --pages     write the pages alone
+
+The pages say nothing that the source does not: edit the docstring or the decorator of a loss, then run this.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+from nearkin.losses import LOSSES, Loss
+from nearkin.losses.explain import FAMILIES, draw, settings_table, takes
+
+HERE = Path(__file__).parent / "losses"
+TITLES = {
+    "pair": "Pair losses",
+    "tuple": "Tuple losses",
+    "neighbour": "Neighbour losses",
+    "proxy": "Proxy losses",
+    "softmax": "Softmax losses",
+}
+
+
+def pages() -> dict[str, str]:
+    """File name -> text, for every page."""
+    families = {family: [entry for entry in LOSSES.values() if entry.family == family] for family in TITLES}
+    index = ["# Losses", "", "| loss | family | what it does | cost |", "|---|---|---|---|"]
+    for family, entries in families.items():
+        index += [f"| [`{e.name}`]({family}.md#{e.name}) | {family} | {e.summary} | {e.cost} |" for e in entries]
+    index += ["", "N batch, C classes, K centres, P positives, D dimensions; the cost of one batch.", ""]
+    out = {"index.md": "\n".join(index)}
+    for family, entries in families.items():
+        head = [f"# {TITLES[family]}", "", f"{FAMILIES[family][0].upper()}{FAMILIES[family][1:]}.", ""]
+        out[f"{family}.md"] = "\n".join(head) + "\n".join(section(entry) for entry in entries)
+    return out
+
+
+def section(entry: Loss) -> str:
+    """One loss."""
+    lines = [f"## {entry.name}", "", entry.summary, "", "```text", *textwrap.wrap(entry.formula, 110), "```", ""]
+    lines += [f"**When.** {entry.use}", "", f"**Paper.** {entry.paper}. **Cost.** {entry.cost}."]
+    lines += [f"**Reduction.** {', '.join(entry.reductions)}.", ""]
+    if entry.settings:
+        lines += ["| setting | default | search range | |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | {default} | {span or '-'} | {text} |" for key, default, span, text in settings_table(entry)
+        ]
+        lines.append("")
+    lines += ["```python", example(entry), "```", "", f"![gradient of {entry.name}]({entry.name}.png)", ""]
+    return "\n".join(lines)
+
+
+def example(entry: Loss) -> str:
+    """How to call it, as objective and as function."""
+    needs = ", num_classes=100, dim=512" if entry.inputs.params else ""
+    return "\n".join(
+        [
+            f'objective = nk.Objective("{entry.name}"{needs})',
+            "loss = objective(emb, labels)",
+            f"# or as a function: {takes(entry)}",
+        ]
+    )
+
+
+def main() -> None:
+    HERE.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (HERE / name).write_text(text)
+    if "--pages" not in sys.argv[1:]:
+        for name in LOSSES:
+            draw(name, HERE / f"{name}.png", dpi=72)
+
+
+if __name__ == "__main__":
+    main()
