@@ -109,6 +109,19 @@ class EvaluateArgs:
 
 
 @dataclass(frozen=True)
+class LossesArgs:
+    """List the losses by family, or explain one: formula, settings and ranges, when to use it.
+
+    nearkin losses
+
+    nearkin losses multi_similarity --picture gradient.png
+    """
+
+    picture: Path | None = None
+    """Draw how hard the loss pulls and pushes over similarity, as a PNG file."""
+
+
+@dataclass(frozen=True)
 class DoctorArgs:
     """Print versions, devices, extras, and trouble known for this machine."""
 
@@ -160,6 +173,16 @@ def evaluate(argv: list[str]) -> None:
         print(f"per query: {args.out}")
 
 
+def losses(argv: list[str]) -> None:
+    named = argv[:1] if argv and not argv[0].startswith("-") else []
+    args = parse(LossesArgs, argv[len(named) :], "nearkin losses [NAME]")
+    if args.picture is not None and not named:
+        raise ConfigError("--picture: name a loss to draw, for example: nearkin losses triplet --picture triplet.png.")
+    from nearkin.losses.explain import explain, list_losses
+
+    print(explain(named[0], args.picture) if named else list_losses())
+
+
 def doctor(argv: list[str]) -> None:
     parse(DoctorArgs, argv, "nearkin doctor")
     from nearkin.doctor import examine
@@ -172,6 +195,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "evaluate": evaluate,
     "report": report,
+    "losses": losses,
     "doctor": doctor,
 }
 

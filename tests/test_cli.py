@@ -41,6 +41,8 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["evaluate"], "is needed first"),
         (["evaluate", "none.npz"], "none.npz"),
         (["report", "."], "not a run folder"),
+        (["losses", "tripplet"], "Did you mean 'triplet'?"),
+        (["losses", "--picture", "x.png"], "--picture: name a loss to draw"),
         (["demo", "more"], "more: no such argument"),
     ],
 )
@@ -94,6 +96,19 @@ def test_flags_change_the_recipe():
     recipe, _ = cli.parse_train(["--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
     assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos").resolve(), 32)
     assert recipe.train.class_lr == 0.5
+
+
+def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
+    from nearkin.losses.register import LOSSES
+
+    code, out, _ = run(capsys, "losses")
+    assert code == 0
+    assert all(name in out for name in LOSSES)
+    code, out, _ = run(capsys, "losses", "proxy_anchor", "--picture", tmp_path / "p.png")
+    assert code == 0
+    assert "alpha" in out
+    assert "Kim" in out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_doctor_names_versions_extras_and_devices(capsys):
