@@ -178,7 +178,7 @@ class _CosineGram(torch.autograd.Function):
 def _both_ways(g: Tensor, f: Tensor) -> Tensor:
     """(G + G^T) f: what the gradient G on f f^T gives each row for its two roles."""
     # A hinge or a miner leaves few pairs with a gradient; from one in 32 on, the dense product is faster.
-    if g.device.type == "cpu" and int(g.count_nonzero()) * 32 < g.numel():
+    if g.device.type == "cpu" and len(g) > 256 and int(g.count_nonzero()) * 32 < g.numel():
         at = g.nonzero().t()
         both = torch.sparse_coo_tensor(
             torch.cat([at, at.flip(0)], 1), g[at[0], at[1]].repeat(2), g.shape, check_invariants=False
