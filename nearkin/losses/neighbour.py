@@ -54,8 +54,8 @@ def nca(p: Pairs) -> Tensor:
     >>> float(nca(pair_up(emb, torch.tensor([0, 0, 1]), metric="dot")))
     0.2474...
     """
-    anchor_sq, ref_sq = p.squares()
-    return _neighbour(torch.add(-anchor_sq[:, None] - ref_sq, p.sim, alpha=2), p, 1.0)  # minus the squared distance
+    # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2, and what all of a row share makes no difference.
+    return _neighbour(torch.add(-p.squares()[1], p.sim, alpha=2), p, 1.0)
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
