@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners as pml_miners
+from pytorch_metric_learning import regularizers
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
 from torch import Tensor
 
@@ -73,7 +74,9 @@ PEERS: dict[str, Peer] = {
         lambda _: pml.GeneralizedLiftedStructureLoss(neg_margin=0.0, pos_margin=0.5, distance=COS())
     ),
     "lifted_song": Peer(lambda _: pml.LiftedStructureLoss(neg_margin=1, pos_margin=0), 512, "out of memory", once=512),
-    "npair_mc": Peer(lambda _: pml.NPairsLoss()),
+    "npair_mc": Peer(
+        lambda _: pml.NPairsLoss(embedding_regularizer=regularizers.LpRegularizer(power=2), embedding_reg_weight=0.005)
+    ),
     "margin": Peer(lambda _: pml.MarginLoss(margin=0.2, beta=1.2), 1024, CUBE, near=True),
     "multi_similarity": Peer(lambda _: pml.MultiSimilarityLoss(alpha=2, beta=50, base=0.5)),
     "multi_similarity + multi_similarity": Peer(
@@ -87,7 +90,15 @@ PEERS: dict[str, Peer] = {
     "norm_softmax": Peer(_classes(pml.NormalizedSoftmaxLoss)),
     "proxy_nca": Peer(_classes(pml.ProxyNCALoss, softmax_scale=1), near=True),
     "arcface": Peer(_classes(pml.ArcFaceLoss)),
-    "soft_triple": Peer(_classes(pml.SoftTripleLoss, centers_per_class=10)),
+    "soft_triple": Peer(
+        lambda classes: pml.SoftTripleLoss(
+            num_classes=classes,
+            embedding_size=DIM,
+            centers_per_class=10,
+            weight_regularizer=regularizers.SparseCentersRegularizer(num_classes=classes, centers_per_class=10),
+            weight_reg_weight=0.2,
+        )
+    ),
     "proxy_anchor": Peer(_classes(pml.ProxyAnchorLoss)),
 }
 

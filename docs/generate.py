@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
     out = {"index.md": "\n".join(index)}
     for family, entries in families.items():
         head = [f"# {TITLES[family]}", "", f"{FAMILIES[family][0].upper()}{FAMILIES[family][1:]}.", ""]
-        out[f"{family}.md"] = "\n".join(head) + "\n".join(section(entry) for entry in entries)
+        out[f"{family}.md"] = "\n".join([*head, *(section(entry) for entry in entries)])
     return out
 
 

@@ -38,6 +38,12 @@ class Objective(nn.Module):
     >>> loss = objective(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
     """
 
+    # Present where the loss has them: [C, D] or [C, K, D]; [C, D] and [C]; [C, D]; 0-dim.
+    proxies: nn.Parameter
+    weight: nn.Parameter
+    bias: nn.Parameter
+    centers: nn.Parameter
+    beta: nn.Parameter
     memory_emb: Tensor
     memory_labels: Tensor
     memory_state: Tensor

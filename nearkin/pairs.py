@@ -30,7 +30,7 @@ class Kin:
 
     row: Tensor
     column: Tensor
-    is_self: Tensor
+    is_self: Tensor | None
     pos: Tensor
     neg: Tensor
     writes: tuple[int, int]
@@ -71,8 +71,11 @@ class Pairs:
     def positives(self) -> Side:
         """The positive pairs, as a list if they are few."""
         if self.kin is not None and self.kin.describes(self.pos, self.neg):
-            others = ~self.kin.is_self
-            return Side(self.pos, inside=(self.kin.row[others], self.kin.column[others]))
+            row, column = self.kin.row, self.kin.column
+            if self.kin.is_self is not None:
+                others = ~self.kin.is_self
+                row, column = row[others], column[others]
+            return Side(self.pos, inside=(row, column))
         few = int(self.pos.count_nonzero()) * 8 <= self.pos.numel()
         return Side(self.pos, inside=list_of(self.pos) if few else None)
 
@@ -162,6 +165,10 @@ def _squares(x: Tensor) -> Tensor:
 def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, Kin | None]:
     """Positive and negative masks, and the pairs of one class as a list if it is short."""
     n, m = len(labels), len(ref_labels)
+    if n * m <= 1 << 16:  # a small block is compared faster than it is sorted
+        pos = labels[:, None] == ref_labels
+        row, column = list_of(pos)
+        return _with_kin(pos, row, column, self_columns)
     order = torch.argsort(ref_labels, stable=True)
     ranked = ref_labels[order]
     start = torch.searchsorted(ranked, labels)
@@ -175,13 +182,22 @@ def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> t
         return pos, neg, None
     row = torch.repeat_interleave(size, output_size=total)
     column = order[(start - size.cumsum(0) + size)[row] + torch.arange(total, device=row.device)]
-    is_self = torch.zeros_like(row, dtype=torch.bool) if self_columns is None else column == self_columns[row]
     pos = torch.zeros(n, m, dtype=torch.bool, device=row.device)
     pos[row, column] = True
-    neg = ~pos
+    return _with_kin(pos, row, column, self_columns)
+
+
+def _with_kin(
+    same: Tensor, row: Tensor, column: Tensor, self_columns: Tensor | None
+) -> tuple[Tensor, Tensor, Kin | None]:
+    """Masks from the mask of one class, which becomes the positive one, and its list if that is short."""
+    neg = ~same
     if self_columns is not None:
-        pos.scatter_(1, self_columns[:, None], False)
-    return pos, neg, Kin(row, column, is_self, pos, neg, (_writes(pos), _writes(neg)))
+        same.scatter_(1, self_columns[:, None], False)
+    if len(row) * 8 > same.numel():
+        return same, neg, None
+    is_self = None if self_columns is None else column == self_columns[row]
+    return same, neg, Kin(row, column, is_self, same, neg, (_writes(same), _writes(neg)))
 
 
 def one_pair_per_class(
@@ -209,8 +225,9 @@ def one_pair_per_class(
         anchor_sq, ref_sq = used.square().sum(1).tensor_split(2)
         anchors, refs = used.tensor_split(2)
         sim = anchors @ refs.t()
-    pos = torch.eye(len(first), dtype=torch.bool, device=emb.device)
-    return Pairs(sim, pos, ~pos, anchor_sq, ref_sq, dim=emb.shape[1])
+    pos, diagonal = torch.eye(len(first), dtype=torch.bool, device=emb.device), torch.arange(len(first))
+    pos, neg, kin = _with_kin(pos, diagonal.to(emb.device), diagonal.to(emb.device), None)
+    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], kin=kin)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

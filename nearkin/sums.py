@@ -178,7 +178,7 @@ class _CosineGram(torch.autograd.Function):
 def _both_ways(g: Tensor, f: Tensor) -> Tensor:
     """(G + G^T) f: what the gradient G on f f^T gives each row for its two roles."""
     # A hinge or a miner leaves few pairs with a gradient; from one in 32 on, the dense product is faster.
-    if g.device.type == "cpu" and int(g.count_nonzero()) * 32 < g.numel():
+    if g.device.type == "cpu" and len(g) > 256 and int(g.count_nonzero()) * 32 < g.numel():
         at = g.nonzero().t()
         both = torch.sparse_coo_tensor(
             torch.cat([at, at.flip(0)], 1), g[at[0], at[1]].repeat(2), g.shape, check_invariants=False
@@ -346,17 +346,23 @@ class _HingeSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, over: Side, slope: float, at: Tensor, power: int) -> tuple[Tensor, Tensor]:
         value = x - at if slope == 1 else (x - at).mul_(slope)
         over.fill_outside_(value.relu_(), 0.0)
-        active = value > 0
-        count = active.sum(1, dtype=torch.int32)
-        ctx.slope = slope * power
-        # The slope of the hinge is 0 or 1, that of its square is twice the value.
-        ctx.save_for_backward(active if power == 1 else value)
+        total = (value if power == 1 else value.square()).sum(1)
+        ctx.slope, ctx.any = slope * power, bool(total.any())
+        if ctx.any:
+            active = value > 0
+            count = active.sum(1, dtype=torch.int32)
+            # The slope of the hinge is 0 or 1, that of its square is twice the value.
+            ctx.save_for_backward(active if power == 1 else value)
+        else:
+            count = torch.zeros(len(x), dtype=torch.int32, device=x.device)
         ctx.mark_non_differentiable(count)
-        return (value if power == 1 else value.square()).sum(1), count
+        return total, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        if not ctx.any:  # no term is above 0, as with most negatives late in training: nothing to pass on
+            return None, None, None, None, None
         (weight,) = ctx.saved_tensors
         grad = weight * (ctx.slope * g)[:, None]
         return grad, None, None, -grad.sum() if ctx.needs_input_grad[3] else None, None

@@ -23,13 +23,14 @@ def test_self_is_removed_by_index_and_duplicates_are_kept() -> None:
     assert pairs.neg.tolist() == [[False, False, True], [False, False, True], [True, True, False]]
 
 
+@pytest.mark.parametrize("n", [60, 300])
 @pytest.mark.parametrize("classes", [2, 40])
-def test_masks_by_list_and_by_comparison(classes: int) -> None:
-    labels = torch.randint(0, classes, (60,), generator=torch.Generator().manual_seed(1)) * 2**40 - 5
-    pairs = nk.pair_up(randn(60, 4), labels)
+def test_masks_by_list_and_by_comparison(classes: int, n: int) -> None:
+    labels = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(1)) * 2**40 - 5
+    pairs = nk.pair_up(randn(n, 4), labels)
     same = labels[:, None] == labels
     assert (pairs.kin is None) == (classes == 2)
-    assert torch.equal(pairs.pos, same & ~torch.eye(60, dtype=torch.bool))
+    assert torch.equal(pairs.pos, same & ~torch.eye(n, dtype=torch.bool))
     assert torch.equal(pairs.neg, ~same)
     row, column = pairs.positives.listed()
     assert torch.equal(torch.stack([row, column], 1), pairs.pos.nonzero())
@@ -114,8 +115,8 @@ def test_gram(n: int) -> None:
 
 @pytest.mark.parametrize("filled", [0.001, 0.9], ids=["sparse", "dense"])
 def test_gram_gradient_either_way(filled: float) -> None:
-    x = randn(64, 5).requires_grad_()
-    weight = randn(64, 64, seed=1) * (torch.rand(64, 64, generator=torch.Generator().manual_seed(2)) < filled)
+    x = randn(300, 5).requires_grad_()
+    weight = randn(300, 300, seed=1) * (torch.rand(300, 300, generator=torch.Generator().manual_seed(2)) < filled)
     (gram(x) * weight).sum().backward()
     torch.testing.assert_close(x.grad, (weight + weight.t()) @ x.detach())
 

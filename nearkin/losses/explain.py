@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nearkin.errors import need
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.register import LOSSES, Loss
+from nearkin.losses.register import LOSSES, ONE_PER_CLASS, PRODUCTS, Loss
 from nearkin.pairs import Pairs
 
 FAMILIES = {
@@ -75,17 +76,24 @@ def _block(title: str, text: str) -> str:
 
 def takes(entry: Loss) -> str:
     """How the function is called."""
+    if entry.inputs is PRODUCTS:
+        return f'nk.losses.{entry.name}(nk.pair_up(emb, labels, metric="dot"))'
+    if entry.inputs is ONE_PER_CLASS:
+        return f"nk.losses.{entry.name}(nearkin.pairs.one_pair_per_class(emb, labels))"
     if entry.inputs.pairs:
-        return f"nk.losses.{entry.name}(pairs), pairs = nk.pair_up(emb, labels)"
+        return f"nk.losses.{entry.name}(nk.pair_up(emb, labels))"
     given = ["emb", "labels", *(spec.name for spec in entry.inputs.params)]
-    if entry.name == "pce":
-        given.append("probabilities")
+    if entry.inputs.counts_classes:
+        given.append("probabilities" if entry.name == "pce" else "num_classes")
     return f"nk.losses.{entry.name}({', '.join(given)})"
 
 
 def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
     """(setting, default, range, explanation) for every setting, the explanation read from the docstring."""
     text = inspect.getdoc(entry.function) or ""
+    elsewhere = re.search(r"settings as in `(\w+)`", text)
+    if elsewhere:
+        text += "\n" + (inspect.getdoc(LOSSES[elsewhere[1]].function) or "")
     rows = []
     for key, default in entry.settings.items():
         line = next((li for li in text.splitlines() if li.startswith(f"{key} ")), "")

@@ -54,14 +54,17 @@ def nca(p: Pairs) -> Tensor:
     >>> float(nca(pair_up(emb, torch.tensor([0, 0, 1]), metric="dot")))
     0.2474...
     """
-    return _neighbour(-p.sq_distance(), p, 1.0)
+    # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2, and what all of a row share makes no difference.
+    return _neighbour(torch.add(-p.squares()[1], p.sim, alpha=2), p, 1.0)
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
     near, far = log_sum_exp(logits, p.positives, scale), log_sum_exp(logits, p.negatives, scale)
-    # log(e^near + e^far) - near, which is exactly 0 when there is no negative.
     alone = near == float("-inf")
-    return torch.where(alone, 0.0, softplus(far - near.masked_fill(alone, 0.0)))
+    if alone.any():
+        near = near.masked_fill(alone, float("inf"))  # an anchor without positives: softplus(-inf) is 0
+    # log(e^near + e^far) - near, which is exactly 0 when there is no negative.
+    return softplus(far - near)
 
 
 def _ice_pairs(

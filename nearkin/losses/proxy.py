@@ -43,8 +43,9 @@ def _spread(w: Tensor) -> Tensor:
     classes, centers, _ = w.shape
     if centers == 1:
         return w.sum() * 0.0
-    square = w.detach().square().sum(-1)
-    gap = safe_sqrt(square[:, :, None] + square[:, None, :] - 2 * gram(w), scale=2.0)
+    products = gram(w)
+    square = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
+    gap = safe_sqrt(torch.add(square[:, :, None] + square[:, None, :], products, alpha=-2), scale=2.0)
     # The matrix of gaps holds every pair twice.
     return gap.sum() / (2 * classes * centers * (centers - 1))
 

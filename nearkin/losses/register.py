@@ -167,8 +167,10 @@ class Loss:
             return values
         if reduction == "sum":
             return values.sum()
+        if count is None and len(values):
+            return values.mean()
         # With no terms at all the sum is an attached 0, and 0 / 1 is the answer.
-        return values.sum() / (max(len(values), 1) if count is None else count.clamp(min=1))
+        return values.sum() / (1 if count is None else count.clamp(min=1))
 
 
 def _is_number(value: object, kind: type) -> bool:

@@ -157,10 +157,10 @@ def npair(p: Pairs) -> Tensor:
     inputs=ONE_PER_CLASS,
     cost="C'^2 D",
 )
-def npair_mc(p: Pairs, *, l2: float = 0.005) -> tuple[Tensor, Tensor]:
+def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
     """One (anchor, positive) per class, classified among the positives of all classes by plain products.
 
-    p    plain products of anchors and positives [C', C'] (`one_pair_per_class`); returns totals and their number
+    p    plain products of anchors and positives [C', C'] (`one_pair_per_class`); returns one value per anchor [C']
     l2   weight of the mean squared length; 0.005 (0.02 in the paper, over the half sum)
 
     Of other Pairs every anchor with a positive is used, with its first positive.
@@ -170,10 +170,10 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> tuple[Tensor, Tensor]:
     >>> float(npair_mc(one_pair_per_class(emb, torch.tensor([0, 0, 1, 1])), l2=0.0))
     0.2957...
     """
-    if p.sim.numel() == 0:
-        return p.sim.sum(1), torch.tensor(0)
-    used = p.pos.any(1)
-    first = p.pos.to(torch.uint8).argmax(1)
+    row, column = p.positives.listed()
+    first = torch.ones_like(row, dtype=torch.bool)
+    first[1:] = row[1:] != row[:-1]
+    row, column = row[first], column[first]
     anchor_sq, ref_sq = p.squares()
-    wrong = softplus(log_sum_exp(p.sim, p.negatives) - p.sim.gather(1, first[:, None]).squeeze(1))
-    return (wrong + l2 * (anchor_sq + ref_sq[first]) / 2) * used, used.count_nonzero()
+    wrong = softplus(log_sum_exp(p.sim, p.negatives)[row] - pick(p.sim, row, column))
+    return wrong + l2 * (anchor_sq[row] + ref_sq[column]) / 2
