@@ -365,7 +365,10 @@ class _Walk:
                             break
                 finally:
                     self._stop = True
-            return sum(f.result() for f in futures)
+            total = sum(f.result() for f in futures)
+            if self._progress:
+                self._progress(1.0)
+            return total
         finally:
             torch.set_num_threads(allowed)
             torch.set_float32_matmul_precision(precision)

@@ -95,7 +95,7 @@ def make_task(
     q_labels = as_labels(labels, len(q), "labels" if alone else "query labels", "embeddings" if alone else "query")
     g, g_names = None, None
     if not alone:
-        g = same_space(q, as_matrix(gallery, "gallery"))
+        q, g = same_space(q, as_matrix(gallery, "gallery"))
         g_names = as_labels(g_labels, len(g), "gallery labels", "gallery")
     codes, g_codes, classes = encode(q_labels, g_names, "labels")
     group, g_group = _groups(groups, g_groups, len(q), None if g is None else len(g))
@@ -117,15 +117,12 @@ def make_task(
     )
 
 
-def same_space(q: Tensor, g: Tensor) -> Tensor:
+def same_space(q: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and gallery on one device and in the wider of their two types, which changes no value."""
     if q.shape[1] != g.shape[1]:
         raise DataError(f"gallery: vectors of {g.shape[1]} numbers, but the query's have {q.shape[1]}.")
     dtype = torch.promote_types(q.dtype, g.dtype)
-    if q.dtype != dtype:
-        raise DataError(
-            f"gallery: float64 against a query in {q.dtype}. Convert one of them, so that equal rows compare."
-        )
-    return g.to(device=q.device, dtype=dtype)
+    return q.to(dtype), g.to(device=q.device, dtype=dtype)
 
 
 def _groups(groups: Any, g_groups: Any, n: int, g: int | None) -> tuple[Ints | None, Ints | None]:

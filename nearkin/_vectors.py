@@ -87,11 +87,15 @@ def as_labels(values: Any, length: int, what: str, of: str) -> NDArray[Any]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     given = np.asarray(values)
+    if given.dtype.kind == "f" and isinstance(values, list | tuple) and all(isinstance(v, int) for v in values):
+        given = np.array(values, dtype=object)  # integers too large or too mixed for one machine type
     if given.dtype == object:
         kinds = {type(v) for v in given.ravel().tolist()}
-        if kinds <= {str}:
+        if kinds <= {str, np.str_}:
             given = given.astype(np.str_)
-        elif not kinds <= {int, bool}:
+        elif all(issubclass(k, int | np.integer) for k in kinds):
+            given = np.array([int(v) for v in given.ravel()], dtype=object).reshape(given.shape)
+        else:
             names = ", ".join(sorted(k.__name__ for k in kinds))
             raise DataError(f"{what}: expected integers or strings, got {names}.")
     elif given.dtype.kind not in "iubUS":
@@ -129,28 +133,32 @@ def encode(first: NDArray[Any], second: NDArray[Any] | None, what: str) -> tuple
     return codes, to_code[other_codes], joined
 
 
-def identical_rows(x: Tensor, blank: Tensor) -> Ints:
-    """A number per row, the same for rows that are equal element by element (and for all rows marked blank).
+def identical_rows(sets: list[Tensor], blanks: list[Tensor]) -> list[Ints]:
+    """A number per row of each set, the same for rows equal element by element (and for all rows marked blank).
 
     Rows are hashed by integer arithmetic on their bits, which cannot depend on how a library orders a sum, and rows of
     equal hash are compared in full.
     """
-    bits = (x + 0.0).cpu().numpy()  # -0.0 and 0.0 are the same number
-    words: NDArray[Any] = np.ascontiguousarray(bits).view(np.uint32 if bits.dtype == np.float32 else np.uint64)
-    factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64) | np.uint64(1)
-    hashes = np.empty(len(words), dtype=np.uint64)
-    for a in range(0, len(words), _CHUNK):
-        hashes[a : a + _CHUNK] = (words[a : a + _CHUNK] * factors).sum(1, dtype=np.uint64)
-    dead = blank.cpu().numpy()
+    width = sets[0].shape[1]
+    factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
+    parts = []
+    for x in sets:
+        for a in range(0, len(x), _CHUNK):
+            bits = (x[a : a + _CHUNK] + 0.0).cpu().numpy()  # -0.0 and 0.0 are the same number
+            words: NDArray[Any] = bits.view(np.uint32 if bits.dtype == np.float32 else np.uint64)
+            parts.append((words * factors).sum(1, dtype=np.uint64))
+    hashes, dead = np.concatenate(parts), np.concatenate([b.cpu().numpy() for b in blanks])
     hashes[dead] = 0
+    first = len(sets[0])
     order = np.argsort(hashes, kind="stable")
     new = np.ones(len(order), dtype=bool)
     for k in np.nonzero(hashes[order][1:] == hashes[order][:-1])[0] + 1:
-        i, j = order[k], order[k - 1]
-        new[k] = not ((dead[i] and dead[j]) or np.array_equal(words[i], words[j]))
+        i, j = int(order[k]), int(order[k - 1])
+        x, y = (sets[0][r] if r < first else sets[1][r - first] for r in (i, j))
+        new[k] = not ((dead[i] and dead[j]) or torch.equal(x, y))
     group = np.empty(len(order), dtype=np.int64)
     group[order] = np.cumsum(new) - 1
-    return group
+    return np.split(group, np.cumsum([len(x) for x in sets])[:-1])
 
 
 # ---------------------------------------------------------------------------------------------------- the geometry
@@ -246,8 +254,7 @@ def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Poin
     reaches = [_reach(x, shrink, centre) for x, shrink in zip(sets, shrinks, strict=True)]
     longest = max(float(r.max()) for r in reaches)
     scale = 2.0 ** -np.frexp(longest)[1] if longest > 0 else 1.0
-    joined = torch.cat(sets) if len(sets) == 2 else sets[0]
-    groups = np.split(identical_rows(joined, torch.cat(blanks)), [len(sets[0])])
+    groups = identical_rows(sets, blanks)
     biases = [
         -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2)
         for reach, blank in zip(reaches, blanks, strict=True)
@@ -256,7 +263,7 @@ def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Poin
     middle = (biases[-1].max() + biases[-1].min()) / 2
     made = [
         Points(x, shrink, power, centre, scale, bias - middle, reach * scale, cosine, group)
-        for x, shrink, power, bias, reach, group in zip(sets, shrinks, powers, biases, reaches, groups, strict=False)
+        for x, shrink, power, bias, reach, group in zip(sets, shrinks, powers, biases, reaches, groups, strict=True)
     ]
     return made[0], made[-1]
 

@@ -133,11 +133,14 @@ class Scores:
             raise DataError(
                 f"{path}: not saved scores (no 'about' and 'labels' inside). Give a file that save() wrote."
             )
-        about = json.loads(str(arrays.pop("about")))
         labels = arrays.pop("labels")
-        if about.pop("big", False):
-            labels = np.array([int(v) for v in labels], dtype=object)
-        return Scores(_Known(arrays), labels, **about)
+        try:
+            about = json.loads(str(arrays.pop("about")))
+            if about.pop("big", False):
+                labels = np.array([int(v) for v in labels], dtype=object)
+            return Scores(_Known(arrays), labels, **about)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: saved scores with a damaged description ({error}).") from None
 
 
 class _Known(Mapping[str, Floats]):

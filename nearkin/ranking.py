@@ -179,7 +179,9 @@ def neighbours(
     """
     check_similarity(similarity)
     q = as_matrix(query, "query")
-    g = None if gallery is None else same_space(q, as_matrix(gallery, "gallery"))
+    g = None
+    if gallery is not None:
+        q, g = same_space(q, as_matrix(gallery, "gallery"))
     alone = g is None if exclude_self is None else exclude_self
     if alone and g is not None and len(g) != len(q):
         raise ConfigError("exclude_self: needs query and gallery to be the same rows in the same order.")

@@ -229,7 +229,10 @@ def test_load_never_unpickles(tmp_path):
     with pytest.raises(DataError, match="without pickling"):
         nk.Scores.load(tmp_path / "bad.npz")
     (tmp_path / "noise.npz").write_bytes(b"nothing")
-    for name in ("noise.npz", "absent.npz"):
+    np.savez(tmp_path / "odd.npz", labels=np.arange(3), about='{"colour": 1}')
+    np.savez(tmp_path / "torn.npz", labels=np.arange(3), about="{")
+    np.savez(tmp_path / "other.npz", values=np.arange(3))
+    for name in ("noise.npz", "absent.npz", "odd.npz", "torn.npz", "other.npz"):
         with pytest.raises(DataError):
             nk.Scores.load(tmp_path / name)
 

@@ -338,6 +338,10 @@ def test_what_may_be_given():
     assert_same(rank(half, labels), rank(half.astype(np.float32), labels))
     whole = np.round(10 * x).astype(np.int32)
     assert_same(rank(whole, labels), rank(whole.astype(np.float64), labels))
+    mixed = [2**63 + int(c) if c else -1 for c in labels]  # NumPy would make floats of these
+    assert rank(x, mixed).total.tolist() == base.total.tolist()
+    assert_same(base, rank(x, np.array(labels, dtype=object)))
+    assert_same(rank(x, labels, x.astype(np.float64), labels), rank(x.astype(np.float64), labels, x, labels))
     bf16 = torch.tensor(x).bfloat16()
     assert_same(rank(bf16, labels), rank(bf16.float(), labels))
 
