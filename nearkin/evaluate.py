@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +22,7 @@ HEADLINE = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
     """How well each image's nearest neighbours among the others are of its class."""
-    return score(model.embed(table.pixels, reporter=reporter), table.labels, ks=KS)
+    return score(model.embed(table.images, reporter=reporter), table.labels, ks=KS)
 
 
 def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter: Reporter) -> dict[str, Any]:
@@ -54,10 +55,13 @@ def raw_pixels(table: Table, most: int = 40) -> Tensor:
 
     Without the last, cosine similarity would mostly compare brightness, and the yardstick would be too low.
     """
-    images = torch.from_numpy(table.pixels).float()
-    if max(images.shape[2:]) > most:
-        images = F.adaptive_avg_pool2d(images, most)
-    flat = images.flatten(1)
+    parts = []
+    for rows in np.array_split(np.arange(len(table)), max(1, len(table) // 512)):
+        images = table.images.read(rows).float()
+        if max(images.shape[2:]) > most:
+            images = F.adaptive_avg_pool2d(images, most)
+        parts.append(images.flatten(1))
+    flat = torch.cat(parts)
     return flat - flat.mean(dim=1, keepdim=True)
 
 

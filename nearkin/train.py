@@ -45,10 +45,10 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
 
     with run.writing(), noting_ctrl_c() as stop_asked:
         hyper = recipe.train
-        images, labels = torch.from_numpy(split.train.pixels), torch.from_numpy(split.train.labels)
+        images, labels = split.train.images, torch.from_numpy(split.train.labels)
         torch.manual_seed(recipe.seed)
-        model = Embedder(recipe.model, split.train.image_shape)
-        model.calibrate(split.train.pixels)
+        model = Embedder(recipe.model, images.shape)
+        model.calibrate(images)
         untrained = copy.deepcopy(model).to(place)
         model.to(place)
         objective = make_objective(recipe, split.train.num_classes).to(place)
@@ -73,7 +73,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
                 for rows in sampler.epoch(epoch)[state.step :]:
                     set_learning_rate(optimizer, hyper.schedule, epoch + state.step / steps_per_epoch, hyper.epochs)
-                    emb = model(images[rows].to(place))
+                    emb = model(images.read(rows).to(place))
                     loss = objective(emb, labels[rows].to(place)) if emb.isfinite().all() else emb.sum()
                     if not loss.isfinite():  # an objective would refuse such embeddings as a mistake of the caller
                         reason = f"the loss stopped being finite at epoch {epoch + 1}, step {state.step + 1}"

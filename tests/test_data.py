@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from nearkin.data import glyphs
+from nearkin.data.images import ArrayImages
 from nearkin.data.sources import load_folder
 from nearkin.data.splits import split_by_class
 from nearkin.data.table import Table
@@ -16,7 +17,8 @@ from nearkin.progress import Reporter
 
 def test_glyphs_are_a_few_hundred_classes_of_small_images(glyphs_table):
     assert 200 <= glyphs_table.num_classes <= 400
-    assert glyphs_table.pixels.shape == (len(glyphs_table), 1, 40, 40)
+    assert glyphs_table.images.shape == (1, 40, 40)
+    assert len(glyphs_table.images) == len(glyphs_table)
     assert 8_000 <= len(glyphs_table) <= 14_000
     counts = np.bincount(glyphs_table.labels)
     assert counts.min() == counts.max()
@@ -38,7 +40,7 @@ def test_glyphs_are_drawn_alike_each_time_and_differ_by_seed(glyphs_table):
 
 
 def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, glyphs_table):
-    stored = (glyphs_table.pixels, glyphs_table.labels, np.array(glyphs_table.class_names))
+    stored = (glyphs_table.images.pixels.numpy(), glyphs_table.labels, np.array(glyphs_table.class_names))
     drawn = []
     monkeypatch.setattr(glyphs, "draw", lambda seed: drawn.append(seed) or stored)
     assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
@@ -62,7 +64,7 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
 def make_table(classes: int) -> Table:
     labels = np.repeat(np.arange(classes, dtype=np.int64), 3)
     pixels = np.zeros((len(labels), 1, 2, 2), np.uint8)
-    return Table("made", labels, tuple(f"c{i}" for i in range(classes)), pixels, "f")
+    return Table("made", labels, tuple(f"c{i}" for i in range(classes)), ArrayImages(pixels), "f")
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
@@ -86,13 +88,14 @@ def test_the_holdout_shows_its_size_and_nothing_else():
     _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
     assert "sealed" in repr(holdout)
     assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes"}
-    for name in ("pixels", "labels", "table"):
+    for name in ("images", "labels", "table"):
         assert not hasattr(holdout, name)
 
 
 def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
     table = load_folder(photo_folder, image_size=16, skip_broken=False, reporter=quiet)
-    assert table.pixels.shape == (120, 3, 16, 16)
+    assert table.images.shape == (3, 16, 16)
+    assert len(table) == 120
     assert table.class_names == tuple(f"class {c}" for c in range(10))
     assert len(table.paths) == 120
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
 from nearkin.errors import MissingExtra, need
 
@@ -48,7 +49,7 @@ def load(*, seed: int = 0, cache: Path | None = None) -> Table:
         source="glyphs",
         labels=labels,
         class_names=tuple(str(n) for n in names),
-        pixels=pixels,
+        images=ArrayImages(pixels),
         fingerprint=digest[:16],
     )
 

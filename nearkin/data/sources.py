@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data import glyphs
+from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
 from nearkin.errors import DataError, UserError, did_you_mean, need
 from nearkin.progress import Reporter
@@ -79,7 +80,7 @@ def load_folder(root: Path, *, image_size: int, skip_broken: bool, reporter: Rep
     present, labels = np.unique(labels, return_inverse=True)
     names_kept = tuple(list(by_class)[c] for c in present)
     digest = hashlib.sha256(repr(names_kept).encode() + labels.tobytes() + pixels.tobytes()).hexdigest()[:16]
-    return Table(root.name, labels.astype(np.int64), names_kept, pixels, digest, tuple(files))
+    return Table(root.name, labels.astype(np.int64), names_kept, ArrayImages(pixels), digest, tuple(files))
 
 
 def _images_below(folder: Path) -> list[Path]:

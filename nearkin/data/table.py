@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.data.images import Images
+
 
 @dataclass(frozen=True)
 class Table:
-    """Images with labels. Row i is `pixels[i]` of class `class_names[labels[i]]`.
+    """Images with labels. Row i is image i of class `class_names[labels[i]]`.
 
     source: what the rows are, for people: "glyphs", a folder's name.
     labels: int64 [N], numbers into class_names.
-    pixels: uint8 [N, channels, height, width].
+    images: where the pixels come from; all of one size.
     paths: the file of each row, or empty where rows have no files.
     fingerprint: a hash of the content; part of every run's key.
     """
@@ -23,7 +25,7 @@ class Table:
     source: str
     labels: NDArray[np.int64]
     class_names: tuple[str, ...]
-    pixels: NDArray[np.uint8]
+    images: Images
     fingerprint: str
     paths: tuple[Path, ...] = field(default=(), repr=False)
 
@@ -34,12 +36,6 @@ class Table:
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
-        _, channels, height, width = self.pixels.shape
-        return channels, height, width
-
     def of_classes(self, classes: NDArray[np.int64]) -> Table:
         """The rows of these classes, with labels renumbered 0..C-1 in the given order."""
         renumber = np.full(self.num_classes, -1, np.int64)
@@ -49,7 +45,7 @@ class Table:
             source=self.source,
             labels=renumber[self.labels[rows]],
             class_names=tuple(self.class_names[c] for c in classes),
-            pixels=self.pixels[rows],
+            images=self.images.take(rows),
             fingerprint=self.fingerprint,
             paths=tuple(self.paths[r] for r in rows) if self.paths else (),
         )

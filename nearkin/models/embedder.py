@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nearkin.data.images import Images
 from nearkin.data.sources import read_square
 from nearkin.errors import DataError, RunError
 from nearkin.models.backbones import BACKBONES
@@ -22,7 +23,7 @@ from nearkin.models.pooling import POOLINGS
 from nearkin.progress import Reporter
 from nearkin.recipe import Model, Recipe
 
-Images = Tensor | NDArray[np.uint8] | Sequence[Any]
+Given = Images | Tensor | NDArray[np.uint8] | Sequence[Any]
 
 
 class Embedder(nn.Module):
@@ -54,19 +55,22 @@ class Embedder(nn.Module):
         maps = self.backbone(scaled.contiguous(memory_format=torch.channels_last))
         return self.head(self.pool(maps))  # type: ignore[no-any-return]
 
-    def calibrate(self, pixels: NDArray[np.uint8]) -> None:
-        """Take the mean and spread of each channel from training images [N, C, H, W]."""
-        # Sums of squares of uint8 fit int64 exactly, so the result does not depend on the order of summation.
-        count = pixels.shape[0] * pixels.shape[2] * pixels.shape[3]
-        total = pixels.sum(axis=(0, 2, 3), dtype=np.int64)
-        squares = np.array([np.square(pixels[:, c], dtype=np.uint16).sum(dtype=np.int64) for c in range(len(total))])
+    def calibrate(self, images: Images) -> None:
+        """Take the mean and spread of each channel from (up to 4096 of) the training images."""
+        rows = np.linspace(0, len(images) - 1, min(len(images), 4096)).astype(np.int64)
+        total, squares = torch.zeros(2, images.shape[0], dtype=torch.float64)
+        count = 0
+        for part in np.array_split(rows, max(1, len(rows) // 256)):
+            pixels = images.read(part).double()
+            total, squares = total + pixels.sum(dim=(0, 2, 3)), squares + pixels.square().sum(dim=(0, 2, 3))
+            count += pixels[:, 0].numel()
         mean = total / count / 255
-        std = np.sqrt(np.maximum(squares / count / 255**2 - mean**2, 1e-4))
-        self.mean.copy_(torch.from_numpy(mean).view(-1, 1, 1))
-        self.std.copy_(torch.from_numpy(std).view(-1, 1, 1))
+        std = (squares / count / 255**2 - mean**2).clamp(min=1e-4).sqrt()
+        self.mean.copy_(mean.view(-1, 1, 1))
+        self.std.copy_(std.view(-1, 1, 1))
 
     @torch.inference_mode()
-    def embed(self, images: Images, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
+    def embed(self, images: Given, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
         """Unit vectors [N, dim] of images given as an array [N, C, H, W] of bytes, or as paths or PIL images."""
         reporter = reporter or Reporter(quiet=True)
         was_training = self.training
@@ -75,14 +79,18 @@ class Embedder(nn.Module):
         try:
             with reporter.track("embedding", len(images), unit="img") as bar:
                 for start in range(0, len(images), batch_size):
-                    batch = self._as_batch(images[start : start + batch_size])
+                    stop = min(start + batch_size, len(images))
+                    if hasattr(images, "read"):
+                        batch = images.read(np.arange(start, stop))
+                    else:
+                        batch = self._as_batch(images[start:stop])
                     parts.append(F.normalize(self(batch.to(self.mean.device)), dim=1).cpu())
                     bar.advance(len(batch))
         finally:
             self.train(was_training)
         return torch.cat(parts) if parts else torch.empty(0, self.head.out_features)
 
-    def _as_batch(self, images: Images) -> Tensor:
+    def _as_batch(self, images: Tensor | NDArray[np.uint8] | Sequence[Any]) -> Tensor:
         channels, height, _ = self.image_shape
         if isinstance(images, Tensor | np.ndarray):
             batch = torch.as_tensor(images)

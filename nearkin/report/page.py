@@ -87,7 +87,7 @@ def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[I
     data = run.recipe.data
     _, holdout = split_by_class(table, val_share=data.val_share, test_share=data.test_share, seed=data.split_seed)
     test = holdout.open()
-    emb = run.embedder().embed(test.pixels, reporter=reporter)
+    emb = run.embedder().embed(test.images, reporter=reporter)
     near, similar = neighbours(emb, k=min(NEIGHBOURS, len(test) - 1))
     fails = test.labels[near[:, 0]] != test.labels
     rng = np.random.default_rng(0)
@@ -98,12 +98,16 @@ def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[I
 
 
 def _row(test: Table, query: int, near: NDArray[Any], similar: NDArray[Any]) -> list[Item]:
-    items = [Item(thumbnail(test.pixels[query]), test.class_names[test.labels[query]], True, 1.0)]
+    items = [Item(thumbnail(_pixels(test, query)), test.class_names[test.labels[query]], True, 1.0)]
     for other, similarity in zip(near, similar, strict=True):
         right = bool(test.labels[other] == test.labels[query])
         label = test.class_names[test.labels[other]]
-        items.append(Item(thumbnail(test.pixels[other]), label, right, float(similarity)))
+        items.append(Item(thumbnail(_pixels(test, other)), label, right, float(similarity)))
     return items
+
+
+def _pixels(test: Table, row: int) -> NDArray[np.uint8]:
+    return test.images.read(np.array([row]))[0].numpy()
 
 
 def thumbnail(pixels: NDArray[np.uint8], most: int = 96) -> str:
