@@ -70,8 +70,8 @@ def as_matrix(values: Any, what: str) -> Tensor:
     elif x.dtype not in (torch.float32, torch.float64):
         x = x.double()
     x = x.contiguous()
-    # A sum is one pass and no mask; only when it is not finite do we look for the row to name.
-    if not bool(torch.isfinite(x.sum(dtype=torch.float64))):
+    # A sum needs no mask as large as x; only when it is not finite (or overflows) do we look for the row to name.
+    if not bool(torch.isfinite(x.sum())):
         bad = (~torch.isfinite(x)).any(1).nonzero()
         if len(bad):
             kind = "NaN" if bool(torch.isnan(x).any()) else "infinite values"

@@ -30,9 +30,9 @@ def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:
     if average not in ("arithmetic", "geometric"):
         raise ConfigError(f"average: expected 'arithmetic' or 'geometric', got {average!r}.")
     joint, a, b = _contingency(labels, clusters)
+    if len(joint[0]) == len(a) == len(b):
+        return 1.0  # one cluster per class
     h, g = _entropy(a), _entropy(b)
-    if h == 0 and g == 0:
-        return 1.0
     below = (h + g) / 2 if average == "arithmetic" else float(np.sqrt(h * g))
     return min(1.0, max(0.0, _information(joint, a, b) / below)) if below > 0 else 0.0
 

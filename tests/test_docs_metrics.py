@@ -1,9 +1,12 @@
-"""The code of docs/metrics.md runs, in order, and says what the page claims."""
+"""The code of docs/metrics.md and of the docstrings runs and says what is claimed."""
 
+import doctest
 import re
 from pathlib import Path
 
 import pytest
+
+from nearkin import _task, clustering, difficulty, metrics, ranking, retrieval
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -23,3 +26,10 @@ def test_the_page_runs(capsys):
     assert scores.bounds("R@1") == (0.0, 1.0)
     assert names["nmi"](names["labels_of_pairs"], names["random"]) == pytest.approx(0.9, abs=0.05)
     assert names["ami"](names["labels_of_pairs"], names["random"]) == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize("module", [_task, clustering, difficulty, metrics, ranking, retrieval])
+def test_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
