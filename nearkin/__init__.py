@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from nearkin import losses, miners, recipes
     from nearkin.errors import UserError
     from nearkin.evaluate import evaluate_final
-    from nearkin.metrics import Scores, score
+    from nearkin.metrics import Scores, compare, score
     from nearkin.models.embedder import Embedder, load
     from nearkin.objective import Objective
     from nearkin.pairs import Pairs, pair_up
-    from nearkin.ranking import Ranking, rank
+    from nearkin.ranking import Ranking, neighbours, rank
     from nearkin.recipe import Recipe
     from nearkin.runs import Run
     from nearkin.train import fit
@@ -40,11 +40,13 @@ _HOME = {
     "Run": "nearkin.runs",
     "Scores": "nearkin.metrics",
     "UserError": "nearkin.errors",
+    "compare": "nearkin.metrics",
     "evaluate_final": "nearkin.evaluate",
     "fit": "nearkin.train",
     "load": "nearkin.models.embedder",
     "losses": "nearkin.losses",
     "miners": "nearkin.miners",
+    "neighbours": "nearkin.ranking",
     "pair_up": "nearkin.pairs",
     "rank": "nearkin.ranking",
     "recipes": "nearkin.recipes",
@@ -60,11 +62,13 @@ __all__ = [
     "Run",
     "Scores",
     "UserError",
+    "compare",
     "evaluate_final",
     "fit",
     "load",
     "losses",
     "miners",
+    "neighbours",
     "pair_up",
     "rank",
     "recipes",
