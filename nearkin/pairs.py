@@ -76,15 +76,14 @@ class Pairs:
                 others = ~self.kin.is_self
                 row, column = row[others], column[others]
             return Side(self.pos, inside=(row, column))
-        few = int(self.pos.count_nonzero()) * 8 <= self.pos.numel()
-        return Side(self.pos, inside=list_of(self.pos) if few else None)
+        return Side(self.pos, inside=_list_if_few(self.pos))
 
     @cached_property
     def negatives(self) -> Side:
-        """The negative pairs, as everything but a list if that is short."""
+        """The negative pairs, as everything but a list if that is short, or as a list if a miner left few."""
         if self.kin is not None and self.kin.describes(self.pos, self.neg):
             return Side(self.neg, outside=(self.kin.row, self.kin.column))
-        return Side(self.neg)
+        return Side(self.neg, inside=_list_if_few(self.neg))
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared lengths of the anchors [N] and of the references [M]."""
@@ -101,6 +100,10 @@ class Pairs:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
         anchor, ref = self.squares()
         return safe_sqrt(self.sq_distance(), scale=_largest(anchor) + _largest(ref))
+
+
+def _list_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    return list_of(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
 
 
 def _largest(square: Tensor) -> float:

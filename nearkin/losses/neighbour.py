@@ -55,7 +55,7 @@ def nca(p: Pairs) -> Tensor:
     0.2474...
     """
     # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2, and what all of a row share makes no difference.
-    return _neighbour(torch.add(-p.squares()[1], p.sim, alpha=2), p, 1.0)
+    return _neighbour(p.sim - p.squares()[1] / 2, p, 2.0)
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:

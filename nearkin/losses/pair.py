@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearkin.losses.register import Inputs, linear, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import hinge_sum, log1p_sum_exp, row_sum
+from nearkin.sums import hinge_sum, log1p_sum_exp, pick, row_sum
 
 
 @loss(
@@ -67,9 +67,11 @@ def contrastive_l2(p: Pairs, *, margin: float = 1.0) -> Tensor:
     >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
     0.0148...
     """
-    square = p.sq_distance()
+    i, j = p.positives.listed()
+    anchor_sq, ref_sq = p.squares()
+    tightness = anchor_sq[i] + ref_sq[j] - 2 * pick(p.sim, i, j)
     slack, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
-    return row_sum(square, p.positives) + slack
+    return slack.index_add(0, i, tightness)
 
 
 @loss(
