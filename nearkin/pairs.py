@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.sums import Side, check_finite, cosine_gram, full_precision, gram, list_of, safe_sqrt, unit
+from nearkin.sums import Side, list_of
+from nearkin.vectors import check_finite, cosine_gram, full_precision, gram, safe_sqrt, unit
 
 Metric = Literal["cosine", "dot"]
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.losses.register import PRODUCTS, Inputs, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import Side, log_sum_exp, shifted_exp, softplus
+from nearkin.sums import Side, log_sums, shifted_exp, softplus
 
 
 @loss(
@@ -59,7 +59,7 @@ def nca(p: Pairs) -> Tensor:
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
-    near, far = log_sum_exp(logits, p.positives, scale), log_sum_exp(logits, p.negatives, scale)
+    near, far = log_sums(logits, p.positives, p.negatives, scale, scale)
     alone = near == float("-inf")
     if alone.any():
         near = near.masked_fill(alone, float("inf"))  # an anchor without positives: softplus(-inf) is 0

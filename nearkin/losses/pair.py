@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearkin.losses.register import Inputs, linear, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import hinge_sum, log1p_sum_exp, pick, row_sum
+from nearkin.sums import hinge_sum, log_sums, pick, row_sum
 
 
 @loss(
@@ -142,6 +142,6 @@ def multi_similarity(p: Pairs, *, alpha: float = 2.0, beta: float = 50.0, base: 
     >>> float(multi_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
     0.2091...
     """
-    pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
-    push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta
-    return pull + push
+    # Each is log(1 + sum exp(scale (s - base))), with scale -alpha over positives and beta over negatives.
+    pull, push = log_sums(p.sim, p.positives, p.negatives, -alpha, beta, base, one=True)
+    return pull / alpha + push / beta
