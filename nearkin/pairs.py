@@ -95,7 +95,7 @@ class Pairs:
     def sq_distance(self) -> Tensor:
         """Squared Euclidean distances [N, M], unclamped: rounding may leave -1e-16 for coincident points."""
         anchor, ref = self.squares()
-        return torch.add(anchor[:, None] + ref, self.sim, alpha=-2)
+        return torch.sub(ref, self.sim, alpha=2).add_(anchor[:, None])
 
     def distance(self) -> Tensor:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""

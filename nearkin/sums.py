@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nearkin.vectors import takes_sparse_gradient
+
 
 @dataclass(frozen=True, eq=False)
 class Side:
@@ -28,6 +30,15 @@ class Side:
             return x.masked_fill_(~self.mask, value)
         x[self.outside] = value
         return x
+
+    def counts(self) -> Tensor:
+        """How many pairs each row holds [N], int64."""
+        n, m = self.mask.shape
+        if self.inside is not None:
+            return torch.bincount(self.inside[0], minlength=n)
+        if self.outside is not None:
+            return m - torch.bincount(self.outside[0], minlength=n)
+        return self.mask.sum(1, dtype=torch.int32).long()
 
     def listed(self) -> tuple[Tensor, Tensor]:
         """(row, column) of every pair inside, row by row."""
@@ -178,23 +189,26 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def pick(x: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """x[row, column] for a list without repetitions."""
-    return _Pick.apply(x, row, column)  # type: ignore[no-any-return]
+    """x[row, column], with a sparse gradient where x can take one."""
+    return _Pick.apply(x, row, column, takes_sparse_gradient(x))  # type: ignore[no-any-return]
 
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        ctx.shape = x.shape
+    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor, sparse: bool) -> Tensor:
+        ctx.shape, ctx.sparse = x.shape, sparse
         ctx.save_for_backward(row, column)
         return x[row, column]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        grad = g.new_zeros(ctx.shape)
-        grad[ctx.saved_tensors] = g
-        return grad, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        row, column = ctx.saved_tensors
+        if ctx.sparse:
+            grad = torch.sparse_coo_tensor(torch.stack([row, column]), g, ctx.shape, check_invariants=False)
+        else:
+            grad = g.new_zeros(ctx.shape).index_put_((row, column), g, accumulate=True)
+        return grad, None, None, None
 
 
 def row_sum(x: Tensor, over: Side) -> Tensor:
@@ -222,7 +236,7 @@ def hinge_sum(x: Tensor, over: Side, slope: float, at: float | Tensor, power: in
 class _HingeSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Side, slope: float, at: Tensor, power: int) -> tuple[Tensor, Tensor]:
-        value = x - at if slope == 1 else (x - at).mul_(slope)
+        value = x - at if slope == 1 else at - x if slope == -1 else (x - at).mul_(slope)
         over.fill_outside_(value.relu_(), 0.0)
         total = (value if power == 1 else value.square()).sum(1)
         ctx.slope, ctx.any = slope * power, bool(total.any())

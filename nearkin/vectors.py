@@ -142,14 +142,21 @@ def _both_ways(g: Tensor, f: Tensor) -> Tensor:
     """(G + G^T) f: what the gradient G on f f^T gives each row for its two roles."""
     # A hinge or a miner leaves few pairs with a gradient; from one in 32 on (judged by every eighth row) the dense
     # product is faster.
-    if g.device.type == "cpu" and len(g) > 256 and int(g[::8].count_nonzero()) * 256 < g.numel():
+    if not g.is_sparse and g.device.type == "cpu" and len(g) > 256 and int(g[::8].count_nonzero()) * 256 < g.numel():
         at = g.nonzero().t()
-        both = torch.sparse_coo_tensor(
-            torch.cat([at, at.flip(0)], 1), g[at[0], at[1]].repeat(2), g.shape, check_invariants=False
-        )
-        product: Tensor = torch.sparse.mm(both, f)
-        return product
-    return torch.mm(g + g.t(), f)
+        g = torch.sparse_coo_tensor(at, g[at[0], at[1]], g.shape, check_invariants=False)
+    if not g.is_sparse:
+        return torch.mm(g + g.t(), f)
+    at, values = g._indices(), g._values()
+    both = torch.sparse_coo_tensor(torch.cat([at, at.flip(0)], 1), values.repeat(2), g.shape, check_invariants=False)
+    product: Tensor = torch.sparse.mm(both, f)
+    return product
+
+
+def takes_sparse_gradient(x: Tensor) -> bool:
+    """Whether x comes straight from `gram` or `cosine_gram` and is large enough for a sparse gradient to pay."""
+    made_by = x.grad_fn.name() if x.grad_fn is not None else ""
+    return made_by in ("_GramBackward", "_CosineGramBackward") and x.device.type == "cpu" and len(x) > 256
 
 
 def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:

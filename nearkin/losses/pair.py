@@ -42,7 +42,7 @@ def contrastive(p: Pairs, *, margin: float = 0.5) -> tuple[Tensor, Tensor]:
     """
     pull = row_sum(p.sim, p.positives)
     push, _ = hinge_sum(p.sim, p.negatives, 1.0, margin)
-    return push - pull, p.pos.count_nonzero() + p.neg.count_nonzero()
+    return push - pull, (p.positives.counts() + p.negatives.counts()).sum()
 
 
 def _l2_pairs(*given: Any, normalize: bool = True, **options: Any) -> Pairs:

@@ -42,10 +42,10 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
     """
     if p.triplets is not None:
         a, i, j = p.triplets.unbind(1)
-        far, near = p.sim[torch.cat([a, a]), torch.cat([i, j])].tensor_split(2)
+        far, near = pick(p.sim, torch.cat([a, a]), torch.cat([i, j])).tensor_split(2)
         terms = torch.relu(near - far + margin)
         return p.sim.new_zeros(len(p.sim)).index_add(0, a, terms), torch.tensor(len(terms))
-    count = (p.pos.sum(1, dtype=torch.int32).long() * p.neg.sum(1, dtype=torch.int32)).sum()
+    count = (p.positives.counts() * p.negatives.counts()).sum()
     return _AllTriplets.apply(p.sim, p.positives, p.negatives, margin), count
 
 
