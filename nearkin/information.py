@@ -24,7 +24,8 @@ from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.register import LOSSES
 from nearkin.pairs import Pairs, as_batch, as_labels
-from nearkin.sums import full_precision, hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
+from nearkin.sums import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
+from nearkin.vectors import full_precision
 
 assert _losses  # importing the package registers every loss
 

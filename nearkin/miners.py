@@ -56,11 +56,12 @@ def all_(p: Pairs) -> Pairs:
 @miner
 def hard(p: Pairs) -> Pairs:
     """Per anchor the least similar positive and the most similar negative: one triplet per anchor that has both."""
-    r = rank_positives(p.sim, p.positives)
-    columns = torch.zeros_like(r.order).index_put_((r.row, r.slot), r.column)
-    far = columns.gather(1, r.order[:, :1]).squeeze(1)
+    row, column, sim, farthest = _farthest_positive(p)
+    last = p.sim.shape[1]
+    far = torch.full_like(farthest, last, dtype=torch.int64)
+    far.scatter_reduce_(0, row, torch.where(sim == farthest[row], column, last), "amin")
     near = _negatives_only(p).max(1)
-    rows = torch.nonzero((r.ranked[:, 0] < float("inf")) & (near.values > float("-inf"))).squeeze(1)
+    rows = torch.nonzero((far < last) & (near.values > float("-inf"))).squeeze(1)
     return _keep_triplets(p, torch.stack([rows, far[rows], near.indices[rows]], 1))
 
 
@@ -71,10 +72,10 @@ def multi_similarity(p: Pairs, *, epsilon: float = 0.1) -> Pairs:
     Wang et al. 2019. For each anchor the two kept sets are both empty or both non-empty.
     """
     nearest = _negatives_only(p).amax(1)
-    r = rank_positives(p.sim, p.positives)
+    row, column, sim, farthest = _farthest_positive(p)
     pos = torch.zeros_like(p.pos)
-    pos[r.row, r.column] = p.sim[r.row, r.column] - epsilon < nearest[r.row]
-    neg = (p.sim > r.ranked[:, :1] - epsilon).logical_and_(p.neg)
+    pos[row, column] = sim - epsilon < nearest[row]
+    neg = (p.sim > (farthest - epsilon)[:, None]).logical_and_(p.neg)
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -179,6 +180,13 @@ def _has_both(p: Pairs) -> Tensor:
 def _one(mask: Tensor, column: Tensor, rows: Tensor) -> Tensor:
     """A mask with the one given column per row, in the given rows."""
     return torch.zeros_like(mask).scatter_(1, column.view(-1, 1), rows.view(-1, 1))
+
+
+def _farthest_positive(p: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The positives as a list (row, column, similarity), and the least similarity of each anchor's [N], or +inf."""
+    row, column = p.positives.listed()
+    sim = p.sim[row, column]
+    return row, column, sim, p.sim.new_full((len(p.sim),), float("inf")).scatter_reduce_(0, row, sim, "amin")
 
 
 def _negatives_only(p: Pairs) -> Tensor:

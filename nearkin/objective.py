@@ -14,7 +14,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.losses.register import LOSSES, Loss, Param, Reduction
 from nearkin.miners import MINERS, Miner
 from nearkin.pairs import Pairs, as_batch
-from nearkin.sums import full_precision
+from nearkin.vectors import full_precision
 
 assert _losses  # importing the package registers every loss
 

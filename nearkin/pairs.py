@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.sums import Side, check_finite, cosine_gram, full_precision, gram, list_of, safe_sqrt, unit
+from nearkin.sums import Side, list_of
+from nearkin.vectors import check_finite, cosine_gram, full_precision, gram, safe_sqrt, unit
 
 Metric = Literal["cosine", "dot"]
 
@@ -76,15 +77,14 @@ class Pairs:
                 others = ~self.kin.is_self
                 row, column = row[others], column[others]
             return Side(self.pos, inside=(row, column))
-        few = int(self.pos.count_nonzero()) * 8 <= self.pos.numel()
-        return Side(self.pos, inside=list_of(self.pos) if few else None)
+        return Side(self.pos, inside=_list_if_few(self.pos))
 
     @cached_property
     def negatives(self) -> Side:
-        """The negative pairs, as everything but a list if that is short."""
+        """The negative pairs, as everything but a list if that is short, or as a list if a miner left few."""
         if self.kin is not None and self.kin.describes(self.pos, self.neg):
             return Side(self.neg, outside=(self.kin.row, self.kin.column))
-        return Side(self.neg)
+        return Side(self.neg, inside=_list_if_few(self.neg))
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared lengths of the anchors [N] and of the references [M]."""
@@ -95,12 +95,16 @@ class Pairs:
     def sq_distance(self) -> Tensor:
         """Squared Euclidean distances [N, M], unclamped: rounding may leave -1e-16 for coincident points."""
         anchor, ref = self.squares()
-        return torch.add(anchor[:, None] + ref, self.sim, alpha=-2)
+        return torch.sub(ref, self.sim, alpha=2).add_(anchor[:, None])
 
     def distance(self) -> Tensor:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
         anchor, ref = self.squares()
         return safe_sqrt(self.sq_distance(), scale=_largest(anchor) + _largest(ref))
+
+
+def _list_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    return list_of(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
 
 
 def _largest(square: Tensor) -> float:

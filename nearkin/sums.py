@@ -1,7 +1,7 @@
-"""Sums over many pairs: the numeric primitives under the losses.
+"""Sums over many pairs: the numeric primitives under the pair losses.
 
-Each has a hand-written backward pass that holds one buffer and is exact where autograd would divide zero by zero: a
-zero vector, an empty row, two coincident points. Second derivatives are not defined.
+Each has a hand-written backward pass that holds one buffer and is exact where autograd would divide zero by zero, as in
+an empty row. Second derivatives are not defined.
 """
 
 from __future__ import annotations
@@ -13,31 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.errors import DataError
-
-# A vector no longer than this has no direction: it is mapped to zero, with zero gradient.
-ZERO_LENGTH = 1e-12
-
-
-def full_precision(like: Tensor) -> torch.autocast:
-    """A context in which autocast does not touch the products: a cosine in bfloat16 has two digits."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
-def refuse_non_finite(x: Tensor) -> None:
-    """Raise if a row [.., D] holds NaN or infinity."""
-    bad = torch.nonzero(~torch.isfinite(x.detach()).reshape(-1, x.shape[-1]).all(1)).flatten().tolist()
-    if bad:
-        raise DataError(
-            f"{len(bad)} of {x[..., 0].numel()} rows hold NaN or infinity (first: row {bad[0]}). "
-            "Look at the learning rate, the mixed precision or the input that made them."
-        )
-
-
-def check_finite(x: Tensor) -> None:
-    """The same at the price of one sum; `unit` checks by itself, losses on raw embeddings ask here."""
-    if not torch.isfinite(x.detach().sum()):
-        refuse_non_finite(x)
+from nearkin.vectors import takes_sparse_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +25,20 @@ class Side:
     outside: tuple[Tensor, Tensor] | None = None
 
     def fill_outside_(self, x: Tensor, value: float) -> Tensor:
+        """Write a value into every entry that is not in the set."""
         if self.outside is None:
             return x.masked_fill_(~self.mask, value)
         x[self.outside] = value
         return x
+
+    def counts(self) -> Tensor:
+        """How many pairs each row holds [N], int64."""
+        n, m = self.mask.shape
+        if self.inside is not None:
+            return torch.bincount(self.inside[0], minlength=n)
+        if self.outside is not None:
+            return m - torch.bincount(self.outside[0], minlength=n)
+        return self.mask.sum(1, dtype=torch.int32).long()
 
     def listed(self) -> tuple[Tensor, Tensor]:
         """(row, column) of every pair inside, row by row."""
@@ -71,146 +57,6 @@ def list_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(row, column) of every pair in a mask, row by row."""
     row, column = mask.nonzero(as_tuple=True)
     return row, column
-
-
-# --- vectors ----------------------------------------------------------------------------------------------------------
-
-
-def unit(x: Tensor) -> Tensor:
-    """Rows (last dimension) scaled to length 1; a zero row stays zero and gets zero gradient.
-
-    >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-    [[0.6..., 0.8...], [0.0, 0.0]]
-    """
-    return _Unit.apply(x)  # type: ignore[no-any-return]
-
-
-def _normalise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit rows, and the inverse lengths (0 for a zero row)."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    # One number tells of a NaN or infinity anywhere, so the check costs no pass over the batch.
-    if not torch.isfinite(length.sum()):
-        refuse_non_finite(x)
-        # Finite, but its square overflows: go by way of the largest entry.
-        top = x.abs().amax(-1, keepdim=True).clamp_(min=1.0)
-        length = torch.linalg.vector_norm(x / top, dim=-1, keepdim=True) * top
-    inverse = length.reciprocal().masked_fill_(length <= ZERO_LENGTH, 0.0)
-    return x * inverse, inverse
-
-
-def _tangent(g: Tensor, f: Tensor, inverse: Tensor, out: Tensor | None = None) -> Tensor:
-    """The gradient on x of f = x / |x|, given that on f."""
-    along = (f * g).sum(-1, keepdim=True)
-    return torch.addcmul(g, f, along, value=-1, out=out).mul_(inverse)
-
-
-class _Unit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        f, inverse = _normalise(x)
-        ctx.save_for_backward(f, inverse)
-        return f
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return _tangent(g, *ctx.saved_tensors)
-
-
-def gram(f: Tensor) -> Tensor:
-    """All products of the rows of f [N, D] with each other [N, N]; of each of several such blocks [.., N, D]."""
-    return _Gram.apply(f)  # type: ignore[no-any-return]
-
-
-def cosine_gram(x: Tensor) -> tuple[Tensor, Tensor]:
-    """All cosines of the rows of x with each other [N, N], and the squared lengths of the unit rows [N]: 1, or 0."""
-    return _CosineGram.apply(x)  # type: ignore[no-any-return]
-
-
-def _symmetric_product(f: Tensor) -> Tensor:
-    n = len(f)
-    block = max(128, n // 8)
-    if n <= 2 * block:
-        return f @ f.t()
-    # Only the lower blocks are multiplied, the upper ones are copied: a quarter of the time at N = 512.
-    s = f.new_empty(n, n)
-    for i in range(0, n, block):
-        torch.mm(f[i : i + block], f[: i + block].t(), out=s[i : i + block, : i + block])
-    for i in range(block, n, block):
-        s[i - block : i, i:] = s[i:, i - block : i].t()
-    return s
-
-
-class _Gram(torch.autograd.Function):
-    """f f^T. Its backward is (G + G^T) f: one product and one addition where autograd does two products."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Tensor) -> Tensor:
-        ctx.save_for_backward(f)
-        return _symmetric_product(f) if f.dim() == 2 else f @ f.mT
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (f,) = ctx.saved_tensors
-        with full_precision(f):
-            return _both_ways(g, f) if f.dim() == 2 else torch.matmul(g + g.mT, f)
-
-
-class _CosineGram(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        f, inverse = _normalise(x)
-        square = (inverse > 0).squeeze(1).to(x.dtype)
-        ctx.save_for_backward(f, inverse)
-        ctx.mark_non_differentiable(square)
-        return _symmetric_product(f), square
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
-        f, inverse = ctx.saved_tensors
-        with full_precision(f):
-            both = _both_ways(g, f)
-            return _tangent(both, f, inverse, out=both)
-
-
-def _both_ways(g: Tensor, f: Tensor) -> Tensor:
-    """(G + G^T) f: what the gradient G on f f^T gives each row for its two roles."""
-    # A hinge or a miner leaves few pairs with a gradient; from one in 32 on, the dense product is faster.
-    if g.device.type == "cpu" and len(g) > 256 and int(g.count_nonzero()) * 32 < g.numel():
-        at = g.nonzero().t()
-        both = torch.sparse_coo_tensor(
-            torch.cat([at, at.flip(0)], 1), g[at[0], at[1]].repeat(2), g.shape, check_invariants=False
-        )
-        product: Tensor = torch.sparse.mm(both, f)
-        return product
-    return torch.mm(g + g.t(), f)
-
-
-def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
-    """Square root of a difference of numbers of size `scale`; what rounding cannot tell from 0 is 0, gradient 0.
-
-    >>> safe_sqrt(torch.tensor([4.0, 1e-9, -1e-9])).tolist()
-    [2.0, 0.0, 0.0]
-    """
-    return _Root.apply(square, 4 * torch.finfo(square.dtype).eps * scale)  # type: ignore[no-any-return]
-
-
-class _Root(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, square: Tensor, noise: float) -> Tensor:
-        root = torch.nn.functional.threshold(square, noise, 0.0).sqrt_()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (root,) = ctx.saved_tensors
-        # Where the root is 0, g / inf = 0; a mask would cost one more pass.
-        safe = torch.nn.functional.threshold(root, 0.0, float("inf"))
-        return torch.div(g, safe, out=safe).mul_(0.5), None
 
 
 # --- logarithms of sums -----------------------------------------------------------------------------------------------
@@ -273,10 +119,7 @@ class _DenseLSE(torch.autograd.Function):
 class _ListedLSE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor, scale: float, offset: float, one: bool) -> Tensor:
-        v = (x[row, column] - offset).mul_(scale)
-        top = x.new_full((len(x),), 0.0 if one else float("-inf")).scatter_reduce_(0, row, v, "amax")
-        weight = v.sub_(top[row]).exp_()
-        total = (torch.exp(-top) if one else torch.zeros_like(top)).index_add_(0, row, weight)
+        weight, total, top = _listed_exp(x, row, column, scale, offset, one)
         ctx.scale, ctx.shape = scale, x.shape
         ctx.save_for_backward(row, column, weight, total)
         return top + total.log()
@@ -290,6 +133,52 @@ class _ListedLSE(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
+def _listed_exp(
+    x: Tensor, row: Tensor, column: Tensor, scale: float, offset: float, one: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`shifted_exp` for a list of pairs: weights [T], row sums and maxima [N]."""
+    v = (x[row, column] - offset).mul_(scale)
+    top = x.new_full((len(x),), 0.0 if one else float("-inf")).scatter_reduce_(0, row, v, "amax")
+    weight = v.sub_(top[row]).exp_()
+    total = (torch.exp(-top) if one else torch.zeros_like(top)).index_add_(0, row, weight)
+    return weight, total, top
+
+
+def log_sums(
+    x: Tensor, near: Side, far: Side, near_scale: float, far_scale: float, offset: float = 0.0, one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The logarithms of two sums over disjoint sides in one go: (near [N], far [N]).
+
+    With `one` each is `log1p_sum_exp`, otherwise `log_sum_exp`.
+    """
+    if x.numel() == 0 or near.inside is None or far.inside is not None:
+        return _lse(x, near, near_scale, offset, one), _lse(x, far, far_scale, offset, one)
+    return _TwoLSE.apply(x, near, far, near_scale, far_scale, offset, one)  # type: ignore[no-any-return]
+
+
+class _TwoLSE(torch.autograd.Function):
+    """A listed and a dense side: their gradients share one buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, near: Side, far: Side, near_scale: float, far_scale: float, offset: float, one: bool
+    ) -> tuple[Tensor, Tensor]:
+        row, column = near.listed()
+        pull, pull_total, pull_top = _listed_exp(x, row, column, near_scale, offset, one)
+        push, push_total, push_top = shifted_exp(x, far, far_scale, offset, one)
+        ctx.near_scale, ctx.far_scale = near_scale, far_scale
+        ctx.save_for_backward(row, column, pull, pull_total, push, push_total)
+        return pull_top + pull_total.log(), push_top + push_total.log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_near: Tensor, g_far: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        row, column, pull, pull_total, push, push_total = ctx.saved_tensors
+        grad = push * (ctx.far_scale * g_far / push_total).masked_fill_(push_total == 0, 0.0)[:, None]
+        grad[row, column] = pull * (ctx.near_scale * g_near / pull_total)[row]
+        return grad, None, None, None, None, None, None
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) to the last digit; softplus(-inf) is 0 with zero gradient."""
     # torch switches to x itself at 20 by default, which is wrong in the ninth digit.
@@ -300,23 +189,26 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def pick(x: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """x[row, column] for a list without repetitions."""
-    return _Pick.apply(x, row, column)  # type: ignore[no-any-return]
+    """x[row, column], with a sparse gradient where x can take one."""
+    return _Pick.apply(x, row, column, takes_sparse_gradient(x))  # type: ignore[no-any-return]
 
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        ctx.shape = x.shape
+    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor, sparse: bool) -> Tensor:
+        ctx.shape, ctx.sparse = x.shape, sparse
         ctx.save_for_backward(row, column)
         return x[row, column]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        grad = g.new_zeros(ctx.shape)
-        grad[ctx.saved_tensors] = g
-        return grad, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        row, column = ctx.saved_tensors
+        if ctx.sparse:
+            grad = torch.sparse_coo_tensor(torch.stack([row, column]), g, ctx.shape, check_invariants=False)
+        else:
+            grad = g.new_zeros(ctx.shape).index_put_((row, column), g, accumulate=True)
+        return grad, None, None, None
 
 
 def row_sum(x: Tensor, over: Side) -> Tensor:
@@ -344,7 +236,7 @@ def hinge_sum(x: Tensor, over: Side, slope: float, at: float | Tensor, power: in
 class _HingeSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Side, slope: float, at: Tensor, power: int) -> tuple[Tensor, Tensor]:
-        value = x - at if slope == 1 else (x - at).mul_(slope)
+        value = x - at if slope == 1 else at - x if slope == -1 else (x - at).mul_(slope)
         over.fill_outside_(value.relu_(), 0.0)
         total = (value if power == 1 else value.square()).sum(1)
         ctx.slope, ctx.any = slope * power, bool(total.any())

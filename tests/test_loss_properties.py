@@ -448,3 +448,30 @@ def test_pairs_by_hand() -> None:
     want = (math.log1p(math.exp(0.2 - 0.9)) + math.log1p(math.exp(0.1 - 0.8))) / 2
     assert float(value.detach()) == pytest.approx(want, rel=1e-6)
     value.backward()
+
+
+@pytest.mark.parametrize("margin", [0.5, -0.2], ids=["few active", "most active"])
+def test_large_batches_against_plain_autograd(margin: float) -> None:
+    """From 257 samples on gradients may be sparse, alone or added to dense ones; plain torch must agree."""
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 90, (300,), generator=g)
+    emb = torch.randn(90, 24, generator=g, dtype=DOUBLE)[labels] + torch.randn(300, 24, generator=g, dtype=DOUBLE)
+    same = labels[:, None] == labels
+    eye = torch.eye(300, dtype=torch.bool)
+
+    def plain(f: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.nn.functional.normalize(f) @ torch.nn.functional.normalize(f).t()
+        contrastive = (torch.relu(s - margin)[~same].sum() - s[same & ~eye].sum()) / (300 * 299)
+        far = s.masked_fill(~same | eye, math.inf).amin(1)
+        near = s.masked_fill(same, -math.inf).amax(1)
+        return contrastive, torch.relu(near - far + 0.3)[far < math.inf].mean()
+
+    for index, objective in enumerate(
+        (nk.Objective("contrastive", margin=margin), nk.Objective("triplet", miner="hard", margin=0.3))
+    ):
+        a, b = emb.clone().requires_grad_(), emb.clone().requires_grad_()
+        value, want = objective(a, labels), plain(b)[index]
+        value.backward()
+        want.backward()
+        assert float(value.detach()) == pytest.approx(float(want.detach()), rel=1e-9)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-12)

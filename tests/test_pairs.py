@@ -9,7 +9,8 @@ import torch
 
 import nearkin as nk
 from nearkin.pairs import Pairs, one_pair_per_class
-from nearkin.sums import Side, cosine_gram, gram, hinge_sum, log1p_sum_exp, log_sum_exp, safe_sqrt, unit
+from nearkin.sums import Side, hinge_sum, log1p_sum_exp, log_sum_exp
+from nearkin.vectors import cosine_gram, gram, safe_sqrt, unit
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

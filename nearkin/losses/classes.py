@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from nearkin.errors import DataError
 from nearkin.losses.register import Inputs, Param
 from nearkin.pairs import as_batch
-from nearkin.sums import check_finite, exp_, full_precision, unit
+from nearkin.sums import exp_
+from nearkin.vectors import check_finite, full_precision, unit
 
 
 @dataclass(frozen=True, eq=False)

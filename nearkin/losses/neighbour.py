@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.losses.register import PRODUCTS, Inputs, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import Side, log_sum_exp, shifted_exp, softplus
+from nearkin.sums import Side, log_sums, shifted_exp, softplus
 
 
 @loss(
@@ -55,11 +55,11 @@ def nca(p: Pairs) -> Tensor:
     0.2474...
     """
     # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2, and what all of a row share makes no difference.
-    return _neighbour(torch.add(-p.squares()[1], p.sim, alpha=2), p, 1.0)
+    return _neighbour(p.sim - p.squares()[1] / 2, p, 2.0)
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
-    near, far = log_sum_exp(logits, p.positives, scale), log_sum_exp(logits, p.negatives, scale)
+    near, far = log_sums(logits, p.positives, p.negatives, scale, scale)
     alone = near == float("-inf")
     if alone.any():
         near = near.masked_fill(alone, float("inf"))  # an anchor without positives: softplus(-inf) is 0

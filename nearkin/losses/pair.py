@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearkin.losses.register import Inputs, linear, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import hinge_sum, log1p_sum_exp, row_sum
+from nearkin.sums import hinge_sum, log_sums, pick, row_sum
 
 
 @loss(
@@ -42,7 +42,7 @@ def contrastive(p: Pairs, *, margin: float = 0.5) -> tuple[Tensor, Tensor]:
     """
     pull = row_sum(p.sim, p.positives)
     push, _ = hinge_sum(p.sim, p.negatives, 1.0, margin)
-    return push - pull, p.pos.count_nonzero() + p.neg.count_nonzero()
+    return push - pull, (p.positives.counts() + p.negatives.counts()).sum()
 
 
 def _l2_pairs(*given: Any, normalize: bool = True, **options: Any) -> Pairs:
@@ -67,9 +67,11 @@ def contrastive_l2(p: Pairs, *, margin: float = 1.0) -> Tensor:
     >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
     0.0148...
     """
-    square = p.sq_distance()
+    i, j = p.positives.listed()
+    anchor_sq, ref_sq = p.squares()
+    tightness = anchor_sq[i] + ref_sq[j] - 2 * pick(p.sim, i, j)
     slack, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
-    return row_sum(square, p.positives) + slack
+    return slack.index_add(0, i, tightness)
 
 
 @loss(
@@ -140,6 +142,6 @@ def multi_similarity(p: Pairs, *, alpha: float = 2.0, beta: float = 50.0, base: 
     >>> float(multi_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
     0.2091...
     """
-    pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
-    push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta
-    return pull + push
+    # Each is log(1 + sum exp(scale (s - base))), with scale -alpha over positives and beta over negatives.
+    pull, push = log_sums(p.sim, p.positives, p.negatives, -alpha, beta, base, one=True)
+    return pull / alpha + push / beta

@@ -25,7 +25,8 @@ from nearkin.losses.classes import (
     own_and_strangers,
 )
 from nearkin.losses.register import choice, integer, linear, log, loss
-from nearkin.sums import Side, gram, log1p_sum_exp, safe_sqrt, softplus, unit
+from nearkin.sums import Side, log1p_sum_exp, softplus
+from nearkin.vectors import gram, safe_sqrt, unit
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.pairs import Pairs, one_pair_per_class, pair_up
 from nearkin.registry import Registry
-from nearkin.sums import full_precision
+from nearkin.vectors import full_precision
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -21,7 +21,8 @@ from nearkin.errors import DataError
 from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, to_logits
 from nearkin.losses.register import Inputs, Param, linear, log, loss
 from nearkin.pairs import as_batch
-from nearkin.sums import check_finite, full_precision, softplus
+from nearkin.sums import softplus
+from nearkin.vectors import check_finite, full_precision
 
 
 @loss(

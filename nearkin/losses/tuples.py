@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.losses.register import ONE_PER_CLASS, Inputs, linear, log, loss
 from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import Side, log_sum_exp, pick, rank_positives, softplus
+from nearkin.sums import Side, log_sum_exp, log_sums, pick, rank_positives, softplus
 
 
 @loss(
@@ -42,10 +42,10 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
     """
     if p.triplets is not None:
         a, i, j = p.triplets.unbind(1)
-        far, near = p.sim[torch.cat([a, a]), torch.cat([i, j])].tensor_split(2)
+        far, near = pick(p.sim, torch.cat([a, a]), torch.cat([i, j])).tensor_split(2)
         terms = torch.relu(near - far + margin)
         return p.sim.new_zeros(len(p.sim)).index_add(0, a, terms), torch.tensor(len(terms))
-    count = (p.pos.sum(1, dtype=torch.int32).long() * p.neg.sum(1, dtype=torch.int32)).sum()
+    count = (p.positives.counts() * p.negatives.counts()).sum()
     return _AllTriplets.apply(p.sim, p.positives, p.negatives, margin), count
 
 
@@ -97,7 +97,8 @@ def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
     >>> float(lifted_structure(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
     0.3200...
     """
-    return torch.relu(margin + log_sum_exp(p.sim, p.positives, -1.0) + log_sum_exp(p.sim, p.negatives))
+    far, near = log_sums(p.sim, p.positives, p.negatives, -1.0, 1.0)
+    return torch.relu(margin + far + near)
 
 
 @loss(
@@ -145,7 +146,8 @@ def npair(p: Pairs) -> Tensor:
     >>> float(npair(pair_up(emb, torch.tensor([0, 0, 1]))))
     0.4581...
     """
-    return softplus(log_sum_exp(p.sim, p.negatives) + log_sum_exp(p.sim, p.positives, -1.0))
+    far, near = log_sums(p.sim, p.positives, p.negatives, -1.0, 1.0)
+    return softplus(near + far)
 
 
 @loss(
