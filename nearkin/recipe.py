@@ -125,6 +125,12 @@ class Train:
         _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
         _check(self.batch_size >= 2, "train.batch_size", "at least 2", self.batch_size)
         _check(0 <= self.per_class <= self.batch_size, "train.per_class", "from 0 to batch_size", self.per_class)
+        _check(
+            self.per_class == 0 or self.batch_size % self.per_class == 0,
+            "train.batch_size",
+            f"a multiple of train.per_class ({self.per_class})",
+            self.batch_size,
+        )
         _check(self.lr > 0, "train.lr", "above 0", self.lr)
         _check(self.class_lr is None or self.class_lr > 0, "train.class_lr", "above 0", self.class_lr)
         _check(self.weight_decay >= 0, "train.weight_decay", "0 or above", self.weight_decay)

@@ -27,6 +27,7 @@ def test_toml_round_trip(name, tmp_path):
         ("[train]\nepochs = 'ten'", "train.epochs: expected a whole number, got 'ten'"),
         ("[train]\nepochs = true", "train.epochs: expected a whole number, got True"),
         ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
+        ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.per_class (4), got 10"),
         ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
         ("[train]\noptimizer = 'adam'", "train.optimizer: expected one of 'adamw', 'sgd', got 'adam'"),
         ("[data]\nval_share = 0.7\ntest_share = 0.6", "data.val_share + data.test_share: expected below 1"),
