@@ -218,6 +218,10 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
+def ratio(value: float) -> str:
+    return f"{value:,.0f}x" if value >= 100 else f"{value:.3g}x"
+
+
 def speed_table(table: Table, sizes: list[int]) -> str:
     head = "| loss |" + "".join(f" ours {n} (ms) | PML {n} (ms) | speed-up {n} |" for n in sizes)
     lines = [head, "|---|" + "---:|---:|---:|" * len(sizes)]
@@ -231,7 +235,7 @@ def speed_table(table: Table, sizes: list[int]) -> str:
             if c.theirs is None:
                 text += f" {ms(c.ours)} | {c.note} | - |"
             else:
-                text += f" {ms(c.ours)} | {ms(c.theirs)} | {c.theirs / c.ours:,.3g}x |"
+                text += f" {ms(c.ours)} | {ms(c.theirs)} | {ratio(c.theirs / c.ours)} |"
         lines.append(text)
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
 from nearkin.sums import Side, list_of
-from nearkin.vectors import check_finite, cosine_gram, full_precision, gram, safe_sqrt, unit
+from nearkin.vectors import check_finite, cosine_gram, distances, full_precision, gram, unit
 
 Metric = Literal["cosine", "dot"]
 
@@ -99,16 +99,11 @@ class Pairs:
 
     def distance(self) -> Tensor:
         """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
-        anchor, ref = self.squares()
-        return safe_sqrt(self.sq_distance(), scale=_largest(anchor) + _largest(ref))
+        return distances(self.sim, *self.squares())
 
 
 def _list_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
     return list_of(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
-
-
-def _largest(square: Tensor) -> float:
-    return float(square.detach().max()) if square.numel() else 0.0
 
 
 def pair_up(

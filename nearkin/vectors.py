@@ -159,6 +159,32 @@ def takes_sparse_gradient(x: Tensor) -> bool:
     return made_by in ("_GramBackward", "_CosineGramBackward") and x.device.type == "cpu" and len(x) > 256
 
 
+def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
+    """Euclidean distances [N, M] from products and squared lengths; coincident points are at 0, with zero gradient."""
+    return _Distances.apply(products, anchor_sq, ref_sq)  # type: ignore[no-any-return]
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
+        square = torch.sub(ref_sq, products, alpha=2).add_(anchor_sq[:, None])
+        # A difference of numbers of this size cannot tell less than a few of their last digits from 0.
+        size = float(anchor_sq.max() + ref_sq.max()) if products.numel() else 0.0
+        root = torch.threshold_(square, 4 * torch.finfo(square.dtype).eps * size, 0.0).sqrt_()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        (root,) = ctx.saved_tensors
+        # Where the distance is 0, g / inf = 0; a mask would cost one more pass.
+        safe = torch.nn.functional.threshold(root, 0.0, float("-inf")).neg_()
+        grad = torch.div(g, safe, out=safe)
+        on_anchor = grad.sum(1).mul_(-0.5) if ctx.needs_input_grad[1] else None
+        return grad, on_anchor, grad.sum(0).mul_(-0.5) if ctx.needs_input_grad[2] else None
+
+
 def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
     """Square root of a difference of numbers of size `scale`; what rounding cannot tell from 0 is 0, gradient 0.
 
