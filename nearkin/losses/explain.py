@@ -17,7 +17,7 @@ from nearkin.losses.register import LOSSES, ONE_PER_CLASS, PRODUCTS, Loss
 from nearkin.pairs import Pairs
 
 FAMILIES = {
-    "pair": "pairs: each pair of one class is pulled, each pair of two classes is pushed",
+    "pair": "each pair of one class is pulled, each pair of two classes is pushed",
     "tuple": "an anchor with its positives and negatives taken together",
     "neighbour": "whether a neighbour drawn by similarity is of the same class",
     "proxy": "the batch against learned proxies of the classes",
