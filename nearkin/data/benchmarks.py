@@ -40,6 +40,7 @@ class Archive:
     """
 
     name: str
+    makes: str  # what is there, below --root, once it has been unpacked
     urls: tuple[str, ...] = ()
     sha256: str | None = None
     md5: str | None = None
@@ -311,6 +312,7 @@ _add(
         archives=(
             Archive(
                 "CUB_200_2011.tgz",
+                makes="CUB_200_2011",
                 urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
                 md5="97eceeb196236b17998738112f37df78",
             ),
@@ -333,6 +335,7 @@ _add(
         archives=(
             Archive(
                 "car_ims.tgz",
+                makes="cars196/car_ims",
                 urls=(
                     "http://ai.stanford.edu/~jkrause/car196/car_ims.tgz",
                     "http://imagenet.stanford.edu/internal/car196/car_ims.tgz",
@@ -342,6 +345,7 @@ _add(
             ),
             Archive(
                 "cars_annos.mat",
+                makes="cars196/cars_annos.mat",
                 urls=(
                     "http://ai.stanford.edu/~jkrause/car196/cars_annos.mat",
                     "http://imagenet.stanford.edu/internal/car196/cars_annos.mat",
@@ -366,6 +370,7 @@ _add(
         archives=(
             Archive(
                 "Stanford_Online_Products.zip",
+                makes="Stanford_Online_Products",
                 urls=(
                     "http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
                     "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
@@ -387,7 +392,10 @@ _add(
         needs=("Eval/list_eval_partition.txt", "list_eval_partition.txt"),
         images=".",
         # Handed out by its authors from a shared drive on request: there is no address to download from.
-        archives=(Archive("img.zip", into="inshop"), Archive("list_eval_partition.txt", into="inshop/Eval")),
+        archives=(
+            Archive("img.zip", makes="inshop/img", into="inshop"),
+            Archive("list_eval_partition.txt", makes="inshop/Eval/list_eval_partition.txt", into="inshop/Eval"),
+        ),
         page="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
         terms="for research only, on request from its authors",
         read=read_inshop,
