@@ -109,6 +109,7 @@ def list_folder(root: Path) -> Listing:
         # A folder that holds only train/ and test/ has its classes one step deeper; two classes "train" and "test"
         # would be nonsense.
         if len(folders) >= 2 and all(part_name(f.name) in PARTS for f in folders):
+            folders.sort(key=lambda top: PARTS.index(part_name(top.name)))
             classes = [(f, part_name(top.name)) for top in folders for f in _folders_in(top)]
         else:
             classes = [(f, "") for f in folders]
