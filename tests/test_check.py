@@ -298,7 +298,7 @@ def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tm
 def test_the_list_and_its_mistakes(capsys):
     code, out, _ = run(capsys, "data", "list")
     assert code == 0
-    for word in ("cub", "11,788", "cars", "sop", "22,634", "inshop", "on request", "glyphs", "folder"):
+    for word in ("cub", "11,788", "cars", "sop", "22,634", "inshop", "tells whom to ask", "glyphs", "folder"):
         assert word in out
     for args, message in (
         (["lst"], "no action named 'lst'. Did you mean 'list'?"),

@@ -138,6 +138,14 @@ def test_the_split_for_classification_is_refused(asked):
         split_for(make_table(20), Data(split=asked))
 
 
+def test_the_holdout_shows_its_size_and_nothing_else():
+    _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
+    assert "sealed" in repr(holdout)
+    assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes"}
+    for name in ("images", "labels", "table"):
+        assert not hasattr(holdout, name)
+
+
 def test_a_sources_own_validation_part_is_used():
     table = with_parts(*["train"] * 4, *["val"] * 2, *["test"] * 3)
     split, holdout = split_for(table, Data())
@@ -171,6 +179,7 @@ def test_the_badge_says_how_the_rows_were_chosen():
 
 def test_too_few_classes_say_how_many_are_needed():
     for make, message in (
+        (lambda: split_by_class(make_table(5), val_share=0.1, test_share=0.4, seed=0), "too few to split by class"),
         (lambda: kfold(make_table(10), folds=6, seed=0), "Use at most 5 folds"),
         (lambda: fixed(make_table(3), seed=0), "at least 4 needed"),
         (lambda: half_half(make_table(5)), "at least 6 are needed"),

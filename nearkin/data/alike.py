@@ -60,7 +60,7 @@ def near_pairs(hashes: NDArray[np.uint64], bits: int = NEAR_BITS) -> NDArray[np.
 
 def is_flat(thumbs: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Which thumbnails [N, 16, 16] are of one shade, so that nothing can be said about them."""
-    flat: NDArray[np.bool_] = thumbs.reshape(len(thumbs), -1).std(axis=1, dtype=np.float32) < FLAT
+    flat: NDArray[np.bool_] = thumbs.reshape(len(thumbs), THUMB * THUMB).std(axis=1, dtype=np.float32) < FLAT
     return flat
 
 
@@ -68,7 +68,7 @@ def confirm(pairs: NDArray[np.int64], thumbs: NDArray[np.uint8]) -> NDArray[np.i
     """The pairs whose thumbnails [N, 16, 16] agree."""
     kept = []
     for chunk in np.array_split(pairs, max(1, len(pairs) // 65_536)):
-        a, b = (thumbs[chunk[:, side]].reshape(len(chunk), -1).astype(np.float64) for side in (0, 1))
+        a, b = (thumbs[chunk[:, side]].reshape(len(chunk), THUMB * THUMB).astype(np.float64) for side in (0, 1))
         a -= a.mean(axis=1, keepdims=True)
         b -= b.mean(axis=1, keepdims=True)
         spread = np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))

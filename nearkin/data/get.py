@@ -126,15 +126,13 @@ def source_table() -> Any:
     from nearkin.data.benchmarks import BENCHMARKS
 
     table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("source", "images", "classes", "parts", "where from"):
-        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left", no_wrap=True)
-    table.add_row("glyphs", "about 11,000", "about 240", "by class", "built in: drawn from fonts, nothing to download")
+    for heading in ("source", "images", "classes", "where to get it"):
+        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
+    table.add_row("glyphs", "about 11,000", "about 240", "built in: drawn from fonts")
     for name, benchmark in BENCHMARKS.items():
-        total = benchmark.total
-        parts = ", ".join(f"{part} {count.images:,}" for part, count in benchmark.parts.items())
         by_hand = not all(archive.urls for archive in benchmark.archives)
-        how = f"on request: {benchmark.page}" if by_hand else f"nearkin data get {name}"
-        table.add_row(name, f"{total.images:,}", f"{total.classes:,}", parts, how)
-    table.add_row("folder", "yours", "", "by class", "--data FOLDER: one folder of images per class")
-    table.add_row("table", "yours", "", "as listed", "--data FILE.csv: columns path, label, perhaps part")
+        how = f"nearkin data get {name}" + (" (tells whom to ask)" if by_hand else "")
+        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", how)
+    table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
+    table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
     return table
