@@ -19,7 +19,7 @@ from nearkin.data.listing import Listing
 from nearkin.data.looking import HUGE, Look, look_at_all
 from nearkin.data.sources import FEATURE_SUFFIXES, fingerprint, list_source, load_features, recognise
 from nearkin.data.splits import JUDGED
-from nearkin.data.table import Table
+from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, did_you_mean
 from nearkin.progress import Reporter
 from nearkin.recipe import Data
@@ -342,7 +342,8 @@ def _part_counts(listing: Listing) -> dict[str, dict[str, int]]:
             "images": int((listing.part == part).sum()),
             "classes": len(np.unique(listing.labels[listing.part == part])),
         }
-        for part in np.unique(listing.part)
+        for part in PARTS
+        if part in listing.part
     }
 
 
@@ -370,8 +371,8 @@ def render(report: Report, *, cases: int = 3) -> Any:
             text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
         text.append(f"\n        {finding.advice}")
     count = Counter(finding.level for finding in report.findings)
-    ending = "Nothing is off." if not count else ", ".join(f"{count[k]} kinds of {k}" for k in LEVELS if count[k]) + "."
-    return text.append(f"\n\n{ending}")
+    ending = ", ".join(f"{k}s of {count[k]} kind{'s'[: count[k] > 1]}" for k in LEVELS if count[k]) or "nothing is off"
+    return text.append(f"\n\n{ending[0].upper()}{ending[1:]}.")
 
 
 def write_json(report: Report, file: Path) -> None:

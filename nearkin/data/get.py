@@ -128,7 +128,7 @@ def source_table() -> Any:
     table = RichTable(box=None, padding=(0, 2, 0, 0))
     for heading in ("source", "images", "classes", "where to get it"):
         table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
-    table.add_row("glyphs", "about 11,000", "about 240", "built in: drawn from fonts")
+    table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
     for name, benchmark in BENCHMARKS.items():
         by_hand = not all(archive.urls for archive in benchmark.archives)
         how = f"nearkin data get {name}" + (" (tells whom to ask)" if by_hand else "")
