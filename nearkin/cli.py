@@ -21,9 +21,10 @@ HELP = """\
 nearkin {version}: train embeddings, judge them on classes never seen, put them to use.
 
   nearkin demo                 train, judge and report on built-in data: two minutes on two cores
-  nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER of class folders
+  nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER (or .csv) of your images
   nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
   nearkin report RUN           one self-contained HTML page for a run
+  nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
   nearkin doctor               versions, devices, extras, and trouble known for this machine
 
@@ -57,6 +58,8 @@ class TrainArgs:
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
 
     nearkin train --data photos/   (your images: photos/CLASS/IMAGE.jpg)
+
+    nearkin train --data photos.csv   (columns path and label)
 
     nearkin train my_recipe.toml --seed 1
 
@@ -122,6 +125,32 @@ class LossesArgs:
 
 
 @dataclass(frozen=True)
+class DataListArgs:
+    """List the sources that nearkin reads: images, classes, and where to get them."""
+
+
+@dataclass(frozen=True)
+class DataCheckArgs:
+    """Say what is off with images before they are trained on, worst first; exit code 1 if a number would be wrong.
+
+    nearkin data check photos/ --json report.json
+
+    nearkin data check photos.csv
+
+    nearkin data check cub --root data
+    """
+
+    root: Path = Path("data")
+    """Where a benchmark named by its name lies."""
+    json: Path | None = None
+    """Write the whole report, every case named, to this file."""
+    cases: int = 3
+    """How many cases of each kind are printed."""
+    quiet: bool = False
+    """Print the report only."""
+
+
+@dataclass(frozen=True)
 class DoctorArgs:
     """Print versions, devices, extras, and trouble known for this machine."""
 
@@ -183,6 +212,50 @@ def losses(argv: list[str]) -> None:
     print(explain(named[0], args.picture) if named else list_losses())
 
 
+def data(argv: list[str]) -> None:
+    actions = {"list": data_list, "check": data_check, "get": data_get}
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print("usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (each has --help)")
+        return
+    if argv[0] not in actions:
+        hint = did_you_mean(argv[0], actions) or f" There are: {', '.join(actions)}."
+        raise ConfigError(f"nearkin data: no action named '{argv[0]}'.{hint}")
+    actions[argv[0]](argv[1:])
+
+
+def data_list(argv: list[str]) -> None:
+    parse(DataListArgs, argv, "nearkin data list")
+    from nearkin.data.get import source_table
+
+    show(source_table())
+
+
+def data_check(argv: list[str]) -> None:
+    target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
+    args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
+    from nearkin.data.check import check_target, render, write_json
+    from nearkin.progress import Reporter
+
+    report = check_target(target, args.root, Reporter(quiet=args.quiet))
+    show(render(report, cases=args.cases))
+    if args.json is not None:
+        write_json(report, args.json)
+        print(f"report: {args.json}")
+    if not report.ok:
+        sys.exit(1)
+
+
+def data_get(argv: list[str]) -> None:
+    from nearkin.data.get import GetArgs
+
+    name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
+    args = parse(GetArgs, flags, "nearkin data get NAME")
+    from nearkin.data.get import get
+    from nearkin.progress import Reporter
+
+    print(get(name, args.root, given=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))
+
+
 def doctor(argv: list[str]) -> None:
     parse(DoctorArgs, argv, "nearkin doctor")
     from nearkin.doctor import examine
@@ -195,6 +268,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "evaluate": evaluate,
     "report": report,
+    "data": data,
     "losses": losses,
     "doctor": doctor,
 }
@@ -284,7 +358,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     named = argv.pop(0) if argv and not argv[0].startswith("-") else None
     settings: dict[str, dict[str, Scalar]] = {"loss": {}, "miner": {}}
     flags: list[str] = []
-    folder: Path | None = None
+    given: Path | None = None
     while argv:
         flag, equals, value = argv.pop(0).partition("=")
         owner, dot, setting = flag.removeprefix("--").partition(".")
@@ -294,7 +368,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
                     raise ConfigError(f"{flag}: a value is needed.")
                 value = argv.pop(0)
             if flag == "--data":
-                folder = Path(value).resolve()  # the run folder must find its data from anywhere
+                given = Path(value).resolve()  # the run folder must find its data from anywhere
             elif setting == "name":
                 flags += [f"--{owner}", value]
             else:
@@ -302,9 +376,12 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         else:
             flags.append(f"{flag}{equals}{value}")
 
-    recipe = recipes.find(named or ("folder_default" if folder else "glyphs_small"))
-    if folder is not None:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source="folder", root=folder))
+    recipe = recipes.find(named or ("folder_default" if given else "glyphs_small"))
+    if given is not None:
+        from nearkin.data.sources import recognise
+
+        source = recognise(given)
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
     default = TrainArgs(
         loss=recipe.loss.name,
         miner=recipe.miner.name if recipe.miner else None,

@@ -32,17 +32,31 @@ class Data:
     """Which images, and how their classes are split."""
 
     source: str = "glyphs"
-    """Where the images come from: "glyphs" (built in) or "folder" (one folder per class, see root)."""
+    """Where the images come from: glyphs (built in), cub, cars, sop, inshop (official layouts), folder, table."""
     root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
-    """The folder that holds one folder of images per class."""
+    """The folder of the benchmark or of the class folders; for table the .csv or .parquet file."""
     image_size: int = 64
     """Side in pixels to which a folder's images are cut and scaled (glyphs have their own)."""
     skip_broken: bool = False
     """Leave out images that cannot be read, and say so, instead of stopping."""
+    allow_missing: bool = field(default=False, metadata=_NOT_IN_KEY)
+    """Go on when files that a source lists are not there; the result then says so."""
+    boxes: bool = False
+    """Cut images to the boxes that the source gives. The papers do not."""
+    path_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
+    """Column of a table that holds the path of the image; by default path, file_name or the like."""
+    label_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
+    """Column of a table that holds the class; by default label, class or the like."""
+    split: str = "auto"
+    """auto: the source's own test part, else by_class; half: the first half of the classes trains; by_class."""
     test_share: float = 0.4
-    """Share of the classes kept sealed for the final numbers."""
+    """Share of the classes kept sealed for the final numbers, where the source has no test part of its own."""
     val_share: float = 0.1
-    """Share of the classes that choose the epoch."""
+    """Share of the classes (of the training classes, where the source has a test part) that choose the epoch."""
+    folds: int = 0
+    """With 10, validation is one of ten equal groups of the training classes instead of val_share of them."""
+    fold: int = 0
+    """Which of the folds validates, from 0."""
     split_seed: int = 0
     """Draws which classes go where; the same for every run that is to be compared."""
 
@@ -50,6 +64,8 @@ class Data:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
         _check(0 < self.val_share < 1, "data.val_share", "between 0 and 1", self.val_share)
         _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
+        _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)
+        _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
         _check(
             self.val_share + self.test_share < 1,
             "data.val_share + data.test_share",

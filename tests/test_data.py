@@ -1,16 +1,11 @@
-"""Glyphs, folders of images, and splits by class."""
+"""Glyphs and folders of images."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from nearkin.data import glyphs
-from nearkin.data.images import ArrayImages
 from nearkin.data.sources import load_folder
-from nearkin.data.splits import split_by_class
-from nearkin.data.table import Table
 from nearkin.errors import DataError
 from nearkin.progress import Reporter
 
@@ -59,37 +54,6 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
     blocked.touch()
     assert glyphs.load(cache=blocked).fingerprint == glyphs_table.fingerprint
     assert len(drawn) == 4
-
-
-def make_table(classes: int) -> Table:
-    labels = np.repeat(np.arange(classes, dtype=np.int64), 3)
-    pixels = np.zeros((len(labels), 1, 2, 2), np.uint8)
-    return Table("made", labels, tuple(f"c{i}" for i in range(classes)), ArrayImages(pixels), "f")
-
-
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(st.integers(20, 80), st.floats(0.01, 0.5), st.floats(0.01, 0.4), st.integers(0, 5))
-def test_splits_are_disjoint_complete_and_seeded(classes, val, test, seed):
-    table = make_table(classes)
-    split, holdout = split_by_class(table, val_share=val, test_share=test, seed=seed)
-    parts = [split.train, split.val, holdout.open()]
-    names = [set(part.class_names) for part in parts]
-    assert sum(len(group) for group in names) == table.num_classes
-    assert set.union(*names) == set(table.class_names)
-    assert sum(len(part) for part in parts) == len(table)
-    for part in parts:
-        assert part.num_classes >= 2
-        assert sorted(set(part.labels.tolist())) == list(range(part.num_classes))
-    again, _ = split_by_class(table, val_share=val, test_share=test, seed=seed)
-    assert again.train.class_names == split.train.class_names
-
-
-def test_the_holdout_shows_its_size_and_nothing_else():
-    _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
-    assert "sealed" in repr(holdout)
-    assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes"}
-    for name in ("images", "labels", "table"):
-        assert not hasattr(holdout, name)
 
 
 def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
@@ -142,5 +106,3 @@ def test_folders_that_cannot_serve_say_why(tmp_path, quiet):
         load_folder(tmp_path / "none", image_size=8, skip_broken=False, reporter=quiet)
     with pytest.raises(DataError, match="found images in 0 class folders"):
         load_folder(tmp_path, image_size=8, skip_broken=False, reporter=quiet)
-    with pytest.raises(DataError, match="too few to split by class"):
-        split_by_class(make_table(5), val_share=0.1, test_share=0.4, seed=0)

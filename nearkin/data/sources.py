@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data import glyphs
-from nearkin.data.images import ArrayImages
-from nearkin.data.table import Table
+from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.data.images import ArrayImages, Images
+from nearkin.data.listing import TABLE_SUFFIXES, Listing, list_folder, list_table, metadata_files, number_classes
+from nearkin.data.table import NoImages, Table
 from nearkin.errors import DataError, UserError, did_you_mean, need
 from nearkin.progress import Reporter
 from nearkin.recipe import Data
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+SOURCES = ("glyphs", *BENCHMARKS, "folder", "table")
+FEATURE_SUFFIXES = {".npz", ".npy"}
 MOST_BYTES = 8 * 2**30  # the images of a run are held in memory, scaled
 
 
@@ -24,74 +29,218 @@ def load(data: Data, reporter: Reporter) -> Table:
     if data.source == "glyphs":
         reporter.say("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
+    listing = list_source(data)
+    counted = f"{len(listing):,} images of {len(listing.class_names):,} classes"
+    reporter.say(f"data: {data.source}, {counted} from {listing.root}")
+    return table_of(listing, data, reporter)
+
+
+def list_source(data: Data) -> Listing:
+    """What the source lists, without decoding anything."""
+    if data.source in BENCHMARKS:
+        return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
     if data.source == "folder":
         if data.root is None:
             raise DataError("data.root: a folder of class folders is needed. Give it with --data FOLDER.")
-        return load_folder(data.root, image_size=data.image_size, skip_broken=data.skip_broken, reporter=reporter)
-    hint = did_you_mean(data.source, ["glyphs", "folder"]) or " There are: glyphs, folder."
+        return list_folder(data.root)
+    if data.source == "table":
+        if data.root is None:
+            raise DataError("data.root: a .csv or .parquet file is needed. Give it with --data FILE.")
+        listing = list_table(data.root, path_column=data.path_column, label_column=data.label_column)
+        if listing.missing and not data.allow_missing:
+            total = len(listing) + len(listing.missing)
+            raise DataError(
+                f"{data.root}: {len(listing.missing):,} of {total:,} files it lists are not there, first "
+                f"{listing.missing[0]}.\n"
+                f"Paths are relative to the folder of the file; --data.allow-missing goes on without them."
+            )
+        return listing
+    hint = did_you_mean(data.source, SOURCES) or f" There are: {', '.join(SOURCES)}."
     raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+
+
+def recognise(path: Path) -> str:
+    """The source that fits what lies at a path, for `--data PATH`.
+
+    A benchmark is known by its official files, a table by its suffix or its metadata.csv; all else is a folder.
+    """
+    if path.suffix.lower() in TABLE_SUFFIXES and not path.is_dir():
+        return "table"
+    for name, benchmark in BENCHMARKS.items():
+        if any((place / file).exists() for place in (path, path / benchmark.folder) for file in benchmark.needs):
+            return name
+    return "table" if path.is_dir() and metadata_files(path) else "folder"
+
+
+def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
+    """The listed images as a table, read as `data` asks; what cannot be read stops it or is left out, and named."""
+    if data.boxes and listing.boxes is None:
+        raise DataError(f"{listing.source}: has no boxes to cut to. Leave out --data.boxes.")
+    if listing.unopened and not data.skip_broken:
+        raise DataError(
+            f"{listing.root}: {len(listing.unopened)} folders cannot be opened, first {listing.unopened[0]}.\n"
+            f"Change their permissions, or leave them out with --data.skip-broken."
+        )
+    if listing.empty:
+        shown = ", ".join(listing.empty[:3])
+        reporter.say(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
+    boxes = listing.boxes if data.boxes else None
+    images, broken = images_of(listing.paths, data, reporter, name=listing.source, boxes=boxes)
+    notes = listing.notes
+    if listing.missing and not notes:
+        notes += (f"{len(listing.missing):,} listed files were not there",)
+    if broken:
+        names = ", ".join(listing.shown(listing.paths[row]) for row in list(broken)[:3])
+        if not data.skip_broken:
+            raise DataError(
+                f"{listing.root}: {len(broken)} of {len(listing)} images cannot be read, first {names} "
+                f"({next(iter(broken.values()))}).\n"
+                f"Mend or remove them, or leave them out with --data.skip-broken."
+            )
+        reporter.say(f"data: {len(broken)} images cannot be read and are left out: {names}")
+        notes += (f"{len(broken):,} images could not be read and were left out",)
+        kept = np.delete(np.arange(len(listing)), list(broken))
+        images, listing = images.take(kept), listing.take(kept)
+        boxes = None if boxes is None else boxes[kept]
+    present, labels = np.unique(listing.labels, return_inverse=True)
+    names_kept = tuple(listing.class_names[c] for c in present)
+    return Table(
+        source=listing.source,
+        labels=labels.astype(np.int64),
+        class_names=names_kept,
+        images=images,
+        fingerprint=fingerprint(file_digests(listing.paths), labels, names_kept, listing.part, boxes),
+        paths=listing.paths,
+        part=listing.part,
+        groups=listing.groups,
+        boxes=boxes,
+        notes=notes,
+    )
+
+
+def images_of(
+    paths: Sequence[Path], data: Data, reporter: Reporter, *, name: str, boxes: NDArray[np.int64] | None = None
+) -> tuple[Images, dict[int, str]]:
+    """The store that holds these files' pixels, and the reason for each row that cannot be read."""
+    size = len(paths) * 3 * data.image_size**2
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{name}: {len(paths):,} images at {data.image_size} pixels need {size / 2**30:.0f} GiB of memory, "
+            f"more than {MOST_BYTES / 2**30:.0f}. Lower data.image_size."
+        )
+    need("PIL.Image", extra="vision")
+    pixels = np.zeros((len(paths), 3, data.image_size, data.image_size), np.uint8)
+    broken: dict[int, str] = {}
+    with reporter.track(f"reading {name}", len(paths), unit="img") as bar:
+        for row, path in enumerate(paths):
+            try:
+                pixels[row] = read_square(path, data.image_size, None if boxes is None else boxes[row])
+            except Exception as error:  # decoders raise anything at all on a damaged file
+                broken[row] = str(error)
+            bar.advance()
+    return ArrayImages(pixels), broken
+
+
+def read_square(path: Path, side: int, box: NDArray[np.int64] | None = None) -> NDArray[np.uint8]:
+    """One image as RGB [3, side, side]: upright as its camera meant, cut to its box, its middle square scaled."""
+    image_module, ops = need("PIL.Image", extra="vision"), need("PIL.ImageOps", extra="vision")
+    with image_module.open(path) as image:
+        if box is None:
+            image.draft("RGB", (2 * side, 2 * side))  # lets a JPEG be decoded at a fraction of its size
+        upright = ops.exif_transpose(image).convert("RGB")
+    if box is not None:
+        x, y, width, height = box.tolist()
+        upright = upright.crop((x, y, min(x + width, upright.width), min(y + height, upright.height)))
+    square = ops.fit(upright, (side, side), image_module.Resampling.BILINEAR)
+    return np.asarray(square, np.uint8).transpose(2, 0, 1)
+
+
+def file_digests(paths: Iterable[Path]) -> list[bytes]:
+    """SHA-256 of each file's bytes: the identity of an image, whatever it is called and however it is scaled."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return digests
+
+
+def fingerprint(
+    contents: Iterable[bytes],
+    labels: NDArray[Any],
+    class_names: Sequence[str],
+    part: NDArray[np.str_] | None = None,
+    boxes: NDArray[np.int64] | None = None,
+) -> str:
+    """A hash of all that can change a number: contents in their order, labels, classes, parts and boxes."""
+    whole = hashlib.sha256(repr(tuple(class_names)).encode())
+    whole.update(np.ascontiguousarray(labels, np.int64).tobytes())
+    whole.update(b"" if part is None else "\n".join(part.tolist()).encode())
+    whole.update(b"" if boxes is None else np.ascontiguousarray(boxes, np.int64).tobytes())
+    for content in contents:
+        whole.update(content)
+    return whole.hexdigest()[:16]
 
 
 def load_folder(root: Path, *, image_size: int, skip_broken: bool, reporter: Reporter) -> Table:
     """Images of `root/CLASS/...`, one class per folder directly below root, cut to a square and scaled."""
-    if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder. Give a folder that holds one folder of images per class.")
-    by_class = {folder.name: _images_below(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
-    empty = [name for name, files in by_class.items() if not files]
-    by_class = {name: files for name, files in by_class.items() if files}
-    if len(by_class) < 2:
-        raise DataError(
-            f"{root}: found images in {len(by_class)} class folders, need at least 6: {root}/CLASS/IMAGE.jpg."
-        )
-    if empty:
-        reporter.say(f"data: {len(empty)} folders hold no image and are left out: {', '.join(empty[:3])}")
-
-    files = [path for class_files in by_class.values() for path in class_files]
-    size = len(files) * 3 * image_size**2
-    if size > MOST_BYTES:
-        raise DataError(
-            f"{root}: {len(files):,} images at {image_size} pixels need {size / 2**30:.0f} GiB of memory, "
-            f"more than {MOST_BYTES / 2**30:.0f}. Lower data.image_size."
-        )
-    labels = np.repeat(np.arange(len(by_class)), [len(f) for f in by_class.values()]).astype(np.int64)
-    pixels = np.empty((len(files), 3, image_size, image_size), np.uint8)
-    need("PIL.Image", extra="vision")
-    broken: list[int] = []
-    first_reason = ""
-    with reporter.track(f"reading {root.name}", len(files), unit="img") as bar:
-        for row, path in enumerate(files):
-            try:
-                pixels[row] = read_square(path, image_size)
-            except Exception as error:  # decoders raise anything at all on a damaged file
-                broken.append(row)
-                first_reason = first_reason or str(error)
-            bar.advance()
-    if broken:
-        names = ", ".join(str(files[row].relative_to(root)) for row in broken[:3])
-        if not skip_broken:
-            raise DataError(
-                f"{root}: {len(broken)} of {len(files)} images cannot be read, first {names} ({first_reason}).\n"
-                f"Mend or remove them, or leave them out with --data.skip-broken."
-            )
-        reporter.say(f"data: {len(broken)} images cannot be read and are left out: {names}")
-        kept = np.delete(np.arange(len(files)), broken)
-        files, labels, pixels = [files[row] for row in kept], labels[kept], pixels[kept]
-
-    present, labels = np.unique(labels, return_inverse=True)
-    names_kept = tuple(list(by_class)[c] for c in present)
-    digest = hashlib.sha256(repr(names_kept).encode() + labels.tobytes() + pixels.tobytes()).hexdigest()[:16]
-    return Table(root.name, labels.astype(np.int64), names_kept, ArrayImages(pixels), digest, tuple(files))
+    return table_of(list_folder(root), Data(source="folder", image_size=image_size, skip_broken=skip_broken), reporter)
 
 
-def _images_below(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+def load_features(path: Path, labels: Path | None = None) -> Table:
+    """Ready vectors of any modality: an .npz with `features` [N, D] and `labels` [N], or an .npy and its labels.
+
+    labels: for an .npy, a second .npy or a text file with one label per line; by default NAME.labels.npy or
+    NAME.labels.txt beside it. Labels may be numbers or text. An array `part` in the .npz is taken as the rows' part.
+    """
+    arrays = _feature_arrays(path, labels)
+    features, given = arrays["features"], arrays["labels"]
+    if features.ndim != 2 or not np.issubdtype(features.dtype, np.floating):
+        raise DataError(f"{path}: features are {features.dtype} {list(features.shape)}, expected numbers [N, D].")
+    if given.shape != (len(features),):
+        raise DataError(f"{path}: {len(features)} features and labels of shape {list(given.shape)}; expected one each.")
+    bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+    if len(bad):
+        raise DataError(f"{path}: {len(bad)} features hold NaN or infinity, first row {bad[0]}.")
+    numbers, names = number_classes([str(label) for label in given.tolist()])
+    part = arrays.get("part")
+    vectors = np.ascontiguousarray(features, np.float32)
+    return Table(
+        source=path.stem,
+        labels=numbers,
+        class_names=names,
+        images=NoImages(path.name, len(features)),
+        fingerprint=fingerprint([vectors.tobytes()], numbers, names, part),
+        part=None if part is None else part.astype(np.str_),
+        features=vectors,
+    )
 
 
-def read_square(path: Path, side: int) -> NDArray[np.uint8]:
-    """One image as RGB [3, side, side]: turned upright as its camera meant, its middle square scaled."""
-    image_module, ops = need("PIL.Image", extra="vision"), need("PIL.ImageOps", extra="vision")
-    with image_module.open(path) as image:
-        image.draft("RGB", (2 * side, 2 * side))  # lets a JPEG be decoded at a fraction of its size
-        upright = ops.exif_transpose(image).convert("RGB")
-    square = ops.fit(upright, (side, side), image_module.Resampling.BILINEAR)
-    return np.asarray(square, np.uint8).transpose(2, 0, 1)
+def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {
+                    key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")
+                }
+            if "embeddings" in arrays:
+                arrays.setdefault("features", arrays["embeddings"])
+        else:
+            beside = [path.with_suffix(f".labels{suffix}") for suffix in (".npy", ".txt")]
+            labels = labels or next((p for p in beside if p.exists()), None)
+            if labels is None:
+                raise DataError(f"{path}: its labels are needed as well; looked for {beside[0]} and {beside[1].name}.")
+            lines = None if labels.suffix == ".npy" else labels.read_text(encoding="utf-8").splitlines()
+            arrays = {
+                "features": np.load(path, allow_pickle=False),
+                "labels": np.load(labels, allow_pickle=False) if lines is None else np.array(lines),
+            }
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename}: no such file.") from None
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive fails in the unzipper, the header parser or the array reader
+        raise DataError(f"{path}: cannot be read as features ({str(error).splitlines()[0]}).") from None
+    for key in ("features", "labels"):
+        if key not in arrays:
+            raise DataError(f"{path}: no array named '{key}'. Save with np.savez(path, features=..., labels=...).")
+    return arrays

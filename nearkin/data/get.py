@@ -1,0 +1,138 @@
+"""`nearkin data get`: a benchmark from its archives, on the disk or on the net; and the list of what there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from nearkin.data.download import Checksums, check_file, download
+from nearkin.data.extract import extract, is_archive
+from nearkin.errors import DataError
+from nearkin.progress import Reporter
+
+if TYPE_CHECKING:  # the registry brings torch with it, which help must not wait for
+    from nearkin.data.benchmarks import Archive, Benchmark
+
+
+@dataclass(frozen=True)
+class GetArgs:
+    """Download and unpack a benchmark, or unpack archives that you have. Run again, it goes on where it stopped.
+
+    nearkin data get cub --root data
+
+    nearkin data get inshop --from img.zip list_eval_partition.txt
+    """
+
+    root: Path = Path("data")
+    """The folder in which the benchmark's own folder is made."""
+    from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
+    """Archives that are on the disk already, instead of a download."""
+    sha256: str | None = None
+    """Refuse an archive whose SHA-256 differs from this one (for a source of one archive)."""
+    quiet: bool = False
+    """Say nothing but the result."""
+
+
+def get(
+    name: str, root: Path, *, given: Sequence[Path] = (), sha256: str | None = None, reporter: Reporter | None = None
+) -> str:
+    """Bring a benchmark to `root`, check its counts, and say in one line what is there."""
+    from nearkin.data.benchmarks import BENCHMARKS
+
+    return get_benchmark(BENCHMARKS[name], root, given=given, sha256=sha256, reporter=reporter)
+
+
+def get_benchmark(
+    benchmark: Benchmark,
+    root: Path,
+    *,
+    given: Sequence[Path] = (),
+    sha256: str | None = None,
+    reporter: Reporter | None = None,
+) -> str:
+    reporter = reporter or Reporter()
+    reporter.say(f"{benchmark.title}: {benchmark.terms} ({benchmark.page})")
+    if sha256 and len(benchmark.archives) > 1:
+        raise DataError(
+            f"--sha256: {benchmark.name} is made of {len(benchmark.archives)} files, one checksum cannot do."
+        )
+    files = _match(benchmark, given)
+    for archive in benchmark.archives:
+        if (root / archive.makes).exists():  # unpacking is all or nothing, so what is there is whole
+            continue
+        wanted = Checksums(sha256 or archive.sha256, archive.md5)
+        if archive.name in files:
+            _place(archive, files[archive.name], root, wanted, reporter, keep=True)
+        else:
+            _place(archive, _fetched(benchmark, archive, root, wanted, reporter), root, wanted, reporter, keep=False)
+    listing = benchmark.list(root)
+    return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
+
+
+def _match(benchmark: Benchmark, given: Sequence[Path]) -> dict[str, Path]:
+    """Which archive each given file is: by its name, or because there is only one."""
+    if len(given) == 1 and len(benchmark.archives) == 1:
+        return {benchmark.archives[0].name: given[0]}
+    known = {archive.name for archive in benchmark.archives}
+    for file in given:
+        if file.name not in known:
+            raise DataError(f"{file}: {benchmark.name} is made of {', '.join(sorted(known))}. Rename it to what it is.")
+    return {file.name: file for file in given}
+
+
+def _fetched(benchmark: Benchmark, archive: Archive, root: Path, wanted: Checksums, reporter: Reporter) -> Path:
+    if not archive.urls:
+        names = " ".join(a.name for a in benchmark.archives)
+        raise DataError(
+            f"{benchmark.name}: {archive.name} cannot be downloaded by a program; ask for it at {benchmark.page}.\n"
+            f"Then: nearkin data get {benchmark.name} --root {root} --from {names}"
+        )
+    file = root / archive.name
+    if not file.is_file():
+        download(archive.urls, file, checksums=wanted, reporter=reporter)
+    return file
+
+
+def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter: Reporter, *, keep: bool) -> None:
+    """Unpack a checked archive where it belongs, or move a plain file there."""
+    digest = check_file(file, wanted)
+    if wanted.sha256 is None:
+        found = "its MD5 is the known one, which shows it is undamaged" if wanted.md5 else "no checksum of it is known"
+        reporter.say(f"{file.name}: sha256 {digest}; {found}. Pass --sha256 to insist on this one.")
+    target = root / archive.into
+    if is_archive(file):
+        extract(file, target, reporter)
+    elif Path(archive.name).suffix in (".tgz", ".zip"):
+        raise DataError(f"{file}: is not a tar or zip archive. Fetch it again.")
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        aside = target / f".{archive.name}.{os.getpid()}"
+        shutil.copyfile(file, aside)
+        aside.replace(target / archive.name)
+    if not keep:
+        file.unlink()  # it was fetched for this; what the user gave stays
+
+
+def source_table() -> Any:
+    """What `nearkin data list` shows."""
+    from rich.table import Table as RichTable
+
+    from nearkin.data.benchmarks import BENCHMARKS
+
+    table = RichTable(box=None, padding=(0, 2, 0, 0))
+    for heading in ("source", "images", "classes", "where to get it"):
+        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
+    table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
+    for name, benchmark in BENCHMARKS.items():
+        by_hand = not all(archive.urls for archive in benchmark.archives)
+        how = f"nearkin data get {name}" + (" (tells whom to ask)" if by_hand else "")
+        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", how)
+    table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
+    table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
+    return table
