@@ -39,6 +39,15 @@ class Data:
     """Side in pixels to which a folder's images are cut and scaled (glyphs have their own)."""
     skip_broken: bool = False
     """Leave out images that cannot be read, and say so, instead of stopping."""
+    augment: str = "none"
+    """How training images are varied: none, light (small images), or a paper's way: ice, ce_cub, ce_cars, ce_sop,
+    ce_inshop, thesis, mpa."""
+    cache: bool = field(default=True, metadata=_NOT_IN_KEY)
+    """Keep a folder's images decoded and scaled in the cache folder, so that only the first epoch decodes them."""
+    cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
+    """Largest cache to write, in gigabytes."""
+    workers: int = field(default=0, metadata=_NOT_IN_KEY)
+    """Threads that read and vary images while the network is busy; 0 takes one per core."""
     test_share: float = 0.4
     """Share of the classes kept sealed for the final numbers."""
     val_share: float = 0.1
@@ -48,6 +57,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
+        _check(self.cache_gb > 0, "data.cache_gb", "above 0", self.cache_gb)
+        _check(self.workers >= 0, "data.workers", "0 or above", self.workers)
         _check(0 < self.val_share < 1, "data.val_share", "between 0 and 1", self.val_share)
         _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
         _check(

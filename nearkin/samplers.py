@@ -125,7 +125,7 @@ def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
     Each batch takes one group of a class at most, so B batches use min(groups[c], B) of them. The last may be short.
 
     >>> longest_epoch(np.array([3, 3, 3, 3]), per_batch=2), longest_epoch(np.array([250, 1, 1, 1]), per_batch=2)
-    (6, 3)
+    (6, 4)
     """
     batches = -(-len(groups) // per_batch)  # enough for every class once
     while -(-int(np.minimum(groups, batches + 1).sum()) // per_batch) > batches:

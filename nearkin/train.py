@@ -14,6 +14,7 @@ from torch import nn
 from nearkin.checkpoint import Interrupted, TrainingState, noting_ctrl_c
 from nearkin.data import sources
 from nearkin.data.splits import split_by_class
+from nearkin.data.transforms import AUGMENTS, training_batches
 from nearkin.errors import ConfigError, TrainingFailed
 from nearkin.evaluate import evaluate, evaluate_final
 from nearkin.models.backbones import BACKBONES
@@ -47,7 +48,8 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
         hyper = recipe.train
         images, labels = split.train.images, torch.from_numpy(split.train.labels)
         torch.manual_seed(recipe.seed)
-        model = Embedder(recipe.model, images.shape)
+        augment = AUGMENTS[recipe.data.augment]
+        model = Embedder(recipe.model, augment.input_shape(images.shape), augment=augment)
         model.calibrate(images)
         untrained = copy.deepcopy(model).to(place)
         model.to(place)
@@ -71,9 +73,13 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             model.train()
             began = time.monotonic()
             with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
-                for rows in sampler.epoch(epoch)[state.step :]:
+                plan = sampler.epoch(epoch)
+                # Drawn from (seed, epoch, step): what an image looks like does not depend on when it was read.
+                drawn = {"seed": recipe.seed, "epoch": epoch, "start": state.step, "workers": recipe.data.workers}
+                batches = training_batches(images, plan, augment, **drawn)
+                for rows, pixels in zip(plan[state.step :], batches, strict=True):
                     set_learning_rate(optimizer, hyper.schedule, epoch + state.step / steps_per_epoch, hyper.epochs)
-                    emb = model(images.read(rows).to(place))
+                    emb = model(pixels.to(place))
                     loss = objective(emb, labels[rows].to(place)) if emb.isfinite().all() else emb.sum()
                     if not loss.isfinite():  # an objective would refuse such embeddings as a mistake of the caller
                         reason = f"the loss stopped being finite at epoch {epoch + 1}, step {state.step + 1}"
@@ -124,7 +130,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
 def check_names(recipe: Recipe) -> None:
     """Refuse a wrong name or setting before the time is spent to read the data."""
     make_objective(recipe, num_classes=2)
-    _ = BACKBONES[recipe.model.backbone], POOLINGS[recipe.model.pool]
+    _ = BACKBONES[recipe.model.backbone], POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
 
 
 def make_objective(recipe: Recipe, num_classes: int) -> Objective:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,3 +69,9 @@ def _results(futures: list[Future[R]]) -> R:
 def _stay_in_one_thread() -> None:
     # Each of our threads scaling an image with a thread per core would leave the cores fighting over tiny pieces.
     torch.set_num_threads(1)
+
+
+def empty_bytes(*shape: int) -> Tensor:
+    """A tensor for threads to fill. Under inference_mode a plain one could be written by the asking thread only."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=torch.uint8)

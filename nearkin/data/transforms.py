@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nearkin.data.images import Images, Rows, whole_of
-from nearkin.data.loading import ahead
+from nearkin.data.loading import ahead, empty_bytes
 from nearkin.data.reading import scale, square
 from nearkin.errors import need
 from nearkin.registry import Registry
@@ -50,6 +50,13 @@ class Augment:
     def input_side(self, stored: int) -> int:
         """The model input that pictures stored at this side serve; undoes `stored_side`."""
         return stored * self.shown // self.stored
+
+    def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The model input for images stored in this shape."""
+        if self.plain:
+            return stored
+        side = self.input_side(stored[1])
+        return stored[0], side, side
 
     @property
     def plain(self) -> bool:
@@ -92,12 +99,21 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def middle_box(height: int, width: int, share: float, *, squeezed: bool) -> tuple[int, int, int, int]:
-    """The middle part at evaluation: `share` of the shorter side both ways, or of each side where it is squeezed."""
-    short = min(height, width)
-    h = round(share * (height if squeezed else short))
-    w = round(share * (width if squeezed else short))
-    return round((height - h) / 2), round((width - w) / 2), h, w
+def middle_box(height: int, width: int, *, stored: int, shown: int, squeezed: bool) -> tuple[int, int, int, int]:
+    """The middle part at evaluation: `shown` of `stored` pixels of the shorter side, or of each side if squeezed."""
+    if squeezed:
+        margin = round((stored - shown) / 2)
+        return unsqueezed((margin, margin, shown, shown), stored, height, width)
+    side = round(min(height, width) * shown / stored)
+    return round((height - side) / 2), round((width - side) / 2), side, side
+
+
+def unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """A box in the picture squeezed to square_side x square_side, as the same part of the picture itself."""
+    top, left, h, w = box
+    first_row, first_column = round(top * height / square_side), round(left * width / square_side)
+    last_row, last_column = round((top + h) * height / square_side), round((left + w) * width / square_side)
+    return first_row, first_column, max(1, last_row - first_row), max(1, last_column - first_column)
 
 
 def mirrored(picture: Tensor, chance: Chance) -> Tensor:
@@ -153,7 +169,7 @@ def resized_crop(
     height, width = picture.shape[1:]
     if squeezed:
         top, left, h, w = random_box(256, 256, chance, area=area, ratio=ratio)
-        box = _unsqueezed((top, left, h, w), 256, height, width)
+        box = unsqueezed((top, left, h, w), 256, height, width)
     else:
         box = random_box(height, width, chance, area=area, ratio=ratio)
     result = mirrored(cut(picture, box, side), chance)
@@ -164,21 +180,13 @@ def fixed_crop(picture: Tensor, chance: Chance, side: int, *, stored: int, shown
     """A window of `shown` of `stored` pixels at a random place in the squeezed picture, mirrored half of the time."""
     height, width = picture.shape[1:]
     top, left = (int((stored - shown + 1) * chance[i]) for i in (20, 21))
-    return mirrored(cut(picture, _unsqueezed((top, left, shown, shown), stored, height, width), side), chance)
+    return mirrored(cut(picture, unsqueezed((top, left, shown, shown), stored, height, width), side), chance)
 
 
-def _unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """A box in the picture squeezed to square_side x square_side, as the same part of the picture itself."""
-    top, left, h, w = box
-    first_row, first_column = round(top * height / square_side), round(left * width / square_side)
-    last_row, last_column = round((top + h) * height / square_side), round((left + w) * width / square_side)
-    return first_row, first_column, max(1, last_row - first_row), max(1, last_column - first_column)
-
-
-def middle(picture: Tensor, side: int, *, share: float, squeezed: bool) -> Tensor:
+def middle(picture: Tensor, side: int, *, stored: int, shown: int, squeezed: bool) -> Tensor:
     """What evaluation sees: the middle part."""
     height, width = picture.shape[1:]
-    return cut(picture, middle_box(height, width, share, squeezed=squeezed), side)
+    return cut(picture, middle_box(height, width, stored=stored, shown=shown, squeezed=squeezed), side)
 
 
 def unchanged(picture: Tensor, chance: Chance, side: int) -> Tensor:
@@ -199,7 +207,7 @@ def _reflected(side: int, by: int) -> Tensor:
 
 
 def _add(name: str, paper: str, *, stored: int, shown: int, train: Callable[..., Tensor], squeezed: bool) -> None:
-    view = partial(middle, share=shown / stored, squeezed=squeezed)
+    view = partial(middle, stored=stored, shown=shown, squeezed=squeezed)
     AUGMENTS.add(name, Augment(paper, stored, shown, train, view))
 
 
@@ -286,7 +294,7 @@ def viewing_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, w
 
 def _pieces(make: Callable[[int], Tensor], rows: Rows, images: Images, side: int) -> list[Callable[[], Tensor]]:
     """The work of one batch in pieces for several threads; each fills its own rows of one tensor and returns it."""
-    batch = torch.empty((len(rows), images.shape[0], side, side), dtype=torch.uint8)
+    batch = empty_bytes(len(rows), images.shape[0], side, side)
 
     def fill(places: range) -> Tensor:
         for place in places:
