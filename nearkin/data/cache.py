@@ -186,7 +186,7 @@ def _open_or_build(
     except OSError as error:
         raise DataError(
             f"{folder}: cannot write the cache of {len(files):,} images ({error.strerror or error}); "
-            "nothing is left of it.\nMake room, set NEARKIN_CACHE to another folder, or go without: --no-data.cache."
+            "nothing is left of it.\nMake room, set NEARKIN_CACHE to another folder, or go without: --data.no-cache."
         ) from None
     return found
 
@@ -221,12 +221,12 @@ def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -
     if size > limit_gb * 1e9:
         raise DataError(
             f"cache: {len(files):,} images at {files.side} pixels need {_gb(size)}, more than the limit of "
-            f"{limit_gb:g} GB.\nRaise --data.cache-gb, lower --data.image-size, or go without: --no-data.cache."
+            f"{limit_gb:g} GB.\nRaise --data.cache-gb, lower --data.image-size, or go without: --data.no-cache."
         )
     if size + _SPARE_BYTES > free:
         raise DataError(
             f"cache: {len(files):,} images at {files.side} pixels need {_gb(size)}, {path.parent} has {_gb(free)} free."
-            "\nMake room, set NEARKIN_CACHE to another folder, or go without: --no-data.cache."
+            "\nMake room, set NEARKIN_CACHE to another folder, or go without: --data.no-cache."
         )
     for leftover in path.parent.glob(f"{path.stem}.*.part"):  # of a process that was killed; we hold the lock
         leftover.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.data.loading import empty_bytes, in_threads
+from nearkin.data.loading import empty_batch, in_threads
 from nearkin.data.reading import Decoder, read_whole, square
 from nearkin.errors import DataError
 
@@ -114,7 +114,7 @@ class FileImages:
 
 def stack_squares(images: Any, rows: Rows) -> Tensor:
     """The middle squares of pictures that a store gives one by one."""
-    squares = empty_bytes(len(rows), *images.shape)
+    squares = empty_batch(len(rows), *images.shape)
 
     def fill(place: int) -> None:
         squares[place] = square(images.whole(int(rows[place])), images.shape[1])

@@ -71,7 +71,10 @@ def _stay_in_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def empty_bytes(*shape: int) -> Tensor:
-    """A tensor for threads to fill. Under inference_mode a plain one could be written by the asking thread only."""
+def empty_batch(*shape: int) -> Tensor:
+    """Bytes [B, C, H, W] for threads to fill, colours side by side: as decoders give them and convolutions like them.
+
+    Under inference_mode an ordinary tensor could be written by the asking thread only.
+    """
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=torch.uint8)
+        return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)

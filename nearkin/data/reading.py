@@ -116,7 +116,7 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
         data = np.fromfile(source, np.uint8)
     except OSError as error:
         raise DataError(f"{source}: cannot be read ({error.strerror}).") from None
-    head = _sniff(data[: 1 << 16].tobytes())
+    head = _sniff(data[: 1 << 20].tobytes())  # a camera's preview may come before the picture's own size
     if head.size is not None and head.size[0] * head.size[1] > MOST_PIXELS:
         raise DataError(
             f"{source}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million. "

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nearkin.data.images import Images, Rows, whole_of
-from nearkin.data.loading import ahead, empty_bytes
+from nearkin.data.loading import ahead, empty_batch
 from nearkin.data.reading import scale, square
 from nearkin.errors import need
 from nearkin.registry import Registry
@@ -294,7 +294,7 @@ def viewing_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, w
 
 def _pieces(make: Callable[[int], Tensor], rows: Rows, images: Images, side: int) -> list[Callable[[], Tensor]]:
     """The work of one batch in pieces for several threads; each fills its own rows of one tensor and returns it."""
-    batch = empty_bytes(len(rows), images.shape[0], side, side)
+    batch = empty_batch(len(rows), images.shape[0], side, side)
 
     def fill(places: range) -> Tensor:
         for place in places:
