@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,23 @@ HEADLINE = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, 
 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
-    """How well each image's nearest neighbours among the others are of its class."""
-    return score(model.embed(table.images, reporter=reporter), table.labels, ks=KS)
+    """How well each image's nearest neighbours among the others (or in the gallery) are of its class."""
+    return judge(table, lambda part: model.embed(part.images, reporter=reporter))
+
+
+def judge(table: Table, embed: Callable[[Table], Tensor]) -> Scores:
+    """The scores of any way to turn a table's rows into vectors."""
+    queries, items = query_and_gallery(table)
+    if items is queries:
+        return score(embed(queries), queries.labels, ks=KS)
+    return score(embed(queries), queries.labels, embed(items), items.labels, ks=KS)
+
+
+def query_and_gallery(table: Table) -> tuple[Table, Table]:
+    """What asks and what is searched: the source's own two parts (In-Shop), else everything in both roles."""
+    if {"query", "gallery"} <= set(table.parts):
+        return table.of_part("query"), table.of_part("gallery")
+    return table, table
 
 
 def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter: Reporter) -> dict[str, Any]:
@@ -36,7 +52,7 @@ def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter:
     reporter.say(f"final: {len(test):,} images of {test.num_classes} classes never seen in training")
     trained = run.embedder().to(untrained.mean.device)
     scores = {
-        "raw pixels": score(raw_pixels(test), test.labels, ks=KS),
+        "raw pixels": judge(test, raw_pixels),
         "untrained": evaluate(untrained, test, reporter=reporter),
         "trained": evaluate(trained, test, reporter=reporter),
     }

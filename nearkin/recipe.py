@@ -49,6 +49,15 @@ class Data:
     """Column of a table that holds the class; by default label, class or the like."""
     split: str = "auto"
     """auto: the source's own test part, else by_class; half: the first half of the classes trains; by_class."""
+    augment: str = "none"
+    """How training images are varied: none, light (small images), or a paper's way: ice, ce_cub, ce_cars, ce_sop,
+    ce_inshop, thesis, mpa."""
+    cache: bool = field(default=True, metadata=_NOT_IN_KEY)
+    """Keep a folder's images decoded and scaled in the cache folder, so that only the first epoch decodes them."""
+    cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
+    """Largest cache to write, in gigabytes."""
+    workers: int = field(default=0, metadata=_NOT_IN_KEY)
+    """Threads that read and vary images while the network is busy; 0 takes one per core."""
     test_share: float = 0.4
     """Share of the classes kept sealed for the final numbers, where the source has no test part of its own."""
     val_share: float = 0.1
@@ -62,6 +71,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
+        _check(self.cache_gb > 0, "data.cache_gb", "above 0", self.cache_gb)
+        _check(self.workers >= 0, "data.workers", "0 or above", self.workers)
         _check(0 < self.val_share < 1, "data.val_share", "between 0 and 1", self.val_share)
         _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
         _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)

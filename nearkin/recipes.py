@@ -34,7 +34,7 @@ def glyphs_small() -> Recipe:
 def folder_default() -> Recipe:
     """Your own images, one folder per class (--data FOLDER): a small network from scratch with proxy_anchor."""
     return Recipe(
-        data=Data(source="folder", image_size=64, test_share=0.4, val_share=0.1),
+        data=Data(source="folder", image_size=64, augment="light", test_share=0.4, val_share=0.1),
         model=Model(backbone="small_conv", width=32, dim=128),
         loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
         train=Train(epochs=30, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),

@@ -1,4 +1,10 @@
-"""Which images form each batch. A sampler is a pure function of (seed, epoch), so any step can be found again."""
+"""Which images form each batch. A sampler is a pure function of (seed, epoch), so any step can be found again.
+
+Over several processes (`rank` of `world`) each gets its share of every batch: the shares of one step are disjoint, of
+equal size, and together the batch that one process would get. A share is a run of the batch, so a class's images stay
+on one rank where the share holds whole groups (batch_size / world is a multiple of per_class), and are cut between two
+neighbouring ranks where not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ class Sampler(Protocol):
     """Batches of row numbers, epoch by epoch."""
 
     batches_per_epoch: int
-    batch_size: int  # what batches really hold: less than asked for when there are few images or classes
+    batch_size: int  # what this rank's batches really hold: less than asked for when images or classes are few
 
     def epoch(self, number: int) -> list[Rows]:
         """All batches of this epoch, in order."""
@@ -31,14 +37,17 @@ class RandomSampler:
     [2, 2]
     """
 
-    def __init__(self, labels: Rows, *, batch_size: int, seed: int) -> None:
-        self.count, self.batch_size, self.seed = len(labels), min(batch_size, len(labels)), seed
-        self.batches_per_epoch = self.count // self.batch_size
+    def __init__(self, labels: Rows, *, batch_size: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        self.count, self.seed = len(labels), seed
+        self.over_ranks = min(batch_size, len(labels))
+        self.share = share_of(self.over_ranks, rank, world)
+        self.batch_size = self.over_ranks // world
+        self.batches_per_epoch = self.count // self.over_ranks
 
     def epoch(self, number: int) -> list[Rows]:
         order = np.random.default_rng((self.seed, number)).permutation(self.count)
-        used = order[: self.batches_per_epoch * self.batch_size]
-        return list(used.reshape(self.batches_per_epoch, self.batch_size))
+        used = order[: self.batches_per_epoch * self.over_ranks]
+        return list(used.reshape(self.batches_per_epoch, self.over_ranks)[:, self.share])
 
 
 class BalancedSampler:
@@ -47,12 +56,20 @@ class BalancedSampler:
     A class gives one group of K for every K images it has (at least one; a class smaller than K repeats images).
     Groups are dealt so that a batch never holds two groups of one class; an epoch sees about every image once.
 
+    Very uneven classes: an epoch is as long as batches can be filled without showing any class more often than it has
+    groups. A class with more groups than that gives one group to every batch, other images of it in each epoch.
+
     >>> sampler = BalancedSampler(np.repeat(np.arange(6), 4), batch_size=4, per_class=2, seed=0)
     >>> sampler.batches_per_epoch, [len(batch) for batch in sampler.epoch(0)]
     (6, [4, 4, 4, 4, 4, 4])
+    >>> labels = np.repeat(np.arange(101), [1000] + [4] * 100)  # not 250 batches, each full of repeated small classes
+    >>> BalancedSampler(labels, batch_size=128, per_class=4, seed=0).batches_per_epoch
+    4
     """
 
-    def __init__(self, labels: Rows, *, batch_size: int, per_class: int, seed: int) -> None:
+    def __init__(
+        self, labels: Rows, *, batch_size: int, per_class: int, seed: int, rank: int = 0, world: int = 1
+    ) -> None:
         if batch_size % per_class:
             raise ConfigError(
                 f"train.batch_size: expected a multiple of train.per_class ({per_class}), got {batch_size}."
@@ -62,16 +79,16 @@ class BalancedSampler:
         self.per_class, self.seed = per_class, seed
         # With fewer classes than a batch has room for, a batch holds every class once.
         self.classes_per_batch = min(batch_size // per_class, len(self.members))
-        self.batch_size = self.classes_per_batch * per_class
-        groups = [max(1, len(rows) // per_class) for rows in self.members]
-        # A class with more groups than there are batches could not be dealt one group per batch.
-        self.batches_per_epoch = max(-(-sum(groups) // self.classes_per_batch), max(groups))
+        self.share = share_of(self.classes_per_batch * per_class, rank, world)
+        self.batch_size = self.classes_per_batch * per_class // world
+        groups = np.array([max(1, len(rows) // per_class) for rows in self.members])
+        self.batches_per_epoch = longest_epoch(groups, self.classes_per_batch)
+        self.groups = np.minimum(groups, self.batches_per_epoch)
 
     def epoch(self, number: int) -> list[Rows]:
         rng = np.random.default_rng((self.seed, number))
         groups: list[list[Rows]] = []  # of each class, in random order
-        for rows in self.members:
-            count = max(1, len(rows) // self.per_class)
+        for rows, count in zip(self.members, self.groups, strict=True):
             shuffled = rng.permutation(rows)
             if len(rows) < self.per_class:
                 shuffled = np.concatenate([shuffled, rng.choice(rows, self.per_class - len(rows))])
@@ -87,7 +104,7 @@ class BalancedSampler:
                 batches[batch].append(group)
                 filled[batch] += 1
         self._top_up(batches, rng)
-        return [np.concatenate(batches[b]) for b in rng.permutation(len(batches))]
+        return [np.concatenate(batches[b])[self.share] for b in rng.permutation(len(batches))]
 
     def _top_up(self, batches: list[list[Rows]], rng: np.random.Generator) -> None:
         """Fill batches that are short with groups of classes they lack, so that every step has the same size."""
@@ -102,8 +119,34 @@ class BalancedSampler:
                     batch.append(rng.choice(rows, self.per_class, replace=len(rows) < self.per_class))
 
 
-def make_sampler(labels: Rows, *, batch_size: int, per_class: int, seed: int) -> Sampler:
-    """Class-balanced batches, or random ones when per_class is 0."""
+def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
+    """The most batches of `per_batch` different classes that can be filled when class c has groups[c] groups.
+
+    Each batch takes one group of a class at most, so B batches use min(groups[c], B) of them. The last may be short.
+
+    >>> longest_epoch(np.array([3, 3, 3, 3]), per_batch=2), longest_epoch(np.array([250, 1, 1, 1]), per_batch=2)
+    (6, 4)
+    """
+    batches = -(-len(groups) // per_batch)  # enough for every class once
+    while -(-int(np.minimum(groups, batches + 1).sum()) // per_batch) > batches:
+        batches += 1
+    return batches
+
+
+def share_of(batch_size: int, rank: int, world: int) -> slice:
+    """The part of a batch that this rank works on."""
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank: expected 0 to {world - 1} of {world} processes, got {rank}.")
+    if batch_size % world:
+        raise ConfigError(
+            f"train.batch_size: a batch of {batch_size} cannot be shared equally by {world} processes. "
+            f"Choose a multiple of {world}."
+        )
+    return slice(rank * batch_size // world, (rank + 1) * batch_size // world)
+
+
+def make_sampler(labels: Rows, *, batch_size: int, per_class: int, seed: int, rank: int = 0, world: int = 1) -> Sampler:
+    """Class-balanced batches, or random ones when per_class is 0; of several processes, this rank's share of them."""
     if per_class == 0:
-        return RandomSampler(labels, batch_size=batch_size, seed=seed)
-    return BalancedSampler(labels, batch_size=batch_size, per_class=per_class, seed=seed)
+        return RandomSampler(labels, batch_size=batch_size, seed=seed, rank=rank, world=world)
+    return BalancedSampler(labels, batch_size=batch_size, per_class=per_class, seed=seed, rank=rank, world=world)

@@ -13,7 +13,8 @@ from torch import nn
 
 from nearkin.checkpoint import Interrupted, TrainingState, noting_ctrl_c
 from nearkin.data import sources
-from nearkin.data.splits import split_by_class
+from nearkin.data.splits import split_for
+from nearkin.data.transforms import AUGMENTS, training_batches
 from nearkin.errors import ConfigError, TrainingFailed
 from nearkin.evaluate import evaluate, evaluate_final
 from nearkin.models.backbones import BACKBONES
@@ -36,8 +37,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
     check_names(recipe)
     place = choose_device(device)
     table = sources.load(recipe.data, reporter)
-    shares = {"val_share": recipe.data.val_share, "test_share": recipe.data.test_share}
-    split, holdout = split_by_class(table, **shares, seed=recipe.data.split_seed)
+    split, holdout = split_for(table, recipe.data)
     run = Run.create(runs, recipe.key(table.fingerprint), recipe)
     if run.result is not None:
         reporter.say(f"done already: {run.path}")
@@ -47,7 +47,8 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
         hyper = recipe.train
         images, labels = split.train.images, torch.from_numpy(split.train.labels)
         torch.manual_seed(recipe.seed)
-        model = Embedder(recipe.model, images.shape)
+        augment = AUGMENTS[recipe.data.augment]
+        model = Embedder(recipe.model, augment.input_shape(images.shape), augment=augment)
         model.calibrate(images)
         untrained = copy.deepcopy(model).to(place)
         model.to(place)
@@ -71,9 +72,13 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
             model.train()
             began = time.monotonic()
             with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
-                for rows in sampler.epoch(epoch)[state.step :]:
+                plan = sampler.epoch(epoch)
+                # Drawn from (seed, epoch, step): what an image looks like does not depend on when it was read.
+                drawn = {"seed": recipe.seed, "epoch": epoch, "start": state.step, "workers": recipe.data.workers}
+                batches = training_batches(images, plan, augment, **drawn)
+                for rows, pixels in zip(plan[state.step :], batches, strict=True):
                     set_learning_rate(optimizer, hyper.schedule, epoch + state.step / steps_per_epoch, hyper.epochs)
-                    emb = model(images.read(rows).to(place))
+                    emb = model(pixels.to(place))
                     loss = objective(emb, labels[rows].to(place)) if emb.isfinite().all() else emb.sum()
                     if not loss.isfinite():  # an objective would refuse such embeddings as a mistake of the caller
                         reason = f"the loss stopped being finite at epoch {epoch + 1}, step {state.step + 1}"
@@ -110,9 +115,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
 
         result = evaluate_final(run, holdout, untrained=untrained, reporter=reporter)
         protocol = {
-            "source": table.source,
-            "fingerprint": table.fingerprint,
-            "split": f"by class, seed {recipe.data.split_seed}",
+            **split.train.protocol(),
             "classes": {"train": split.train.num_classes, "val": split.val.num_classes, "test": holdout.num_classes},
             "epoch_chosen_by": "R@1 on validation classes",
             "epoch": state.best_epoch,
@@ -124,7 +127,7 @@ def fit(recipe: Recipe, runs: str | Path = "runs", *, device: str = "auto", repo
 def check_names(recipe: Recipe) -> None:
     """Refuse a wrong name or setting before the time is spent to read the data."""
     make_objective(recipe, num_classes=2)
-    _ = BACKBONES[recipe.model.backbone], POOLINGS[recipe.model.pool]
+    _ = BACKBONES[recipe.model.backbone], POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
 
 
 def make_objective(recipe: Recipe, num_classes: int) -> Objective:

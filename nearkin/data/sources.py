@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.images import ArrayImages, Images
+from nearkin.data.cache import Opened, open_images
+from nearkin.data.images import FileImages
 from nearkin.data.listing import TABLE_SUFFIXES, Listing, list_folder, list_table, metadata_files, number_classes
 from nearkin.data.table import NoImages, Table
-from nearkin.errors import DataError, UserError, did_you_mean, need
+from nearkin.data.transforms import AUGMENTS
+from nearkin.errors import DataError, UserError, did_you_mean
 from nearkin.progress import Reporter
 from nearkin.recipe import Data
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table")
 FEATURE_SUFFIXES = {".npz", ".npy"}
-MOST_BYTES = 8 * 2**30  # the images of a run are held in memory, scaled
 
 
 def load(data: Data, reporter: Reporter) -> Table:
@@ -85,30 +86,21 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         shown = ", ".join(listing.empty[:3])
         reporter.say(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
     boxes = listing.boxes if data.boxes else None
-    images, broken = images_of(listing.paths, data, reporter, name=listing.source, boxes=boxes)
+    opened = images_of(listing.paths, data, reporter, boxes)
     notes = listing.notes
     if listing.missing and not notes:
         notes += (f"{len(listing.missing):,} listed files were not there",)
-    if broken:
-        names = ", ".join(listing.shown(listing.paths[row]) for row in list(broken)[:3])
-        if not data.skip_broken:
-            raise DataError(
-                f"{listing.root}: {len(broken)} of {len(listing)} images cannot be read, first {names} "
-                f"({next(iter(broken.values()))}).\n"
-                f"Mend or remove them, or leave them out with --data.skip-broken."
-            )
-        reporter.say(f"data: {len(broken)} images cannot be read and are left out: {names}")
-        notes += (f"{len(broken):,} images could not be read and were left out",)
-        kept = np.delete(np.arange(len(listing)), list(broken))
-        images, listing = images.take(kept), listing.take(kept)
-        boxes = None if boxes is None else boxes[kept]
+    if opened.broken:
+        notes += (f"{len(opened.broken):,} images could not be read and were left out",)
+        listing = listing.take(opened.kept)
+        boxes = None if boxes is None else boxes[opened.kept]
     present, labels = np.unique(listing.labels, return_inverse=True)
     names_kept = tuple(listing.class_names[c] for c in present)
     return Table(
         source=listing.source,
         labels=labels.astype(np.int64),
         class_names=names_kept,
-        images=images,
+        images=opened.images,
         fingerprint=fingerprint(file_digests(listing.paths), labels, names_kept, listing.part, boxes),
         paths=listing.paths,
         part=listing.part,
@@ -118,41 +110,16 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
     )
 
 
-def images_of(
-    paths: Sequence[Path], data: Data, reporter: Reporter, *, name: str, boxes: NDArray[np.int64] | None = None
-) -> tuple[Images, dict[int, str]]:
-    """The store that holds these files' pixels, and the reason for each row that cannot be read."""
-    size = len(paths) * 3 * data.image_size**2
-    if size > MOST_BYTES:
-        raise DataError(
-            f"{name}: {len(paths):,} images at {data.image_size} pixels need {size / 2**30:.0f} GiB of memory, "
-            f"more than {MOST_BYTES / 2**30:.0f}. Lower data.image_size."
-        )
-    need("PIL.Image", extra="vision")
-    pixels = np.zeros((len(paths), 3, data.image_size, data.image_size), np.uint8)
-    broken: dict[int, str] = {}
-    with reporter.track(f"reading {name}", len(paths), unit="img") as bar:
-        for row, path in enumerate(paths):
-            try:
-                pixels[row] = read_square(path, data.image_size, None if boxes is None else boxes[row])
-            except Exception as error:  # decoders raise anything at all on a damaged file
-                broken[row] = str(error)
-            bar.advance()
-    return ArrayImages(pixels), broken
-
-
-def read_square(path: Path, side: int, box: NDArray[np.int64] | None = None) -> NDArray[np.uint8]:
-    """One image as RGB [3, side, side]: upright as its camera meant, cut to its box, its middle square scaled."""
-    image_module, ops = need("PIL.Image", extra="vision"), need("PIL.ImageOps", extra="vision")
-    with image_module.open(path) as image:
-        if box is None:
-            image.draft("RGB", (2 * side, 2 * side))  # lets a JPEG be decoded at a fraction of its size
-        upright = ops.exif_transpose(image).convert("RGB")
-    if box is not None:
-        x, y, width, height = box.tolist()
-        upright = upright.crop((x, y, min(x + width, upright.width), min(y + height, upright.height)))
-    square = ops.fit(upright, (side, side), image_module.Resampling.BILINEAR)
-    return np.asarray(square, np.uint8).transpose(2, 0, 1)
+def images_of(paths: Sequence[Path], data: Data, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
+    """The store that holds these files' pixels, at the size from which the recipe's augmentation is cut."""
+    side = AUGMENTS[data.augment].stored_side(data.image_size)
+    return open_images(
+        FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.workers),
+        cache=data.cache,
+        limit_gb=data.cache_gb,
+        on_broken="skip" if data.skip_broken else "stop",
+        reporter=reporter,
+    )
 
 
 def file_digests(paths: Iterable[Path]) -> list[bytes]:

@@ -5,7 +5,7 @@ Training, evaluation, search and export all call this one module, so they cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearkin.data.images import Images
-from nearkin.data.sources import read_square
+from nearkin.data.images import FileImages, Images
+from nearkin.data.transforms import AUGMENTS, Augment, viewing_batches
 from nearkin.errors import DataError, RunError
 from nearkin.models.backbones import BACKBONES
 from nearkin.models.pooling import POOLINGS
@@ -36,9 +36,10 @@ class Embedder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: Model, image_shape: tuple[int, int, int]) -> None:
+    def __init__(self, model: Model, image_shape: tuple[int, int, int], *, augment: Augment = AUGMENTS["none"]) -> None:
+        """image_shape: of the model's input. augment: how files and stored pictures are cut to it at evaluation."""
         super().__init__()
-        self.image_shape = image_shape
+        self.image_shape, self.augment = image_shape, augment
         channels = image_shape[0]
         self.backbone = BACKBONES[model.backbone](channels, model.width)
         self.pool = POOLINGS[model.pool]
@@ -78,34 +79,30 @@ class Embedder(nn.Module):
         parts = []
         try:
             with reporter.track("embedding", len(images), unit="img") as bar:
-                for start in range(0, len(images), batch_size):
-                    stop = min(start + batch_size, len(images))
-                    if hasattr(images, "read"):
-                        batch = images.read(np.arange(start, stop))
-                    else:
-                        batch = self._as_batch(images[start:stop])
+                for batch in self._batches(images, batch_size):
                     parts.append(F.normalize(self(batch.to(self.mean.device)), dim=1).cpu())
                     bar.advance(len(batch))
         finally:
             self.train(was_training)
         return torch.cat(parts) if parts else torch.empty(0, self.head.out_features)
 
-    def _as_batch(self, images: Tensor | NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        channels, height, _ = self.image_shape
+    def _batches(self, images: Given, batch_size: int) -> Iterator[Tensor]:
+        """Model inputs, from a store, from bytes that are such inputs already, or from files and PIL images."""
+        plan = [np.arange(s, min(s + batch_size, len(images))) for s in range(0, len(images), batch_size)]
         if isinstance(images, Tensor | np.ndarray):
-            batch = torch.as_tensor(images)
-            if batch.dtype != torch.uint8 or batch.ndim != 4 or tuple(batch.shape[1:]) != self.image_shape:
+            whole = torch.as_tensor(images)
+            if whole.dtype != torch.uint8 or whole.ndim != 4 or tuple(whole.shape[1:]) != self.image_shape:
                 raise DataError(
                     f"embed: expected bytes of shape [N, {', '.join(map(str, self.image_shape))}], "
-                    f"got {batch.dtype} {list(batch.shape)}. Paths and PIL images are scaled for you."
+                    f"got {whole.dtype} {list(whole.shape)}. Paths and PIL images are scaled for you."
                 )
-            return batch
-        rows = [torch.tensor(read_square(image, height)) for image in images]
-        batch = torch.stack(rows)
-        if channels == 1:
-            grey = batch.double().mean(dim=1, keepdim=True).round()
-            return grey.to(torch.uint8)
-        return batch
+            yield from (whole[rows[0] : rows[-1] + 1] for rows in plan)
+            return
+        channels, side, _ = self.image_shape
+        given: Any = images
+        if not hasattr(images, "read"):
+            given = FileImages(given, self.augment.stored_side(side), channels=channels)
+        yield from viewing_batches(given, plan, self.augment)
 
 
 def load(path: str | Path) -> Embedder:
@@ -115,7 +112,8 @@ def load(path: str | Path) -> Embedder:
     if not recipe_file.exists() or not weights_file.exists():
         raise RunError(f"{folder}: no trained model here (recipe.toml and best.pt). Give a folder below runs/.")
     stored = load_checkpoint(weights_file)
-    model = Embedder(Recipe.from_toml(recipe_file).model, tuple(stored["image_shape"]))
+    recipe = Recipe.from_toml(recipe_file)
+    model = Embedder(recipe.model, tuple(stored["image_shape"]), augment=AUGMENTS[recipe.data.augment])
     model.load_state_dict(stored["model"])
     return model.eval()
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from nearkin import __version__
 from nearkin.data import sources
-from nearkin.data.splits import split_by_class
+from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.errors import RunError, need
+from nearkin.evaluate import query_and_gallery
 from nearkin.progress import Reporter
 from nearkin.ranking import neighbours
 from nearkin.report.plots import learning_curve
@@ -84,26 +85,29 @@ def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[I
     Each row is the query followed by its neighbours. The draw is seeded, so the page shows the same each time.
     """
     table = sources.load(run.recipe.data, Reporter(quiet=True))
-    data = run.recipe.data
-    _, holdout = split_by_class(table, val_share=data.val_share, test_share=data.test_share, seed=data.split_seed)
-    test = holdout.open()
-    emb = run.embedder().embed(test.images, reporter=reporter)
-    near, similar = neighbours(emb, k=min(NEIGHBOURS, len(test) - 1))
-    fails = test.labels[near[:, 0]] != test.labels
+    _, holdout = split_for(table, run.recipe.data)
+    queries, items = query_and_gallery(holdout.open())
+    model = run.embedder()
+    emb = model.embed(queries.images, reporter=reporter)
+    if items is queries:
+        near, similar = neighbours(emb, k=min(NEIGHBOURS, len(queries) - 1))
+    else:
+        near, similar = neighbours(emb, model.embed(items.images, reporter=reporter), k=min(NEIGHBOURS, len(items)))
+    fails = items.labels[near[:, 0]] != queries.labels
     rng = np.random.default_rng(0)
-    shown = rng.choice(len(test), min(RIGHT, len(test)), replace=False)
+    shown = rng.choice(len(queries), min(RIGHT, len(queries)), replace=False)
     wrong = rng.permutation(np.flatnonzero(fails))[:WRONG]
-    rows = [[_row(test, q, near[q], similar[q]) for q in chosen] for chosen in (shown, wrong)]
+    rows = [[_row(queries, q, items, near[q], similar[q]) for q in chosen] for chosen in (shown, wrong)]
     return rows[0], rows[1], float(fails.mean())
 
 
-def _row(test: Table, query: int, near: NDArray[Any], similar: NDArray[Any]) -> list[Item]:
-    items = [Item(thumbnail(_pixels(test, query)), test.class_names[test.labels[query]], True, 1.0)]
+def _row(queries: Table, query: int, items: Table, near: NDArray[Any], similar: NDArray[Any]) -> list[Item]:
+    own = queries.labels[query]
+    row = [Item(thumbnail(_pixels(queries, query)), queries.class_names[own], True, 1.0)]
     for other, similarity in zip(near, similar, strict=True):
-        right = bool(test.labels[other] == test.labels[query])
-        label = test.class_names[test.labels[other]]
-        items.append(Item(thumbnail(_pixels(test, other)), label, right, float(similarity)))
-    return items
+        label = items.labels[other]
+        row.append(Item(thumbnail(_pixels(items, other)), items.class_names[label], label == own, float(similarity)))
+    return row
 
 
 def _pixels(test: Table, row: int) -> NDArray[np.uint8]:
