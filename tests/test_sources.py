@@ -10,7 +10,6 @@ from conftest import SHARED
 from PIL import Image
 
 from nearkin import cli
-from nearkin.data import sources
 from nearkin.data.benchmarks import BENCHMARKS, Counts
 from nearkin.data.listing import list_folder, list_table, number_classes
 from nearkin.data.sources import fingerprint, list_source, load, load_features, recognise
@@ -87,7 +86,7 @@ def test_cub_loads_by_name_and_splits_officially(tmp_path, small_cub, quiet):
     assert cut.boxes.tolist()[0] == [1, 2, 6, 5]
     assert cut.protocol()["boxes"] is True
     assert cut.fingerprint != table.fingerprint
-    assert not np.array_equal(cut.images.pixels, table.images.pixels)
+    assert not np.array_equal(cut.images.read(np.arange(12)), table.images.read(np.arange(12)))
 
 
 def test_a_missing_image_is_named_with_the_cure(tmp_path, small_cub, quiet):
@@ -387,12 +386,12 @@ def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_p
     assert len({fingerprint(*one) for one in given}) == 4
 
 
-def test_too_much_for_the_memory_is_said_before_it_is_read(tmp_path, quiet, monkeypatch):
+def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / name / "1.png")
-    monkeypatch.setattr(sources, "MOST_BYTES", 100)
-    with pytest.raises(DataError, match=r"2 images at 64 pixels need .* Lower data.image_size"):
-        load(Data(source="folder", root=tmp_path), quiet)
+    with pytest.raises(DataError, match=r"(?i)cache"):
+        load(Data(source="folder", root=tmp_path, cache_gb=1e-9), quiet)
+    assert len(load(Data(source="folder", root=tmp_path, cache=False), quiet)) == 2
 
 
 # --- features --------------------------------------------------------------------------------------------------------

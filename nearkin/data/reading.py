@@ -261,4 +261,6 @@ def _version(package: str) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if "cannot identify image file" in str(error):  # Pillow names a buffer of ours, which helps nobody
+        return "no known image format"
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
