@@ -141,18 +141,23 @@ class _SoftMaximum(torch.autograd.Function):
     def forward(ctx: Any, v: Tensor, gamma: float) -> Tensor:
         v = v.transpose(1, 2).contiguous()  # [N, K, C], as `to_proxies` laid it out
         ctx.gamma = gamma
+        parts = _by_rows(v)
+        if len(parts) == 1:
+            share, mean = _shares(v, gamma)
+            ctx.save_for_backward(v, share, mean)
+            return mean
         ctx.save_for_backward(v)
-        return torch.cat([_shares(part, gamma)[1] for part in _by_rows(v)])
+        return torch.cat([_shares(part, gamma)[1] for part in parts])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (v,) = ctx.saved_tensors
+        v, *kept = ctx.saved_tensors
         grad, done = torch.empty_like(v), 0
-        # The shares are computed again, a few rows at a time: with many classes the block itself is all that fits.
+        # Not kept, the shares are computed again, some rows at a time: with many classes the block alone fills memory.
         for part in _by_rows(v):
             rows = slice(done, done := done + len(part))
-            share, mean = _shares(part, ctx.gamma)
+            share, mean = kept or _shares(part, ctx.gamma)
             slope = torch.sub(part, mean[:, None], out=grad[rows]).div_(ctx.gamma).add_(1.0)
             slope.mul_(share).mul_(g[rows, None])
         return grad.transpose(1, 2), None
