@@ -64,8 +64,8 @@ def inverse_root(covariance: Tensor, shrinkage: float) -> Tensor:
     values = values.clamp(min=0)
     shrunk = values + shrinkage * values.mean()
     tiny = shrunk <= len(values) * torch.finfo(values.dtype).eps * shrunk.max()
-    scale: Tensor = shrunk.rsqrt().masked_fill(tiny, 0.0)
-    return (vectors * scale) @ vectors.T
+    root: Tensor = (vectors * shrunk.rsqrt().masked_fill(tiny, 0.0)) @ vectors.T
+    return root
 
 
 def _scatter(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
