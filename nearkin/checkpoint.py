@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearkin.models.embedder import load_checkpoint
+from nearkin.models.weights import load_checkpoint
 from nearkin.runs import Run
 
 

@@ -61,7 +61,13 @@ class TrainArgs:
 
     nearkin train my_recipe.toml --seed 1
 
-    RECIPE comes first: a name (glyphs_small, folder_default), a .toml file or a run folder; flags change it.
+    nearkin train --data photos/ --freeze backbone   (train a head on features that are computed once)
+
+    RECIPE comes first: a name, a .toml file or a run folder; flags change it. Names: glyphs_small, folder_default,
+    features_default, cub_lite; the papers' ice_cub, ice_sop, ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars,
+    mpa_sop, and thesis_LOSS, which takes a data set, a network and a size: thesis_proxy_anchor:cars:googlenet:128.
+
+    --weights FILE and --freeze backbone are short for --model.weights and --model.freeze.
 
     A loss's own settings follow its name as --loss.SETTING VALUE (see: nearkin losses NAME), a miner's likewise.
     The same command again goes on where it was stopped, or says that it is done.
@@ -303,6 +309,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 # --- parsing ---------------------------------------------------------------------------------------------------------
 
 
+SHORT = {"--weights": "--model.weights", "--freeze": "--model.freeze"}
+
+
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     """The recipe that `nearkin train` is to run: a named or stored one, changed by flags."""
     from nearkin import recipes
@@ -314,6 +323,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     given: Path | None = None
     while argv:
         flag, equals, value = argv.pop(0).partition("=")
+        flag = SHORT.get(flag, flag)
         owner, dot, setting = flag.removeprefix("--").partition(".")
         if flag == "--data" or (flag.startswith("--") and dot and owner in settings):
             if not equals:
@@ -329,11 +339,13 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         else:
             flags.append(f"{flag}{equals}{value}")
 
-    recipe = recipes.find(named or ("folder_default" if given else "glyphs_small"))
-    if given is not None:
+    if given is None:
+        recipe = recipes.find(named or "glyphs_small")
+    else:
         from nearkin.data.sources import recognise
 
         source = recognise(given)
+        recipe = recipes.find(named or ("features_default" if source == "features" else "folder_default"))
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
     default = TrainArgs(
         loss=recipe.loss.name,

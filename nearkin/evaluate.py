@@ -14,6 +14,7 @@ from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
 from nearkin.metrics import Scores, compare, score
 from nearkin.models.embedder import Embedder
+from nearkin.models.frozen import FrozenFeatures
 from nearkin.progress import Reporter
 from nearkin.runs import Run
 
@@ -22,8 +23,15 @@ HEADLINE = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, 
 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
-    """How well each image's nearest neighbours among the others (or in the gallery) are of its class."""
-    return judge(table, lambda part: model.embed(part.images, reporter=reporter))
+    """How well each image's nearest neighbours among the others (or in the gallery) are of its class.
+
+    Where a table carries features, they are taken for what the model's backbone makes of its images.
+    """
+
+    def embed(part: Table) -> Tensor:
+        return model.embed(part.images if part.features is None else part.features, reporter=reporter)
+
+    return judge(table, embed)
 
 
 def judge(table: Table, embed: Callable[[Table], Tensor]) -> Scores:
@@ -41,29 +49,46 @@ def query_and_gallery(table: Table) -> tuple[Table, Table]:
     return table, table
 
 
-def evaluate_final(run: Run, holdout: Holdout, *, untrained: Embedder, reporter: Reporter) -> dict[str, Any]:
-    """Open the test classes and judge the run's best epoch, with two yardsticks beside it.
+def evaluate_final(
+    run: Run, holdout: Holdout, *, start: Embedder, known: FrozenFeatures | None, reporter: Reporter
+) -> dict[str, Any]:
+    """Open the test classes and judge the run's best epoch, with yardsticks beside it.
 
-    "untrained" is the same network before its first step, "raw pixels" no network at all: a trained number
-    means little without them. All three come from one opening; perquery.npz keeps the trained values of every query.
+    "raw pixels" is no network at all, "raw backbone" the pretrained features as they came, "untrained" (or "whitened
+    start") the model before its first step: a trained number means little without them. All come from one opening;
+    perquery.npz keeps the trained values of every query.
+
+    start   the model before its first step; known: the features of its backbone, where it is pretrained or frozen
     """
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
     test = holdout.open()
     reporter.say(f"final: {len(test):,} images of {test.num_classes} classes never seen in training")
-    trained = run.embedder().to(untrained.mean.device)
-    scores = {
-        "raw pixels": judge(test, raw_pixels),
-        "untrained": evaluate(untrained, test, reporter=reporter),
-        "trained": evaluate(trained, test, reporter=reporter),
-    }
+    trained = run.embedder().to(start.mean.device)
+    with_features = test if known is None else known.add_to(test)
+    frozen = start.backbone is None or start.model.freeze == "backbone"
+    scores: dict[str, Scores] = {}
+    if start.backbone is not None:
+        scores["raw pixels"] = judge(test, raw_pixels)
+    if with_features.features is not None:
+        scores["raw backbone"] = judge(with_features, raw_features)
+    yardstick = list(scores)[-1]
+    beginning = "whitened start" if start.model.start == "whitened" else "untrained"
+    scores[beginning] = evaluate(start, with_features, reporter=reporter)
+    scores["trained"] = evaluate(trained, with_features if frozen else test, reporter=reporter)
     scores["trained"].save(run.path / "perquery.npz")
-    gain = compare(scores["raw pixels"], scores["trained"], "R@1")
+    gain = compare(scores[yardstick], scores["trained"], "R@1")
     return {
         "test": {name: summary(values) for name, values in scores.items()},
         # Paired by query and clustered by class: far sharper than asking whether two intervals overlap.
-        "gain_over_raw_pixels": {"mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
+        "gain": {"over": yardstick, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
         "notes": scores["trained"].notes,
     }
+
+
+def raw_features(table: Table) -> Tensor:
+    """What the starting backbone makes of the images, or the features that are the data."""
+    assert table.features is not None
+    return torch.from_numpy(table.features)
 
 
 def raw_pixels(table: Table, most: int = 40) -> Tensor:

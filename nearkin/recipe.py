@@ -32,9 +32,10 @@ class Data:
     """Which images, and how their classes are split."""
 
     source: str = "glyphs"
-    """Where the images come from: glyphs (built in), cub, cars, sop, inshop (official layouts), folder, table."""
+    """Where the images come from: glyphs (built in), cub, cars, sop, inshop (official layouts), folder, table,
+    features (ready vectors)."""
     root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
-    """The folder of the benchmark or of the class folders; for table the .csv or .parquet file."""
+    """The folder of the benchmark or of the class folders; a table's .csv or .parquet file; the .npz of features."""
     image_size: int = 64
     """Side in pixels to which a folder's images are cut and scaled (glyphs have their own)."""
     skip_broken: bool = False
@@ -87,20 +88,52 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """The network that maps an image to a vector."""
+    """The network that maps an image to a vector: backbone, pooling, head."""
 
     backbone: str = "small_conv"
-    """Name of the convolutional part."""
+    """small_conv (tiny images), efficientnet_lite0, googlenet, resnet50, bn_inception, any timm name, or none (the data
+    are features already)."""
+    weights: str = field(default="none", metadata=_NOT_IN_KEY)  # their content is in the key, by its hash
+    """What the backbone starts from: none (random), default (its published weights), or a .pth or .safetensors file."""
     width: int = 24
     """Channels of small_conv's first layer; the later ones have two and four times as many."""
+    taps: Literal["high", "low_mid_high"] = "high"
+    """Where features are taken: the last maps, or three depths, each with its own part of the embedding."""
     pool: str = "average_maximum"
-    """How feature maps become one vector: average, maximum, average_maximum or grid (every place kept)."""
+    """How feature maps become one vector: average, maximum, average_maximum, gem or grid (every place kept)."""
+    gem_p: float = 3.0
+    """The power of gem: 1 is the average, large values near the maximum."""
+    learn_p: bool = False
+    """Whether gem's power is learned."""
+    norm: Literal["none", "layer", "batch"] = "none"
+    """Normalisation of the pooled features, without learned scale and shift."""
+    dropout: float = 0.0
+    """Share of the pooled features set to zero in each training step."""
+    head: Literal["linear", "residual", "mlp"] = "linear"
+    """From features to the embedding: linear; linear plus a small correction learned from zero; or two layers."""
     dim: int = 128
-    """Length of the embedding vector."""
+    """Length of the embedding vector; 0 takes the pooled features themselves, without a head."""
+    start: Literal["random", "whitened"] = "random"
+    """First weights of the head: random, or the features whitened within classes and reduced by PCA (closed form)."""
+    shrinkage: float = 0.3
+    """Of the whitened start: how far within-class variances are pulled to their mean; larger changes features less."""
+    normalize: bool = True
+    """Whether `embed` gives unit vectors."""
+    freeze: Literal["nothing", "backbone"] = "nothing"
+    """backbone: compute features once, keep them on disk, and train the head on them in seconds per epoch."""
+    freeze_norm: Literal["nothing", "statistics", "all"] = "nothing"
+    """What stands still in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:
         _check(self.width >= 1, "model.width", "at least 1", self.width)
-        _check(self.dim >= 1, "model.dim", "at least 1", self.dim)
+        _check(self.dim >= 0, "model.dim", "at least 1, or 0 for no head", self.dim)
+        _check(self.gem_p > 0, "model.gem_p", "above 0", self.gem_p)
+        _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
+        _check(self.shrinkage > 0, "model.shrinkage", "above 0", self.shrinkage)
+        _check(
+            self.taps == "high" or self.dim % 3 == 0, "model.dim", "a multiple of 3 with three taps (or 0)", self.dim
+        )
+        _check(self.dim > 0 or self.start == "random", "model.start", "random where there is no head", self.start)
 
 
 @dataclass(frozen=True)
@@ -136,17 +169,37 @@ class Train:
     per_class: int = 4
     """Images of each class in a batch; 0 draws at random instead of class by class."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or sgd (momentum 0.9, Nesterov)."""
+    """adamw, or sgd."""
+    momentum: float = 0.9
+    """Of sgd."""
+    nesterov: bool = True
+    """Of sgd with momentum."""
     lr: float = 2e-3
     """Highest learning rate of the network."""
+    head_lr: float | None = None
+    """Highest learning rate of the head; by default lr. New layers on a pretrained network often take ten times lr."""
     class_lr: float | None = None
     """Highest learning rate of proxies and other class parameters; by default what the loss advises."""
     weight_decay: float = 1e-4
-    """Weight decay; never applied to biases, norms and class parameters."""
-    schedule: Literal["one_cycle", "cosine", "constant"] = "one_cycle"
-    """How the learning rate moves: up and down, down only, or not at all."""
+    """Weight decay; never applied to biases, norms and other 1-D parameters."""
+    class_decay: bool = False
+    """Whether weight decay also applies to proxies and classifiers."""
+    schedule: Literal["one_cycle", "cosine", "step", "constant"] = "one_cycle"
+    """How the learning rate moves: up and down, down only, down in steps, or not at all."""
+    warm_up_steps: int = 0
+    """Steps in which the learning rate rises to where the schedule has it (one_cycle has a rise of its own)."""
+    step_epochs: int = 10
+    """Of step: epochs between two falls."""
+    step_factor: float = 0.1
+    """Of step: what the learning rate is multiplied by at each fall."""
+    frozen_epochs: int = 0
+    """First epochs in which the backbone stands still and only the head and the class parameters learn."""
     clip_norm: float = 10.0
     """Largest norm of the gradient; 0 leaves it alone."""
+    feature_noise: float = 0.0
+    """With a frozen backbone: noise added to training features, as a share of each feature's spread."""
+    feature_mix: float = 0.0
+    """With a frozen backbone: largest share of another image of the class mixed into a training feature."""
 
     def __post_init__(self) -> None:
         _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
@@ -162,6 +215,14 @@ class Train:
         _check(self.class_lr is None or self.class_lr > 0, "train.class_lr", "above 0", self.class_lr)
         _check(self.weight_decay >= 0, "train.weight_decay", "0 or above", self.weight_decay)
         _check(self.clip_norm >= 0, "train.clip_norm", "0 or above", self.clip_norm)
+        _check(self.head_lr is None or self.head_lr > 0, "train.head_lr", "above 0", self.head_lr)
+        _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
+        _check(self.warm_up_steps >= 0, "train.warm_up_steps", "0 or above", self.warm_up_steps)
+        _check(self.step_epochs >= 1, "train.step_epochs", "at least 1", self.step_epochs)
+        _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
+        _check(0 <= self.frozen_epochs <= self.epochs, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
+        _check(self.feature_noise >= 0, "train.feature_noise", "0 or above", self.feature_noise)
+        _check(0 <= self.feature_mix <= 1, "train.feature_mix", "from 0 to 1", self.feature_mix)
 
 
 @dataclass(frozen=True)
@@ -192,7 +253,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        return _from_dict(cls, values, "")
+        return from_dict(cls, values, "")
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
@@ -238,7 +299,8 @@ def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
     return values
 
 
-def _from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+def from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """A frozen dataclass from plain values; unknown keys and wrong types are errors that name the key after `where`."""
     assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
     known = [entry.name for entry in dataclasses.fields(kind)]
@@ -278,7 +340,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
-        return Choice.from_dict(value, where) if hint is Choice else _from_dict(hint, value, f"{where}.")
+        return Choice.from_dict(value, where) if hint is Choice else from_dict(hint, value, f"{where}.")
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.errors import RunError
+from nearkin.files import write_aside
 from nearkin.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Run:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "recipe.toml").exists():
-                _write_aside(path / "env.json", json.dumps(environment(), indent=2))
-                _write_aside(path / "recipe.toml", recipe.to_toml())
+                write_aside(path / "env.json", json.dumps(environment(), indent=2))
+                write_aside(path / "recipe.toml", recipe.to_toml())
         except OSError as error:
             raise RunError(
                 f"{path}: cannot write the run folder ({error.strerror}). Choose another place with --runs DIR."
@@ -129,10 +130,10 @@ class Run:
 
     def finish(self, result: dict[str, Any]) -> None:
         (self.path / "failed.json").unlink(missing_ok=True)
-        _write_aside(self.path / "result.json", json.dumps(result, indent=2))
+        write_aside(self.path / "result.json", json.dumps(result, indent=2))
 
     def fail(self, reason: str) -> None:
-        _write_aside(self.path / "failed.json", json.dumps({"reason": reason, "time": _now()}, indent=2))
+        write_aside(self.path / "failed.json", json.dumps({"reason": reason, "time": _now()}, indent=2))
 
 
 def environment() -> dict[str, Any]:
@@ -167,9 +168,3 @@ def _commit() -> str | None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _write_aside(target: Path, text: str) -> None:
-    aside = target.with_name(f"{target.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(target)

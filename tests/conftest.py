@@ -52,7 +52,7 @@ def tiny_recipe(photo_folder: Path):
     """A run of a second or two on `photo_folder`."""
     from nearkin import recipes
 
-    recipe = recipes.folder_default()
+    recipe = recipes.from_scratch()
     return replace(
         recipe,
         data=replace(recipe.data, root=photo_folder, image_size=16, val_share=0.2),

@@ -21,7 +21,7 @@ from nearkin.errors import DataError, UserError, did_you_mean
 from nearkin.progress import Reporter
 from nearkin.recipe import Data
 
-SOURCES = ("glyphs", *BENCHMARKS, "folder", "table")
+SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}
 
 
@@ -30,6 +30,14 @@ def load(data: Data, reporter: Reporter) -> Table:
     if data.source == "glyphs":
         reporter.say("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
+    if data.source == "features":
+        if data.root is None:
+            raise DataError("data.root: an .npz file of features and labels is needed. Give it with --data FILE.")
+        table = load_features(data.root)
+        assert table.features is not None
+        shape = f"{len(table):,} features of {table.features.shape[1]:,} numbers, {table.num_classes:,} classes"
+        reporter.say(f"data: {shape}, from {data.root}")
+        return table
     listing = list_source(data)
     counted = f"{len(listing):,} images of {len(listing.class_names):,} classes"
     reporter.say(f"data: {data.source}, {counted} from {listing.root}")
@@ -67,6 +75,8 @@ def recognise(path: Path) -> str:
     """
     if path.suffix.lower() in TABLE_SUFFIXES and not path.is_dir():
         return "table"
+    if path.suffix.lower() in FEATURE_SUFFIXES and not path.is_dir():
+        return "features"
     for name, benchmark in BENCHMARKS.items():
         if any((place / file).exists() for place in (path, path / benchmark.folder) for file in benchmark.needs):
             return name

@@ -48,6 +48,7 @@ class Table:
     groups: [N] a coarser kind of each row (a product's category) where the source gives one, else None.
     boxes: int64 [N, 4] x, y, width, height to which the images were cut, or None where they are whole.
     features: float32 [N, D] for a table of ready vectors; it has no images.
+    rows: int64 [N] the row of each in the source's whole table, or None where this is the whole.
     split: how the rows were chosen, in words; splits.py fills it in.
     notes: what a reader of the numbers must know, for example files that were left out.
     """
@@ -62,6 +63,7 @@ class Table:
     groups: NDArray[np.str_] | None = field(default=None, repr=False)
     boxes: NDArray[np.int64] | None = field(default=None, repr=False)
     features: NDArray[np.float32] | None = field(default=None, repr=False)
+    rows: Rows | None = field(default=None, repr=False)
     split: str = "whole"
     notes: tuple[str, ...] = ()
 
@@ -71,6 +73,11 @@ class Table:
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def row_numbers(self) -> Rows:
+        """The row of each in the source's whole table."""
+        return np.arange(len(self)) if self.rows is None else self.rows
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -88,6 +95,7 @@ class Table:
             groups=None if self.groups is None else self.groups[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
             features=None if self.features is None else self.features[rows],
+            rows=self.row_numbers[rows],
         )
 
     def of_classes(self, classes: NDArray[np.int64]) -> Table:

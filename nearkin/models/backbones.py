@@ -1,21 +1,69 @@
-"""Convolutional parts: images [B, C, H, W] in, feature maps [B, F, h, w] out. Each names its `num_features`."""
+"""Networks that turn images [B, C, H, W] into feature maps [B, F, h, w], by name.
+
+Ours are `small_conv` and `bn_inception`; `googlenet` and `resnet50` are torchvision's, `efficientnet_lite0` and every
+other name timm's. Each says how it wants its pixels, so that the weights it may carry see what they were trained on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from nearkin.errors import ConfigError, did_you_mean, need
+from nearkin.recipe import Model
 from nearkin.registry import Registry
 
-# backbone(in_channels, width) -> module with .num_features
-BACKBONES: Registry[Callable[[int, int], Backbone]] = Registry("backbone")
+
+@dataclass(frozen=True)
+class Pixels:
+    """How a network wants its pixels: (x / 255 - mean) / std per channel, channels as RGB or BGR."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    bgr: bool = False
+
+
+IMAGENET = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+HALF = Pixels(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+CAFFE = Pixels(mean=(104 / 255, 117 / 255, 128 / 255), std=(1 / 255, 1 / 255, 1 / 255), bgr=True)
 
 
 class Backbone(nn.Module):
-    """A feature extractor with a known number of output channels."""
+    """A feature extractor. `num_features` are the channels of its maps; `pixels` is None where the data decide."""
 
     num_features: int
+    pixels: Pixels | None = None
+
+    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Feature maps at three depths: low, mid, high. The last is what `forward` gives."""
+        raise ConfigError(f"model.taps: {type(self).__name__} has no taps at three depths. Use --model.taps high.")
+
+
+# backbone(model, in_channels) -> Backbone
+BACKBONES: Registry[Callable[[Model, int], Backbone]] = Registry("backbone")
+
+
+def make_backbone(model: Model, in_channels: int) -> Backbone:
+    """The network that a model names, with random weights."""
+    if model.backbone in BACKBONES:
+        return BACKBONES[model.backbone](model, in_channels)
+    return TimmBackbone(model.backbone, in_channels)
+
+
+def check_backbone(name: str) -> None:
+    """Refuse a name that is neither ours nor timm's, without building anything."""
+    if name in BACKBONES or name == "none":
+        return
+    timm = need("timm", extra="vision")
+    if not timm.is_model(name.partition(".")[0]):
+        known = [*BACKBONES, *timm.list_models()]
+        raise ConfigError(
+            f"No backbone named '{name}'.{did_you_mean(name, known)} There are: {', '.join(BACKBONES)}, "
+            f"and the {len(known) - len(BACKBONES):,} names of timm."
+        )
 
 
 class SmallConv(Backbone):
@@ -40,6 +88,11 @@ class SmallConv(Backbone):
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)  # type: ignore[no-any-return]
 
+    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low = self.layers[:3](images)
+        mid = self.layers[3:10](low)
+        return low, mid, self.layers[10:](mid)
+
 
 def _double_convolution(inputs: int, outputs: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
@@ -52,4 +105,99 @@ def _double_convolution(inputs: int, outputs: int) -> list[nn.Module]:
     return layers
 
 
-BACKBONES.add("small_conv", SmallConv)
+class TorchvisionBackbone(Backbone):
+    """A torchvision network up to its last maps. Its parameters keep torchvision's names.
+
+    low, mid: the modules whose outputs are tapped, at a quarter and half of the way down in resolution.
+    """
+
+    def __init__(self, network: nn.Module, *, layers: list[str], low: str, mid: str, num_features: int) -> None:
+        super().__init__()
+        self.num_features, self.low, self.mid = num_features, low, mid
+        for name in layers:
+            self.add_module(name, network.get_submodule(name))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.stages(images)[2]
+
+    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        taps: dict[str, Tensor] = {}
+        for name, layer in self.named_children():
+            images = layer(images)
+            taps[name] = images
+        return taps[self.low], taps[self.mid], images
+
+
+def resnet50(model: Model, in_channels: int) -> Backbone:
+    _three_channels("resnet50", in_channels)
+    network = need("torchvision.models", extra="vision").resnet50()
+    layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
+    backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
+    backbone.pixels = IMAGENET
+    return backbone
+
+
+def googlenet(model: Model, in_channels: int) -> Backbone:
+    _three_channels("googlenet", in_channels)
+    network = need("torchvision.models", extra="vision").googlenet(aux_logits=False, init_weights=False)
+    layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
+    backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
+    # Its weights were trained by TensorFlow on pixels from -1 to 1; torchvision's `transform_input` turns its usual
+    # scaling back into that, we scale so at once.
+    backbone.pixels = HALF
+    return backbone
+
+
+def bn_inception(model: Model, in_channels: int) -> Backbone:
+    from nearkin.models.bn_inception import BNInception
+
+    _three_channels("bn_inception", in_channels)
+    backbone = BNInception()
+    backbone.pixels = CAFFE
+    return backbone
+
+
+def efficientnet_lite0(model: Model, in_channels: int) -> Backbone:
+    _three_channels("efficientnet_lite0", in_channels)
+    return TimmBackbone("tf_efficientnet_lite0", in_channels)
+
+
+class TimmBackbone(Backbone):
+    """Any timm model. A convolutional one gives its last maps; a transformer its own pooled vector as maps of 1 x 1."""
+
+    def __init__(self, name: str, in_channels: int) -> None:
+        super().__init__()
+        timm = need("timm", extra="vision")
+        check_backbone(name)
+        self.network = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
+        self.num_features = int(self.network.num_features)
+        settings: dict[str, Any] = self.network.pretrained_cfg
+        if in_channels == 3 and "mean" in settings:
+            self.pixels = Pixels(mean=tuple(settings["mean"]), std=tuple(settings["std"]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.network.forward_features(images)
+        if maps.ndim == 4 and maps.shape[1] == self.num_features:
+            return maps  # type: ignore[no-any-return]
+        return self.network.forward_head(maps, pre_logits=True)[:, :, None, None]  # type: ignore[no-any-return]
+
+    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        try:
+            maps, stages = self.network.forward_intermediates(images)
+        except (AttributeError, RuntimeError, TypeError):
+            return super().stages(images)
+        if maps.ndim != 4 or maps.shape[1] != self.num_features or len(stages) < 3:
+            return super().stages(images)
+        return stages[-3], stages[-2], maps
+
+
+def _three_channels(name: str, in_channels: int) -> None:
+    if in_channels != 3:
+        raise ConfigError(f"model.backbone: {name} takes colour images (3 channels), these have {in_channels}.")
+
+
+BACKBONES.add("small_conv", lambda model, in_channels: SmallConv(in_channels, model.width))
+BACKBONES.add("efficientnet_lite0", efficientnet_lite0)
+BACKBONES.add("googlenet", googlenet)
+BACKBONES.add("resnet50", resnet50)
+BACKBONES.add("bn_inception", bn_inception)

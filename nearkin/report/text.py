@@ -43,11 +43,17 @@ def result_table(run: Run) -> RichTable:
 def headline(run: Run) -> str:
     """One sentence that says what training did, as far as the paired interval allows it to be said."""
     assert run.result is not None
-    trained, raw = (100 * run.result["test"][name]["R@1"]["mean"] for name in ("trained", "raw pixels"))
-    low, high = (100 * bound for bound in run.result["gain_over_raw_pixels"]["interval"])
-    share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % by raw pixels"
+    gain = run.result["gain"]
+    over = gain["over"]
+    trained, raw = (100 * run.result["test"][name]["R@1"]["mean"] for name in ("trained", over))
+    low, high = (100 * bound for bound in gain["interval"])
+    compared = {"raw pixels": "by raw pixels", "raw backbone": "by the backbone as it came"}[over]
+    share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % {compared}"
     if low > 0:
         return f"{share}: {low:.1f} to {high:.1f} points gained."
     if high < 0:
-        return f"{share}: {-high:.1f} to {-low:.1f} points lost. This model should not be used."
-    return f"{share}: the difference ({low:.1f} to {high:.1f} points) is not settled by this many classes."
+        return f"{share}: {-high:.1f} to {-low:.1f} points lost. Training made it worse: do not use this model."
+    return (
+        f"{share}: training does not beat it for certain; the difference ({low:.1f} to {high:.1f} points) is not "
+        f"settled by this many classes."
+    )
