@@ -29,7 +29,7 @@ DIGITS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One run of one entrant in one experiment; higher is better. One that failed has no value, and `reason` says why."""
+    """One run of one entrant in one experiment; higher is better. One that failed has no value but a `reason`."""
 
     experiment: str
     entrant: str
@@ -66,7 +66,7 @@ class Table:
     @property
     def complete(self) -> NDArray[np.bool_]:
         """[E]: experiments in which every entrant has a value."""
-        return np.isfinite(self.means).all(axis=1)
+        return np.asarray(np.isfinite(self.means).all(axis=1))
 
     @property
     def seeds(self) -> int:
