@@ -29,7 +29,7 @@ def draw(judged: Tournament, path: Path, *, dpi: int = 150) -> Path:
         picture = _picture(figure, judged)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Software": None} if path.suffix.lower() == ".png" else {"Date": None}
-        picture.savefig(path, dpi=dpi, metadata=metadata, facecolor="white")
+        picture.savefig(path, dpi=dpi, metadata=metadata, facecolor="white", bbox_inches="tight", pad_inches=0.12)
     return path
 
 

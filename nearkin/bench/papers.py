@@ -189,7 +189,7 @@ def published(
         p
         for p in everything()
         if all(_plain(getattr(p, name) or "") == value for name, value in same.items())
-        and (names is None or names in (_plain(p.loss or ""), _plain(_bare(p.method)), _plain(p.method)))
+        and (names is None or names in {_plain(name) for name in (p.loss, p.method, _bare(p.method)) if name})
         and (dim is None or p.dim == dim)
         and (own is None or p.own == own)
         and (repeats or not p.repeats)

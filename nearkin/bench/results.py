@@ -173,7 +173,7 @@ def _result(where: str, row: dict[Any, Any]) -> Result:
     cells = {str(name): "" if cell is None else str(cell).strip() for name, cell in row.items()}
     value = _number(where, "value", cells["value"])
     seed = _number(where, "seed", cells.get("seed", ""))
-    if seed is not None and seed != int(seed):
+    if seed is not None and not seed.is_integer():
         raise DataError(f"{where}: seed: expected a whole number, got '{cells['seed']}'.")
     failed = value is None or not math.isfinite(value)
     reason = cells.get("reason") or (f"the value is {value}" if value is not None else "no reason given")

@@ -57,9 +57,8 @@ def pairs_grid(judged: Tournament) -> Grid:
         chances = (_short(p.ahead), _short(p.next_win))
         rows.append((p.first, p.second, record, f"{p.difference:.3g}", _p(p.p_holm), _p(p.p_nemenyi), *chances, more))
     head = ("first", "second", "won-lost", "diff", "Holm p", "Nemenyi", "ahead", "next", "more")
-    return Grid(
-        "Pairs; the first has the better mean rank; more: experiments that would settle it", head, tuple(rows), names=2
-    )
+    title = "Pairs, the better mean rank first; more: experiments that would settle it"
+    return Grid(title, head, tuple(rows), names=2)
 
 
 def rich_table(grid: Grid) -> RichTable:

@@ -35,7 +35,7 @@ from nearkin.bench.statistics import (
     wilcoxon,
 )
 from nearkin.errors import ConfigError, DataError
-from nearkin.intervals import bootstrap, percentiles
+from nearkin.intervals import bootstrap, mean, percentiles
 
 __all__ = ["Pair", "Result", "Standing", "Tournament", "judge", "read_results", "standings", "tabulate"]
 
@@ -88,7 +88,7 @@ class Pair:
     next_win: float
     """Chance that the first is higher in one more: (wins + ties / 2 + 1) / (all + 2); even odds before the first."""
     settled: bool
-    """Whether p_holm is below alpha."""
+    """Whether p_holm is at most alpha."""
     more_experiments: int | None = None
     """About how many more would settle it; None if settled, out of reach, or compared run by run."""
     more_seeds: int | None = None
@@ -258,9 +258,7 @@ def _pairs(
     for at, (i, j) in enumerate(chosen):
         d, test = differences[at], tests[at]
         wins, losses = int((d > 0).sum()), int((d < 0).sum())
-        both = ~np.isnan(drawn[:, i]) & ~np.isnan(drawn[:, j])
-        ahead = (drawn[both, i] < drawn[both, j]).mean() + (drawn[both, i] == drawn[both, j]).mean() / 2
-        settled = bool(adjusted[at] < alpha)
+        settled = bool(adjusted[at] <= alpha)
         experiments, more_seeds = (None, None) if settled else _needed(d, seeds[at], unit, alpha * share[at])
         out.append(
             Pair(
@@ -269,12 +267,12 @@ def _pairs(
                 wins=wins,
                 losses=losses,
                 ties=len(d) - wins - losses,
-                difference=float(d.mean()) if len(d) else math.nan,
+                difference=mean(d),
                 lean=test.lean,
                 p_value=test.p_value,
                 p_holm=float(adjusted[at]),
                 p_nemenyi=float(apart[i, j]),
-                ahead=float(ahead),
+                ahead=mean(np.sign(drawn[:, j] - drawn[:, i]) / 2 + 0.5),
                 next_win=(wins + (len(d) - wins - losses) / 2 + 1) / (len(d) + 2),
                 settled=settled,
                 more_experiments=experiments,
@@ -295,8 +293,8 @@ def _needed(
     n = len(d)
     if n < 2:
         return None, None
-    mean, variance = float(d.mean()), float(d.var(ddof=1))
-    total = experiments_needed(mean, math.sqrt(variance), level)
+    gain, variance = float(d.mean()), float(d.var(ddof=1))
+    total = experiments_needed(gain, math.sqrt(variance), level)
     more = None if total is None else max(1, total - n)
     if unit == "run":
         return None, None if more is None else math.ceil(more / len(by_seed))
@@ -305,5 +303,5 @@ def _needed(
     count = float(np.mean([len(seeds) for seeds in by_seed]))
     from_seeds = float(np.mean([seeds.var(ddof=1) for seeds in by_seed]))
     stays = max(0.0, variance - from_seeds / count)
-    room = deviation_allowed(mean, n, level) ** 2 - stays
+    room = deviation_allowed(gain, n, level) ** 2 - stays
     return more, max(1, math.ceil(from_seeds / room - count)) if room > 0 and from_seeds > 0 else None

@@ -23,11 +23,14 @@ def verdict(judged: Tournament, *, most: int = SHOWN) -> str:
 
 def sentence(pair: Pair, judged: Tournament) -> str:
     """One pair, in one sentence."""
-    if not pair.wins + pair.losses + pair.ties:
+    met = pair.wins + pair.losses + pair.ties
+    if not met:
         return f"{pair.first} and {pair.second} never met: there is no experiment in which both have a value."
     if pair.settled:
         return f"{pair.leader} is better than {pair.trailer}: Holm {p_text(pair.p_holm)}."
     cannot = f"{pair.first} and {pair.second} cannot be told apart: Holm {p_text(pair.p_holm)}"
+    if met == 1:
+        return f"{cannot}; they met once, which says nothing of how much it varies."
     ways = []
     if pair.more_experiments is not None:
         ways.append(f"{pair.more_experiments} more {_plural('experiment', pair.more_experiments)}")
@@ -55,7 +58,7 @@ def notes(table: Table) -> list[str]:
             lines.append(f"{entrant} is not ranked in {len(missing)} of {total} experiments.")
     count = int(table.complete.sum())
     if count < total:
-        lines.append(f"{count} of {total} experiments are complete; {_withdrawal(table, count)}")
+        lines.append(f"{count} of {total} experiments have a value of every entrant{_withdrawal(table, count)}.")
     return lines
 
 
@@ -80,16 +83,16 @@ def _withdrawal(table: Table, count: int) -> str:
     """Whose leaving would make most experiments complete."""
     gains = {name: int(table.without(name).complete.sum()) - count for name in table.entrants}
     name = max(gains, key=lambda entrant: gains[entrant])
-    told = "Friedman's and Nemenyi's tests are held on these."
-    return told if gains[name] == 0 else f"without {name} it would be {count + gains[name]}. {told}"
+    return f"; without {name} it would be {count + gains[name]}" if gains[name] and len(gains) > 2 else ""
 
 
 def _friedman(judged: Tournament) -> str:
     test = judged.friedman
     if test is None:
-        return "Friedman's test needs at least two experiments in which every entrant has a value."
+        return "Friedman's test is not held: it needs two experiments or more with a value of every entrant."
+    over = f" over these {test.experiments}" if test.experiments < len(judged.table.experiments) else ""
     figures = (
-        f"Friedman chi-squared {test.chi_squared:.1f}, {p_text(test.p_value)}; "
+        f"Friedman{over} chi-squared {test.chi_squared:.1f}, {p_text(test.p_value)}; "
         f"Iman-Davenport F {test.f:.1f}, {p_text(test.f_p_value)}"
     )
     if test.f_p_value < judged.alpha:
@@ -106,9 +109,7 @@ def _settled(judged: Tournament) -> list[str]:
         f"(Wilcoxon signed-rank tests over {over}, Holm-corrected)."
     ]
     if judged.unit == "run":
-        lines.append(
-            "Pairs are compared run by run: what is settled holds for these experiments, not for others like them."
-        )
+        lines.append("Pairs are compared run by run: what is settled holds for these experiments, not for others.")
     names = [standing.entrant for standing in judged.standings]
     for name in names:
         beaten = [pair.trailer for pair in done if pair.leader == name]
