@@ -230,7 +230,8 @@ def test_help_teaches(capsys):
 
 def test_the_page_shows_what_is_computed():
     page = (Path(__file__).parents[1] / "docs" / "tournament.md").read_text(encoding="utf-8")
-    found = {s.entrant: s for s in judge(papers.thesis_results()).standings}
+    held = judge(papers.thesis_results())
+    found = {s.entrant: s for s in held.standings}
     for row in papers.table_11():
         s = found[row.loss]
         cells = [f"`{row.loss}`", f"{s.total:g}", f"{row.mean:g}", f"{s.mean:.2f}", f"{row.std:g}", f"{s.std:.2f}"]
@@ -238,5 +239,8 @@ def test_the_page_shows_what_is_computed():
         assert [cell.strip(" *") for cell in line.strip("| ").split("|")][:6] == cells
         wrong = (row.mean, row.std) != (row.corrected_mean, row.corrected_std)
         assert ("**" in line) == wrong
+    pair = next(p for p in held.pairs if (p.first, p.second) == ("soft_triple", "multi_similarity"))
+    assert f"about {pair.more_experiments} more experiments" in page
+    assert f"{sum(p.settled for p in held.pairs)} of the {len(held.pairs)} pairs are settled" in page
     picture = Path(__file__).parents[1] / "docs" / "images" / "critical_difference.png"
     assert picture.stat().st_size < 100_000

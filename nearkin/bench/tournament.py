@@ -130,7 +130,8 @@ class Tournament:
 
 def standings(table: Table, *, level: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[Standing, ...]:
     """The thesis's tournament: ranks of each experiment added up, best mean first."""
-    return _standings(table, average_ranks(table.means), _draw(table, draws, seed), level)
+    ranks = average_ranks(table.means)
+    return _standings(table, ranks, _draw(ranks, draws, seed), level)
 
 
 def judge(
@@ -156,7 +157,8 @@ def judge(
     table = results if isinstance(results, Table) else tabulate(results)
     if len(table.entrants) < 2:
         raise DataError(f"A tournament needs at least two entrants; got {table.entrants[0]} alone.")
-    ranks, drawn = average_ranks(table.means), _draw(table, draws, seed)
+    ranks = average_ranks(table.means)
+    drawn = _draw(ranks, draws, seed)
     best = _standings(table, ranks, drawn, 1 - alpha)
     order = [table.entrants.index(standing.entrant) for standing in best]
     whole = average_ranks(table.means[table.complete])
@@ -184,9 +186,8 @@ def judge(
     )
 
 
-def _draw(table: Table, draws: int, seed: int) -> Floats:
+def _draw(ranks: Floats, draws: int, seed: int) -> Floats:
     """[draws, K] mean ranks when experiments are drawn with replacement."""
-    ranks = average_ranks(table.means)
     return bootstrap(ranks.T, np.arange(len(ranks)), draws=draws, seed=seed)
 
 
