@@ -64,7 +64,7 @@ def test_csv_and_json_are_read_alike(tmp_path):
 
 def test_seed_and_reason_may_be_left_out(tmp_path):
     path = tmp_path / "r.csv"
-    path.write_bytes("\ufeffexperiment,entrant,value\r\nx, a ,1.5\r\nx,b,\r\ny,b,nan\r\n".encode())
+    path.write_bytes('\ufeffexperiment,entrant,value\r\n"x\n",  a ,1.5\r\nx,b,\r\ny,b,nan\r\n'.encode())
     first, second, third = read_results(path)
     assert first == Result("x", "a", 0, 1.5)
     assert second == Result("x", "b", 0, None, "no reason given")
@@ -120,6 +120,7 @@ def test_markdown_and_latex_survive_odd_names(judged):
     tex = tables.latex(grid)
     assert r"a\_b \& 50\% [red] | \#1 \$x\$ &" in tex
     assert tex.count(r"\\") == 4
+    assert "\n{}[a] &" in tables.latex(tables.standings_grid(judge(results(["[a]", "b"]))))
     body = tex[tex.index("\\toprule") :]
     assert len(re.findall(r"(?<!\\)&", body)) == 4 * (len(grid.head) - 1)
 

@@ -51,7 +51,7 @@ class Result:
             object.__setattr__(self, "reason", "no reason given")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Experiments [E] by entrants [K]: the mean over the seeds that gave a value, NaN where none did."""
 
@@ -170,7 +170,7 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
 def _result(where: str, row: dict[Any, Any]) -> Result:
     if None in row:
         raise DataError(f"{where}: more cells than the head has columns.")
-    cells = {str(name): "" if cell is None else str(cell).strip() for name, cell in row.items()}
+    cells = {str(name): "" if cell is None else " ".join(str(cell).split()) for name, cell in row.items()}
     value = _number(where, "value", cells["value"])
     seed = _number(where, "seed", cells.get("seed", ""))
     if seed is not None and not seed.is_integer():

@@ -55,7 +55,9 @@ def pairs_grid(judged: Tournament) -> Grid:
         seeds = "-" if p.more_seeds is None else f"{p.more_seeds} seeds"
         more = "" if p.settled else seeds if p.more_experiments is None else str(p.more_experiments)
         chances = (_short(p.ahead), _short(p.next_win))
-        rows.append((p.first, p.second, record, f"{p.difference:.3g}", _p(p.p_holm), _p(p.p_nemenyi), *chances, more))
+        rows.append(
+            (p.first, p.second, record, _short(p.difference, "3g"), _p(p.p_holm), _p(p.p_nemenyi), *chances, more)
+        )
     head = ("first", "second", "won-lost", "diff", "Holm p", "Nemenyi", "ahead", "next", "more")
     title = "Pairs, the better mean rank first; more: experiments that would settle it"
     return Grid(title, head, tuple(rows), names=2)
@@ -88,6 +90,8 @@ def latex(grid: Grid) -> str:
     """A LaTeX tabular with the rules of booktabs."""
     columns = "l" * grid.names + "r" * (len(grid.head) - grid.names)
     lines = [" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in (grid.head, *grid.rows)]
+    # A row that begins with a bracket would be read as an argument of the line break before it.
+    lines = [f"{{}}{line}" if line.startswith("[") else line for line in lines]
     body = "\n".join(lines[1:])
     return (
         f"% {grid.title}. Needs \\usepackage{{booktabs}}.\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n"
@@ -157,8 +161,8 @@ def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return out.getvalue()
 
 
-def _short(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def _short(value: float, form: str = "2f") -> str:
+    return "-" if math.isnan(value) else f"{value:.{form}}"
 
 
 def _p(value: float) -> str:

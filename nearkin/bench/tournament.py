@@ -104,7 +104,7 @@ class Pair:
         return self.second if self.lean >= 0 else self.first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tournament:
     """All that `judge` found."""
 
@@ -241,18 +241,18 @@ def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
     return out
 
 
+def _differences(by_seed: list[Floats], unit: Literal["experiment", "run"]) -> Floats:
+    """What a pair is tested on: one difference for each experiment, or all of them."""
+    kept: list[float] = [d.mean() for d in by_seed] if unit == "experiment" else [run for d in by_seed for run in d]
+    return np.array([round(float(d), DIGITS) for d in kept], dtype=np.float64)
+
+
 def _pairs(
     table: Table, order: list[int], unit: Literal["experiment", "run"], drawn: Floats, apart: Floats, alpha: float
 ) -> tuple[Pair, ...]:
     chosen = list(itertools.combinations(order, 2))
     seeds = [_seed_differences(table, table.entrants[i], table.entrants[j]) for i, j in chosen]
-    empty = np.empty(0)
-    differences = [
-        np.round(
-            np.array([d.mean() for d in found]) if unit == "experiment" else np.concatenate([empty, *found]), DIGITS
-        )
-        for found in seeds
-    ]
+    differences = [_differences(found, unit) for found in seeds]
     tests = [wilcoxon(d) for d in differences]
     adjusted, share = holm(np.array([test.p_value for test in tests]))
     out = []

@@ -63,7 +63,8 @@ def notes(table: Table) -> list[str]:
 
 
 def p_text(p: float) -> str:
-    """
+    """A p-value as it is read aloud.
+
     >>> p_text(0.3123), p_text(0.00012), p_text(1.0)
     ('p = 0.31', 'p < 0.001', 'p = 1')
     """
@@ -75,7 +76,7 @@ def _held(judged: Tournament) -> str:
     experiments, seeds = len(table.experiments), table.seeds
     return (
         f"{len(table.entrants)} entrants in {experiments} {_plural('experiment', experiments)}, "
-        f"{'one run' if seeds == 1 else f'up to {seeds} seeds'} each."
+        f"{'one run' if seeds <= 1 else f'up to {seeds} seeds'} each."
     )
 
 
