@@ -1,0 +1,167 @@
+"""The tests of a tournament against scipy, scikit-posthocs, statsmodels, published tables and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from nearkin.bench import statistics
+from nearkin.bench.statistics import (
+    average_ranks,
+    critical_difference,
+    deviation_allowed,
+    experiments_needed,
+    fewest,
+    friedman,
+    holm,
+    nemenyi,
+    together,
+    wilcoxon,
+)
+
+stats = pytest.importorskip("scipy.stats", reason="the extra bench is not installed")
+
+
+def scores(seed, experiments=9, entrants=5, values=6):
+    """Few different values, so that there are ties."""
+    return np.random.default_rng(seed).integers(0, values, (experiments, entrants)).astype(float)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks(seed):
+    values = scores(seed)
+    assert np.array_equal(average_ranks(values), stats.rankdata(-values, axis=1))
+    values[2, 1] = values[3, 0] = values[3, 4] = np.nan
+    for row, ranks in zip(values, average_ranks(values), strict=True):
+        there = ~np.isnan(row)
+        assert np.array_equal(ranks[there], stats.rankdata(-row[there]))
+        assert np.isnan(ranks[~there]).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_friedman(seed):
+    values = scores(seed)
+    ours, theirs = friedman(average_ranks(values)), stats.friedmanchisquare(*values.T)
+    assert ours.chi_squared == pytest.approx(theirs.statistic)
+    assert ours.p_value == pytest.approx(theirs.pvalue)
+    # Iman and Davenport's F is the F of a two-way analysis of variance of the ranks.
+    ranks = stats.rankdata(-values, axis=1)
+    n, k = ranks.shape
+    between = n * ((ranks.mean(0) - ranks.mean()) ** 2).sum()
+    rest = ((ranks - ranks.mean(0) - ranks.mean(1)[:, None] + ranks.mean()) ** 2).sum()
+    f = (between / (k - 1)) / (rest / ((n - 1) * (k - 1)))
+    assert ours.f == pytest.approx(f)
+    assert ours.f_p_value == pytest.approx(stats.f.sf(f, k - 1, (n - 1) * (k - 1)))
+
+
+def test_friedman_at_its_ends():
+    same = friedman(average_ranks(np.ones((4, 3))))
+    assert (same.chi_squared, same.p_value, same.f_p_value) == (0.0, 1.0, 1.0)
+    agreed = friedman(average_ranks(np.tile([3.0, 2.0, 1.0], (4, 1))))
+    assert (agreed.chi_squared, agreed.f, agreed.f_p_value) == (pytest.approx(8.0), math.inf, 0.0)
+    two = friedman(average_ranks(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])))
+    assert two.chi_squared == pytest.approx(1 / 3)  # (2 - 1)^2 / 3: the sign test's chi-squared
+
+
+def test_critical_difference_against_the_published_table():
+    # Demsar, JMLR 7 (2006), table 5: q at 0.05 and 0.10 for 2 to 10 classifiers.
+    for alpha, row in {
+        0.05: [1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164],
+        0.10: [1.645, 2.052, 2.291, 2.459, 2.589, 2.693, 2.780, 2.855, 2.920],
+    }.items():
+        for k, q in enumerate(row, 2):
+            # One figure of that table (2.949 for seven) is off by half a unit in its last digit.
+            assert critical_difference(k, 14, alpha) == pytest.approx(q * math.sqrt(k * (k + 1) / (6 * 14)), abs=1e-3)
+    assert round(critical_difference(4, 14), 2) == 1.25  # its worked example
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nemenyi(seed):
+    posthocs = pytest.importorskip("scikit_posthocs", reason="the extra bench is not installed")
+    values = scores(seed, experiments=12, values=40)
+    ranks = average_ranks(values)
+    theirs = posthocs.posthoc_nemenyi_friedman(ranks).to_numpy()
+    assert nemenyi(ranks.mean(0), len(ranks)) == pytest.approx(theirs, abs=1e-9)
+    # Just below the critical difference p is above alpha, just above it below.
+    critical = critical_difference(5, 12)
+    for factor, settled in ((0.999, False), (1.001, True)):
+        assert (nemenyi(np.array([1.0, 1.0 + factor * critical, 3.0, 3.0, 3.0]), 12)[0, 1] < 0.05) == settled
+
+
+def test_groups():
+    means = np.array([1.0, 2.0, 3.0, 4.5, 8.0])
+    assert together(means, 0.5) == []
+    assert together(means, 1.5) == [(0, 1), (1, 2)]  # a distance of exactly the critical difference tells apart
+    assert together(means, 2.1) == [(0, 2), (2, 3)]
+    assert together(means, 10) == [(0, 4)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 12, 30])
+def test_signed_ranks_exact(n):
+    d = np.random.default_rng(n).normal(0.3, 1, n)
+    theirs = stats.wilcoxon(d, method="exact")
+    assert wilcoxon(d).p_value == pytest.approx(theirs.pvalue)
+    assert wilcoxon(-d).p_value == pytest.approx(theirs.pvalue)
+    assert wilcoxon(-d).lean == -wilcoxon(d).lean
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_signed_ranks_with_ties_by_counting_every_pattern(seed):
+    d = np.random.default_rng(seed).integers(-3, 5, 11).astype(float)
+    known = d[d != 0]
+    ranks = stats.rankdata(np.abs(known))
+    seen = abs((np.sign(known) * ranks).sum())
+    patterns = np.array(list(itertools.product((-1, 1), repeat=len(known))))
+    assert wilcoxon(d).p_value == pytest.approx((np.abs(patterns @ ranks) >= seen).mean())
+    assert wilcoxon(d).pairs == len(known)
+
+
+def test_signed_ranks_of_many_pairs_and_of_none():
+    d = np.random.default_rng(0).integers(-9, 11, 300).astype(float)
+    theirs = stats.wilcoxon(d, method="asymptotic")
+    assert wilcoxon(d).p_value == pytest.approx(theirs.pvalue, rel=1e-6)
+    exact = np.random.default_rng(1).normal(0.2, 1, statistics.EXACT)
+    normal = stats.wilcoxon(exact, method="asymptotic").pvalue
+    assert wilcoxon(exact).p_value == pytest.approx(normal, rel=0.03)  # the two forms meet
+    assert wilcoxon(np.zeros(4)) == statistics.SignedRanks(1.0, 0.0, 0)
+    assert wilcoxon(np.empty(0)).p_value == 1.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_holm(seed):
+    multitest = pytest.importorskip("statsmodels.stats.multitest", reason="comes with scikit-posthocs")
+    p = np.random.default_rng(seed).uniform(0, 0.2, 10).round(2)
+    adjusted, share = holm(p)
+    assert adjusted == pytest.approx(multitest.multipletests(p, method="holm")[1])
+    # Rejecting while p stays below its share of alpha is the same as comparing the adjusted p with alpha.
+    order = np.argsort(p, kind="stable")
+    assert sorted(share) == pytest.approx([1 / m for m in range(10, 0, -1)])
+    below = np.cumprod((p <= 0.3 * share + 1e-12)[order]).astype(bool)
+    assert np.array_equal(below, (adjusted <= 0.3 + 1e-12)[order])
+
+
+def test_fewest_pairs():
+    for level in (0.05, 0.01, 0.05 / 45):
+        n = fewest(level)
+        assert stats.wilcoxon(np.arange(1.0, n + 1)).pvalue <= level
+        assert stats.wilcoxon(np.arange(1.0, n)).pvalue > level
+
+
+@pytest.mark.parametrize(("effect", "level"), [(0.4, 0.05), (0.8, 0.05), (0.8, 0.05 / 45), (1.5, 0.05 / 45)])
+def test_what_would_settle_a_pair_settles_it_four_times_in_five(effect, level):
+    n = experiments_needed(effect, 1.0, level)
+    d = np.random.default_rng(0).normal(effect, 1.0, (500, n))
+    found = stats.wilcoxon(d, axis=1).pvalue <= level
+    assert found.mean() == pytest.approx(0.8, abs=0.06)
+    assert deviation_allowed(effect, n, level) >= 1.0 > deviation_allowed(effect, n - 1, level)
+
+
+def test_what_cannot_be_settled():
+    assert experiments_needed(0.0, 1.0, 0.05) is None
+    assert experiments_needed(0.001, 1.0, 0.05) is None
+    assert experiments_needed(0.1, 0.0, 0.05) == 6
+    assert experiments_needed(-5.0, 1.0, 0.05) == 6
+    assert deviation_allowed(1.0, 5, 0.05) == 0.0
