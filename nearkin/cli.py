@@ -24,6 +24,7 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin report RUN           one self-contained HTML page for a run
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
+  nearkin tournament RESULTS   rank losses over experiments and say which differences are settled
   nearkin doctor               versions, devices, extras, and trouble known for this machine
 
 Each command teaches itself: nearkin train --help
@@ -267,6 +268,12 @@ def doctor(argv: list[str]) -> None:
     show(examine())
 
 
+def tournament(argv: list[str]) -> None:
+    from nearkin.bench.commands import tournament as run
+
+    run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": demo,
     "train": train,
@@ -274,6 +281,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": report,
     "data": data,
     "losses": losses,
+    "tournament": tournament,
     "doctor": doctor,
 }
 

@@ -149,6 +149,26 @@ class Objective(nn.Module):
     def _class_params(self) -> Iterable[tuple[Param, Tensor]]:
         return [(spec, cast(Tensor, getattr(self, spec.name))) for spec in self.loss.inputs.params]
 
+    @torch.no_grad()
+    def start_at(self, emb: Tensor, labels: Tensor) -> None:
+        """Put the proxies where their classes are: at the mean direction of each class's embeddings.
+
+        For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
+        keep their random offsets around the mean; losses without proxies are left as they are.
+        """
+        if "proxies" not in dict(self.named_parameters()):
+            return
+        proxies = cast(Tensor, self.proxies)
+        sums = torch.zeros(len(proxies), emb.shape[1], dtype=torch.float64)
+        means = nn.functional.normalize(
+            sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
+        ).to(proxies)
+        if proxies.ndim == 2:
+            proxies.copy_(means)
+        else:
+            offsets = nn.functional.normalize(proxies, dim=-1)
+            proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
+
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """Optimizer groups for the class parameters, given the network's learning rate.
 
@@ -225,6 +245,26 @@ class WeightedSum(nn.Module):
     def forward(self, emb: Tensor, labels: Tensor | Sequence[int]) -> Tensor:
         terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
         return torch.stack(terms).sum(0)
+
+    @torch.no_grad()
+    def start_at(self, emb: Tensor, labels: Tensor) -> None:
+        """Put the proxies where their classes are: at the mean direction of each class's embeddings.
+
+        For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
+        keep their random offsets around the mean; losses without proxies are left as they are.
+        """
+        if "proxies" not in dict(self.named_parameters()):
+            return
+        proxies = cast(Tensor, self.proxies)
+        sums = torch.zeros(len(proxies), emb.shape[1], dtype=torch.float64)
+        means = nn.functional.normalize(
+            sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
+        ).to(proxies)
+        if proxies.ndim == 2:
+            proxies.copy_(means)
+        else:
+            offsets = nn.functional.normalize(proxies, dim=-1)
+            proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The groups of every part, their names led by its number."""

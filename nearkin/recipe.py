@@ -62,7 +62,8 @@ class Data:
     test_share: float = 0.4
     """Share of the classes kept sealed for the final numbers, where the source has no test part of its own."""
     val_share: float = 0.1
-    """Share of the classes (of the training classes, where the source has a test part) that choose the epoch."""
+    """Share of the classes (of the training classes, where the source has a test part) that choose the epoch; 0 trains
+    on all of them and keeps the last epoch, for settings that were chosen before."""
     folds: int = 0
     """With 10, validation is one of ten equal groups of the training classes instead of val_share of them."""
     fold: int = 0
@@ -74,7 +75,7 @@ class Data:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
         _check(self.cache_gb > 0, "data.cache_gb", "above 0", self.cache_gb)
         _check(self.workers >= 0, "data.workers", "0 or above", self.workers)
-        _check(0 < self.val_share < 1, "data.val_share", "between 0 and 1", self.val_share)
+        _check(0 <= self.val_share < 1, "data.val_share", "from 0 to below 1", self.val_share)
         _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
         _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)
         _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
@@ -115,7 +116,7 @@ class Model:
     """Length of the embedding vector; 0 takes the pooled features themselves, without a head."""
     start: Literal["random", "whitened"] = "random"
     """First weights of the head: random, or the features whitened within classes and reduced by PCA (closed form)."""
-    shrinkage: float = 0.3
+    shrinkage: float = 1.0
     """Of the whitened start: how far within-class variances are pulled to their mean; larger changes features less."""
     normalize: bool = True
     """Whether `embed` gives unit vectors."""

@@ -23,7 +23,7 @@ def _recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
 
 
 # A head on frozen features: few steps, since the start is good already.
-HEAD_ONLY = Train(epochs=10, batch_size=128, per_class=0, lr=1e-4, class_lr=1e-2, schedule="cosine")
+HEAD_ONLY = Train(epochs=10, batch_size=128, per_class=0, lr=1e-3, class_lr=1e-3, schedule="cosine")
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def folder_default() -> Recipe:
             start="whitened",
             freeze="backbone",
         ),
-        loss=Choice("norm_softmax", {"temperature": 0.05}),
+        loss=Choice("norm_softmax", {"temperature": 0.1}),
         train=HEAD_ONLY,
     )
 
@@ -64,7 +64,7 @@ def features_default() -> Recipe:
     return Recipe(
         data=Data(source="features", split="auto", test_share=0.4, val_share=0.1),
         model=Model(backbone="none", dim=512, start="whitened", freeze="backbone"),
-        loss=Choice("norm_softmax", {"temperature": 0.05}),
+        loss=Choice("norm_softmax", {"temperature": 0.1}),
         train=HEAD_ONLY,
     )
 
@@ -310,7 +310,7 @@ def _add_mpa(dataset: Dataset) -> None:
 
 
 for _dataset in ("cub", "cars", "sop"):
-    _add_mpa(_dataset)  # type: ignore[arg-type]
+    _add_mpa(_dataset)
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------

@@ -66,14 +66,17 @@ def fit(
         known = starting_features(recipe, start, table, reporter)
         if recipe.model.start == "whitened":
             seen = known.add_to(split.train) if known else split.train
-            features, kinds = torch.from_numpy(seen.features), torch.from_numpy(seen.labels)
+            assert seen.features is not None
+            features, kinds = torch.from_numpy(seen.features).to(place), torch.from_numpy(seen.labels).to(place)
             for network in (model, start):
-                network.head.start_whitened(features.to(place), kinds.to(place), recipe.model.shrinkage)
+                network.head.start_whitened(features, kinds, recipe.model.shrinkage)
         train, val = split.train, split.val
         if known is not None and recipe.model.freeze == "backbone":
-            train, val = known.add_to(train), known.add_to(val)
+            train, val = known.add_to(train), known.add_to(val) if val else None
         labels = torch.from_numpy(train.labels)
         objective = make_objective(recipe, model.dim, train.num_classes).to(place)
+        if recipe.model.start == "whitened":
+            objective.start_at(start.embed(features), kinds)
         optimizer = make_optimizer(model, objective, hyper)
         sampler = make_sampler(train.labels, batch_size=hyper.batch_size, per_class=hyper.per_class, seed=recipe.seed)
         steps_per_epoch = sampler.batches_per_epoch
@@ -83,7 +86,12 @@ def fit(
         else:
             reporter.say(
                 f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, "
-                f"{model.dim} dimensions, on {place}; epochs judged on {val.num_classes} other classes"
+                f"{model.dim} dimensions, on {place}; "
+                + (
+                    f"epochs judged on {val.num_classes} other classes"
+                    if val
+                    else "no validation: the last epoch is kept"
+                )
             )
             if recipe.model.start == "whitened":  # a good start competes with every epoch
                 keep_if_best(run, state, model, val, epoch=0)
@@ -116,11 +124,10 @@ def fit(
                         state.save(run)
                         raise Interrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}")
 
-            recall = keep_if_best(run, state, model, val, epoch=epoch + 1)
+            judged = keep_if_best(run, state, model, val, epoch=epoch + 1)
             pace.reach((epoch + 1) * steps_per_epoch)
             reporter.say(
-                f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  val R@1 {100 * recall:.1f} "
-                f"(best {100 * state.best:.1f} at {state.best_epoch})  "
+                f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {judged}"
                 f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
             )
             state.seconds += time.monotonic() - began
@@ -129,27 +136,31 @@ def fit(
 
         protocol = {
             **train.protocol(),
-            "classes": {"train": train.num_classes, "val": val.num_classes, "test": holdout.num_classes},
-            "epoch_chosen_by": "R@1 on validation classes",
+            "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
+            "epoch_chosen_by": "R@1 on validation classes" if val else "nothing: the last one",
             "epoch": state.best_epoch,
         }
-        judged: dict[str, Any] = {"test": None}
+        result: dict[str, Any] = {"test": None}
         if final:
-            judged = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
-        run.finish({"protocol": protocol, **judged, "val_R@1": state.best, "seconds": round(state.seconds, 1)})
+            result = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
+        chosen = {"val_R@1": state.best if val else None, "seconds": round(state.seconds, 1)}
+        run.finish({"protocol": protocol, **result, **chosen})
     return run
 
 
-def keep_if_best(run: Run, state: TrainingState, model: Embedder, val: Table, *, epoch: int) -> float:
-    """Judge an epoch on the validation classes, log it, and keep its weights if it is the best so far."""
-    scores = evaluate(model, val)
-    recall = scores["R@1"]
-    if recall > state.best:  # the earlier epoch wins a tie
+def keep_if_best(run: Run, state: TrainingState, model: Embedder, val: Table | None, *, epoch: int) -> str:
+    """Judge an epoch on the validation classes, log it, and keep its weights if it is the best so far.
+
+    Without validation classes the last epoch is kept. Returns what to say of it.
+    """
+    scores = evaluate(model, val) if val else None
+    recall = scores["R@1"] if scores else state.best
+    if scores is None or recall > state.best:  # the earlier epoch wins a tie
         state.best, state.best_epoch = recall, epoch
         run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
-    values = {name: scores[name] for name in ("R@1", "MAP@R")}
-    run.log(event="epoch", epoch=epoch, loss=state.mean_loss if epoch else None, val=values, seen=len(val))
-    return recall
+    values = {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None
+    run.log(event="epoch", epoch=epoch, loss=state.mean_loss if epoch else None, val=values)
+    return f"val R@1 {100 * recall:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  " if scores else ""
 
 
 # --- what a recipe names ---------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def photos(tmp_path):
 @pytest.fixture
 def recipe(photos):
     """Twenty-eight pixels in: pictures are stored with a shorter side of 32."""
-    chosen = nk.recipes.folder_default()
+    chosen = nk.recipes.from_scratch()
     return replace(
         chosen,
         data=replace(chosen.data, root=photos, image_size=28, val_share=0.2, augment="ce_cub"),
@@ -136,7 +136,7 @@ def test_files_are_embedded_as_the_store_was(photos, augment):
     paths = sorted(photos.rglob("*.jpg"))[:20]
     chosen = AUGMENTS[augment]
     torch.manual_seed(0)
-    model = Embedder(Model(width=4, dim=8), (3, 28, 28), augment=chosen).eval()
+    model = Embedder(Model(width=4, dim=8), (3, 28, 28), augment=augment).eval()
     store = FileImages(paths, chosen.stored_side(28))
     from_store = model.embed(store, batch_size=7)
     assert torch.equal(model.embed(paths, batch_size=7), from_store)

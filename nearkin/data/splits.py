@@ -18,10 +18,10 @@ SPLITS = ("auto", "half", "by_class")
 
 @dataclass(frozen=True)
 class Split:
-    """What training may see: `train` to learn from, `val` (other classes) to choose the epoch."""
+    """What training may see: `train` to learn from, `val` (other classes) to choose the epoch, or None."""
 
     train: Table
-    val: Table
+    val: Table | None
 
 
 class Holdout:
@@ -57,11 +57,13 @@ def split_for(table: Table, data: Data) -> tuple[Split, Holdout]:
     has_test = bool(set(table.parts) & set(JUDGED))
     if data.split == "by_class" or (data.split == "auto" and not has_test):
         test_share, seed = data.test_share, data.split_seed
-        if not data.folds:
+        if not data.folds and data.val_share:
             return split_by_class(table, val_share=data.val_share, test_share=test_share, seed=seed)
         training, holdout = set_aside(table, test_share=test_share, seed=seed)
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
+    if not data.val_share and not data.folds:
+        return Split(replace(training, split=f"{training.split}; no validation classes"), None), holdout
     if data.folds:
         return kfold(training, folds=data.folds, seed=data.split_seed)[data.fold], holdout
     return fixed(training, ratio=1 - data.val_share, seed=data.split_seed), holdout

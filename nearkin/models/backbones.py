@@ -28,7 +28,6 @@ class Pixels:
 
 IMAGENET = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = Pixels(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-CAFFE = Pixels(mean=(104 / 255, 117 / 255, 128 / 255), std=(1 / 255, 1 / 255, 1 / 255), bgr=True)
 
 
 class Backbone(nn.Module):
@@ -37,8 +36,8 @@ class Backbone(nn.Module):
     num_features: int
     pixels: Pixels | None = None
 
-    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Feature maps at three depths: low, mid, high. The last is what `forward` gives."""
+    def stages(self, images: Tensor) -> dict[str, Tensor]:
+        """Feature maps at three depths: "low", "mid" and "high". The last is what `forward` gives."""
         raise ConfigError(f"model.taps: {type(self).__name__} has no taps at three depths. Use --model.taps high.")
 
 
@@ -88,10 +87,10 @@ class SmallConv(Backbone):
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)  # type: ignore[no-any-return]
 
-    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def stages(self, images: Tensor) -> dict[str, Tensor]:
         low = self.layers[:3](images)
         mid = self.layers[3:10](low)
-        return low, mid, self.layers[10:](mid)
+        return {"low": low, "mid": mid, "high": self.layers[10:](mid)}
 
 
 def _double_convolution(inputs: int, outputs: int) -> list[nn.Module]:
@@ -118,14 +117,14 @@ class TorchvisionBackbone(Backbone):
             self.add_module(name, network.get_submodule(name))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.stages(images)[2]
+        return self.stages(images)["high"]
 
-    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def stages(self, images: Tensor) -> dict[str, Tensor]:
         taps: dict[str, Tensor] = {}
         for name, layer in self.named_children():
             images = layer(images)
             taps[name] = images
-        return taps[self.low], taps[self.mid], images
+        return {"low": taps[self.low], "mid": taps[self.mid], "high": images}
 
 
 def resnet50(model: Model, in_channels: int) -> Backbone:
@@ -149,11 +148,12 @@ def googlenet(model: Model, in_channels: int) -> Backbone:
 
 
 def bn_inception(model: Model, in_channels: int) -> Backbone:
-    from nearkin.models.bn_inception import BNInception
+    from nearkin.models.bn_inception import MEAN, STD, BNInception
 
     _three_channels("bn_inception", in_channels)
     backbone = BNInception()
-    backbone.pixels = CAFFE
+    # Its public weights come from Caffe: pixels from 0 to 255, blue first.
+    backbone.pixels = Pixels(mean=tuple(m / 255 for m in MEAN), std=tuple(s / 255 for s in STD), bgr=True)
     return backbone
 
 
@@ -181,14 +181,14 @@ class TimmBackbone(Backbone):
             return maps  # type: ignore[no-any-return]
         return self.network.forward_head(maps, pre_logits=True)[:, :, None, None]  # type: ignore[no-any-return]
 
-    def stages(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def stages(self, images: Tensor) -> dict[str, Tensor]:
         try:
             maps, stages = self.network.forward_intermediates(images)
         except (AttributeError, RuntimeError, TypeError):
             return super().stages(images)
         if maps.ndim != 4 or maps.shape[1] != self.num_features or len(stages) < 3:
             return super().stages(images)
-        return stages[-3], stages[-2], maps
+        return {"low": stages[-3], "mid": stages[-2], "high": maps}
 
 
 def _three_channels(name: str, in_channels: int) -> None:

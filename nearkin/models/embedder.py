@@ -85,7 +85,7 @@ class Embedder(nn.Module):
         return maps[0] if len(maps) == 1 else torch.cat(maps, dim=1)
 
     def _taps(self, scaled: Tensor, backbone: Backbone) -> tuple[Tensor, ...]:
-        return (backbone(scaled),) if self.model.taps == "high" else backbone.stages(scaled)
+        return (backbone(scaled),) if self.model.taps == "high" else tuple(backbone.stages(scaled).values())
 
     def train(self, mode: bool = True) -> Embedder:
         """Training mode, except where the model says that the backbone or its batch norms stand still."""

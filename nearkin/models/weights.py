@@ -82,6 +82,9 @@ def fill(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> list[s
     network: nn.Module = backbone.network if isinstance(backbone, TimmBackbone) else backbone
     wanted = network.state_dict()
     given = _best_prefix(state, wanted)
+    for key in given.keys() & wanted.keys():
+        if given[key].shape == (1, *wanted[key].shape):  # as old Caffe conversions keep their batch norms
+            given[key] = given[key][0]
     missing = [k for k in wanted if k not in given and not k.endswith("num_batches_tracked")]
     misshapen = [k for k in wanted if k in given and given[k].shape != wanted[k].shape]
     if missing or misshapen:

@@ -87,6 +87,8 @@ def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[I
     table = sources.load(run.recipe.data, Reporter(quiet=True))
     _, holdout = split_for(table, run.recipe.data)
     queries, items = query_and_gallery(holdout.open())
+    if queries.features is not None:  # ready features: there are no pictures to show
+        return [], [], 0.0
     model = run.embedder()
     emb = model.embed(queries.images, reporter=reporter)
     if items is queries:

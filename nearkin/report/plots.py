@@ -11,6 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 120, 16, 34
 
 def learning_curve(epochs: Sequence[dict[str, Any]], chosen: int) -> str:
     """Validation R@1 and MAP@R by epoch, with the epoch that was chosen."""
+    epochs = [event for event in epochs if event["val"] is not None]  # a run may have no validation classes
     if not epochs:
         return ""
     numbers: list[int] = [event["epoch"] for event in epochs]
