@@ -65,8 +65,8 @@ class TrainArgs:
     nearkin train --data photos/ --freeze backbone   (train a head on features that are computed once)
 
     RECIPE comes first: a name, a .toml file or a run folder; flags change it. Names: glyphs_small, folder_default,
-    features_default, cub_lite; the papers' ice_cub, ice_sop, ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars,
-    mpa_sop, and thesis_LOSS, which takes a data set, a network and a size: thesis_proxy_anchor:cars:googlenet:128.
+    features_default, from_scratch, cub_lite; the papers' ice_cub, ice_cars, ice_sop, ce_cub, ce_cars, ce_sop, ce_inshop,
+    mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS, which takes data, network and size: thesis_triplet:cars:googlenet:128.
 
     --weights FILE and --freeze backbone are short for --model.weights and --model.freeze.
 
