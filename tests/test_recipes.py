@@ -7,7 +7,7 @@ from nearkin.errors import ConfigError
 from nearkin.losses.register import LOSSES
 from nearkin.train import check_names
 
-# Instance cross entropy: SGD momentum 0.8, decay 1e-5, rate 1e-3 and ten times that for the new layer; 512 dimensions of
+# Instance cross entropy: SGD momentum 0.8, decay 1e-5, rate 1e-3 and ten times that for the new layer; 512 numbers of
 # BN-Inception; crops of 227; scale 64. Steps: 4,000 on CUB and Cars, 20,000 on SOP.
 ICE = {
     "ice_cub": {"batch": (60, 10), "steps": 4000, "train images": 5864},
