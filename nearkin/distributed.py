@@ -109,14 +109,14 @@ def process_group(
     except ValueError as error:  # torchrun's address or port is missing
         raise ConfigError(f"{who}: {error} Start with torchrun.") from None
     except RuntimeError as error:
-        raise ProcessLost(f"{who}: the processes did not find each other ({_first_line(error)}).") from None
+        raise ProcessLost(f"{who}: the processes did not find each other ({_reason(error)}).") from None
     try:
         yield place
     except RuntimeError as error:
         if not _is_lost_connection(error):
             raise
         raise ProcessLost(
-            f"{who}: another process has died or did not answer for {timeout:g} s ({_first_line(error)}). "
+            f"{who}: another process has died or did not answer for {timeout:g} s ({_reason(error)}). "
             "Its own message says why; started again, training goes on from its last checkpoint."
         ) from error
     finally:
@@ -157,9 +157,10 @@ def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.rpartition("] ")[2] if text.startswith("[/") else text
+def _reason(error: Exception) -> str:
+    """The first sentence of an error, without the place in gloo's source that leads it."""
+    first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+    return first.rpartition("] ")[2] if first.startswith("[/") else first
 
 
 # --- the batch --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from nearkin.samplers import share_of
 TOLERANCE = 1e-5  # relative; float32 rounds at 6e-8, and a loss with scale 64 makes that 4e-6
 BATCH, PIXELS, DIM, CLASSES = 24, 12, 8, 5
 
-Split = Literal["even", "uneven", "one idle"]
+Split = Literal["even shares", "uneven shares", "one rank idle"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Case:
     miner: str | None = None
     memory: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
-    split: Split = "even"
+    split: Split = "even shares"
 
     def __str__(self) -> str:
         extras = [f"miner {self.miner}"] if self.miner else []
         extras += [f"memory {self.memory}"] if self.memory else []
         extras += [f"{key}={value}" for key, value in self.settings]
-        return ", ".join([self.loss, *extras, f"{self.split} shares"])
+        return ", ".join([self.loss, *extras, self.split])
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        return self.worst <= TOLERANCE  # also False for NaN
+        return self.worst <= TOLERANCE
 
 
 def certificate(
@@ -98,7 +98,9 @@ def certificate(
             launch(command, processes, folder, timeout=timeout, watch=watch)
         ranks = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(processes)]
     alone = of_one_process(every, dtype, reporter)
-    return [compare(case, alone[replace(case, split="even")], [r[i] for r in ranks]) for i, case in enumerate(every)]
+    return [
+        compare(case, alone[replace(case, split="even shares")], [r[i] for r in ranks]) for i, case in enumerate(every)
+    ]
 
 
 def of_one_process(every: Sequence[Case], dtype: torch.dtype, reporter: Reporter) -> dict[Case, dict[str, Tensor]]:
@@ -106,7 +108,7 @@ def of_one_process(every: Sequence[Case], dtype: torch.dtype, reporter: Reporter
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # these tensors are too small to share among threads
     try:
-        distinct = list(dict.fromkeys(replace(case, split="even") for case in every))
+        distinct = list(dict.fromkeys(replace(case, split="even shares") for case in every))
         found = {}
         with reporter.track("gradients of one process", len(distinct), unit="case") as bar:
             for case in distinct:
@@ -129,7 +131,7 @@ def cases() -> list[Case]:
             found += [Case(name, miner, memory=40) for miner in miners]
         if "learn_beta" in entry.settings:
             found += [Case(name, miner, settings=(("learn_beta", True),)) for miner in miners]
-    splits: tuple[Split, ...] = ("even", "uneven", "one idle")
+    splits: tuple[Split, ...] = ("even shares", "uneven shares", "one rank idle")
     return [replace(case, split=split) for split in splits for case in found]
 
 
@@ -137,11 +139,11 @@ def own_rows(count: int, split: Split, rank: int, world: int) -> slice:
     """Which rows of a batch a rank holds."""
     if world == 1:
         return slice(0, count)
-    if split == "even":
+    if split == "even shares":
         return share_of(count, rank, world)
-    if split == "one idle":
+    if split == "one rank idle":
         return slice(count, count) if rank == world - 1 else share_of(count, rank, world - 1)
-    ends = [count * r * r // (world * world) for r in range(world + 1)]  # rank r holds about 2 r + 1 parts
+    ends = [count * r * (r + 1) // (world * (world + 1)) for r in range(world + 1)]  # rank r holds about r + 1 parts
     return slice(*list(pairwise(ends))[rank])
 
 
@@ -158,8 +160,8 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
     for value in objective.parameters():
         if value.dim():  # a head begins at zero, which would hide mistakes
             nn.init.normal_(value)
-    distributed.broadcast_state(network)
-    distributed.broadcast_state(objective)
+    both = nn.ModuleList([network, objective])
+    distributed.broadcast_state(both)
 
     found: dict[str, Tensor] = {}
     for step in range(2 if case.memory else 1):
@@ -175,7 +177,7 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
         loss.backward()
         assert emb.grad is not None
         found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world
-    distributed.reduce_gradients([*network.parameters(), *objective.parameters()])
+    distributed.reduce_gradients(both.parameters())
     # As one vector: some losses do not see a shift of all embeddings, and the bias alone would be rounding noise.
     found["network"] = torch.cat([value.grad.flatten() for value in network.parameters() if value.grad is not None])
     found |= {f"parameters {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
