@@ -6,11 +6,16 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata, version
+from typing import TYPE_CHECKING
 
 from rich.table import Table as RichTable
 
 from nearkin import __version__
+
+if TYPE_CHECKING:
+    from nearkin.distributed_check import Row
 
 _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
 
@@ -32,6 +37,37 @@ def examine() -> RichTable:
     for problem in troubles():
         table.add_row("[bold red]! trouble", problem)
     return table
+
+
+def certify(rows: Sequence[Row]) -> tuple[RichTable, str]:
+    """What the gradients of several processes differ by from those of one, loss by loss, and a verdict in words."""
+    from nearkin.distributed_check import TOLERANCE
+
+    def shown(values: Sequence[float | None]) -> str:
+        present = [value for value in values if value is not None]
+        return f"{max(present):.0e}" if any(present) else "0" if present else "-"
+
+    table = RichTable(box=None, padding=(0, 2, 0, 0))
+    for title in ("loss", "cases", "embeddings", "network", "class parameters, memory"):
+        table.add_column(title, justify="left" if title == "loss" else "right")
+    for name in dict.fromkeys(row.case.loss for row in rows):
+        ours = [row for row in rows if row.case.loss == name]
+        table.add_row(
+            name,
+            str(len(ours)),
+            shown([row.embeddings for row in ours]),
+            shown([row.network for row in ours]),
+            shown([row.parameters for row in ours]),
+            style=None if all(row.ok for row in ours) else "bold red",
+        )
+    bad = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
+    if not bad:
+        return table, f"certified: {len(rows)} cases, all within {TOLERANCE:g} (relative) of one process."
+    listed = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in bad[:10])
+    return (
+        table,
+        f"NOT certified: {len(bad)} of {len(rows)} cases differ by more than {TOLERANCE:g}, the worst:{listed}",
+    )
 
 
 def devices() -> list[str]:

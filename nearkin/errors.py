@@ -6,6 +6,7 @@
     ├── DataError             images, labels, features or folders that cannot be used
     ├── RunError              a run folder that cannot be written, read or resumed
     ├── TrainingFailed        a run that went wrong by itself (a loss that is not finite)
+    ├── ProcessLost           of several processes that train together one has died or does not answer
     └── MissingExtra          an optional package is not installed
 
 `UserError` is a `ValueError`, so library users may catch either. A message says what, where, what was
@@ -42,6 +43,10 @@ class RunError(UserError):
 
 class TrainingFailed(UserError):
     """A run that went wrong by itself, for example a loss that is not finite."""
+
+
+class ProcessLost(UserError):
+    """Of several processes that train together one has died or does not answer."""
 
 
 class MissingExtra(UserError):

@@ -1,9 +1,10 @@
 """Which images form each batch. A sampler is a pure function of (seed, epoch), so any step can be found again.
 
-Over several processes (`rank` of `world`) each gets its share of every batch: the shares of one step are disjoint, of
-equal size, and together the batch that one process would get. A share is a run of the batch, so a class's images stay
-on one rank where the share holds whole groups (batch_size / world is a multiple of per_class), and are cut between two
-neighbouring ranks where not.
+Over several processes (`rank` of `world`) each gets its share of every batch: the shares of one step, one after another
+in the order of the ranks, are the batch that one process would get, row by row. They are of equal size where world
+divides the batch, else differ by one row. A share is a run of the batch, so a class's images stay on one rank where the
+share holds whole groups (batch_size / world is a multiple of per_class), and are cut between two neighbouring ranks
+where not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Sampler(Protocol):
     """Batches of row numbers, epoch by epoch."""
 
     batches_per_epoch: int
-    batch_size: int  # what this rank's batches really hold: less than asked for when images or classes are few
+    batch_size: int  # what batches really hold over all ranks: less than asked for when images or classes are few
+    share: slice  # which rows of a batch are this rank's
 
     def epoch(self, number: int) -> list[Rows]:
         """All batches of this epoch, in order."""
@@ -39,15 +41,14 @@ class RandomSampler:
 
     def __init__(self, labels: Rows, *, batch_size: int, seed: int, rank: int = 0, world: int = 1) -> None:
         self.count, self.seed = len(labels), seed
-        self.over_ranks = min(batch_size, len(labels))
-        self.share = share_of(self.over_ranks, rank, world)
-        self.batch_size = self.over_ranks // world
-        self.batches_per_epoch = self.count // self.over_ranks
+        self.batch_size = min(batch_size, len(labels))
+        self.share = _share_of_batch(self.batch_size, rank, world)
+        self.batches_per_epoch = self.count // self.batch_size
 
     def epoch(self, number: int) -> list[Rows]:
         order = np.random.default_rng((self.seed, number)).permutation(self.count)
-        used = order[: self.batches_per_epoch * self.over_ranks]
-        return list(used.reshape(self.batches_per_epoch, self.over_ranks)[:, self.share])
+        used = order[: self.batches_per_epoch * self.batch_size]
+        return list(used.reshape(self.batches_per_epoch, self.batch_size)[:, self.share])
 
 
 class BalancedSampler:
@@ -79,8 +80,8 @@ class BalancedSampler:
         self.per_class, self.seed = per_class, seed
         # With fewer classes than a batch has room for, a batch holds every class once.
         self.classes_per_batch = min(batch_size // per_class, len(self.members))
-        self.share = share_of(self.classes_per_batch * per_class, rank, world)
-        self.batch_size = self.classes_per_batch * per_class // world
+        self.batch_size = self.classes_per_batch * per_class
+        self.share = _share_of_batch(self.batch_size, rank, world)
         groups = np.array([max(1, len(rows) // per_class) for rows in self.members])
         self.batches_per_epoch = longest_epoch(groups, self.classes_per_batch)
         self.groups = np.minimum(groups, self.batches_per_epoch)
@@ -133,16 +134,24 @@ def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
     return batches
 
 
-def share_of(batch_size: int, rank: int, world: int) -> slice:
-    """The part of a batch that this rank works on."""
+def share_of(count: int, rank: int, world: int) -> slice:
+    """The rows of `count` that this rank works on: a run of them, at most one longer than another rank's.
+
+    >>> [share_of(7, rank, 3) for rank in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
+    """
     if not 0 <= rank < world:
         raise ConfigError(f"rank: expected 0 to {world - 1} of {world} processes, got {rank}.")
-    if batch_size % world:
+    return slice(rank * count // world, (rank + 1) * count // world)
+
+
+def _share_of_batch(batch_size: int, rank: int, world: int) -> slice:
+    if batch_size < world:  # the losses could bear it, but networks cannot: batch norm has no statistics of nothing
         raise ConfigError(
-            f"train.batch_size: a batch of {batch_size} cannot be shared equally by {world} processes. "
-            f"Choose a multiple of {world}."
+            f"train.batch_size: a batch of {batch_size} leaves some of {world} processes without an image. "
+            f"Start {batch_size} processes at most."
         )
-    return slice(rank * batch_size // world, (rank + 1) * batch_size // world)
+    return share_of(batch_size, rank, world)
 
 
 def make_sampler(labels: Rows, *, batch_size: int, per_class: int, seed: int, rank: int = 0, world: int = 1) -> Sampler:

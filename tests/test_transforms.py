@@ -194,6 +194,19 @@ def test_batches_do_not_depend_on_threads_or_where_one_starts(name):
     assert torch.equal(seen, F.center_crop(store.pixels[[4, 2]], [side, side]))
 
 
+def test_an_image_looks_the_same_on_whichever_rank():
+    store = ArrayImages(np.random.default_rng(0).integers(0, 255, (40, 3, 24, 24), np.uint8))
+    whole = [np.arange(s, s + 20) for s in (0, 20)]
+    drawn = {"augment": AUGMENTS["ce_cub"], "seed": 1, "epoch": 2}
+    alone = list(training_batches(store, whole, **drawn))
+    ranks = [
+        list(training_batches(store, [rows[share] for rows in whole], **drawn, first=share.start))
+        for share in (slice(0, 7), slice(7, 13), slice(13, 20))
+    ]
+    for step, batch in enumerate(alone):
+        assert torch.equal(torch.cat([rank[step] for rank in ranks]), batch)
+
+
 def test_an_unknown_augmentation_is_named():
     with pytest.raises(UnknownName, match="Did you mean 'ce_cub'"):
         AUGMENTS["cecub"]

@@ -264,16 +264,28 @@ def chances(seed: int, epoch: int, step: int, count: int) -> Tensor:
 
 
 def training_batches(
-    images: Images, plan: Sequence[Rows], augment: Augment, *, seed: int, epoch: int, start: int = 0, workers: int = 0
+    images: Images,
+    plan: Sequence[Rows],
+    augment: Augment,
+    *,
+    seed: int,
+    epoch: int,
+    start: int = 0,
+    workers: int = 0,
+    first: int = 0,
 ) -> Iterator[Tensor]:
-    """The batches plan[start:] of an epoch, augmented, uint8 [B, C, side, side], made ahead of their use."""
+    """The batches plan[start:] of an epoch, augmented, uint8 [B, C, side, side], made ahead of their use.
+
+    first: of several processes, the place of this rank's first row in the whole batch (`sampler.share.start`), so that
+    an image looks the same whichever rank reads it.
+    """
     if augment.train is unchanged:
         yield from viewing_batches(images, plan[start:], augment, workers=workers)
         return
     side = augment.input_side(images.shape[1])
 
     def batch(step: int, rows: Rows) -> list[Callable[[], Tensor]]:
-        drawn = chances(seed, epoch, step, len(rows)).tolist()
+        drawn = chances(seed, epoch, step, first + len(rows))[first:].tolist()
         return _pieces(lambda i: augment.train(whole_of(images, int(rows[i])), drawn[i], side), rows, images, side)
 
     yield from ahead((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
