@@ -77,7 +77,8 @@ def _contrastive_parts(p: Pairs, margin: float) -> Parts:
     return Parts(row_sum(p.sq_distance(), p.positives).mean(), slack.mean())
 
 
-def _snca_parts(p: Pairs, sigma: float) -> Parts:
+def snca_parts(p: Pairs, sigma: float) -> Parts:
+    """`decompose("snca", ...)` of pairs made already; the sum is the cross entropy of soft nearest neighbours."""
     near, far = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
     alone = near == float("-inf")  # an anchor without positives is in neither part
     everyone = torch.logaddexp(near.masked_fill(alone, 0.0), far)
@@ -109,7 +110,7 @@ def _center_parts(emb: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> 
 
 _PARTS: dict[str, Callable[..., Parts]] = {
     "contrastive_l2": _contrastive_parts,
-    "snca": _snca_parts,
+    "snca": snca_parts,
     "multi_similarity": _multi_similarity_parts,
     "pce": _pce_parts,
     "spce": _spce_parts,
