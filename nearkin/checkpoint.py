@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearkin.errors import RunError
 from nearkin.models.weights import load_checkpoint
+from nearkin.progress import Reporter
 from nearkin.runs import Run
 
 
@@ -25,12 +27,15 @@ class Interrupted(KeyboardInterrupt):
 class TrainingState:
     """The learned and moving parts of a run, and how far it is. `save` then `restore` changes no later number.
 
-    The order of the images needs no state of its own: a sampler is a function of the seed and the epoch.
+    The order of the images and every random draw need no state of their own: they are functions of the seed, the epoch
+    and the step. The checkpoint before the last is kept as well, for the case that the last one is damaged.
     """
 
     model: nn.Module
     objective: nn.Module
     optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: nn.Module | None = None  # the running mean of the weights, where the recipe asks for one
     epoch: int = 0  # finished epochs
     step: int = 0  # finished steps of the current epoch
     loss_sum: float = 0.0  # over those steps
@@ -57,24 +62,35 @@ class TrainingState:
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
+            "scaler": self.scaler.state_dict(),
+            "average": self.average.state_dict() if self.average is not None else None,
             "events_size": run.events_size(),
         }
-        run.save("last.pt", state)
+        run.save("last.pt", state, keep="previous.pt")
 
-    def restore(self, run: Run) -> bool:
-        """Take up the run's last checkpoint; False when there is none."""
-        path = run.path / "last.pt"
-        if not path.exists():
+    def restore(self, run: Run, reporter: Reporter) -> bool:
+        """Take up the run's last checkpoint, or the one before if that is damaged; False when there is none."""
+        state = None
+        for name in ("last.pt", "previous.pt"):
+            path = run.path / name
+            if not path.exists():
+                continue
+            try:
+                state = load_checkpoint(path)
+                break
+            except RunError as error:
+                reporter.say(f"{error} Going back to the checkpoint before it.")
+        if state is None:
             run.rewind_events(0)
             return False
-        state = load_checkpoint(path)
         for name in self._PLAIN:
             setattr(self, name, state[name])
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         run.rewind_events(state["events_size"])
         return True
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from nearkin import __version__
 from nearkin.arguments import leading, parse, show
@@ -62,11 +63,11 @@ class TrainArgs:
 
     nearkin train my_recipe.toml --seed 1
 
-    nearkin train --data photos/ --freeze backbone   (train a head on features that are computed once)
+    nearkin train folder_finetune --data photos/   (the whole network, not only a head on its features)
 
     RECIPE comes first: a name, a .toml file or a run folder; flags change it. Names: glyphs_small, folder_default,
-    features_default, from_scratch, cub_lite; the papers' ice_cub, ice_cars, ice_sop, ce_cub, ce_cars, ce_sop, ce_inshop,
-    mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS, which takes data, network and size: thesis_triplet:cars:googlenet:128.
+    folder_finetune, features_default, from_scratch, cub_lite; the papers' ice_cub, ice_cars, ice_sop, ce_cub, ce_cars,
+    ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS, also thesis_LOSS:DATA:NETWORK:SIZE.
 
     --weights FILE and --freeze backbone are short for --model.weights and --model.freeze.
 
@@ -80,6 +81,8 @@ class TrainArgs:
     """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
     quiet: bool = False
     """Print the final table only."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where the numbers of each epoch also go."""
     loss: str = "proxy_anchor"
     """Loss by name; `nearkin losses` lists them."""
     miner: str | None = None
@@ -159,6 +162,10 @@ class DataCheckArgs:
 class DoctorArgs:
     """Print versions, devices, extras, and trouble known for this machine."""
 
+    distributed: bool = False
+    """Run every loss on one and on two local processes and print how far the gradients differ; exit code 1 if any does
+    by more than 1e-5."""
+
 
 # --- the commands ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +187,9 @@ def train(argv: list[str]) -> None:
     from nearkin.report.text import headline, result_table
     from nearkin.train import fit
 
-    run = fit(recipe, args.runs, device=args.device, reporter=Reporter(quiet=args.quiet))
+    run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
+    if not run.writes:  # of several processes one talks
+        return
     show(result_table(run), headline(run), f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}")
 
 
@@ -262,7 +271,15 @@ def data_get(argv: list[str]) -> None:
 
 
 def doctor(argv: list[str]) -> None:
-    parse(DoctorArgs, argv, "nearkin doctor")
+    args = parse(DoctorArgs, argv, "nearkin doctor")
+    if args.distributed:
+        from nearkin.distributed_check import certificate
+        from nearkin.doctor import certify
+        from nearkin.progress import Reporter
+
+        rows = certificate(2, reporter=Reporter())
+        show(*certify(rows))
+        sys.exit(0 if all(row.ok for row in rows) else 1)
     from nearkin.doctor import examine
 
     show(examine())
@@ -353,8 +370,13 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         from nearkin.data.sources import recognise
 
         source = recognise(given)
-        recipe = recipes.find(named or ("features_default" if source == "features" else "folder_default"))
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
+        if named:
+            recipe = recipes.find(named)
+            recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
+        else:
+            recipe, why = _recipe_for(source, given, flags)
+            if "--quiet" not in flags:
+                print(f"recipe: {why}", file=sys.stderr)
     default = TrainArgs(
         loss=recipe.loss.name,
         miner=recipe.miner.name if recipe.miner else None,
@@ -377,6 +399,15 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     if settings["miner"] and recipe.miner is None:
         raise ConfigError(f"--miner.{next(iter(settings['miner']))}: no miner is chosen. Give one with --miner NAME.")
     return recipe, args
+
+
+def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str]:
+    """The recipe for data that came without one, for the device that will be used."""
+    from nearkin.building import choose_device
+    from nearkin.choosing import recipe_for
+
+    device = flags[flags.index("--device") + 1] if "--device" in flags[:-1] else "auto"
+    return recipe_for(source, given, gpu=choose_device(device).type == "cuda")
 
 
 def _choice(name: str, before: Choice | None, changed: dict[str, Scalar]) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nearkin.data.images import Rows
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
+from nearkin.distributed import gather_rows, share, world
 from nearkin.metrics import Scores, compare, score
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
@@ -23,30 +24,40 @@ HEADLINE = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, 
 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
-    """How well each image's nearest neighbours among the others (or in the gallery) are of its class.
+    """How well each image's nearest neighbours among the others (or in the gallery) are of its class."""
+    return scores_of(table, embedded(model, table, reporter=reporter))
+
+
+def embedded(model: Embedder, table: Table, *, raw: bool = False, reporter: Reporter | None = None) -> Tensor:
+    """The vectors of a table's rows [N, dim]; of several processes each embeds its share.
 
     Where a table carries features, they are taken for what the model's backbone makes of its images.
     """
-
-    def embed(part: Table) -> Tensor:
-        return model.embed(part.images if part.features is None else part.features, reporter=reporter)
-
-    return judge(table, embed)
+    part = table if world() == 1 else table.take(np.arange(len(table))[share(len(table))])
+    given = part.images if part.features is None else part.features
+    return gather_rows(model.embed(given, raw=raw, reporter=reporter))
 
 
-def judge(table: Table, embed: Callable[[Table], Tensor]) -> Scores:
-    """The scores of any way to turn a table's rows into vectors."""
-    queries, items = query_and_gallery(table)
-    if items is queries:
-        return score(embed(queries), queries.labels, ks=KS)
-    return score(embed(queries), queries.labels, embed(items), items.labels, ks=KS)
+def scores_of(table: Table, vectors: Tensor) -> Scores:
+    """The scores of a table's rows, given as vectors: among themselves, or of its queries in its gallery (In-Shop)."""
+    asking, searched = query_and_gallery_rows(table)
+    if asking is None or searched is None:
+        return score(vectors, table.labels, ks=KS)
+    return score(vectors[asking], table.labels[asking], vectors[searched], table.labels[searched], ks=KS)
+
+
+def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None]:
+    """The rows that ask and the rows that are searched, where the source tells them apart."""
+    if not {"query", "gallery"} <= set(table.parts):
+        return None, None
+    assert table.part is not None
+    return np.flatnonzero(table.part == "query"), np.flatnonzero(table.part == "gallery")
 
 
 def query_and_gallery(table: Table) -> tuple[Table, Table]:
     """What asks and what is searched: the source's own two parts (In-Shop), else everything in both roles."""
-    if {"query", "gallery"} <= set(table.parts):
-        return table.of_part("query"), table.of_part("gallery")
-    return table, table
+    asking, searched = query_and_gallery_rows(table)
+    return (table, table) if asking is None or searched is None else (table.take(asking), table.take(searched))
 
 
 def evaluate_final(
@@ -68,14 +79,15 @@ def evaluate_final(
     frozen = start.backbone is None or start.model.freeze == "backbone"
     scores: dict[str, Scores] = {}
     if start.backbone is not None:
-        scores["raw pixels"] = judge(test, raw_pixels)
+        scores["raw pixels"] = scores_of(test, raw_pixels(test))
     if with_features.features is not None:
-        scores["raw backbone"] = judge(with_features, raw_features)
+        scores["raw backbone"] = scores_of(test, torch.from_numpy(with_features.features))
     yardstick = list(scores)[-1]
     beginning = "whitened start" if start.model.start == "whitened" else "untrained"
     scores[beginning] = evaluate(start, with_features, reporter=reporter)
     scores["trained"] = evaluate(trained, with_features if frozen else test, reporter=reporter)
-    scores["trained"].save(run.path / "perquery.npz")
+    if run.writes:
+        scores["trained"].save(run.path / "perquery.npz")
     gain = compare(scores[yardstick], scores["trained"], "R@1")
     return {
         "test": {name: summary(values) for name, values in scores.items()},
@@ -83,12 +95,6 @@ def evaluate_final(
         "gain": {"over": yardstick, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
         "notes": scores["trained"].notes,
     }
-
-
-def raw_features(table: Table) -> Tensor:
-    """What the starting backbone makes of the images, or the features that are the data."""
-    assert table.features is not None
-    return torch.from_numpy(table.features)
 
 
 def raw_pixels(table: Table, most: int = 40) -> Tensor:

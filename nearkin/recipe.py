@@ -197,6 +197,19 @@ class Train:
     """First epochs in which the backbone stands still and only the head and the class parameters learn."""
     clip_norm: float = 10.0
     """Largest norm of the gradient; 0 leaves it alone."""
+    micro_batch: int = 0
+    """Images per forward pass, for batches that do not fit the memory; the gradient is still that of the whole batch.
+    0 takes the batch at once."""
+    ema: float = 0.0
+    """Keep a running mean of the weights with this memory (0.999, say), and judge and keep that; 0 keeps none."""
+    patience: int = 0
+    """Stop when this many epochs have brought nothing better on the validation classes; 0 never does."""
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Of the network on a CUDA device; losses are always in fp32."""
+    compile: bool = field(default=False, metadata=_NOT_IN_KEY)
+    """Let torch.compile make the network faster; the first steps are slow."""
+    save_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
+    """Write a checkpoint this often within long epochs; one is written after each epoch anyway."""
     feature_noise: float = 0.0
     """With a frozen backbone: noise added to training features, as a share of each feature's spread."""
     feature_mix: float = 0.0
@@ -222,6 +235,10 @@ class Train:
         _check(self.step_epochs >= 1, "train.step_epochs", "at least 1", self.step_epochs)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
         _check(0 <= self.frozen_epochs <= self.epochs, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
+        _check(self.micro_batch >= 0, "train.micro_batch", "0 or above", self.micro_batch)
+        _check(0 <= self.ema < 1, "train.ema", "from 0 to below 1", self.ema)
+        _check(self.patience >= 0, "train.patience", "0 or above", self.patience)
+        _check(self.save_minutes > 0, "train.save_minutes", "above 0", self.save_minutes)
         _check(self.feature_noise >= 0, "train.feature_noise", "0 or above", self.feature_noise)
         _check(0 <= self.feature_mix <= 1, "train.feature_mix", "from 0 to 1", self.feature_mix)
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class Run:
     """One run folder. Opening an existing one reads it; `Run.create` makes it."""
 
+    writes = True  # of several processes only the first does
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "recipe.toml").exists():
@@ -92,6 +94,9 @@ class Run:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the run for this process; a second process is told, a killed one lets go by itself."""
+        if not self.writes:
+            yield
+            return
         with open(self.path / "lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,6 +105,8 @@ class Run:
             yield
 
     def log(self, **event: Any) -> None:
+        if not self.writes:
+            return
         with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
@@ -109,13 +116,18 @@ class Run:
 
     def rewind_events(self, size: int) -> None:
         """Drop what was logged after the checkpoint that is being resumed; it will be logged again."""
-        if self.events_size() > size:
+        if self.writes and self.events_size() > size:
             os.truncate(self.path / "events.jsonl", size)
 
-    def save(self, name: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint aside, then rename it, so that a crash leaves the earlier one whole."""
+    def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
+        """Write a checkpoint aside, then rename it, so that a crash leaves the earlier one whole.
+
+        With keep, the earlier one stays beside it, for the case that a disk damages what it has written.
+        """
         import torch
 
+        if not self.writes:
+            return
         target = self.path / name
         aside = target.with_name(f"{name}.tmp")
         try:
@@ -123,17 +135,22 @@ class Run:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if keep is not None and target.exists():
+                target.replace(self.path / keep)
             aside.replace(target)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             aside.unlink(missing_ok=True)
             raise RunError(f"{target}: cannot write the checkpoint ({error}). The earlier one is kept.") from None
 
     def finish(self, result: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         (self.path / "failed.json").unlink(missing_ok=True)
         write_aside(self.path / "result.json", json.dumps(result, indent=2))
 
-    def fail(self, reason: str) -> None:
-        write_aside(self.path / "failed.json", json.dumps({"reason": reason, "time": _now()}, indent=2))
+    def fail(self, reason: str, **details: Any) -> None:
+        if self.writes:
+            write_aside(self.path / "failed.json", json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
 
 
 def environment() -> dict[str, Any]:

@@ -5,30 +5,35 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
+from nearkin.building import (
+    check_names,
+    choose_device,
+    make_model,
+    make_objective,
+    model_fingerprint,
+    starting_features,
+)
 from nearkin.checkpoint import Interrupted, TrainingState, noting_ctrl_c
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
-from nearkin.data.transforms import AUGMENTS
-from nearkin.errors import ConfigError, TrainingFailed
-from nearkin.evaluate import evaluate, evaluate_final
-from nearkin.models.backbones import check_backbone
+from nearkin.diagnostics import Diagnosis, alarms, diagnose
+from nearkin.distributed import anywhere, broadcast_state, from_first, is_first, process_group, rank, world
+from nearkin.errors import TrainingFailed
+from nearkin.evaluate import embedded, evaluate_final, scores_of
 from nearkin.models.embedder import Embedder
-from nearkin.models.frozen import FrozenFeatures
-from nearkin.models.pooling import POOLINGS
-from nearkin.models.weights import fingerprint, load_weights
-from nearkin.objective import Objective
 from nearkin.optim import make_optimizer, set_learning_rate
 from nearkin.progress import Pace, Reporter
 from nearkin.recipe import Recipe
 from nearkin.runs import Run
 from nearkin.samplers import make_sampler
+from nearkin.steps import NotFinite, backward, check_hyper, follow, update
+from nearkin.tracking import Tracker, open_trackers
 
 
 def fit(
@@ -37,28 +42,40 @@ def fit(
     *,
     device: str = "auto",
     final: bool = True,
+    trackers: tuple[str, ...] = (),
     reporter: Reporter | None = None,
 ) -> Run:
     """Train by this recipe, choose the epoch on validation classes, judge once on the sealed test classes.
 
     The run folder is `runs/<key>`. A run that is done is returned as it is; one that was stopped goes on from its
-    checkpoint and ends with the same numbers as if it had not been.
+    checkpoint and ends with the same numbers as if it had not been. Under torchrun several processes share every batch.
 
-    final   False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
+    final     False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
+    trackers  "tensorboard", "wandb": where the numbers of each epoch also go
     """
-    reporter = reporter or Reporter()
+    with process_group(choose_device(device)) as place:
+        return _fit(
+            recipe, Path(runs), place, final, trackers, (reporter or Reporter()) if is_first() else Reporter(quiet=True)
+        )
+
+
+def _fit(
+    recipe: Recipe, runs: Path, place: torch.device, final: bool, trackers: tuple[str, ...], reporter: Reporter
+) -> Run:
     check_names(recipe)
-    place = choose_device(device)
     table = sources.load(recipe.data, reporter)
     split, holdout = split_for(table, recipe.data)
     model = make_model(recipe, table, reporter)
-    run = Run.create(runs, recipe.key(f"{table.fingerprint}{model_fingerprint(recipe, model)}"), recipe)
+    key = recipe.key(f"{table.fingerprint}{model_fingerprint(recipe, model)}")
+    run = Run(from_first(Run.create(runs, key, recipe).path if is_first() else None) or runs / key)
+    run.writes = is_first()
     if run.result is not None and (run.result["test"] is not None or not final):
         reporter.say(f"done already: {run.path}")
         return run
 
-    with run.writing(), noting_ctrl_c() as stop_asked:
+    with run.writing(), noting_ctrl_c() as stop_asked, open_trackers(trackers, run) as tracker:
         hyper = recipe.train
+        check_hyper(model, hyper, place)
         model.calibrate(split.train.images)
         model.to(place)
         start = copy.deepcopy(model)
@@ -77,57 +94,68 @@ def fit(
         objective = make_objective(recipe, model.dim, train.num_classes).to(place)
         if recipe.model.start == "whitened":
             objective.start_at(start.embed(features), kinds)
+        broadcast_state(model)
+        broadcast_state(objective)
+        average = copy.deepcopy(model) if hyper.ema else None
+        judged = average or model
         optimizer = make_optimizer(model, objective, hyper)
-        sampler = make_sampler(train.labels, batch_size=hyper.batch_size, per_class=hyper.per_class, seed=recipe.seed)
+        scaler = torch.amp.GradScaler(place.type, enabled=hyper.precision == "fp16")
+        forward = torch.compile(model) if hyper.compile else model
+        shared = {"rank": rank(), "world": world()}
+        sampler = make_sampler(
+            train.labels, batch_size=hyper.batch_size, per_class=hyper.per_class, seed=recipe.seed, **shared
+        )
         steps_per_epoch = sampler.batches_per_epoch
-        state = TrainingState(model, objective, optimizer)
-        if state.restore(run):
+        state = TrainingState(model, objective, optimizer, scaler, average)
+        if state.restore(run, reporter):
             reporter.say(f"resuming {run.path} after epoch {state.epoch}, step {state.step}")
         else:
-            reporter.say(
-                f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, "
-                f"{model.dim} dimensions, on {place}; "
-                + (
-                    f"epochs judged on {val.num_classes} other classes"
-                    if val
-                    else "no validation: the last epoch is kept"
-                )
-            )
+            reporter.say(describe(recipe, train, val, model, place))
             if recipe.model.start == "whitened":  # a good start competes with every epoch
-                keep_if_best(run, state, model, val, epoch=0)
+                judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
         pace = Pace(done=state.epoch * steps_per_epoch + state.step, total=hyper.epochs * steps_per_epoch)
 
         for epoch in range(state.epoch, hyper.epochs):
+            if hyper.patience and val and epoch - state.best_epoch >= hyper.patience:
+                reporter.say(
+                    f"stopping: {hyper.patience} epochs have brought nothing better than epoch {state.best_epoch}"
+                )
+                break
             model.train()
             model.hold_backbone(epoch < hyper.frozen_epochs)
-            began = time.monotonic()
+            began = saved = time.monotonic()
             with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
                 plan = sampler.epoch(epoch)
-                batches = training_inputs(train, plan, recipe, epoch=epoch, start=state.step)
+                batches = training_inputs(train, plan, recipe, epoch=epoch, start=state.step, first=sampler.share.start)
                 for rows, batch in zip(plan[state.step :], batches, strict=True):
-                    set_learning_rate(optimizer, hyper, epoch * steps_per_epoch + state.step, steps_per_epoch)
-                    emb = model(batch.to(place))
-                    loss = objective(emb, labels[rows].to(place)) if emb.isfinite().all() else emb.sum()
-                    if not loss.isfinite():  # an objective would refuse such embeddings as a mistake of the caller
-                        reason = f"the loss stopped being finite at epoch {epoch + 1}, step {state.step + 1}"
-                        run.fail(reason)
-                        raise TrainingFailed(f"{run.path}: {reason}. Try a lower learning rate: --train.lr.")
+                    done = epoch * steps_per_epoch + state.step
+                    set_learning_rate(optimizer, hyper, done, steps_per_epoch)
                     optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    if hyper.clip_norm:
-                        nn.utils.clip_grad_norm_(model.parameters(), hyper.clip_norm)
-                    optimizer.step()
-                    state.stepped(loss.item())
+                    chance = (recipe.seed, epoch, state.step)
+                    try:
+                        loss = backward(
+                            forward, objective, batch.to(place), labels[rows].to(place), hyper, scaler, chance
+                        )
+                        update(model, objective, optimizer, hyper, scaler)
+                    except NotFinite as trouble:
+                        raise failure(run, train, rows, trouble, epoch=epoch + 1, step=state.step + 1) from None
+                    if average is not None:
+                        follow(average, model, hyper.ema, done)
+                    state.stepped(loss)
                     bar.advance(note=f"loss {state.mean_loss:.3f}")
-                    if stop_asked():
-                        state.seconds += time.monotonic() - began
+                    stopping = anywhere(stop_asked())
+                    if stopping or time.monotonic() - saved > 60 * hyper.save_minutes:
+                        saved = time.monotonic()
+                        state.seconds, began = state.seconds + saved - began, saved
                         state.save(run)
+                    if stopping:
                         raise Interrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}")
 
-            judged = keep_if_best(run, state, model, val, epoch=epoch + 1)
+            broadcast_state(model)  # batch-norm statistics are of each process's own images
+            said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
             pace.reach((epoch + 1) * steps_per_epoch)
             reporter.say(
-                f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {judged}"
+                f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
                 f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
             )
             state.seconds += time.monotonic() - began
@@ -145,86 +173,73 @@ def fit(
             result = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
         chosen = {"val_R@1": state.best if val else None, "seconds": round(state.seconds, 1)}
         run.finish({"protocol": protocol, **result, **chosen})
+        from_first(None)  # no process goes on before the result is written
     return run
 
 
-def keep_if_best(run: Run, state: TrainingState, model: Embedder, val: Table | None, *, epoch: int) -> str:
-    """Judge an epoch on the validation classes, log it, and keep its weights if it is the best so far.
+def judge_epoch(
+    run: Run,
+    state: TrainingState,
+    model: Embedder,
+    train: Table,
+    val: Table | None,
+    tracker: Tracker,
+    reporter: Reporter,
+    *,
+    epoch: int,
+) -> str:
+    """Judge an epoch on the validation classes, look at its embeddings, log both, and keep its weights if it is best.
 
-    Without validation classes the last epoch is kept. Returns what to say of it.
+    Without validation classes the last epoch is kept, and a sample of the training images is looked at. Returns what
+    to say of it.
     """
-    scores = evaluate(model, val) if val else None
+    looked_at = val or train.sample(1000)
+    emb = embedded(model, looked_at, raw=True)
+    scores = scores_of(val, emb) if val else None
     recall = scores["R@1"] if scores else state.best
     if scores is None or recall > state.best:  # the earlier epoch wins a tie
         state.best, state.best_epoch = recall, epoch
         run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
-    values = {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None
-    run.log(event="epoch", epoch=epoch, loss=state.mean_loss if epoch else None, val=values)
+    diagnosis = diagnose(emb, torch.from_numpy(looked_at.labels))
+    event = {
+        "epoch": epoch,
+        "loss": state.mean_loss if epoch else None,
+        "val": {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None,
+        "diagnosis": diagnosis.to_dict(),
+    }
+    run.log(event="epoch", **event)
+    tracker.log(event)
+    for alarm in new_alarms(run):
+        run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
+        reporter.say(f"ALARM at epoch {epoch}: {alarm}")
     return f"val R@1 {100 * recall:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  " if scores else ""
 
 
-# --- what a recipe names ---------------------------------------------------------------------------------------------
+def new_alarms(run: Run) -> list[Any]:
+    """Alarms of the last epoch of a kind that has not been raised before in this run."""
+    events = run.events()
+    history = [Diagnosis.from_dict(event["diagnosis"]) for event in events if event["event"] == "epoch"]
+    raised = {event["kind"] for event in events if event["event"] == "alarm"}
+    return [alarm for alarm in alarms(history) if alarm.name not in raised]
 
 
-def check_names(recipe: Recipe) -> None:
-    """Refuse a wrong name or setting before the time is spent to read the data."""
-    make_objective(recipe, recipe.model.dim or 2, num_classes=2)
-    _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
-    check_backbone(recipe.model.backbone)
-    whitened = recipe.model.start == "whitened"
-    if whitened and recipe.model.head == "mlp":
-        raise ConfigError("model.start: whitened needs a linear or residual head. Give --model.head linear.")
-
-
-def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
-    """The network that a recipe names, for the images or features of a table, with the weights it starts from."""
-    torch.manual_seed(recipe.seed)
-    if table.features is not None:
-        if recipe.model.backbone != "none":
-            raise ConfigError(f"{table.source}: holds features, which need no backbone. Give --model.backbone none.")
-        return Embedder(recipe.model, (table.features.shape[1], 1, 1))
-    if recipe.model.backbone == "none":
-        raise ConfigError(f"{table.source}: holds images, which need a backbone: --model.backbone NAME.")
-    augment = AUGMENTS[recipe.data.augment]
-    model = Embedder(recipe.model, augment.input_shape(table.images.shape), augment=recipe.data.augment)
-    assert model.backbone is not None
-    load_weights(model.backbone, recipe.model.backbone, recipe.model.weights, reporter)
-    return model
-
-
-def model_fingerprint(recipe: Recipe, model: Embedder) -> str:
-    """What the weights that training starts from add to the run's key: nothing where they are drawn by the seed."""
-    if recipe.model.weights == "none" or model.backbone is None:
-        return ""
-    return f"-{fingerprint(model.backbone)}"
-
-
-def starting_features(recipe: Recipe, start: Embedder, table: Table, reporter: Reporter) -> FrozenFeatures | None:
-    """The features of the starting backbone, where they say something: it is pretrained, frozen, or to be whitened."""
-    used = recipe.model.weights != "none" or recipe.model.freeze == "backbone" or recipe.model.start == "whitened"
-    if start.backbone is None or not used:
-        return None
-    return FrozenFeatures(start, table, on_disk=recipe.data.cache, reporter=reporter)
-
-
-def make_objective(recipe: Recipe, dim: int, num_classes: int) -> Objective:
-    """The loss that a recipe names, with its miner and memory."""
-    return Objective(
-        recipe.loss.name,
-        num_classes=num_classes,
-        dim=dim,
-        miner=recipe.miner.name if recipe.miner else None,
-        miner_settings=dict(recipe.miner.settings) if recipe.miner else None,
-        memory=recipe.memory,
-        **cast(dict[str, Any], recipe.loss.settings),
+def failure(run: Run, train: Table, rows: Any, trouble: NotFinite, *, epoch: int, step: int) -> TrainingFailed:
+    """Write failed.json with all that helps to find the cause, and say it in two lines."""
+    blamed = rows if trouble.rows is None else rows[trouble.rows]
+    files = [str(train.paths[r]) if train.paths else f"row {train.row_numbers[r]}" for r in blamed]
+    reason = f"{trouble.tensor} stopped being finite at epoch {epoch}, step {step}"
+    run.fail(reason, tensor=trouble.tensor, epoch=epoch, step=step, files=files)
+    named = f" First of its images: {files[0]}." if files else ""
+    return TrainingFailed(
+        f"{run.path}: {reason}.{named}\n"
+        "If it is always the same image, look at that (failed.json has the list); else try a lower --train.lr."
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """ "auto" takes a GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device '{name}' cannot be used here ({str(error).splitlines()[0]}). Try cpu.") from None
+def describe(recipe: Recipe, train: Table, val: Table | None, model: Embedder, place: torch.device) -> str:
+    processes = f" in {world()} processes" if world() > 1 else ""
+    judging = f"epochs judged on {val.num_classes} other classes" if val else "no validation: the last epoch is kept"
+    return (
+        f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, {model.dim} dimensions, "
+        f"on {place}{processes}; {judging}"
+    )

@@ -2,10 +2,10 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from nearkin import train
 from nearkin.checkpoint import Interrupted, noting_ctrl_c
 from nearkin.data.splits import Holdout
 from nearkin.errors import ConfigError, RunError, TrainingFailed
+from nearkin.progress import Reporter
 from nearkin.recipe import Choice
 from nearkin.runs import Run
 
@@ -97,27 +98,36 @@ def test_stopped_at_any_step_and_resumed_equals_never_stopped(
     assert numbers(resumed) == numbers(finished)
 
 
+KILLED = """
+import os, random, signal, sys
+from nearkin import train
+from nearkin.cli import main
+
+left = int(sys.argv.pop(1))  # steps until the process kills itself, outright
+real = train.set_learning_rate
+def counting(*args):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*args)
+train.set_learning_rate = counting
+main()
+"""
+
+
 @pytest.mark.slow
-def test_killed_outright_and_resumed_equals_never_stopped(finished, tiny_recipe, tmp_path, quiet):
+def test_killed_outright_five_times_and_resumed_equals_never_stopped(finished, tiny_recipe, tmp_path, quiet):
+    """kill -9 in the middle of a step, at steps drawn at random; the same command is given again each time."""
     recipe_file = tmp_path / "recipe.toml"
     recipe_file.write_text(tiny_recipe.to_toml())
-    command = [sys.executable, "-m", "nearkin", "train", str(recipe_file), "--runs", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    [run_path] = wait_for(lambda: list((tmp_path / "killed").glob("*/last.pt")))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    if not (run_path.parent / "result.json").exists():  # else it was too quick to be killed; equality holds as well
-        nk.fit(tiny_recipe, tmp_path / "killed", reporter=quiet)
-    assert numbers(Run(run_path.parent)) == numbers(finished)
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("waited in vain")
+    steps = random.Random(7).sample(range(1, 8), 5)  # an epoch has six: some die before a checkpoint, some after
+    arguments = ["train", str(recipe_file), "--runs", str(tmp_path / "killed"), "--quiet"]
+    for step in steps:
+        done = subprocess.run([sys.executable, "-c", KILLED, str(step), *arguments], capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    resumed = nk.fit(tiny_recipe, tmp_path / "killed", reporter=quiet)
+    assert numbers(resumed) == numbers(finished)
 
 
 def test_a_second_process_on_one_run_is_told(tiny_recipe, tmp_path, quiet):
@@ -164,12 +174,18 @@ def test_a_wrong_name_is_refused_before_the_data_is_read(tiny_recipe, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_that_was_cut_is_named(tiny_recipe, tmp_path, quiet, finished):
+@pytest.mark.parametrize("damaged", [("last.pt",), ("last.pt", "previous.pt")])
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tiny_recipe, finished, capsys, damaged):
+    before = numbers(finished)
     (finished.path / "result.json").unlink()
-    whole = (finished.path / "last.pt").read_bytes()
-    (finished.path / "last.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match=r"last\.pt: not a readable checkpoint"):
-        nk.fit(tiny_recipe, finished.path.parent, reporter=quiet)
+    for name in damaged:
+        whole = (finished.path / name).read_bytes()
+        (finished.path / name).write_bytes(whole[: len(whole) // 2])
+    again = nk.fit(tiny_recipe, finished.path.parent, reporter=Reporter())
+    said = capsys.readouterr().err
+    assert all(f"{name}: not a readable checkpoint" in said for name in damaged)
+    assert ("resuming" in said) == (len(damaged) == 1)
+    assert numbers(again) == before
 
 
 def test_a_checkpoint_with_code_inside_is_refused(finished):

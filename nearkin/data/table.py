@@ -98,6 +98,10 @@ class Table:
             rows=self.row_numbers[rows],
         )
 
+    def sample(self, most: int) -> Table:
+        """At most this many rows, spread evenly over the table."""
+        return self.take(np.unique(np.linspace(0, len(self) - 1, min(most, len(self))).astype(np.int64)))
+
     def of_classes(self, classes: NDArray[np.int64]) -> Table:
         """The rows of these classes, with labels renumbered 0..C-1 in the given order."""
         renumber = np.full(self.num_classes, -1, np.int64)

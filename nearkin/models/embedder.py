@@ -127,12 +127,14 @@ class Embedder(nn.Module):
 
     # --- many images --------------------------------------------------------------------------------------------------
 
-    def embed(self, images: Given, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
+    def embed(
+        self, images: Given, *, batch_size: int = 256, raw: bool = False, reporter: Reporter | None = None
+    ) -> Tensor:
         """Unit vectors float32 [N, dim] on the CPU of images given as paths, PIL images, bytes [N, C, H, W], a store of
-        images, or as features [N, F]. (Not unit where the model was made with normalize = false.)
+        images, or as features [N, F]. Not unit if raw, or where the model was made with normalize = false.
         """
         vectors = self._through(self, images, batch_size, reporter, self.dim)
-        return unit(vectors) if self.model.normalize else vectors
+        return vectors if raw or not self.model.normalize else unit(vectors)
 
     def embed_features(self, images: Given, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
         """The pooled features [N, F] of images: what the backbone knows by itself, and what a frozen lane trains on."""

