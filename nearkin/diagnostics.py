@@ -112,8 +112,8 @@ class Diagnosis:
         known = [field.name for field in dataclasses.fields(Diagnosis)]
         if missing := [name for name in known if name not in values]:
             raise DataError(f"not a diagnosis: {', '.join(missing[:3])} missing. Give what Diagnosis.to_dict() wrote.")
-        read = {name: math.nan if values[name] is None else values[name] for name in known}
-        return Diagnosis(**{k: tuple(v) if isinstance(v, list) else v for k, v in read.items()})
+        read: dict[str, Any] = {name: math.nan if values[name] is None else values[name] for name in known}
+        return Diagnosis(**{**read, **{k: tuple(v) for k, v in read.items() if isinstance(v, list)}})
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     if sample < 2 * PER_CLASS:
         raise ConfigError(f"sample: expected at least {2 * PER_CLASS} rows, got {sample}.")
     emb, labels = as_batch(emb.detach(), labels)
-    finite = torch.isfinite(emb.sum(1)) | torch.isfinite(emb).all(1) 
+    finite = torch.isfinite(emb.sum(1)) | torch.isfinite(emb).all(1)
     non_finite = len(emb) - int(finite.sum())
     if non_finite:
         emb, labels = emb[finite], labels[finite]
@@ -235,14 +235,14 @@ def _entropies(distance: Tensor, pos: Tensor, dim: int) -> tuple[float, float]:
 
 
 def _active(pairs: Pairs) -> tuple[float, float]:
+    positives, negatives = int(pairs.pos.sum()), int(pairs.neg.sum())
+    if not positives or not negatives:
+        return math.nan, math.nan
     farthest = pairs.sim.masked_fill(~pairs.pos, math.inf).amin(1, keepdim=True)
     nearest = pairs.sim.masked_fill(~pairs.neg, -math.inf).amax(1, keepdim=True)
-    both = pairs.pos.any() & pairs.neg.any()
-    if not bool(both):
-        return math.nan, math.nan
-    negatives = ((pairs.sim > farthest) & pairs.neg).sum() / pairs.neg.sum()
-    positives = ((pairs.sim < nearest) & pairs.pos).sum() / pairs.pos.sum()
-    return float(negatives), float(positives)
+    pushed = int(((pairs.sim > farthest) & pairs.neg).sum())
+    pulled = int(((pairs.sim < nearest) & pairs.pos).sum())
+    return pushed / negatives, pulled / positives
 
 
 def _separation(positive: Tensor, negative: Tensor) -> float:
@@ -270,3 +270,99 @@ def _mean(values: Tensor, *, log: bool = False) -> float:
     if not len(values):
         return math.nan
     return math.log(float(values.mean())) if log else float(values.mean())
+
+
+# --- alarms -----------------------------------------------------------------------------------------------------------
+
+# Chosen on runs of 25 settings of losses on the glyphs (docs/diagnostics.md): halfway, in proportion, between what the
+# healthy ones and the broken ones showed.
+ALIKE = 0.995  # mean similarity of negative pairs
+TOO_LONG = 200.0  # times the length at the start
+A_LINE = 1.5  # directions in use
+FALLEN = 0.1  # directions in use, as a share of those at the start
+NO_CONTRAST = 0.55  # separation; 0.5 is chance
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something wrong with a run: what was seen, with its number, and what to change."""
+
+    name: str
+    seen: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.seen}. {self.cure}"
+
+
+def alarms(history: Sequence[Diagnosis]) -> list[Alarm]:
+    """What is wrong at the last of the diagnoses; nothing for a healthy run.
+
+    history   oldest first. The first is the start, the network as it was before training: it is compared with and, but
+              for values that are not finite, never accused.
+    """
+    if not history:
+        return []
+    start, now = history[0], history[-1]
+    found = []
+    if now.non_finite:
+        found.append(
+            Alarm(
+                "not finite",
+                f"{now.non_finite:,} embeddings hold NaN or infinity",
+                "Lower the learning rate, clip gradients, or turn mixed precision off.",
+            )
+        )
+    if len(history) < 2:
+        return found
+    if now.blank * 2 > now.rows:
+        found.append(
+            Alarm(
+                "dead",
+                f"{now.blank:,} of {now.rows:,} embeddings are zero",
+                "The network has died: lower the learning rate and start again.",
+            )
+        )
+    if now.negative_mean > ALIKE:
+        found.append(
+            Alarm(
+                "collapse",
+                f"all embeddings are alike: negative pairs have a mean similarity of {now.negative_mean:.4f}",
+                "Check that the loss pushes negatives (its margin), take easier pairs (miner semihard, not hard), or "
+                "lower the learning rate.",
+            )
+        )
+    if now.norm_mean > TOO_LONG * start.norm_mean > 0:
+        found.append(
+            Alarm(
+                "exploding norms",
+                f"embeddings are {now.norm_mean:,.0f} long, {now.norm_mean / start.norm_mean:,.0f} times the start",
+                "Lower the learning rate, or raise the weight decay.",
+            )
+        )
+    if len(history) < 3:  # what may pass in the first epoch is looked at twice
+        return found
+    last = history[-2:]
+    if all(seen.effective_rank < _least_rank(start, seen) for seen in last):
+        found.append(
+            Alarm(
+                "dimensional collapse",
+                f"{now.effective_rank:.1f} of {now.dim} directions in use ({start.effective_rank:.1f} at the start)",
+                "Lower the learning rate, or take a loss that spreads (multi_similarity, proxy_anchor).",
+            )
+        )
+    if all(seen.separation < NO_CONTRAST for seen in last):
+        found.append(
+            Alarm(
+                "no contrast",
+                f"positive pairs are as far apart as negative ones (separation {now.separation:.2f}, chance is 0.50)",
+                "Nothing is being learnt: check that labels match images, then the margin and the learning rate.",
+            )
+        )
+    return found
+
+
+def _least_rank(start: Diagnosis, seen: Diagnosis) -> float:
+    """Fewer directions than this are a collapse. C classes need no more than C - 1, so few classes excuse few."""
+    room = min(seen.dim, seen.classes - 1)
+    return max(A_LINE, min(FALLEN * start.effective_rank, 0.3 * room)) if room >= 8 else 0.0
