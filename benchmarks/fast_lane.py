@@ -21,7 +21,7 @@ from nearkin.losses.register import LOSSES
 from nearkin.progress import Reporter
 from nearkin.recipe import Choice, Recipe
 
-RATES = (1e-4, 3e-4, 1e-3)
+RATES = (2e-4, 1e-3)
 # Pair losses see classes several times in a batch; so do those that compare with classes, to no harm.
 PER_CLASS = 4
 # Without these a loss means something else than on unit vectors, or has no scale at which it learns on a whitened head.
@@ -42,7 +42,7 @@ def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
         loss=Choice(loss, SETTINGS.get(loss, {})),
     )
     # A constant rate, so that training again for the chosen number of epochs repeats the same curve.
-    train = replace(base.train, epochs=10, batch_size=128, per_class=PER_CLASS, schedule="constant")
+    train = replace(base.train, epochs=6, batch_size=128, per_class=PER_CLASS, schedule="constant")
     return [replace(base, train=replace(train, lr=lr, class_lr=max(lr, 1e-3))) for lr in RATES]
 
 

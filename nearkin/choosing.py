@@ -14,6 +14,7 @@ from nearkin.errors import DataError
 from nearkin.recipe import Data, Recipe
 
 _LOOKED_AT = 64  # pictures whose size is read
+_MANY = 2000  # pictures from which a small network learns more than a pretrained one brings
 _SMALL = 64  # pixels of the shorter side below which a network for photos sees little
 
 
@@ -30,7 +31,7 @@ def recipe_for(source: str, root: Path, *, gpu: bool) -> tuple[Recipe, str]:
             "a small network from scratch, because no pretrained one is installed "
             "(pip install 'nearkin[vision,pretrained]')",
         )
-    if small and len(listing) >= 2000:
+    if small and len(listing) >= _MANY:
         chosen = recipes.from_scratch()
         chosen = replace(chosen, data=replace(chosen.data, image_size=max(32, round(side or 32))))
         return _at(

@@ -85,8 +85,8 @@ def _fit(
             seen = known.add_to(split.train) if known else split.train
             assert seen.features is not None
             features, kinds = torch.from_numpy(seen.features).to(place), torch.from_numpy(seen.labels).to(place)
-            for network in (model, start):
-                network.head.start_whitened(features, kinds, recipe.model.shrinkage)
+            model.head.start_whitened(features, kinds, recipe.model.shrinkage)
+            start.head.load_state_dict(model.head.state_dict())
         train, val = split.train, split.val
         if known is not None and recipe.model.freeze == "backbone":
             train, val = known.add_to(train), known.add_to(val) if val else None
