@@ -57,7 +57,6 @@ def main() -> None:
     began, rows, left_out = time.perf_counter(), [], []
     start: dict[str, dict[str, float]] = {}
     for name in args.losses:
-        at = time.perf_counter()
         try:
             tried = [
                 (nk.fit(r, args.runs, final=False, reporter=quiet), r) for r in recipes(args.features, args.dim, name)
@@ -77,7 +76,8 @@ def main() -> None:
         trained = result["test"]["trained"]
         if epoch == 0:
             trained = start
-        rows.append((name, recipe.train.lr, epoch, run.result["val_R@1"], trained, done.path, time.perf_counter() - at))
+        gain = [100 * bound for bound in result["gain"]["interval"]] if epoch else None
+        rows.append((name, recipe.train.lr, epoch, run.result["val_R@1"], trained, gain))
         low, high = trained["R@1"]["interval"]
         shown = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
         chosen = f"lr {recipe.train.lr:g}  epoch {epoch:2}  val {100 * run.result['val_R@1']:.2f}"
@@ -90,17 +90,18 @@ def main() -> None:
 
 def markdown(rows: list, start: dict) -> str:
     """The table of docs/fast-lane.md."""
-    low, high = start["R@1"]["interval"]
-    lines = ["| loss | lr | epoch | val R@1 | test R@1 | 95 % interval | MAP@R |", "|---|---|---|---|---|---|---|"]
-    head = f"| (whitened start) | | | | {100 * start['R@1']['mean']:.2f} | {100 * low:.1f} to {100 * high:.1f} |"
-    lines.append(f"{head} {100 * start['MAP@R']['mean']:.2f} |")
-    for name, lr, epoch, val, scores, _, _ in sorted(rows, key=lambda row: -row[4]["R@1"]["mean"]):
-        low, high = scores["R@1"]["interval"]
-        lines.append(
-            f"| {name} | {lr:g} | {epoch} | {100 * val:.2f} | {100 * scores['R@1']['mean']:.2f} "
-            f"| {100 * low:.1f} to {100 * high:.1f} | {100 * scores['MAP@R']['mean']:.2f} |"
-        )
+    lines = ["| loss | lr | epoch | val R@1 | test R@1 | 95 % interval | gain over raw features | MAP@R |"]
+    lines += ["|---|---|---|---|---|---|---|---|", _line("(whitened start)", "", "", None, start, None)]
+    for row in sorted(rows, key=lambda row: -row[4]["R@1"]["mean"]):
+        lines.append(_line(*row))
     return "\n".join(lines)
+
+
+def _line(name: str, lr: object, epoch: object, val: float | None, scores: dict, gain: list[float] | None) -> str:
+    low, high = (100 * bound for bound in scores["R@1"]["interval"])
+    cells = [name, lr, epoch, "" if val is None else f"{100 * val:.2f}", f"{100 * scores['R@1']['mean']:.2f}"]
+    cells += [f"{low:.1f} to {high:.1f}", f"{gain[0]:+.1f} to {gain[1]:+.1f}" if gain else ""]
+    return f"| {' | '.join(map(str, cells))} | {100 * scores['MAP@R']['mean']:.2f} |"
 
 
 if __name__ == "__main__":

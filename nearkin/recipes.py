@@ -34,7 +34,7 @@ _LITE0 = Model(
     start="whitened",
     freeze_norm="statistics",
 )
-_FINE_TUNE = Train(batch_size=96, per_class=0, lr=3e-4, class_lr=0.03)
+_FINE_TUNE = Train(batch_size=96, per_class=0, lr=4e-4, class_lr=0.03)
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def cub_lite() -> Recipe:
         data=Data(source="cub", image_size=128, augment="thesis"),
         model=_LITE0,
         loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
-        train=replace(_FINE_TUNE, epochs=6),
+        train=replace(_FINE_TUNE, epochs=5),
     )
 
 
