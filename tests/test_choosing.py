@@ -4,8 +4,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nearkin import choosing, cli
+from nearkin import choosing, train_command
 from nearkin.choosing import recipe_for
+from nearkin.recipe import Data
+
+
+def at(root):
+    return Data(source="folder", root=root)
 
 
 def folder(tmp_path, side, classes=3, each=4):
@@ -21,7 +26,7 @@ def folder(tmp_path, side, classes=3, each=4):
     [(300, False, "backbone", 224), (300, True, "nothing", 224), (144, False, "backbone", 128)],
 )
 def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
-    recipe, why = recipe_for("folder", folder(tmp_path, side), gpu=gpu)
+    recipe, why = recipe_for(at(folder(tmp_path, side)), gpu=gpu)
     assert (recipe.model.backbone, recipe.model.freeze, recipe.data.image_size) == ("efficientnet_lite0", freeze, size)
     assert "GPU" in why
     assert f"{size} pixels" in why
@@ -30,24 +35,24 @@ def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
 
 def test_many_small_pictures_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):
     root = folder(tmp_path, 40)
-    assert recipe_for("folder", root, gpu=False)[0].model.backbone == "efficientnet_lite0"
+    assert recipe_for(at(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
     monkeypatch.setattr(choosing, "_MANY", 12)
-    recipe, _ = recipe_for("folder", root, gpu=False)
+    recipe, _ = recipe_for(at(root), gpu=False)
     assert (recipe.model.backbone, recipe.data.image_size) == ("small_conv", 40)
 
 
 def test_without_the_package_a_network_is_trained_from_scratch_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(choosing, "find_spec", lambda name: None)
-    recipe, why = recipe_for("folder", folder(tmp_path, 300), gpu=False)
+    recipe, why = recipe_for(at(folder(tmp_path, 300)), gpu=False)
     assert recipe.model.backbone == "small_conv"
     assert "pip install" in why
 
 
 def test_the_command_line_says_what_was_chosen(tmp_path, capsys):
-    recipe, _ = cli.parse_train(["--data", str(folder(tmp_path, 300)), "--device", "cpu"])
+    recipe, _ = train_command.parse_train(["--data", str(folder(tmp_path, 300)), "--device", "cpu"])
     assert recipe.model.freeze == "backbone"
     assert "recipe: a head on frozen" in capsys.readouterr().err
     features = tmp_path / "f.npz"
     np.savez(features, features=np.zeros((4, 3), np.float32), labels=np.arange(4))
-    assert cli.parse_train(["--data", str(features), "--quiet"])[0].model.backbone == "none"
+    assert train_command.parse_train(["--data", str(features), "--quiet"])[0].model.backbone == "none"
     assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ import pytest
 
 from nearkin import cli
 from nearkin.recipe import Choice
+from nearkin.train_command import parse_train
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -85,15 +86,15 @@ def test_help_teaches_every_command(capsys):
 
 
 def test_flags_change_the_recipe():
-    recipe, args = cli.parse_train(
+    recipe, args = parse_train(
         ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
     )
     assert recipe.loss == Choice("proxy_anchor", {"alpha": 8, "margin": 0.1})
     assert (recipe.train.epochs, recipe.model.dim, recipe.seed, args.runs) == (2, 16, 4, Path("x"))
-    recipe, _ = cli.parse_train(["--loss", "triplet", "--loss.margin", "0.2", "--miner.name", "semihard"])
+    recipe, _ = parse_train(["--loss", "triplet", "--loss.margin", "0.2", "--miner.name", "semihard"])
     assert recipe.loss == Choice("triplet", {"margin": 0.2})  # another loss does not inherit alpha
     assert recipe.miner == Choice("semihard")
-    recipe, _ = cli.parse_train(["--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
+    recipe, _ = parse_train(["from_scratch", "--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
     assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos").resolve(), 32)
     assert recipe.train.class_lr == 0.5
 

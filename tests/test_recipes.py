@@ -2,7 +2,7 @@
 
 import pytest
 
-from nearkin import cli, recipes
+from nearkin import recipes, train_command
 from nearkin.errors import ConfigError
 from nearkin.losses.register import LOSSES
 from nearkin.train import check_names
@@ -126,7 +126,7 @@ def test_help_and_page_list_every_recipe(pytestconfig):
     page = (pytestconfig.rootpath / "docs" / "recipes.md").read_text()
     for name in recipes.RECIPES:
         assert f"`{name}`" in page, name
-    words = cli.TrainArgs.__doc__
+    words = train_command.TrainArgs.__doc__
     missing = [n for n in recipes.RECIPES if n not in words and not n.startswith("thesis_")]
     assert not missing
 
@@ -148,5 +148,5 @@ def test_a_wrong_recipe_name_says_what_there_is(name, message):
 
 
 def test_weights_and_freeze_have_short_flags():
-    recipe, _ = cli.parse_train(["glyphs_small", "--weights", "net.pth", "--freeze=backbone"])
+    recipe, _ = train_command.parse_train(["glyphs_small", "--weights", "net.pth", "--freeze=backbone"])
     assert (recipe.model.weights, recipe.model.freeze) == ("net.pth", "backbone")

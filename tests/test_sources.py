@@ -9,13 +9,13 @@ import pytest
 from conftest import SHARED
 from PIL import Image
 
-from nearkin import cli
 from nearkin.data.benchmarks import BENCHMARKS, Counts
 from nearkin.data.listing import list_folder, list_table, number_classes
 from nearkin.data.sources import fingerprint, list_source, load, load_features, recognise
 from nearkin.data.splits import split_for
 from nearkin.errors import DataError, MissingExtra, UserError
 from nearkin.recipe import Data
+from nearkin.train_command import parse_train
 
 CUB = SHARED / "data" / "CUB_200_2011"
 
@@ -365,9 +365,11 @@ def test_unknown_sources_and_missing_roots_say_what_there_is():
 
 def test_data_flag_recognises_what_it_is_given(tmp_path):
     make_cub(tmp_path / "CUB_200_2011")
-    recipe, _ = cli.parse_train(["--data", str(tmp_path)])
+    recipe, _ = parse_train(["--data", str(tmp_path)])
     assert (recipe.data.source, recipe.data.root) == ("cub", tmp_path)
-    recipe, _ = cli.parse_train(["--data", "photos.csv", "--data.label-column", "species"])
+    picture(tmp_path / "1.png", 1)
+    (tmp_path / "photos.csv").write_text("path,species\n1.png,wren\n")
+    recipe, _ = parse_train(["--data", str(tmp_path / "photos.csv"), "--data.label-column", "species"])
     assert (recipe.data.source, recipe.data.label_column) == ("table", "species")
 
 
