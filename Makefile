@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint check constraints clean
+.PHONY: help setup demo test slow lint check constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,15 +14,18 @@ setup: $(READY) ## Make .venv and install nearkin with every extra (about 6 GB, 
 demo: setup    ## Train, judge and report on the built-in data: about two minutes on two cores
 	$(BIN)/nearkin demo
 
-test: setup    ## Run the test suite
-	$(BIN)/python -m pytest
+test: setup    ## Run the tests: about four minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
+	$(BIN)/python -m pytest -m slow
 
 lint: setup    ## Lint, check the format, check the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: test lint ## What the continuous integration runs
+check: test slow lint ## What the continuous integration runs
 
 constraints:   ## Pin the newest versions that fit pyproject.toml into constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt

@@ -176,3 +176,15 @@ def test_trackers_get_the_numbers_of_every_epoch(tiny_recipe, tmp_path, quiet, m
     assert seen == pytest.approx([e["val"]["R@1"] for e in run.events() if e["event"] == "epoch"])
     with pytest.raises(ConfigError, match="Did you mean 'wandb'"):
         nk.fit(tiny_recipe, tmp_path / "other", reporter=quiet, trackers=("wandbb",))
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_everything_in_the_run_folder(tiny_recipe, tmp_path, quiet, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = nk.fit(tiny_recipe, tmp_path, reporter=quiet, trackers=("wandb",))
+    [stored] = (run.path / "wandb").glob("offline-run-*/*.wandb")
+    content = stored.read_bytes()
+    assert b"val/R@1" in content
+    assert b"diagnosis/effective_rank" in content
