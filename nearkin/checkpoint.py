@@ -40,10 +40,11 @@ class TrainingState:
     step: int = 0  # finished steps of the current epoch
     loss_sum: float = 0.0  # over those steps
     best: float = -1.0  # validation R@1 of best_epoch
+    best_map: float = -1.0  # its MAP@R, which decides between epochs of equal R@1
     best_epoch: int = 0
     seconds: float = 0.0  # spent training, over all sittings
 
-    _PLAIN = ("epoch", "step", "loss_sum", "best", "best_epoch", "seconds")
+    _PLAIN = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
 
     @property
     def mean_loss(self) -> float:

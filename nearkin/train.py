@@ -112,7 +112,8 @@ def _fit(
         else:
             reporter.say(describe(recipe, train, val, model, place))
             if recipe.model.start == "whitened":  # a good start competes with every epoch
-                judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
+                said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
+                reporter.say(f"start  {said}".rstrip())
         pace = Pace(done=state.epoch * steps_per_epoch + state.step, total=hyper.epochs * steps_per_epoch)
 
         for epoch in range(state.epoch, hyper.epochs):
@@ -165,7 +166,7 @@ def _fit(
         protocol = {
             **train.protocol(),
             "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
-            "epoch_chosen_by": "R@1 on validation classes" if val else "nothing: the last one",
+            "epoch_chosen_by": "R@1 (then MAP@R) on validation classes" if val else "nothing: the last one",
             "epoch": state.best_epoch,
         }
         result: dict[str, Any] = {"test": None}
@@ -196,9 +197,10 @@ def judge_epoch(
     looked_at = val or train.sample(1000)
     emb = embedded(model, looked_at, raw=True)
     scores = scores_of(val, emb) if val else None
-    recall = scores["R@1"] if scores else state.best
-    if scores is None or recall > state.best:  # the earlier epoch wins a tie
-        state.best, state.best_epoch = recall, epoch
+    recall, precision = (scores["R@1"], scores["MAP@R"]) if scores else (state.best, state.best_map)
+    # With few validation classes R@1 is often the same; MAP@R decides then, and if that ties the earlier epoch wins.
+    if scores is None or (recall, precision) > (state.best, state.best_map):
+        state.best, state.best_map, state.best_epoch = recall, precision, epoch
         run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
     diagnosis = diagnose(emb, torch.from_numpy(looked_at.labels))
     event = {

@@ -368,7 +368,8 @@ def test_data_flag_recognises_what_it_is_given(tmp_path):
     recipe, _ = parse_train(["--data", str(tmp_path)])
     assert (recipe.data.source, recipe.data.root) == ("cub", tmp_path)
     picture(tmp_path / "1.png", 1)
-    (tmp_path / "photos.csv").write_text("path,species\n1.png,wren\n")
+    picture(tmp_path / "2.png", 2)
+    (tmp_path / "photos.csv").write_text("path,species\n1.png,wren\n2.png,owl\n")
     recipe, _ = parse_train(["--data", str(tmp_path / "photos.csv"), "--data.label-column", "species"])
     assert (recipe.data.source, recipe.data.label_column) == ("table", "species")
 

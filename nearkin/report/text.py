@@ -48,12 +48,15 @@ def headline(run: Run) -> str:
     trained, raw = (100 * run.result["test"][name]["R@1"]["mean"] for name in ("trained", over))
     low, high = (100 * bound for bound in gain["interval"])
     compared = {"raw pixels": "by raw pixels", "raw backbone": "by the backbone as it came"}[over]
+    kept = (
+        "" if run.result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
+    )
     share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % {compared}"
     if low > 0:
-        return f"{share}: {low:.1f} to {high:.1f} points gained."
+        return f"{share}: {low:.1f} to {high:.1f} points gained.{kept}"
     if high < 0:
-        return f"{share}: {-high:.1f} to {-low:.1f} points lost. Training made it worse: do not use this model."
+        return f"{share}: {-high:.1f} to {-low:.1f} points lost. Training made it worse: do not use this model.{kept}"
     return (
         f"{share}: training does not beat it for certain; the difference ({low:.1f} to {high:.1f} points) is not "
-        f"settled by this many classes."
+        f"settled by this many classes.{kept}"
     )
