@@ -18,7 +18,7 @@ from nearkin.recipe import Choice, Data, Model, Recipe, Scalar, Train
 class TrainArgs:
     """Train a model, choose its epoch on validation classes and judge it once on sealed test classes.
 
-    Examples:
+    As in
 
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
 
