@@ -158,6 +158,9 @@ class Index:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __contains__(self, id: str) -> bool:
+        return id in self._rows
+
     @property
     def dim(self) -> int:
         return int(self.vectors.shape[1])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.deploy.search import Floats, Ints, Vectors, nearest
+from nearkin.deploy.search import Floats, Ints, Vectors, blocks, unit_rows
 from nearkin.errors import ConfigError, DataError
 from nearkin.intervals import bootstrap, percentiles
 
@@ -109,28 +109,25 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
     """For each query row, the cosine of its nearest other item, and of its nearest item of another class.
 
     The first is what the query sees (NaN where its class has no other item: then it is not known), the second what it
-    would see were its class not in the index (NaN where there is no other class). Exact.
+    would see were its class not in the index (NaN where there is no other class). Every item is compared.
     """
     _, codes = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
-    size = np.bincount(codes)
-    known, unknown = np.full(len(queries), np.nan), np.full(len(queries), np.nan)
-    # One item more than the class holds is sure to be of another class. Classes of like size go together.
-    order = np.argsort(size[codes[queries]], kind="stable")
-    for part in np.array_split(order, max(1, len(order) // 256)):
-        asked = queries[part]
-        rows, cosines = nearest(np.asarray(vectors[asked]), vectors, int(size[codes[asked]].max()) + 1)
-        other = rows != asked[:, None]
-        foreign = codes[rows] != codes[asked][:, None]
-        for n, place in enumerate(part):
-            if other[n].any() and size[codes[asked[n]]] > 1:
-                known[place] = cosines[n][np.argmax(other[n])]
-            if foreign[n].any():
-                unknown[place] = cosines[n][np.argmax(foreign[n])]
-    return known, unknown
+    known, unknown = np.full(len(queries), -np.inf), np.full(len(queries), -np.inf)
+    asking = unit_rows(vectors[queries])
+    for start, block in blocks(vectors):
+        units = unit_rows(block)
+        for part in np.array_split(np.arange(len(queries)), max(1, len(queries) // 256)):
+            cosines = asking[part] @ units.T
+            foreign = codes[queries[part]][:, None] != codes[start : start + len(block)][None, :]
+            itself = queries[part][:, None] == np.arange(start, start + len(block))[None, :]
+            unknown[part] = np.maximum(unknown[part], np.where(foreign, cosines, -np.inf).max(axis=1))
+            known[part] = np.maximum(known[part], np.where(itself, -np.inf, cosines).max(axis=1))
+    known[np.bincount(codes)[codes[queries]] == 1] = np.nan
+    return known, np.where(np.isfinite(unknown), unknown, np.nan)
 
 
 def calibrate_items(
-    vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01, *, most: int = 5000
+    vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01, *, most: int = 2000
 ) -> Threshold:
     """A threshold from labelled items that ask each other; `queries` are rows of classes that were not trained on.
 

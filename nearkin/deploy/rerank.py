@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from nearkin._vectors import ZERO_NORM
-from nearkin.deploy.search import Floats, Ints, Vectors, inverse_lengths, nearest, without
+from nearkin.deploy.search import Floats, Ints, Vectors, inverse_lengths, nearest, unit_rows, without
 from nearkin.errors import ConfigError, DataError, did_you_mean
 from nearkin.intervals import Difference, paired
 
@@ -81,8 +81,8 @@ def name_of(option: Rerank) -> str:
 def expanded(query: Vectors, near: Vectors, cosines: Floats, alpha: float) -> Vectors:
     """The query [D] averaged with its neighbours [n, D] of the given cosines [n]; each counts cosine^alpha, or 0."""
     weights = np.maximum(cosines, 0.0) ** alpha
-    total = _unit(query[None])[0] + weights @ _unit(near)
-    return np.asarray(_unit(total[None])[0], np.float32)
+    total = unit_rows(query[None])[0] + weights @ unit_rows(near)
+    return np.asarray(unit_rows(total[None])[0], np.float32)
 
 
 def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: float) -> Floats:
@@ -93,7 +93,7 @@ def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: flo
     set. Each item becomes weights exp(-d) on its set, of sum 1, averaged over its k2 nearest (itself included). The
     distance is (1 - weight) times one minus what two items' weights share (Jaccard), plus weight times d.
     """
-    points = _unit(np.concatenate([query[None], near]))
+    points = unit_rows(np.concatenate([query[None], near]))
     cosine = points @ points.T
     np.fill_diagonal(cosine, 2.0)  # itself first, whatever rounding says
     place = np.empty(cosine.shape, np.int64)
@@ -120,18 +120,13 @@ def reranked(query: Vectors, vectors: Vectors, k: int, option: Rerank, find: Fin
     if isinstance(option, Expansion):
         rows, cosines = find(query, option.k)
         rows, _ = find(expanded(query, vectors[rows], cosines, option.alpha), k)
-        return rows, _unit(vectors[rows]) @ _unit(query[None])[0]
+        return rows, unit_rows(vectors[rows]) @ unit_rows(query[None])[0]
     rows, cosines = find(query, max(k, option.depth))
     if not len(rows):
         return rows, cosines
     distance = k_reciprocal(query, vectors[rows], k1=option.k1, k2=option.k2, weight=option.weight)
     order = np.argsort(distance, kind="stable")[:k]
     return rows[order], cosines[order]
-
-
-def _unit(vectors: Vectors | Floats) -> Floats:
-    lengths = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))
-    return np.asarray(np.where(lengths > ZERO_NORM, vectors / np.where(lengths > ZERO_NORM, lengths, 1.0), 0.0))
 
 
 # --- whether to ------------------------------------------------------------------------------------------------------
@@ -186,17 +181,14 @@ def choose_rerank(
         drawn = np.sort(np.random.default_rng(seed).choice(len(able), most, replace=False))
         able, codes = able[drawn], codes[drawn]
     factors = inverse_lengths(vectors)
+    lengths = [count[names[row]] - 1 if metric == "MAP@R" else 1 for row in able.tolist()]
+    deepest = max([*lengths, *(option.depth if isinstance(option, Reciprocal) else option.k for option in options)])
+    plain = nearest(np.asarray(vectors[able]), vectors, deepest + 1, factors)  # for all queries at once
     values = np.empty((1 + len(options), len(able)))
-    for n, row in enumerate(able.tolist()):
-
-        def find(query: Vectors, k: int, own: int = row) -> tuple[Ints, Floats]:
-            found, cosines = nearest(query[None], vectors, k + 1, factors)
-            found, cosines = without(own, found[0], cosines[0])
-            return found[:k], cosines[:k]
-
-        k = count[names[row]] - 1 if metric == "MAP@R" else 1
-        query = np.asarray(vectors[row])
-        answers = [find(query, k)[0], *(reranked(query, vectors, k, option, find)[0] for option in options)]
+    for n, (row, k) in enumerate(zip(able.tolist(), lengths, strict=True)):
+        query, first = np.asarray(vectors[row]), without(row, plain[0][n], plain[1][n])
+        find = partial(_find, query, first, row, vectors, factors)
+        answers = [first[0][:k], *(reranked(query, vectors, k, option, find)[0] for option in options)]
         for m, answer in enumerate(answers):
             values[m, n] = _precision(np.array([names[other] == names[row] for other in answer.tolist()]))
     each = 1 - (1 - level) / len(options)
@@ -206,6 +198,17 @@ def choose_rerank(
     )
     sure = [(gain.difference, option) for option, gain in gains if gain.low > 0]
     return Chosen(max(sure, key=lambda pair: pair[0])[1] if sure else None, gains)
+
+
+def _find(
+    asked: Vectors, known: tuple[Ints, Floats], own: int, vectors: Vectors, factors: Vectors, query: Vectors, k: int
+) -> tuple[Ints, Floats]:
+    """The k nearest other items of a query; for the one that was asked already its answer is at hand."""
+    rows, cosines = known
+    if query is not asked:
+        found = nearest(query[None], vectors, k + 1, factors)
+        rows, cosines = without(own, found[0][0], found[1][0])
+    return rows[:k], cosines[:k]
 
 
 def _precision(right: Any) -> float:

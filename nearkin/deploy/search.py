@@ -24,7 +24,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Label = str | int | None
 
-HNSW_FROM = 200_000  # items from which a graph is worth its memory; below it exact search takes some milliseconds
 LONGEST = 1e15  # of a vector; beyond it float32 sums could overflow
 _FEW = 32  # queries up to which a shortlist per query is faster than one product with all
 _BLOCK_BYTES = 64 * 2**20
@@ -32,12 +31,12 @@ _BLOCK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Hit:
-    """One neighbour: the item's id and label, and its cosine similarity to the query."""
+    """One neighbour: the item's id and label, its cosine similarity to the query, and its row in the index, if any."""
 
     id: str
     label: Label
     similarity: float
-    row: int
+    row: int = -1
 
 
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
@@ -57,7 +56,7 @@ def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
         raise DataError(f"{what}: vectors of {vectors.shape[1]} numbers, the index holds vectors of {dim}.")
     if vectors.shape[1] == 0:
         raise DataError(f"{what}: vectors without numbers, shape {list(vectors.shape)}.")
-    for start, block in _blocks(vectors):
+    for start, block in blocks(vectors):
         lengths = np.sqrt(np.square(block, dtype=np.float64).sum(axis=1))
         bad = np.flatnonzero(~(lengths <= LONGEST))  # NaN is not
         if len(bad):
@@ -69,11 +68,18 @@ def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
 def inverse_lengths(vectors: Vectors) -> Vectors:
     """[N] the factor that makes each row a unit vector; 0 for a row that counts as zero, as in ranking."""
     factors = np.empty(len(vectors), np.float32)
-    for start, block in _blocks(vectors):
+    for start, block in blocks(vectors):
         lengths = np.sqrt(np.square(block, dtype=np.float64).sum(axis=1))
         with np.errstate(divide="ignore"):
             factors[start : start + len(block)] = np.where(lengths > ZERO_NORM, 1 / lengths, 0)
     return factors
+
+
+def unit_rows(vectors: Vectors | Floats) -> Floats:
+    """The rows scaled to length 1 in float64; a row that counts as zero stays 0."""
+    lengths = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))
+    known = lengths > ZERO_NORM
+    return np.asarray(np.where(known, vectors / np.where(known, lengths, 1.0), 0.0))
 
 
 def nearest(queries: Vectors, items: Vectors, k: int, factors: Vectors | None = None) -> tuple[Ints, Floats]:
@@ -110,7 +116,7 @@ def _shortlist(query: Vectors, items: Vectors, k: int, factors: Vectors) -> Ints
     length = math.sqrt(float(np.square(query, dtype=np.float64).sum()))
     unit = (query / np.float32(length) if length > ZERO_NORM else np.zeros_like(query)).astype(np.float32)
     cosines = np.empty(len(items), np.float32)
-    for start, block in _blocks(items):
+    for start, block in blocks(items):
         np.matmul(block, unit, out=cosines[start : start + len(block)])
     cosines *= factors
     last = np.partition(cosines, len(cosines) - k)[len(cosines) - k]
@@ -119,7 +125,8 @@ def _shortlist(query: Vectors, items: Vectors, k: int, factors: Vectors) -> Ints
     return np.flatnonzero(cosines >= last - np.float32(2.1 * error))
 
 
-def _blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
+def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
+    """The rows some tens of megabytes at a time, each block with the number of its first row."""
     step = max(1, _BLOCK_BYTES // (4 * max(1, vectors.shape[1])))
     for start in range(0, len(vectors), step):
         yield start, np.asarray(vectors[start : start + step])
@@ -159,12 +166,9 @@ def _nearest_first(pair: tuple[int, int, float]) -> tuple[float, int, int]:
 
 
 def _pair_cosines(vectors: Vectors, i: Ints, j: Ints) -> Floats:
-    a, b = vectors[i].astype(np.float64), vectors[j].astype(np.float64)
-    lengths = np.sqrt(np.square(a).sum(axis=1)), np.sqrt(np.square(b).sum(axis=1))
-    known = (lengths[0] > ZERO_NORM) & (lengths[1] > ZERO_NORM)
+    one, other = unit_rows(vectors[i]), unit_rows(vectors[j])
     # From the difference of the unit vectors: exactly 1 for a copy, where a rounded product may miss it.
-    one, other = (x / np.where(known, length, 1.0)[:, None] for x, length in zip((a, b), lengths, strict=True))
-    return np.where(known, 1 - np.square(one - other).sum(axis=1) / 2, 0.0)
+    return np.where(one.any(axis=1) & other.any(axis=1), 1 - np.square(one - other).sum(axis=1) / 2, 0.0)
 
 
 # --- the graph for large indexes -------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ class Graph:
             raise ConfigError("graph: at least two items are needed.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], links, faiss.METRIC_INNER_PRODUCT)
         factors = inverse_lengths(vectors)
-        for start, block in _blocks(vectors):
+        for start, block in blocks(vectors):
             graph.add((block * factors[start : start + len(block), None]).astype(np.float32))
         k = min(k, len(vectors) - 1)
         rows = np.random.default_rng(0).choice(len(vectors), min(sample, len(vectors)), replace=False)
