@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -311,7 +312,7 @@ def test_nothing_is_unpickled(tmp_path):
     bad = tmp_path / "bad.npy"
     np.save(bad, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     stored = files.write_file(tmp_path / "index", "vectors", ".npy", [bad.read_bytes()])
-    files.commit(tmp_path / "index", files.with_file(manifest, "vectors", stored))
+    files.commit(tmp_path / "index", replace(manifest, files={**manifest.files, "vectors": stored}))
     with pytest.raises(DataError, match="cannot be read"):
         Index.load(tmp_path / "index")
 
@@ -320,6 +321,10 @@ def test_other_peoples_files_are_left_alone(tmp_path):
     (tmp_path / "items-of-mine.txt").write_text("mine")
     with pytest.raises(DataError, match="holds other files"):
         random_index().save(tmp_path)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "an app"}')
+    with pytest.raises(DataError, match="not the manifest of a nearkin index"):
+        random_index().save(tmp_path / "app")
     random_index().save(tmp_path / "index")
     (tmp_path / "index" / "items-notes.json").write_text("mine")
     random_index(7).save(tmp_path / "index")

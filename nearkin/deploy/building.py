@@ -141,48 +141,53 @@ def update(
     journal = Journal(out, mark.fingerprint, model.embed([]).shape[1])
     known = _Known(old, journal)
     done = Summary(notes=found.notes)
-    fresh, stamps = _sort_out(found, known, done)
+    fresh, stamps, gone = _sort_out(found, known, done)
     if store is not None:
         _catch_up(old, journal, found, store, reporter)
     elif old is not None and old.store is not None:
         done.notes += (f"{old.store} is not brought up to date; give --store to do so",)
     todo = [name for name in found.labels if name not in fresh and name not in done.broken]
     _embed(model, found, todo, stamps, journal, done, batch, store, reporter)
-    known = _Known(old, journal)
 
-    names = [name for name in found.labels if name in known]  # what cannot be read keeps its last good vector
-    listed = set(found.labels)
-    rest = [] if old is None else [name for name in old.ids if name not in listed]
-    done.pruned, done.gone = (len(rest), 0) if prune else (0, len(rest))
-    if prune and store is not None and rest:
-        store.remove(rest)
-    kept = [] if prune or old is None else rest
-    labels = [found.labels[name] for name in names] + [old.labels[old.row_of(name)] for name in kept if old is not None]
-    if old is not None:
-        moved = [n for n in names if known.in_index(n) and old.labels[old.row_of(n)] != found.labels[n]]
-        done.relabelled = len(moved)
-        if store is not None:
-            changed = [name for name in moved if name in fresh]
-            _write(store, changed, known.vectors(changed), [found.labels[name] for name in changed])
-    everything = [*names, *kept]
-    if not everything:
+    known = _Known(old, journal)
+    labels = {name: label for name, label in found.labels.items() if name in known and name not in gone}
+    rest = {} if old is None else {n: label for n, label in zip(old.ids, old.labels, strict=True) if n not in labels}
+    done.relabelled = _relabel(old, labels, fresh, known, store)
+    if prune:
+        done.pruned = len(rest)
+        if store is not None and rest:
+            store.remove(list(rest))
+    else:
+        done.gone = len(rest)
+        labels |= rest
+    if not labels:
         journal.remove()
         raise DataError(f"{found.root}: none of its {len(found.labels):,} images could be read.")
+    names = list(labels)
     # The stamp of a file that cannot be read stays the one of its vector, so that it is tried again.
-    marks = [known.stamp(name) if name in done.broken else stamps.get(name, known.stamp(name)) for name in everything]
+    marks = [known.stamp(name) if name in done.broken else stamps.get(name, known.stamp(name)) for name in names]
     root = found.root.resolve()
-    index = Index(known.vectors(everything), everything, labels, model=model, mark=mark, root=root, stamps=marks)
+    index = Index(known.vectors(names), names, list(labels.values()), model=model, mark=mark, root=root, stamps=marks)
     index.store = None if store is None else store.name
     if old is not None:
         done.notes += _carry_over(old, index)
     index.write(out)
     journal.remove()
-    if store is not None and store.count() != len(index):
-        done.notes += (
-            f"{store.name} holds {store.count():,} items, the index {len(index):,}; empty it and index again to be rid "
-            "of the others",
-        )
+    if store is not None and (held := store.count()) != len(index):
+        others = "empty it and index again to be rid of the others"
+        done.notes += (f"{store.name} holds {held:,} items, the index {len(index):,}; {others}",)
     return index, done
+
+
+def _relabel(old: Index | None, labels: dict[str, Label], fresh: set[str], known: _Known, store: Store | None) -> int:
+    """How many items have another label than before; the store is told of those that were not written to it anyway."""
+    if old is None:
+        return 0
+    moved = [name for name, label in labels.items() if name in old and old.labels[old.row_of(name)] != label]
+    if store is not None:
+        changed = [name for name in moved if name in fresh]
+        _write(store, changed, known.vectors(changed), [labels[name] for name in changed])
+    return len(moved)
 
 
 def _carry_over(old: Index, new: Index) -> tuple[str, ...]:
@@ -202,19 +207,15 @@ class _Known:
     def __init__(self, old: Index | None, journal: Journal) -> None:
         self.old = old
         self.journalled = {name: (record, row) for record in journal.records for row, name in enumerate(record.ids)}
-        self._ids = set() if old is None else set(old.ids)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.journalled or name in self._ids
-
-    def in_index(self, name: str) -> bool:
-        return name in self._ids
+        return name in self.journalled or (self.old is not None and name in self.old)
 
     def stamp(self, name: str) -> Stamp | None:
         if name in self.journalled:
             record, row = self.journalled[name]
             return record.stamps[row]
-        return None if self.old is None or name not in self._ids else self.old.stamps[self.old.row_of(name)]
+        return None if self.old is None or name not in self.old else self.old.stamps[self.old.row_of(name)]
 
     def vectors(self, names: Sequence[str]) -> Vectors:
         width = self.old.dim if self.old is not None else next(iter(self.journalled.values()))[0].vectors.shape[1]
@@ -241,34 +242,40 @@ def _open(out: Path, fingerprint: str, found: Found) -> Index | None:
     return old
 
 
-def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dict[str, Stamp]]:
-    """Which files need no embedding, and what marks the files as they are now. The content is read where it must be."""
+def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dict[str, Stamp], set[str]]:
+    """Which files need no embedding, what marks the files as they are now, and which are listed but not there.
+
+    The content is read where the time has changed.
+    """
     names = list(found.labels)
 
-    def look(name: str) -> tuple[Stamp | None, bool, str]:
+    def look(name: str) -> tuple[Stamp | None, bool, OSError | None]:
         before = known.stamp(name)
         try:
             state = os.stat(found.root / name)
             if before is not None and (before.size, before.mtime_ns) == (state.st_size, state.st_mtime_ns):
-                return before, True, ""
+                return before, True, None
             now = stamp_of(found.root / name)
-            return now, before is not None and (before.size, before.sha256) == (now.size, now.sha256), ""
+            return now, before is not None and (before.size, before.sha256) == (now.size, now.sha256), None
         except OSError as error:
-            return None, False, f"{name}: cannot be read ({error.strerror})."
+            return None, False, error
 
     fresh: set[str] = set()
     stamps: dict[str, Stamp] = {}
+    gone: set[str] = set()
     looks = (result for part in in_threads(look, names) for result in part)
-    for name, (stamp, same, reason) in zip(names, looks, strict=True):
-        if reason:
-            done.broken[name] = reason
+    for name, (stamp, same, error) in zip(names, looks, strict=True):
+        if error is not None:
+            done.broken[name] = f"{name}: cannot be read ({error.strerror})."
+            if isinstance(error, FileNotFoundError):  # a link that leads nowhere
+                gone.add(name)
         elif stamp is not None:
             stamps[name] = stamp
         if same:
             fresh.add(name)
     done.resumed = sum(name in known.journalled for name in fresh)
     done.unchanged = len(fresh) - done.resumed
-    return fresh, stamps
+    return fresh, stamps, gone
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -305,7 +312,7 @@ def _embed(
                 done.embedded += len(kept)
                 bar.advance(len(names))
     except KeyboardInterrupt:
-        left = len(todo) - done.embedded - len(done.broken)
+        left = len(todo) - bar.done
         raise KeyboardInterrupt(f"stopped with {left:,} of {len(todo):,} images left to embed") from None
 
 

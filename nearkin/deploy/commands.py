@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ def index(argv: list[str]) -> None:
     from nearkin.deploy.building import find_images, update
     from nearkin.deploy.files import writing
     from nearkin.deploy.marks import fingerprint
+    from nearkin.deploy.sheet import printable
     from nearkin.deploy.stores import open_store
     from nearkin.progress import Reporter
     from nearkin.runs import Run
@@ -56,10 +58,12 @@ def index(argv: list[str]) -> None:
             store=store,
             reporter=reporter,
         )
-        said = _finish(made, run, args, reporter)
-    classes = len({label for label in made.labels if label is not None})
-    kinds = f" of {classes:,} classes" if classes else " without labels"
-    print(*done.lines(), *said, f"index: {len(made):,} items{kinds}, {made.dim} numbers each, in {args.out}", sep="\n")
+        classes = len({label for label in made.labels if label is not None})
+        kinds = f" of {classes:,} classes" if classes else " without labels"
+        print(*map(printable, done.lines()), sep="\n")
+        print(f"index: {len(made):,} items{kinds}, {made.dim} numbers each, in {args.out}")
+        for line in _finish(made, run, args, reporter):
+            print(line)
 
 
 def _finish(made: Index, run: Any, args: IndexArgs, reporter: Reporter) -> list[str]:
@@ -123,11 +127,15 @@ def search(argv: list[str]) -> None:
 # --- queries and answers ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Query:
     """One question. own: the row of the item that asks; label: its class where it is known."""
 
-    def __init__(self, title: str, picture: Any, vector: Any, label: Any = None, own: int | None = None) -> None:
-        self.title, self.picture, self.vector, self.label, self.own = title, picture, vector, label, own
+    title: str
+    picture: Path | None
+    vector: Any
+    label: Any = None
+    own: int | None = None
 
 
 def _queries(opened: Index, args: SearchArgs) -> list[Query]:

@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -265,9 +265,12 @@ def writing(folder: Path) -> Iterator[None]:
     """Hold the folder for this process, made if it is not there; a killed process lets go by itself."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = [path.name for path in folder.iterdir() if path.name not in ("manifest.json", "journal", "lock")]
-        if others and not any((folder / name).exists() for name in ("manifest.json", "journal", "lock")):
+        names = {path.name for path in folder.iterdir()}
+        others = sorted(n for n in names - {"lock"} if not _OURS.fullmatch(n) and not _ASIDE.fullmatch(n))
+        if others and not names & {"manifest.json", "journal"}:
             raise DataError(f"{folder}: holds other files ({others[0]}). Give an index a folder of its own.")
+        if "manifest.json" in names:
+            read_manifest(folder)  # that of another program, or of a newer nearkin, is not overwritten
         lock = open(folder / "lock", "w")  # noqa: SIM115
     except OSError as error:
         raise cannot_write(folder, error) from None
@@ -283,9 +286,3 @@ def cannot_write(folder: Path, error: OSError) -> DataError:
     kept = "What was there is kept." if (folder / "manifest.json").exists() else "Nothing is left half-written."
     reason = error.strerror or str(error)
     return DataError(f"{folder}: cannot write the index ({reason}). {kept} Make room, or choose another folder.")
-
-
-def with_file(manifest: Manifest, kind: str, stored: StoredFile | None) -> Manifest:
-    """The manifest with one file named anew, or no longer."""
-    files = {name: given for name, given in manifest.files.items() if name != kind}
-    return replace(manifest, files=files | ({kind: stored} if stored is not None else {}))

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 
@@ -68,8 +68,14 @@ def without_secrets(url: str) -> str:
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     kept = [(key, value) for key, value in parse_qsl(parts.query) if "pass" not in key and "key" not in key]
-    place = f"{user.partition(':')[0]}@{host}" if user else host
-    return urlunsplit((parts.scheme, place, parts.path, urlencode(kept, safe="/"), ""))
+    name = user.partition(":")[0]
+    place = f"{name}@{host}" if name else host
+    return _joined(parts.scheme, place, parts.path, kept)
+
+
+def _joined(scheme: str, place: str, path: str, query: list[tuple[str, str]]) -> str:
+    # urlunsplit would leave out the // of an address without a host (a socket), which libpq insists on.
+    return f"{scheme}://{place}{path}" + (f"?{urlencode(query, safe='/')}" if query else "")
 
 
 def _as_text(ids: Sequence[str]) -> list[str]:
@@ -149,7 +155,7 @@ def _open_qdrant(url: str, dim: int, model: str) -> QdrantStore:
     https = dict(parse_qsl(parts.query)).get("https", "").lower() == "true"
     key = os.environ.get("QDRANT_API_KEY") or parts.password
     client = need("qdrant_client", extra="stores").QdrantClient(
-        host=parts.hostname, port=parts.port or 6333, https=https, api_key=key, timeout=60
+        host=parts.hostname, port=parts.port or 6333, https=https, api_key=key, timeout=60, check_compatibility=False
     )
     return QdrantStore(client, collection, dim, model, without_secrets(url))
 
@@ -233,7 +239,7 @@ def _open_pgvector(url: str, dim: int, model: str) -> PgvectorStore:
     query = dict(parse_qsl(parts.query))
     table = query.pop("table", "nearkin")
     name = without_secrets(url)
-    address = urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(query), ""))
+    address = _joined("postgresql", parts.netloc, parts.path, list(query.items()))
     psycopg = need("psycopg", extra="stores")
     with _said(name):
         connection = psycopg.connect(address, autocommit=True, connect_timeout=10)
