@@ -20,6 +20,8 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER (or .csv) of your images
   nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
   nearkin report RUN           one self-contained HTML page for a run
+  nearkin index RUN FOLDER     make images searchable by a run's model
+  nearkin search DIR IMAGE     the nearest images, or "unknown"
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
   nearkin tournament RESULTS   rank losses over experiments and say which differences are settled
@@ -235,11 +237,25 @@ def train(argv: list[str]) -> None:
     run(argv)
 
 
+def index(argv: list[str]) -> None:
+    from nearkin.deploy.commands import index as run
+
+    run(argv)
+
+
+def search(argv: list[str]) -> None:
+    from nearkin.deploy.commands import search as run
+
+    run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
     "report": report,
+    "index": index,
+    "search": search,
     "data": data,
     "losses": losses,
     "tournament": tournament,
