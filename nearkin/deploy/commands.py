@@ -207,8 +207,8 @@ def _read_vectors(path: Path) -> Any:
 
 
 def _model(run: str | Path, device: str) -> Embedder:
+    from nearkin.building import choose_device
     from nearkin.models.embedder import load
-    from nearkin.train import choose_device
 
     return load(run).to(choose_device(device))
 
