@@ -48,6 +48,30 @@ def test_shapes_and_parameter_counts(name):
     torch.testing.assert_close(stages["high"], maps)
 
 
+def test_small_conv_is_what_it_says():
+    """Written out again in float64: 5 x 5 by 2, then twice two 3 x 3 and a halving, each with batch norm and ReLU."""
+    model = embedder().double()
+    state = model.backbone.state_dict()
+    for name, value in state.items():  # statistics that are not 0 and 1
+        if "running" in name:
+            value.copy_(torch.rand(value.shape) + 0.5)
+    images = torch.randn(2, 3, 20, 24, dtype=torch.float64)
+
+    def layer(x, at, stride, padding):
+        x = nn.functional.conv2d(x, state[f"layers.{at}.weight"], stride=stride, padding=padding)
+        norm = {
+            n: state[f"layers.{at + 1}.{n}"][:, None, None] for n in ("weight", "bias", "running_mean", "running_var")
+        }
+        x = (x - norm["running_mean"]) / (norm["running_var"] + 1e-5).sqrt() * norm["weight"] + norm["bias"]
+        return x.clamp(min=0)
+
+    x = layer(images, 0, 2, 2)
+    for at in (3, 10):
+        x = layer(layer(x, at, 1, 1), at + 3, 1, 1)
+        x = x.unfold(2, 2, 2).unfold(3, 2, 2).amax(dim=(4, 5))
+    torch.testing.assert_close(model.backbone(images), x)
+
+
 @pytest.mark.parametrize("name", ["resnet50", "googlenet"])
 def test_torchvisions_networks_give_what_torchvision_gives(name):
     """Same weights, same picture: torchvision's own preprocessing and forward, caught before its pooling."""
