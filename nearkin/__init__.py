@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nearkin import losses, miners, recipes
+    from nearkin.deploy.index import Index
     from nearkin.errors import UserError
     from nearkin.evaluate import evaluate_final
     from nearkin.metrics import Scores, compare, score
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Public name -> the module that holds it. A module of the same name is the public name itself.
 _HOME = {
     "Embedder": "nearkin.models.embedder",
+    "Index": "nearkin.deploy.index",
     "Objective": "nearkin.objective",
     "Pairs": "nearkin.pairs",
     "Ranking": "nearkin.ranking",
@@ -55,6 +57,7 @@ _HOME = {
 
 __all__ = [
     "Embedder",
+    "Index",
     "Objective",
     "Pairs",
     "Ranking",

@@ -161,7 +161,10 @@ def read_vectors(folder: Path, manifest: Manifest) -> NDArray[np.float32]:
     path = checked(folder, manifest.files["vectors"])
     # Copy-on-write: torch asks for memory it could write to; nothing here does, so pages stay shared.
     empty = manifest.items == 0  # nothing can be mapped then
-    vectors: NDArray[np.float32] = np.load(path, mmap_mode=None if empty else "c", allow_pickle=False)
+    try:
+        vectors: NDArray[np.float32] = np.load(path, mmap_mode=None if empty else "c", allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as an array of numbers ({error}).") from None
     if vectors.dtype != np.float32 or vectors.shape != (manifest.items, manifest.dim):
         raise DataError(
             f"{path}: holds {vectors.dtype} {list(vectors.shape)}, the manifest names float32 "

@@ -200,7 +200,7 @@ class Graph:
         self._graph, self.facts = graph, facts
 
     @classmethod
-    def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 500) -> Graph:
+    def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> Graph:
         """Build the graph, then raise its effort until the measured recall is reached (or 1024 candidates)."""
         faiss = need("faiss", extra="dev")
         if len(vectors) < 2:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from nearkin.errors import DataError, need
 
 TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: a picture's side, its border, between tiles, below a picture
 MARGIN, GUTTER = 20, 26  # around the sheet; between a query and its neighbours
-MOST_ROWS = 100
+MOST_ROWS, MOST_COLUMNS = 100, 50
 PAPER, INK, FAINT, GREY = "#ffffff", "#1c1c1c", "#6b6b6b", "#b9bdc2"
 # Told apart also by those who do not see red and green, by lightness and by the mark in the corner.
 RIGHT, WRONG = "#1a8f4c", "#d9412f"
@@ -42,6 +44,8 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
         raise DataError("sheet: nothing to draw; there is no query.")
     if len(rows) > MOST_ROWS:
         raise DataError(f"sheet: {len(rows):,} queries are too many for one picture; at most {MOST_ROWS} are drawn.")
+    if max(len(row.hits) for row in rows) > MOST_COLUMNS:
+        raise DataError(f"sheet: at most {MOST_COLUMNS} neighbours are drawn. Ask for fewer with -k.")
     image = need("PIL.Image", extra="vision")
     draw_on = need("PIL.ImageDraw", extra="vision").Draw
     columns = max(len(row.hits) for row in rows)
@@ -70,7 +74,8 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
         sheet.save(aside, "PNG")
         aside.replace(out)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
     return out
 
@@ -126,6 +131,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+@lru_cache(maxsize=8)
 def font(size: int, bold: bool = False) -> Any:
     """DejaVu, which knows most alphabets, where matplotlib has brought it; else what Pillow has."""
     module = need("PIL.ImageFont", extra="vision")

@@ -1,0 +1,441 @@
+"""An index answers as brute force does, survives kills and full disks, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from small_runs import make_run
+
+import nearkin as nk
+from nearkin.deploy import files
+from nearkin.errors import ConfigError, DataError, UserError
+from tests.oracle import nearness
+
+Index = nk.Index
+
+
+def names(count: int, prefix: str = "item") -> list[str]:
+    return [f"{prefix} {i}" for i in range(count)]
+
+
+def random_index(count: int = 20, dim: int = 6, seed: int = 0) -> nk.Index:
+    rng = np.random.default_rng(seed)
+    return Index(rng.normal(size=(count, dim)), names(count), (np.arange(count) % 4).tolist())
+
+
+def same(a: nk.Index, b: nk.Index) -> bool:
+    return a.ids == b.ids and a.labels == b.labels and np.array_equal(a.vectors, b.vectors)
+
+
+@pytest.fixture(scope="module")
+def model(photo_folder, tmp_path_factory):
+    return nk.load(make_run(tmp_path_factory.mktemp("runs"), photo_folder).path)
+
+
+# --- against brute force ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw):
+    """Adds and removals of vectors with few distinct values: ties, copies, parallel and zero vectors."""
+    dim = draw(st.integers(1, 4))
+    vector = st.lists(st.integers(-2, 2), min_size=dim, max_size=dim)
+    steps = draw(st.lists(st.one_of(st.lists(vector, min_size=1, max_size=5), st.integers(0, 10)), max_size=8))
+    return dim, draw(vector), draw(st.lists(vector, min_size=1, max_size=4)), steps, draw(st.integers(1, 12))
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(histories())
+def test_add_remove_search_against_exact_fractions(history):
+    dim, query, first, steps, k = history
+    kept = [(f"first {n}", v) for n, v in enumerate(first)]
+    index = Index(np.array(first, np.float32), [id for id, _ in kept])
+    for s, step in enumerate(steps):
+        if isinstance(step, int):
+            if kept:
+                gone = kept.pop(step % len(kept))[0]
+                index.remove([gone])
+        else:
+            new = [(f"{s} {n}", v) for n, v in enumerate(step)]
+            index.add_vectors(np.array([v for _, v in new], np.float32), [id for id, _ in new])
+            kept += new
+    assert index.dim == dim
+    # Sorting is stable, so equally near items come in the order in which they were added.
+    expected = sorted(kept, key=lambda item: -nearness(query, item[1], "cosine"))
+    assert [hit.id for hit in index.search(np.array(query, np.float32), k)] == [id for id, _ in expected[:k]]
+    for place, (id, vector) in enumerate(kept):
+        others = sorted(kept[:place] + kept[place + 1 :], key=lambda item: -nearness(vector, item[1], "cosine"))
+        assert [hit.id for hit in index.search_item(id, k)] == [other for other, _ in others[:k]]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 40), st.sampled_from([1e-9, 1e-3, 1.0]))
+def test_search_against_float64(seed, count, dim, spread):
+    """Also of a model that has nearly collapsed, where float32 products could not tell items apart."""
+    rng = np.random.default_rng(seed)
+    vectors = (rng.normal(size=dim) + spread * rng.normal(size=(count, dim))).astype(np.float32)
+    query = vectors[0] + np.float32(spread) * rng.normal(size=dim).astype(np.float32)
+    index = Index(vectors, names(count))
+    wide = vectors.astype(np.longdouble)
+    wide /= np.sqrt((wide**2).sum(1, keepdims=True))
+    asked = query.astype(np.longdouble) / np.sqrt((query.astype(np.longdouble) ** 2).sum())
+    apart = ((wide - asked) ** 2).sum(1)  # keeps its digits where 1 - cosine would not
+    hits = index.search(query, count)
+    found = np.array([hit.row for hit in hits])
+    assert sorted(found) == list(range(count))
+    # Ranking takes cosines as equal that differ by less than 2^-80.
+    assert (np.diff(apart[found]) >= -1e-15 * apart.max() - 4 * 2.0**-80).all()
+    np.testing.assert_allclose([hit.similarity for hit in hits], (1 - apart[found] / 2).astype(float), atol=1e-12)
+
+
+def test_few_and_many_queries_agree():
+    index, rng = random_index(200, 8), np.random.default_rng(1)
+    queries = rng.integers(-2, 3, size=(100, 8)).astype(np.float32)
+    rows, cosines = index.search_many(queries, 15)
+    for query, near, similar in zip(queries, rows, cosines, strict=True):
+        hits = index.search(query, 15)
+        assert [hit.row for hit in hits] == near.tolist()
+        np.testing.assert_allclose([hit.similarity for hit in hits], similar, atol=1e-14)
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_by_path_image_and_bytes_give_the_same(model, photo_folder):
+    paths = sorted(photo_folder.rglob("*.png"))[:20]
+    index = Index.build(model, paths, [path.parent.name for path in paths])
+    asked = paths[7]
+    for query in (asked, str(asked), Image.open(asked), model.embed([asked])[0]):
+        hits = index.search(query, 3)
+        assert hits[0].id == str(asked)
+        assert hits[0].similarity == pytest.approx(1, abs=1e-6)
+        assert hits[0].label == asked.parent.name
+    pixels = torch.from_numpy(np.array(Image.open(asked).resize((24, 24)))).permute(2, 0, 1)
+    assert index.search(pixels, 1)[0].id == str(asked)
+    assert asked in (index.path_of(hit.id) for hit in index.search(asked))
+
+
+def test_add_and_remove_pictures(model, photo_folder):
+    paths = sorted(photo_folder.rglob("*.png"))[:6]
+    index = Index.build(model, paths[:3])
+    index.add(paths[3:], ["a", "b", "c"])
+    whole = Index.build(model, paths, [None, None, None, "a", "b", "c"])
+    assert (index.ids, index.labels) == (whole.ids, whole.labels)
+    np.testing.assert_allclose(index.vectors, whole.vectors, atol=1e-6)  # batches of another size may round otherwise
+    index.add([Image.open(paths[0])], ids=["a picture"])
+    assert {hit.id for hit in index.search(paths[0], 2)} == {str(paths[0]), "a picture"}
+    with pytest.raises(DataError, match="is in the index already"):
+        index.add([paths[0]])
+    with pytest.raises(DataError, match="need names"):
+        index.add([Image.open(paths[0])])
+
+
+def test_another_model_is_refused(model, photo_folder, tmp_path):
+    paths = sorted(photo_folder.rglob("*.png"))[:4]
+    Index.build(model, paths).save(tmp_path / "index")
+    other = nk.load(make_run(tmp_path, photo_folder, seed=1).path)
+    assert len(Index.load(tmp_path / "index", model).search(paths[0])) == 4
+    with pytest.raises(DataError, match="made by another model"):
+        Index.load(tmp_path / "index", other)
+    with pytest.raises(ConfigError, match="names no run folder"):
+        Index.load(tmp_path / "index").search(paths[0])
+
+
+def test_the_run_is_found_by_itself(photo_folder, tmp_path):
+    run = make_run(tmp_path, photo_folder)
+    paths = sorted(photo_folder.rglob("*.png"))[:4]
+    Index.build(run.embedder(), paths, run=run.path).save(tmp_path / "index")
+    assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])
+    torch.save({**torch.load(run.path / "best.pt"), "model": nk.load(run.path).state_dict()}, run.path / "best.pt")
+    assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])  # the same weights, written anew
+    make_run(tmp_path, photo_folder, seed=2)
+    with pytest.raises(DataError, match="made by another model"):
+        Index.load(tmp_path / "index").search(paths[2], 1)
+
+
+# --- odd input -------------------------------------------------------------------------------------------------------
+
+
+def test_small_and_empty_indexes_answer():
+    one = Index([[1.0, 2.0]], ["only"], ["a"])
+    assert [hit.id for hit in one.search(np.array([0.0, 1.0]), 100)] == ["only"]
+    assert one.search_item("only") == []
+    one.remove("only")
+    assert len(one) == 0
+    assert one.search([1.0, 1.0]) == []
+    assert one.search_many(np.ones((40, 2)))[0].shape == (40, 0)
+    assert one.duplicates() == ([], 0)
+    one.add_vectors([[3.0, 4.0]], ["again"])
+    assert one.search([3.0, 4.0])[0].similarity == pytest.approx(1)
+
+
+def test_an_empty_index_can_be_kept(tmp_path):
+    empty = Index(np.empty((0, 5), np.float32), [])
+    empty.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index")
+    assert (len(again), again.dim) == (0, 5)
+    again.add_vectors(np.eye(5), names(5))
+    again.save(tmp_path / "index")
+    assert same(Index.load(tmp_path / "index"), again)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (np.ones(3), "vectors of 3 numbers, the index holds vectors of 6"),
+        (np.full(6, np.nan), "NaN or infinity"),
+        (np.array([np.inf, 1, 1, 1, 1, 1]), "NaN or infinity"),
+        (np.full(6, 1e30), "a length above 1e\\+15"),
+        (np.ones((2, 6)), "one vector"),
+        (np.array(["a"] * 6), "cannot be read as vectors"),
+        (None, "got shape"),
+    ],
+)
+def test_queries_that_do_not_fit(query, message):
+    with pytest.raises(DataError, match=message):
+        random_index().search(query)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.5])
+def test_k_must_be_a_number_of_items(k):
+    with pytest.raises(ConfigError, match="expected a whole number from 1"):
+        random_index().search(np.ones(6), k)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1.0], [np.nan]], ["a", "b"]), "NaN or infinity in row 1"),
+        (([[1.0], [2.0]], ["a", "a"]), "'a' is given twice"),
+        (([[1.0], [2.0]], ["a"]), "1 names for 2 vectors"),
+        (([[1.0], [2.0]], ["a", 7]), "expected text, got int"),
+        (([1.0, 2.0], ["a", "b"]), "expected one row per item"),
+        (([[1.0], [2.0]], ["a", "b"], ["x"]), "1 labels for 2 items"),
+        (([[1.0], [2.0]], ["a", "b"], ["x", 1]), "all of one kind; got int, str"),
+        (([[1.0], [2.0]], ["a", "b"], [0.5, 1.5]), "expected text or whole numbers"),
+    ],
+)
+def test_items_that_do_not_fit(arguments, message):
+    with pytest.raises(DataError, match=message):
+        Index(*arguments)
+
+
+def test_names_may_be_anything(tmp_path):
+    odd = ["line\nbreak", "ümläut 鳥 🐦", os.fsdecode(b"not utf-8 \xff"), "", "a/b\\c", '"quoted"']
+    index = Index(np.eye(6), odd, [None, *odd[1:]])
+    index.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index")
+    assert same(index, again)
+    assert [again.search(np.eye(6)[n], 1)[0].id for n in range(6)] == odd
+
+
+def test_unknown_items_are_named():
+    index = random_index()
+    for ask in (index.search_item, index.remove):
+        with pytest.raises(DataError, match="'nobody': no such item"):
+            ask("nobody")
+    with pytest.raises(DataError, match="'item 3' is in the index already"):
+        index.add_vectors(np.ones((1, 6)), ["item 3"])
+    assert same(index, random_index())
+
+
+# --- on the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    index = random_index(30)
+    index.calibrate(0.1)
+    index.save(tmp_path / "deep" / "index")
+    again = Index.load(tmp_path / "deep" / "index")
+    assert same(index, again)
+    assert again.threshold == index.threshold
+    assert isinstance(again.vectors, np.memmap)
+    again.remove(["item 4"])
+    again.save(tmp_path / "deep" / "index")  # over the file that it is mapped from
+    assert same(Index.load(tmp_path / "deep" / "index"), again)
+    assert len(list((tmp_path / "deep" / "index").iterdir())) == 4  # manifest, vectors, items, lock: the old are gone
+
+
+def test_every_flipped_byte_is_noticed(tmp_path):
+    index = random_index(5, 3)
+    index.save(tmp_path / "index")
+    rng = random.Random(0)
+    for path in [*sorted((tmp_path / "index").glob("*-*")), tmp_path / "index" / "manifest.json"]:
+        whole = path.read_bytes()
+        for at in sorted(rng.sample(range(len(whole)), 25)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(DataError):
+                Index.load(tmp_path / "index")
+        path.write_bytes(whole[:-3])
+        with pytest.raises(DataError, match="damaged"):
+            Index.load(tmp_path / "index")
+        path.write_bytes(whole)
+        assert same(Index.load(tmp_path / "index"), index)
+
+
+def test_a_missing_file_and_another_version_are_named(tmp_path):
+    folder = tmp_path / "index"
+    with pytest.raises(DataError, match="there is no index here"):
+        Index.load(folder)
+    random_index().save(folder)
+    [vectors] = folder.glob("vectors-*")
+    vectors.rename(tmp_path / "away")
+    with pytest.raises(DataError, match="is missing"):
+        Index.load(folder)
+    (tmp_path / "away").rename(vectors)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(DataError, match="newer nearkin"):
+        Index.load(folder)
+    (folder / "manifest.json").write_text("[]")
+    with pytest.raises(DataError, match="not the manifest"):
+        Index.load(folder)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    index = random_index()
+    index.save(tmp_path / "index")
+    manifest = files.read_manifest(tmp_path / "index")
+    bad = tmp_path / "bad.npy"
+    np.save(bad, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    stored = files.write_file(tmp_path / "index", "vectors", ".npy", [bad.read_bytes()])
+    files.commit(tmp_path / "index", files.with_file(manifest, "vectors", stored))
+    with pytest.raises(DataError, match="cannot be read"):
+        Index.load(tmp_path / "index")
+
+
+def test_other_peoples_files_are_left_alone(tmp_path):
+    (tmp_path / "items-of-mine.txt").write_text("mine")
+    with pytest.raises(DataError, match="holds other files"):
+        random_index().save(tmp_path)
+    random_index().save(tmp_path / "index")
+    (tmp_path / "index" / "items-notes.json").write_text("mine")
+    random_index(7).save(tmp_path / "index")
+    assert (tmp_path / "index" / "items-notes.json").read_text() == "mine"
+
+
+def test_two_writers_do_not_meet(tmp_path):
+    with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+        random_index().save(tmp_path / "index")
+
+
+def test_a_kill_at_any_moment_leaves_one_of_the_states(tmp_path):
+    """A child writes two states in turn until it is killed; readers meanwhile see one of them too."""
+    states = [random_index(400, 32, seed) for seed in (0, 1)]
+    folder = tmp_path / "index"
+    states[0].save(folder)
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(25):
+        child = os.fork()
+        if child == 0:
+            try:
+                while True:
+                    for state in reversed(states):
+                        state.save(folder)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.001, 0.03))
+        for _ in range(3):
+            now = Index.load(folder)
+            assert any(same(now, state) for state in states)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = Index.load(folder)
+        seen |= {n for n, state in enumerate(states) if same(found, state)}
+        assert any(same(found, state) for state in states)
+    assert seen == {0, 1}
+    states[0].save(folder)
+    assert len(list(folder.iterdir())) == 4  # leftovers of the killed are swept
+
+
+def in_a_child(work) -> str:
+    """What `work` raised, as text, from a process of its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            said = "nothing"
+        except UserError as error:
+            said = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            said = f"crashed: {error!r}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_full_disk_leaves_the_old_index(tmp_path):
+    small, large = random_index(10), random_index(5000, 32)
+    small.save(tmp_path / "index")
+
+    def save_with_little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        large.save(tmp_path / "index")
+
+    said = in_a_child(save_with_little_room)
+    assert said.startswith("DataError: ")
+    assert "cannot write the index (File too large). What was there is kept. Make room" in said
+    assert same(Index.load(tmp_path / "index"), small)
+    assert not list((tmp_path / "index").glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="cannot write the index"):
+        random_index().save(tmp_path / "file" / "index")
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(1000, 16)).astype(np.float32)
+    index = Index(vectors, names(1000))
+    facts = index.make_graph()
+    queries = rng.normal(size=(50, 16)).astype(np.float32)
+    truth, _ = index.search_many(queries, 10)
+
+    def recall(graph: nk.Index) -> float:
+        found = [{hit.row for hit in graph.search(query, 10)} for query in queries]
+        return float(np.mean([len(f & set(t)) / 10 for f, t in zip(found, truth.tolist(), strict=True)]))
+
+    assert facts.recall >= 0.99
+    assert facts.low <= facts.recall <= facts.high
+    assert recall(index) >= 0.97
+    assert [hit.row for hit in index.search(queries[0], 10, exact=True)] == truth[0].tolist()
+    assert index.search_item("item 5", 3)[0].id != "item 5"
+    index.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index")
+    assert again.graph is not None
+    assert again.graph.facts == facts
+    assert recall(again) == recall(index)
+    again.remove(["item 1"])
+    assert again.graph is None  # it would find what is gone
+
+
+def test_copies_of_a_folder_can_be_moved(tmp_path):
+    index = random_index()
+    index.save(tmp_path / "index")
+    shutil.copytree(tmp_path / "index", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "index")
+    assert same(Index.load(tmp_path / "copy"), index)

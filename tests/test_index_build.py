@@ -1,0 +1,422 @@
+"""`nearkin index`: embeds what is new, goes on after a kill, reports what it cannot read, removes what is gone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from small_runs import make_run
+from test_index import same
+
+import nearkin as nk
+from nearkin.deploy import building, commands, files
+from nearkin.deploy.building import find_images
+from nearkin.deploy.journal import Journal
+from nearkin.deploy.marks import Stamp
+from nearkin.deploy.trained import trained_labels
+from nearkin.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(photo_folder, tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), photo_folder).path
+
+
+@pytest.fixture
+def photos(photo_folder, tmp_path) -> Path:
+    """Five classes of four images, to be changed at will."""
+    for c in range(5):
+        (tmp_path / "photos" / f"class {c}").mkdir(parents=True)
+        for i in range(4):
+            shutil.copy(photo_folder / f"class {c}" / f"{i:02d}.png", tmp_path / "photos" / f"class {c}")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def index(run, tmp_path, capsys):
+    """Run the command on a folder; gives the index and what was printed."""
+
+    def call(source, *flags: str, out: str = "index"):
+        commands.index([str(run), str(source), "-o", str(tmp_path / out), "--quiet", "--device", "cpu", *flags])
+        return nk.Index.load(tmp_path / out), capsys.readouterr().out
+
+    return call
+
+
+# --- what is listed --------------------------------------------------------------------------------------------------
+
+
+def test_class_folders_give_labels(index, photos):
+    made, said = index(photos)
+    assert len(made) == 20
+    assert made.ids[:2] == ["class 0/00.png", "class 0/01.png"]
+    assert made.labels == [id.partition("/")[0] for id in made.ids]
+    assert "20 embedded, 0 unchanged" in said
+    assert "20 items of 5 classes, 16 numbers each" in said
+    assert made.path_of(made.ids[3]).is_file()
+    assert not (photos.parent / "index" / "journal").exists()
+    model = nk.load(made.mark.run)
+    np.testing.assert_allclose(made.vectors, model.embed([photos / id for id in made.ids]).numpy(), atol=1e-6)
+
+
+def test_a_flat_folder_has_no_labels(index, photos):
+    made, said = index(photos / "class 0")
+    assert made.labels == [None] * 4
+    assert "4 items without labels" in said
+
+
+def test_loose_images_and_one_class_folder(index, photos, tmp_path):
+    shutil.copytree(photos / "class 1", tmp_path / "mixed" / "one")
+    assert index(tmp_path / "mixed", out="a")[0].labels == ["one"] * 4
+    shutil.copy(photos / "class 2" / "00.png", tmp_path / "mixed" / "loose.png")
+    made, _ = index(tmp_path / "mixed", out="b")
+    assert dict(zip(made.ids, made.labels, strict=True))["loose.png"] is None
+    assert len(made) == 5
+
+
+def test_a_table_with_repeated_and_missing_rows(index, photos, tmp_path):
+    rows = ["path,label", "photos/class 0/00.png,a", "photos/class 1/00.png,b", "photos/class 0/00.png,a", "no.png,a"]
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    made, said = index(tmp_path / "list.csv")
+    assert dict(zip(made.ids, made.labels, strict=True)) == {"photos/class 0/00.png": "a", "photos/class 1/00.png": "b"}
+    assert "1 listed files are not there" in said
+    assert "1 rows name a file that was listed before" in said
+    (tmp_path / "list.csv").write_text("\n".join([*rows, "photos/class 0/00.png,b"]))
+    with pytest.raises(DataError, match="is listed as 'a' and as 'b'"):
+        index(tmp_path / "list.csv")
+
+
+def test_columns_of_other_names(index, photos, tmp_path):
+    (tmp_path / "list.csv").write_text("photo,kind\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
+    with pytest.raises(DataError, match=r"--data\.path-column"):
+        index(tmp_path / "list.csv")
+    made, _ = index(tmp_path / "list.csv", "--data.path-column", "photo", "--data.label-column", "kind")
+    assert made.labels == ["a", "b"]
+
+
+def test_odd_folders_are_named(index, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no images below it"):
+        index(tmp_path / "empty")
+    with pytest.raises(DataError, match="there is no such folder or table"):
+        index(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no such file"):
+        index(tmp_path / "nowhere.csv")
+
+
+def test_odd_file_names(index, photos, tmp_path):
+    odd = ["line\nbreak.png", "鳥 🐦.png", os.fsdecode(b"\xff\xfe.png"), "[red]not markup.png", "-o.png"]
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name, c in zip(odd, range(5), strict=True):
+        shutil.copy(photos / f"class {c}" / "00.png", folder / name)
+    made, _ = index(folder)
+    assert sorted(made.ids) == sorted(odd)
+    commands.search([str(tmp_path / "index"), "-k", "5", "--item", odd[0]])
+
+
+def test_one_image(index, photos, tmp_path):
+    (tmp_path / "one").mkdir()
+    shutil.copy(photos / "class 0" / "00.png", tmp_path / "one")
+    made, _ = index(tmp_path / "one")
+    assert len(made) == 1
+    assert made.search(tmp_path / "one" / "00.png", 10)[0].id == "00.png"
+
+
+# --- a second time ---------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_new_or_changed_is_embedded(index, photos):
+    before, _ = index(photos)
+    _, said = index(photos)
+    assert "0 embedded, 20 unchanged" in said
+    shutil.copy(photos / "class 4" / "03.png", photos / "class 0" / "00.png")  # changed
+    shutil.copy(photos / "class 4" / "02.png", photos / "class 0" / "99.png")  # new
+    os.utime(photos / "class 1" / "00.png", ns=(1, 1))  # another time, the same content
+    after, said = index(photos)
+    assert "2 embedded, 19 unchanged" in said
+    rows = {id: row for row, id in enumerate(after.ids)}
+    assert after.ids == sorted(after.ids)
+    np.testing.assert_allclose(
+        after.vectors[rows["class 0/00.png"]], before.vectors[before.row_of("class 4/03.png")], atol=1e-6
+    )
+    for id in before.ids:
+        if id != "class 0/00.png":
+            np.testing.assert_array_equal(after.vectors[rows[id]], before.vectors[before.row_of(id)])
+    assert "0 embedded, 21 unchanged" in index(photos)[1]
+
+
+def test_files_that_are_gone_are_kept_until_pruned(index, photos):
+    index(photos)
+    (photos / "class 2" / "01.png").unlink()
+    made, said = index(photos)
+    assert len(made) == 20
+    assert "1 items are no longer listed; --prune removes them" in said
+    made, said = index(photos, "--prune")
+    assert len(made) == 19
+    assert "1 removed" in said
+    assert "class 2/01.png" not in made
+
+
+def test_another_label_is_taken_over_without_embedding(index, photos, tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
+    index(tmp_path / "list.csv")
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,c\n")
+    made, said = index(tmp_path / "list.csv")
+    assert made.labels == ["a", "c"]
+    assert "0 embedded, 2 unchanged, 1 with another label" in said
+
+
+def test_files_that_cannot_be_read_are_reported_and_passed_over(index, photos):
+    (photos / "class 0" / "00.png").write_bytes(b"not an image")
+    (photos / "class 0" / "01.png").write_bytes((photos / "class 0" / "01.png").read_bytes()[:300])
+    (photos / "class 1" / "02.png").unlink()
+    (photos / "class 1" / "02.png").symlink_to(photos / "nowhere.png")
+    made, said = index(photos)
+    assert len(made) == 17
+    assert "17 embedded" in said
+    assert "3 could not be read:" in said
+    assert "class 0/00.png" in said
+    assert "No such file" in said
+    Image.new("RGB", (24, 24), "red").save(photos / "class 0" / "00.png")  # mended
+    made, said = index(photos)
+    assert "1 embedded, 17 unchanged" in said
+    (photos / "class 3" / "00.png").write_bytes(b"spoilt")
+    made, said = index(photos)
+    assert "class 3/00.png" in made  # with the vector of what it was
+    assert "1 embedded" not in said
+    assert "3 could not be read" in index(photos)[1]  # and is tried again
+
+
+def test_a_folder_of_nothing_readable(index, tmp_path):
+    (tmp_path / "bad").mkdir()
+    for i in range(3):
+        (tmp_path / "bad" / f"{i}.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match="none of its 3 images could be read"):
+        index(tmp_path / "bad")
+
+
+def test_a_moved_folder_is_taken_for_the_same(index, photos, tmp_path):
+    index(photos)
+    shutil.copytree(photos, tmp_path / "copy")
+    with pytest.raises(DataError, match="Choose another folder with -o"):
+        index(tmp_path / "copy")
+    photos.rename(tmp_path / "moved")
+    made, said = index(tmp_path / "moved")
+    assert "0 embedded, 20 unchanged" in said
+    assert made.path_of(made.ids[0]).is_file()
+
+
+def test_another_run_is_refused(index, photos, tmp_path, photo_folder):
+    index(photos)
+    other = make_run(tmp_path, photo_folder, seed=3)
+    with pytest.raises(DataError, match="made by another model"):
+        commands.index([str(other.path), str(photos), "-o", str(tmp_path / "index"), "--quiet"])
+    assert len(nk.Index.load(tmp_path / "index")) == 20
+
+
+def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
+    run = make_run(tmp_path, photo_folder, name="boxes")
+    recipe = replace(run.recipe, data=replace(run.recipe.data, boxes=True))
+    (run.path / "recipe.toml").write_text(recipe.to_toml())
+    with pytest.raises(ConfigError, match="cut to boxes"):
+        commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def start(run: Path, photos: Path, out: Path, **options) -> subprocess.Popen:
+    """The command in a process of its own, in small batches."""
+    code = "import sys; from nearkin.deploy.commands import index; index(sys.argv[1:])"
+    flags = ["--quiet", "--batch-size", "4", "--device", "cpu"]
+    command = [sys.executable, "-c", code, str(run), str(photos), "-o", str(out), *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_stopped(index, run, photos, tmp_path):
+    """A real process, killed while it embeds 500 links to the photos; then the command again."""
+    many = tmp_path / "many"
+    files_ = sorted(photos.rglob("*.png"))
+    for i in range(500):
+        folder = many / f"class {i % 5}"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.link(files_[i % 20], folder / f"{i:04d}.png")
+    out = tmp_path / "killed"
+    process = start(run, many, out)
+    journal = out / "journal"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.stat().st_size > 8_000):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert journal.exists(), "it ended before it could be killed"
+    with pytest.raises(DataError, match="was stopped before its end"):
+        nk.Index.load(out)
+    with open(journal, "ab") as file:  # and a record that was cut
+        file.write(b"\0\0\0\0\0\0\1\0cut")
+    again, said = index(many, "--batch-size", "4", out="killed")
+    embedded, resumed = int(said.split(" embedded")[0].replace(",", "")), int(said.split(" taken over")[0].split()[-1])
+    assert embedded + resumed == 500
+    assert resumed >= 20
+    whole, _ = index(many, "--batch-size", "4", out="whole")
+    assert same(again, whole)
+
+
+def test_the_journal_drops_what_is_cut_or_of_another_model(tmp_path):
+    rng = np.random.default_rng(0)
+    stamp = Stamp(1, 2, "3")
+    journal = Journal(tmp_path, "model a", 4)
+    sizes = []
+    for n in range(3):
+        journal.append([f"{n} {i}" for i in range(5)], [stamp] * 5, rng.normal(size=(5, 4)).astype(np.float32))
+        sizes.append(journal.path.stat().st_size)
+    whole = journal.path.read_bytes()
+    for cut in range(sizes[1], sizes[2], 7):
+        journal.path.write_bytes(whole[:cut])
+        again = Journal(tmp_path, "model a", 4)
+        assert [record.ids[0] for record in again.records] == ["0 0", "1 0"]
+        np.testing.assert_array_equal(again.records[1].vectors, journal.records[1].vectors)
+        assert journal.path.stat().st_size == sizes[1]
+    damaged = bytearray(whole)
+    damaged[sizes[0] + 40] ^= 1
+    journal.path.write_bytes(damaged)
+    assert len(Journal(tmp_path, "model a", 4).records) == 1
+    journal.path.write_bytes(whole)
+    assert len(Journal(tmp_path, "model a", 4).records) == 3
+    assert Journal(tmp_path, "model b", 4).records == []
+
+
+def test_ctrl_c_says_how_much_is_left(index, photos, monkeypatch):
+    real, calls = building.embed_files, []
+
+    def pressed(model, paths):
+        calls.append(len(paths))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(model, paths)
+
+    monkeypatch.setattr(building, "embed_files", pressed)
+    with pytest.raises(KeyboardInterrupt, match="stopped with 12 of 20 images left to embed"):
+        index(photos, "--batch-size", "4")
+    monkeypatch.setattr(building, "embed_files", real)
+    _, said = index(photos, "--batch-size", "4")
+    assert "12 embedded, 0 unchanged, 8 taken over" in said
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_old_index_and_what_was_embedded(run, index, photos, tmp_path):
+    before, _ = index(photos)
+    for c in range(5):
+        for i in range(40):
+            shutil.copy(photos / f"class {c}" / "00.png", photos / f"class {c}" / f"new {i}.png")
+
+    def little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000))
+
+    _, said = start(run, photos, tmp_path / "index", preexec_fn=little_room).communicate(timeout=120)
+    assert "cannot write the index (File too large). What was there is kept." in said
+    assert same(nk.Index.load(tmp_path / "index"), before)
+    made, said = index(photos)
+    assert len(made) == 220
+    assert "taken over from the interrupted run" in said
+
+
+def test_a_second_process_is_told(index, photos, tmp_path):
+    with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+        index(photos)
+
+
+# --- what is worked out at the end -----------------------------------------------------------------------------------
+
+
+def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
+    made, said = index(photo_folder, "--calibrate", "--false-accept", "0.1")
+    trained = trained_labels(nk.Run(run), made)
+    assert len(trained) == 4  # of ten: four are sealed, two validate
+    assert "4 indexed classes were trained on" in said
+    assert "the chance that an image of a class that is\nmissing here passes as known" in said
+    asking = [row for row, label in enumerate(made.labels) if label not in trained]
+    assert made.threshold.unknown == len(asking) == 72
+    # By hand: the nearest item of another class, for each that asks.
+    units = made.vectors.astype(np.float64)
+    units /= np.linalg.norm(units, axis=1, keepdims=True)
+    cosines, labels = units @ units.T, np.array(made.labels)
+    foreign = np.array([cosines[row][labels != labels[row]].max() for row in asking])
+    assert made.threshold.value == pytest.approx(np.sort(foreign)[::-1][7])
+    # Unchanged items keep it, changed ones lose it and are told.
+    again, _ = index(photo_folder)
+    assert again.threshold == made.threshold
+
+
+def test_trained_images_are_known_by_their_content(run, photo_folder, tmp_path):
+    """Under other class names, in another folder."""
+    for c in range(10):
+        shutil.copytree(photo_folder / f"class {c}", tmp_path / "renamed" / f"sort {c}")
+    commands.index([str(run), str(tmp_path / "renamed"), "-o", str(tmp_path / "index"), "--quiet"])
+    made = nk.Index.load(tmp_path / "index")
+    plain = {f"class {str(label)[-1]}" for label in trained_labels(nk.Run(run), made)}
+    commands.index([str(run), str(photo_folder), "-o", str(tmp_path / "second"), "--quiet"])
+    assert plain == trained_labels(nk.Run(run), nk.Index.load(tmp_path / "second"))
+
+
+def test_without_the_training_data_nothing_is_calibrated(photo_folder, photos, tmp_path, capsys):
+    shutil.copytree(photo_folder, tmp_path / "trained on")
+    lost = make_run(tmp_path, tmp_path / "trained on", name="lost")
+    shutil.rmtree(tmp_path / "trained on")
+    flags = [str(lost.path), str(photos), "-o", str(tmp_path / "index"), "--quiet", "--calibrate"]
+    with pytest.raises(ConfigError, match="cannot tell which classes"):
+        commands.index(flags)
+    assert len(nk.Index.load(tmp_path / "index")) == 20  # the index itself is there
+    commands.index([*flags, "--assume-unseen"])
+    assert "20 unknown queries are too few for that rate" in capsys.readouterr().out
+
+
+def test_the_graph_and_rerank_flags(index, photos):
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
+    _, said = index(photos, "--hnsw")
+    assert "graph: none; 20 items are fewer than 200,000 and searched exactly" in said
+    made, said = index(photos, "--hnsw", "--hnsw-from", "10", "--choose-rerank", "--assume-unseen")
+    assert "graph: recall@10" in said
+    assert made.graph is not None
+    assert "re-ranking: " in said
+    (photos / "class 0" / "00.png").unlink()
+    made, said = index(photos, "--prune")
+    assert made.graph is None
+    assert "has to be worked out again:" in said
+
+
+def test_official_layouts_are_recognised(photo_folder, tmp_path):
+    assert set(find_images(photo_folder).labels.values()) == {f"class {c}" for c in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "a run folder is needed first"),
+        (["runs/none"], "a folder of images or a .csv file is needed first"),
+        (["nowhere", "photos", "-o", "x"], "not a run folder"),
+        (["nowhere", "photos", "-o", "x", "--prun"], "Did you mean '--prune'"),
+        (["nowhere", "photos", "-o", "x", "--batch-size", "0"], "--batch-size: expected at least 1"),
+    ],
+)
+def test_mistakes_get_the_cure(flags, message):
+    from nearkin.errors import UserError
+
+    with pytest.raises(UserError, match=message):
+        commands.index(flags)
