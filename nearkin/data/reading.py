@@ -120,8 +120,8 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
     head = _sniff(data[: 1 << 20].tobytes())  # a camera's preview may come before the picture's own size
     if head.size is not None and head.size[0] * head.size[1] > MOST_PIXELS:
         raise DataError(
-            f"{name_of(source)}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million. "
-            "Shrink the file."
+            f"{name_of(source)}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million."
+            " Shrink the file."
         )
     # How many times larger than needed the part that is kept is stored.
     excess = min(box[2:] if box is not None else head.size) / side if head.kind == "jpeg" and head.size else 1.0

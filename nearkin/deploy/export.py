@@ -3,8 +3,8 @@
     nearkin export runs/<key> --to onnx -o birds.onnx
 
 What goes in is uint8 [B, C, H, W] (red, green, blue), what comes out is one unit vector per picture: scaling, the order
-of the colours and normalisation are inside. How a photo is cut to H x W is written in the file itself, as JSON, and once
-more beside it.
+of the colours and normalisation are inside. How a photo is cut to H x W is written in the file itself, as JSON, and
+once more beside it.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Network(nn.Module):
 def export_run(
     path: Path, to: Kind, out: Path, *, images: Path | None = None, reporter: Reporter | None = None
 ) -> Exported:
-    """Export the model of a run (or of a folder that `Embedder.save` wrote), compared on real pictures if there are any.
+    """Export the model of a run, or of a folder that `Embedder.save` wrote.
 
-    images: a folder to take them from; otherwise the run's own validation images, otherwise random pictures.
+    images: a folder of pictures to compare on; otherwise the run's own validation images, otherwise random pictures.
     """
     model = load(path)
     run = Run(path) if (path / "recipe.toml").exists() else None
@@ -170,7 +170,7 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink until the shorter side is `shorter_side` (never enlarge), take the middle `part` of it, scale to `side`.
+        # Shrink to `shorter_side` (never enlarge), take the middle `part` of that, scale it to `side`.
         "cut": {
             "augment": model.augment,
             "side": side,
@@ -222,12 +222,14 @@ def largest_difference(model: Embedder, path: Path, to: Kind, pixels: Tensor) ->
         wanted = model.embed(batch)
         found = torch.from_numpy(run_file(batch.numpy()))
         if found.shape != wanted.shape:
-            raise RunError(f"export: the file gives {list(found.shape)}, the model {list(wanted.shape)}. Nothing is kept.")
+            raise RunError(
+                f"export: the file gives {list(found.shape)}, the model {list(wanted.shape)}. Nothing is kept."
+            )
         largest = max(largest, float((found - wanted).abs().max().nan_to_num(torch.inf)))
     if not largest <= MOST_DIFFERENCE:
         raise RunError(
-            f"export: the file's vectors differ from the model's by up to {largest:.1e} (allowed: {MOST_DIFFERENCE:.0e}). "
-            "Nothing is kept. Try the other form: --to torch or --to onnx."
+            f"export: the file's vectors are off the model's by up to {largest:.1e}, more than {MOST_DIFFERENCE:.0e}; "
+            "it is not kept.\nTry the other form: --to torch or --to onnx."
         )
     return largest
 
@@ -343,7 +345,7 @@ def _trained_on(run: Run) -> dict[str, Any]:
 
 def _refuse_features(model: Embedder) -> None:
     if model.backbone is None:
-        raise ConfigError("export: this model takes ready features, not pictures; there is no preprocessing to include.")
+        raise ConfigError("export: this model takes ready features, not pictures. Export the network that makes them.")
 
 
 def _check_target(to: str, out: Path) -> None:

@@ -179,6 +179,4 @@ def check_picture(data: bytes, limits: Limits) -> None:
     except Exception:  # decoders raise anything at all on a damaged file
         raise Refused(422, "The upload is not a JPEG, PNG, GIF, WebP, BMP or TIFF picture, or is damaged.") from None
     if width * height > limits.pixels:
-        raise Refused(
-            413, f"The picture has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million."
-        )
+        raise Refused(413, f"The picture has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million.")

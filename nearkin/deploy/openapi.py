@@ -1,4 +1,4 @@
-"""What `nearkin serve` says about itself at /openapi.json: every address, what it takes, and every answer it may give."""
+"""What `nearkin serve` says about itself at /openapi.json: every address, what it takes, what it may answer."""
 
 from __future__ import annotations
 

@@ -306,7 +306,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "")
-    message = f"This address takes {allowed} only." if allowed else "There is nothing here. What there is: /openapi.json."
+    message = (
+        f"This address takes {allowed} only." if allowed else "There is nothing here. What there is: /openapi.json."
+    )
     return JSONResponse({"error": message}, error.status_code, headers=dict(error.headers or {}))
 
 

@@ -64,7 +64,9 @@ def _token(file: Path | None) -> str | None:
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+        raise ConfigError(
+            f"--token-file {file}: cannot be read ({getattr(error, 'strerror', None) or error})."
+        ) from None
     if not token:
         raise ConfigError(f"--token-file {file}: its first line is empty.")
     return token
