@@ -232,9 +232,8 @@ def test_the_example_runs_where_nearkin_is_not_installed(written, photo_folder, 
         pytest.skip("uv is not installed")
     needed = ["onnxruntime", "numpy", "pillow"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    made = subprocess.run(
-        [uv, "venv", "--python", sys.executable, "clean"], cwd=tmp_path, capture_output=True, text=True
-    )
+    piped = {"cwd": tmp_path, "capture_output": True, "text": True}
+    made = subprocess.run([uv, "venv", "--python", sys.executable, "clean"], **piped)
     install = [uv, "pip", "install", "--python", "clean/bin/python", *constraints, *needed]
     try:
         done = subprocess.run(install, **piped, timeout=60)
@@ -251,9 +250,7 @@ def test_the_example_runs_where_nearkin_is_not_installed(written, photo_folder, 
         """
     script = tmp_path / "example.py"
     script.write_text(example() + textwrap.dedent(ending))
-    said = subprocess.run(
-        [tmp_path / "clean" / "bin" / "python", "-I", script], cwd=tmp_path, capture_output=True, text=True
-    )
+    said = subprocess.run([tmp_path / "clean" / "bin" / "python", "-I", script], **piped)
     assert said.returncode == 0, said.stderr
     np.testing.assert_allclose(json.loads(said.stdout), nk.load(run).embed(paths).numpy(), atol=1e-5)
 
@@ -332,3 +329,21 @@ def test_refusals(tmp_path):
         export(small(), "torch", tmp_path / "file" / "m.pt2")
     with pytest.raises(RunError, match="no trained model here"):
         export_run(tmp_path, "onnx", tmp_path / "m.onnx")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(run, photo_folder, tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "export.md").read_text()
+    commands = [line for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").symlink_to(photo_folder)
+    for line in commands:
+        name, command, folder, *flags = line.partition("#")[0].split()
+        assert (name, command, folder) == ("nearkin", "export", "runs/birds")
+        serve_commands.export([str(run), *flags])
+    said = capsys.readouterr().out
+    assert said.count("24 validation images of the run") == 2
+    assert said.count("64 images of a folder, photos") == 1
+    assert {path.name for path in tmp_path.glob("birds*")} == {
+        *("birds.onnx", "birds.onnx.json", "birds.pt2", "birds.pt2.json")
+    }

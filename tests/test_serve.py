@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from urllib.parse import quote
 
 import numpy as np
 import pytest
 from PIL import Image
-from serving import JPEG, Made, Server, encoded, launch, make_index, picture, serving
+from serving import JPEG, ROOT, Made, Server, encoded, launch, make_index, picture, serving
 
 import nearkin as nk
 from nearkin.deploy.serve import public_names
@@ -284,3 +288,35 @@ def test_ctrl_c_finishes_what_is_under_way_and_stops(made):
         out, said = running.process.communicate(timeout=20)
     assert running.process.returncode == 0
     assert (out.strip(), said.strip()) == ("stopped", "")
+
+
+# --- the page in docs/ -----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_do_what_it_says(made, tmp_path):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    page = (ROOT / "docs" / "serve.md").read_text()
+    commands = [line for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
+    (tmp_path / "new.jpg").write_bytes(picture())
+    [secret] = [line for line in commands if line.startswith("python3 -c")]
+    assert subprocess.run(secret, shell=True, cwd=tmp_path).returncode == 0
+    [serve] = [line for line in commands if "--token-file" in line]
+    _, _, _, *flags = serve.partition("#")[0].split()
+    assert flags == ["--host", "0.0.0.0", "--token-file", "token.txt"]
+    asking = [line for line in commands if line.startswith("curl")]
+    assert len(asking) == 5
+    with serving(made.folder, "--token-file", str(tmp_path / "token.txt")) as running:
+        for line in asking:
+            # As written, but for the address, the item's name, and the token that this server wants.
+            line = line.replace("http://127.0.0.1:8000/", running.url).replace("robin/00.jpg", "class 0/0.png")
+            if "Authorization" not in line:
+                line = line.replace("curl -s", 'curl -s -H "Authorization: Bearer $(cat token.txt)"')
+            done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, line
+            if "thumbnail" in line:
+                assert Image.open(tmp_path / "robin.jpg").size == (192, 192)
+            else:
+                answer = json.loads(done.stdout)
+                assert "error" not in answer, line
+                assert len(answer.get("hits", range(5))) == 5
