@@ -25,6 +25,7 @@ from small_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[1]
 JPEG = {"Content-Type": "image/jpeg"}
+TOKEN = "correct-horse-battery-staple"
 # A server that waits shorter for a request's head than the real one, so that a test need not.
 LAUNCH = """
 import sys
@@ -89,8 +90,12 @@ class Server:
         finally:
             connection.close()
 
+    def forget_memory(self) -> None:
+        """Count the most memory from here on."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
     def memory(self) -> int:
-        """The most memory it has had so far, in bytes."""
+        """The most memory it has had, in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
 

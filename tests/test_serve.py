@@ -15,35 +15,19 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from PIL import Image
-from serving import JPEG, ROOT, Made, Server, encoded, launch, make_index, picture, serving
+from serving import JPEG, ROOT, TOKEN, Made, Server, encoded, launch, picture, serving
 
 import nearkin as nk
+from nearkin.arguments import parse
 from nearkin.deploy.serve import public_names
+from nearkin.deploy.serve_flags import ServeArgs
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-TOKEN = "correct horse battery"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, photo_folder) -> Made:
-    return make_index(tmp_path_factory.mktemp("serve"), photo_folder)
-
-
-@pytest.fixture(scope="module")
-def server(made):
-    with serving(made.folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def locked(made):
-    with serving(made.folder, NEARKIN_TOKEN=TOKEN) as running:
-        yield running
-
-
-def by_hand(made: Made, vector: np.ndarray, skip: int | None = None) -> list[tuple[str, float]]:
+def by_hand(served: Made, vector: np.ndarray, skip: int | None = None) -> list[tuple[str, float]]:
     """Every item by its cosine to a vector, in float64."""
-    index = nk.Index.load(made.folder)
+    index = nk.Index.load(served.folder)
     vectors = np.asarray(index.vectors, np.float64)
     cosines = vectors @ vector / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vector)
     rows = [row for row in np.argsort(-cosines, kind="stable") if row != skip]
@@ -53,13 +37,13 @@ def by_hand(made: Made, vector: np.ndarray, skip: int | None = None) -> list[tup
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_uploaded_picture_finds_what_brute_force_finds(server, made):
-    file = made.photos / "class 2" / "3.png"
+def test_an_uploaded_picture_finds_what_brute_force_finds(server, served):
+    file = served.photos / "class 2" / "3.png"
     status, headers, answer = server.ask("POST", "/search?k=8", file.read_bytes(), {"Content-Type": "image/png"})
     assert status == 200
     assert headers["cache-control"] == "no-store"
-    vector = nk.load(made.run).embed([file])[0].double().numpy()
-    expected = by_hand(made, vector)[:8]
+    vector = nk.load(served.run).embed([file])[0].double().numpy()
+    expected = by_hand(served, vector)[:8]
     shown = [(hit["id"], hit["similarity"]) for hit in answer["hits"]]
     assert [id.rpartition("/")[2] for id, _ in shown] == [id.rpartition("/")[2] for id, _ in expected]
     np.testing.assert_allclose([cosine for _, cosine in shown], [cosine for _, cosine in expected], atol=1e-6)
@@ -69,11 +53,11 @@ def test_an_uploaded_picture_finds_what_brute_force_finds(server, made):
     assert answer["nearest"] == pytest.approx(1, abs=1e-6)
 
 
-def test_the_same_pixels_in_any_form_give_the_same_answer(server, made):
-    image = Image.open(made.photos / "class 1" / "0.png")
+def test_the_same_pixels_in_any_form_give_the_same_answer(server, served):
+    image = Image.open(served.photos / "class 1" / "0.png")
     animated = encoded(image, "GIF", save_all=True, append_images=[Image.new("RGB", image.size, "red")])
     first = Image.open(io.BytesIO(animated)).convert("RGB")  # an animation is its first picture
-    expected = by_hand(made, nk.load(made.run).embed([first])[0].double().numpy())[0]
+    expected = by_hand(served, nk.load(served.run).embed([first])[0].double().numpy())[0]
     status, _, answer = server.ask("POST", "/search?k=1", animated, {"Content-Type": "image/gif"})
     assert status == 200
     assert answer["hits"][0]["similarity"] == pytest.approx(expected[1], abs=1e-6)
@@ -83,14 +67,14 @@ def test_the_same_pixels_in_any_form_give_the_same_answer(server, made):
         assert answer["hits"][0]["id"] == "class 1/0.png"
 
 
-def test_an_item_finds_the_others(server, made):
+def test_an_item_finds_the_others(server, served):
     id = "<b>bold</b> & é/2.png"
-    index = nk.Index.load(made.folder)
+    index = nk.Index.load(served.folder)
     row = index.row_of(id)
     status, _, answer = server.ask("GET", f"/items/neighbours?k=200&id={quote(id)}")
     assert status == 200
     assert (answer["id"], answer["label"]) == (id, "<b>bold</b> & é")
-    expected = by_hand(made, np.asarray(index.vectors[row], np.float64), skip=row)
+    expected = by_hand(served, np.asarray(index.vectors[row], np.float64), skip=row)
     assert [hit["id"] for hit in answer["hits"]][:24] == [
         id if not id.startswith("/") else public_names([id])[0] for id, _ in expected
     ]
@@ -107,12 +91,12 @@ def test_items_are_listed_in_pages_and_in_steps(server):
     assert server.ask("GET", "/items?offset=25")[2]["items"] == []
 
 
-def test_a_thumbnail_is_the_middle_of_the_picture(server, made):
+def test_a_thumbnail_is_the_middle_of_the_picture(server, served):
     status, headers, data = server.ask("GET", f"/items/thumbnail?id={quote('class 0/1.png')}")
     assert (status, headers["content-type"]) == (200, "image/jpeg")
     shown = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), float)
     assert shown.shape == (192, 192, 3)
-    stored = Image.open(made.photos / "class 0" / "1.png").resize((192, 192), Image.Resampling.BILINEAR)
+    stored = Image.open(served.photos / "class 0" / "1.png").resize((192, 192), Image.Resampling.BILINEAR)
     assert np.abs(shown - np.asarray(stored, float)).mean() < 6  # JPEG's own loss
 
 
@@ -125,16 +109,16 @@ def test_info_and_health(server):
         "dim": 16,
         "known_above": None,
     }
-    assert answer["limits"]["upload_bytes"] == 20_000_000
+    assert answer["limits"]["upload_bytes"] == 4_000_000
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
 
 
-def test_a_calibrated_index_says_what_it_does_not_know(made, tmp_path):
+def test_a_calibrated_index_says_what_it_does_not_know(served, tmp_path):
     from starlette.testclient import TestClient
 
     from nearkin.deploy.serve import Service, make_app
 
-    index = nk.Index.load(made.folder)
+    index = nk.Index.load(served.folder)
     index.calibrate(0.05)
     service = Service(index)
     try:
@@ -164,23 +148,24 @@ def everything(server: Server) -> list[tuple[str, object, object]]:
         yield f"{method} {path}", *server.ask(method, path, body, JPEG if body is not None else {})
 
 
-def test_no_answer_names_a_place_on_this_machine(server, made):
-    words = [str(made.folder), str(made.run), str(made.photos), str(made.outside), "secret place", "Traceback", "/tmp"]
-    words += [str(part) for part in made.folder.parents if len(part.parts) > 2]
+def test_no_answer_names_a_place_on_this_machine(server, served):
+    words = [str(path) for path in (served.folder, served.run, served.photos, served.outside)]
+    words += ["secret place", "Traceback", "/tmp"]
+    words += [str(part) for part in served.folder.parents if len(part.parts) > 2]
     for question, headers, answer in ((q, h, a) for q, s, h, a in everything(server)):
         whole = f"{headers.items()} {answer!r}"
         assert not [word for word in words if word in whole], question
         assert "set-cookie" not in headers
 
 
-def test_a_file_from_elsewhere_is_shown_without_its_place(server, made):
+def test_a_file_from_elsewhere_is_shown_without_its_place(server, served):
     [name] = [item["id"] for item in server.ask("GET", "/items")[2]["items"] if item["label"] is None]
     assert name.startswith("elsewhere/")
     assert name.endswith("/portrait.png")
     assert server.ask("GET", f"/items/thumbnail?id={quote(name)}")[0] == 200
     assert server.ask("GET", f"/items/neighbours?id={quote(name)}")[2]["id"] == name
     for path in ("neighbours", "thumbnail"):  # its true name does not work, so nobody can try out paths
-        assert server.ask("GET", f"/items/{path}?id={quote(str(made.outside))}")[0] == 404
+        assert server.ask("GET", f"/items/{path}?id={quote(str(served.outside))}")[0] == 404
 
 
 def test_names_that_utf8_cannot_hold_are_spelled_out():
@@ -233,12 +218,12 @@ def test_a_foreign_name_is_refused_on_a_loopback_address(server):
 # --- starting and stopping -------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_named(made):
+def test_a_port_in_use_is_named(served):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = launch(str(made.folder), "--port", str(port))
+        process = launch(str(served.folder), "--port", str(port))
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert said.strip() == (
@@ -257,27 +242,27 @@ def test_a_port_in_use_is_named(made):
         (["--run", "/none"], "/none"),
     ],
 )
-def test_mistakes_get_the_cure(made, flags, message, monkeypatch):
+def test_mistakes_get_the_cure(served, flags, message, monkeypatch):
     from nearkin.deploy import serve_commands
     from nearkin.errors import UserError
 
     with pytest.raises(UserError) as caught:
-        serve_commands.serve([str(made.folder), "--port", "0", *flags])
+        serve_commands.serve([str(served.folder), "--port", "0", *flags])
     assert message in str(caught.value)
 
 
-def test_a_short_token_is_refused(made, monkeypatch, tmp_path):
+def test_a_short_token_is_refused(served, monkeypatch, tmp_path):
     from nearkin.deploy import serve_commands
     from nearkin.errors import UserError
 
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(UserError, match="5 characters are soon guessed"):
-        serve_commands.serve([str(made.folder), "--port", "0", "--token-file", str(tmp_path / "token")])
+        serve_commands.serve([str(served.folder), "--port", "0", "--token-file", str(tmp_path / "token")])
 
 
-def test_ctrl_c_finishes_what_is_under_way_and_stops(made):
+def test_ctrl_c_finishes_what_is_under_way_and_stops(served):
     body = picture("PNG", (300, 200))
-    with serving(made.folder) as running, socket.create_connection((running.host, running.port), timeout=20) as line:
+    with serving(served.folder) as running, socket.create_connection((running.host, running.port), timeout=20) as line:
         head = f"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}"
         line.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
         assert line.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body now
@@ -293,30 +278,31 @@ def test_ctrl_c_finishes_what_is_under_way_and_stops(made):
 # --- the page in docs/ -----------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_page_do_what_it_says(made, tmp_path):
+def test_the_commands_of_the_page_do_what_it_says(locked, tmp_path):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     page = (ROOT / "docs" / "serve.md").read_text()
     commands = [line for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
-    (tmp_path / "new.jpg").write_bytes(picture())
     [secret] = [line for line in commands if line.startswith("python3 -c")]
     assert subprocess.run(secret, shell=True, cwd=tmp_path).returncode == 0
-    [serve] = [line for line in commands if "--token-file" in line]
-    _, _, _, *flags = serve.partition("#")[0].split()
-    assert flags == ["--host", "0.0.0.0", "--token-file", "token.txt"]
+    assert len((tmp_path / "token.txt").read_text().strip()) > 30
+    for line in commands:  # its flags exist
+        if line.startswith("nearkin serve"):
+            parse(ServeArgs, line.partition("#")[0].split()[3:], "nearkin serve")
+    (tmp_path / "new.jpg").write_bytes(picture())
+    (tmp_path / "token.txt").write_text(TOKEN)
     asking = [line for line in commands if line.startswith("curl")]
     assert len(asking) == 5
-    with serving(made.folder, "--token-file", str(tmp_path / "token.txt")) as running:
-        for line in asking:
-            # As written, but for the address, the item's name, and the token that this server wants.
-            line = line.replace("http://127.0.0.1:8000/", running.url).replace("robin/00.jpg", "class 0/0.png")
-            if "Authorization" not in line:
-                line = line.replace("curl -s", 'curl -s -H "Authorization: Bearer $(cat token.txt)"')
-            done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode == 0, line
-            if "thumbnail" in line:
-                assert Image.open(tmp_path / "robin.jpg").size == (192, 192)
-            else:
-                answer = json.loads(done.stdout)
-                assert "error" not in answer, line
-                assert len(answer.get("hits", range(5))) == 5
+    for line in asking:
+        # As written, but for the address, the item's name, and the token that this server wants.
+        line = line.replace("http://127.0.0.1:8000/", locked.url).replace("robin/00.jpg", "class 0/0.png")
+        if "Authorization" not in line:
+            line = line.replace("curl -s", 'curl -s -H "Authorization: Bearer $(cat token.txt)"')
+        done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, line
+        if "thumbnail" in line:
+            assert Image.open(tmp_path / "robin.jpg").size == (192, 192)
+        else:
+            answer = json.loads(done.stdout)
+            assert "error" not in answer, line
+            assert len(answer.get("hits", range(5))) == 5

@@ -7,22 +7,16 @@ import subprocess
 import sys
 
 import pytest
-from serving import Made, make_index, serving
+from serving import TOKEN
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-TOKEN = "correct horse battery"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, photo_folder) -> Made:
-    return make_index(tmp_path_factory.mktemp("api"), photo_folder)
-
-
-def test_every_route_is_described_and_every_description_has_a_route(made):
+def test_every_route_is_described_and_every_description_has_a_route(served):
     import nearkin as nk
     from nearkin.deploy.serve import Service, make_app
 
-    service = Service(nk.Index.load(made.folder))
+    service = Service(nk.Index.load(served.folder))
     try:
         app = make_app(service).app
         routes = {route.path: route.methods - {"HEAD"} for route in app.routes}
@@ -39,17 +33,16 @@ def document(app):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("locked", [False, True])
-def test_schemathesis_finds_nothing(made, locked, tmp_path):
+@pytest.mark.parametrize("asks_for_token", [False, True])
+def test_schemathesis_finds_nothing(server, locked, asks_for_token, tmp_path):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    environment = {"NEARKIN_TOKEN": TOKEN} if locked else {}
-    with serving(made.folder, **environment) as server:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}openapi.json"]
-        command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "0", "--no-color"]
-        command += ["--generation-database", "none", "--workers", "1"]
-        if locked:
-            command += ["--header", f"Authorization: Bearer {TOKEN}"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert server.alive()
+    running = locked if asks_for_token else server
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}openapi.json"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "0", "--no-color"]
+    command += ["--generation-database", "none", "--workers", "1"]
+    if asks_for_token:
+        command += ["--header", f"Authorization: Bearer {TOKEN}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert running.alive()

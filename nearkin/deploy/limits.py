@@ -23,7 +23,7 @@ from nearkin.errors import ConfigError, did_you_mean, need
 
 # Content types that an upload may name, and how Pillow calls what may be inside. What is inside decides.
 TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp", "image/tiff", "application/octet-stream")
-FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 DRAINED_BYTES, DRAINED_SECONDS = 64_000_000, 2.0  # of an upload that was refused unread, so that the answer arrives
 
 

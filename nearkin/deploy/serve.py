@@ -86,7 +86,8 @@ class Service:
         if token is not None and len(token) < SHORTEST_TOKEN:
             raise ConfigError(f"token: {len(token)} characters are soon guessed; give at least {SHORTEST_TOKEN}.")
         model = index.model()
-        assert isinstance(model, Embedder)
+        if not isinstance(model, Embedder):  # which also says how a picture is cut
+            raise ConfigError(f"serve: needs a nearkin.Embedder to read pictures with, got {type(model).__name__}.")
         self.index, self.model, self.token = index, model.eval(), token
         self.limits = limits or Limits()
         self.hosts = None if hosts is None else {host.lower() for host in hosts}

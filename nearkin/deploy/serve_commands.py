@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 
 from nearkin.arguments import leading, parse
@@ -27,7 +28,8 @@ def serve(argv: list[str]) -> None:
 
     token = _token(args.token_file)
     bound = bind(args.host, args.port)  # first, because a model takes seconds to load
-    loopback = bound.getsockname()[0] in LOOPBACK
+    address = str(bound.getsockname()[0])
+    loopback = ip_address(address).is_loopback
     limits = Limits(
         upload_bytes=args.upload_bytes,
         pixels=args.pixels,
@@ -42,7 +44,7 @@ def serve(argv: list[str]) -> None:
         limits=limits,
         workers=args.workers,
         token=token,
-        hosts=(*LOOPBACK, *args.allow_host) if loopback else args.allow_host or None,
+        hosts=(*LOOPBACK, address, *args.allow_host) if loopback else args.allow_host or None,
     )
     if not loopback and token is None:
         print("nearkin: others can reach this server, and it asks for no token (--token-file).", file=sys.stderr)
