@@ -75,3 +75,32 @@ def chromium() -> Path:
     if found is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
     return Path(found)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path):
+    """An index on the disk, for `server` and `locked`."""
+    from serving import make_index
+
+    return make_index(tmp_path_factory.mktemp("served"), photo_folder)
+
+
+@pytest.fixture(scope="session")
+def server(served):
+    """`nearkin serve` in a process of its own, for all tests that leave it as it is."""
+    pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
+    from serving import serving
+
+    with serving(served.folder, "--upload-seconds", "1.5", "--upload-bytes", "4000000") as running:
+        yield running
+        assert running.alive()
+
+
+@pytest.fixture(scope="session")
+def locked(served):
+    """One that asks for a token."""
+    pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
+    from serving import TOKEN, serving
+
+    with serving(served.folder, NEARKIN_TOKEN=TOKEN) as running:
+        yield running

@@ -39,7 +39,8 @@ def read_whole(
 ) -> Tensor:
     """The whole picture, uint8 [channels, h, w], scaled down so that its shorter side is at most `side`.
 
-    source: a path, or a PIL image. A smaller picture is left as it is: enlarging it here would only cost space.
+    source: a path, a PIL image, or the bytes of a file. A smaller picture is left as it is: enlarging it here would
+    only cost space.
     box: cut this part out first. channels: 3 (RGB) or 1 (grey).
     A file that is missing, damaged or no image is a `DataError` that names it.
     """
@@ -110,17 +111,17 @@ def name_of(source: Any) -> str:
 
 def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[Tensor, float]:
     """Upright bytes [1 or 3, h, w], and how many times smaller than the file they were decoded."""
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike | bytes):
         return _from_pillow(source), 1.0
     try:
-        data = np.fromfile(source, np.uint8)
+        data = np.array(memoryview(source)) if isinstance(source, bytes) else np.fromfile(source, np.uint8)
     except OSError as error:
         raise DataError(f"{source}: cannot be read ({error.strerror}).") from None
     head = _sniff(data[: 1 << 20].tobytes())  # a camera's preview may come before the picture's own size
     if head.size is not None and head.size[0] * head.size[1] > MOST_PIXELS:
         raise DataError(
-            f"{source}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million. "
-            "Shrink the file."
+            f"{name_of(source)}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million."
+            " Shrink the file."
         )
     # How many times larger than needed the part that is kept is stored.
     excess = min(box[2:] if box is not None else head.size) / side if head.kind == "jpeg" and head.size else 1.0
@@ -147,7 +148,7 @@ def _from_pillow(image: Any) -> Tensor:
     if image.mode == "F":
         raise ValueError("its pixels are fractions without an agreed range; save the picture with 8 or 16 bits")
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip everything above 255 to white
-        values = np.asarray(image).astype(np.int64)
+        values = np.asarray(image)
         return torch.from_numpy((values.clip(0, 65535) >> 8).astype(np.uint8))[None]
     if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)
@@ -162,6 +163,11 @@ def _planes(image: Any) -> Tensor:
 
 
 def _over_white(rgba: Tensor) -> Tensor:
+    # Some rows at a time: in 32 bits a large picture would take many times its own size.
+    return torch.cat([_laid_over_white(rows) for rows in torch.split(rgba, 256, dim=1)], dim=1)
+
+
+def _laid_over_white(rgba: Tensor) -> Tensor:
     colour, alpha = rgba[:3].to(torch.int32), rgba[3:].to(torch.int32)
     return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
