@@ -79,6 +79,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        tags.target_tags.required = True
         return tags
 
 
@@ -113,6 +114,11 @@ class Mahalanobis(LinearMetric):
         self._keep(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.required = False
+        return tags
+
 
 class WithinClassWhitening(LinearMetric):
     """Whitening by the covariance within classes, then PCA: the strongest closed form on frozen features.
@@ -136,8 +142,3 @@ class WithinClassWhitening(LinearMetric):
         x, labels = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
         self._keep(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = True
-        return tags

@@ -22,7 +22,7 @@ from nearkin.linear.solver import Project, descend, descend_parts, project_psd
 from nearkin.progress import Reporter
 
 Objective = Literal["hinge", "nca", "lmnn"]
-WHOLE = 1 << 24  # numbers that a step on the whole objective may hold at once: 128 MB
+WHOLE = 1 << 22  # numbers that a step on the whole objective may hold at once: 32 MB
 WIDTHS = (1.0, 0.1, 0.01, 0.001)  # of the rounded corner, one after the other, in units of the bounds
 
 
@@ -161,7 +161,8 @@ class MetricLearner(LinearMetric):
         if self.objective == "hinge":
             if given is None:
                 assert codes is not None
-                given = draw_constraints(codes, self.count or 10 * len(x), draw=self.draw, seed=seed)
+                count = 10 * len(x) if self.count is None else self.count
+                given = draw_constraints(codes, count, draw=self.draw, seed=seed)
             given.check(len(x))
             if not 0 <= self.upper < self.lower:
                 raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
@@ -180,7 +181,7 @@ class MetricLearner(LinearMetric):
         held = problem.terms * (8 * problem.terms if pairwise else 3 * start.shape[1])
         batch = self.batch_size
         if batch == "auto":
-            batch = None if held <= WHOLE else (1024 if pairwise else 4096)
+            batch = None if held <= WHOLE else (512 if pairwise else 4096)
         project = project_psd if self.form == "A" else _as_it_is
         if batch is None or int(batch) >= problem.terms:
             steps = _whole(problem, start, project, self.max_iter, self.tol)

@@ -117,7 +117,7 @@ def _scatter(features: Tensor, labels: Tensor, who: str) -> tuple[Tensor, Tensor
     for a in range(0, len(features), _BLOCK):
         rest = features[a : a + _BLOCK].double() - centres[code[a : a + _BLOCK]]
         within.addmm_(rest.T, rest)
-    between = (centres - mean) * counts[:, None].sqrt()
+    between = (centres - mean) * counts[:, None].double().sqrt()
     total = (within + between.T @ between) / len(features)
     within /= len(features) - len(counts)
     # Rounding leaves about this much where every class is a single point.
