@@ -16,7 +16,7 @@ _BLOCK = 8192  # rows that are held in float64 at once
 
 
 def within_class_whitening(
-    features: Tensor, labels: Tensor, *, dim: int | None = None, shrinkage: float = 0.3
+    features: Tensor, labels: Tensor, *, dim: int | None = None, shrinkage: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The map that makes the spread within classes round, then keeps the `dim` directions of most variance.
 
@@ -40,41 +40,72 @@ def within_class_whitening(
     tensor([True, True, True, True])
     """
     features, labels = as_batch(features, labels)
+    _check(features, dim, shrinkage)
+    with torch.no_grad(), full_precision(features):
+        mean, within, total = _scatter(features, labels, "within_class_whitening")
+        scale, vectors = _inverse_roots(within, shrinkage)
+        inverse = (vectors * scale) @ vectors.T
+        # The spread of the whitened data, without a second pass over them.
+        axes = torch.linalg.eigh(inverse @ total @ inverse).eigenvectors
+        return _around(mean, axes.flip(1)[:, :dim].T @ inverse, features.dtype)
+
+
+def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The map under which Euclidean distance is the Mahalanobis distance: mean 0, covariance the identity.
+
+    features    [N, F] float, at least two samples that differ; half precision is computed and returned in float32
+    dim         keep the directions of most variance, at most F; F when left out
+    shrinkage   times the mean variance, added to every variance
+
+    Returns weight [dim, F] and bias [dim]; components in the order of the variance they came from. Directions without
+    variance are left out (their component is constant 0) unless shrinkage is above 0.
+
+    >>> weight, bias = covariance_whitening(torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]]))
+    >>> weight.tolist()  # standard deviations 2 sqrt(1/3) and 6 sqrt(1/3)
+    [[0.0, 0.2886...], [0.8660..., 0.0]]
+    """
+    features, one = as_batch(features, torch.zeros(len(features), dtype=torch.int64))
+    _check(features, dim, shrinkage)
+    if len(features) < 2:
+        raise DataError("covariance_whitening: 1 sample has no covariance; give at least two.")
+    with torch.no_grad(), full_precision(features):
+        mean, covariance, _ = _scatter(features, one, "covariance_whitening")
+        scale, axes = _inverse_roots(covariance, shrinkage)
+        return _around(mean, (axes * scale).flip(1)[:, :dim].T, features.dtype)
+
+
+def _around(mean: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight and bias of x -> weight @ (x - mean), the largest entry of every row positive so that machines agree."""
+    top = weight.gather(1, weight.abs().argmax(1, keepdim=True))
+    weight = weight * torch.where(top < 0, -1.0, 1.0)
+    return weight.to(dtype), (-weight @ mean).to(dtype)
+
+
+def _check(features: Tensor, dim: int | None, shrinkage: float) -> None:
     check_finite(features)
     size = features.shape[1]
-    if dim is not None and not 1 <= dim <= size:
+    if dim is not None and not (1 <= dim <= size and dim == int(dim)):
         raise ConfigError(f"dim: expected 1 to {size}, the number of features, got {dim}.")
     if not 0 <= shrinkage < float("inf"):
         raise ConfigError(f"shrinkage: expected a finite number from 0, got {shrinkage}.")
-    with torch.no_grad(), full_precision(features):
-        mean, within, total = _scatter(features, labels)
-        inverse = inverse_root(within, shrinkage)
-        # The spread of the whitened data, without a second pass over them.
-        axes = torch.linalg.eigh(inverse @ total @ inverse).eigenvectors
-        weight = axes.flip(1)[:, :dim].T @ inverse
-        # An eigenvector's sign is arbitrary; the largest entry is made positive so that machines agree.
-        top = weight.gather(1, weight.abs().argmax(1, keepdim=True))
-        weight = weight * torch.where(top < 0, -1.0, 1.0)
-        return weight.to(features.dtype), (-weight @ mean).to(features.dtype)
 
 
-def inverse_root(covariance: Tensor, shrinkage: float) -> Tensor:
-    """(covariance + shrinkage * mean variance * I) ** -1/2; directions of no variance at all map to 0."""
+def _inverse_roots(covariance: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """(eigenvalues + shrinkage * their mean) ** -1/2, 0 where there is no variance at all; and the eigenvectors."""
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp(min=0)
     shrunk = values + shrinkage * values.mean()
     tiny = shrunk <= len(values) * torch.finfo(values.dtype).eps * shrunk.max()
-    root: Tensor = (vectors * shrunk.rsqrt().masked_fill(tiny, 0.0)) @ vectors.T
-    return root
+    return shrunk.rsqrt().masked_fill(tiny, 0.0), vectors
 
 
-def _scatter(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scatter(features: Tensor, labels: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [F], covariance within classes and covariance over all [F, F], in float64, by blocks of rows."""
     _, code, counts = torch.unique(labels, return_inverse=True, return_counts=True)
     if len(counts) == len(labels):
         raise DataError(
-            f"within_class_whitening: none of the {len(counts)} classes has two samples, so nothing is known of the "
-            "spread within a class. Check the labels, or use PCA."
+            f"{who}: no class has two samples ({len(counts)} classes over n_samples = {len(labels)}), so nothing is "
+            "known of the spread within a class. Check the labels."
         )
     size = features.shape[1]
     sums = features.new_zeros(len(counts), size, dtype=torch.float64)
@@ -86,14 +117,14 @@ def _scatter(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for a in range(0, len(features), _BLOCK):
         rest = features[a : a + _BLOCK].double() - centres[code[a : a + _BLOCK]]
         within.addmm_(rest.T, rest)
-    between = (centres - mean) * counts[:, None].sqrt()
+    between = (centres - mean) * counts[:, None].double().sqrt()
     total = (within + between.T @ between) / len(features)
     within /= len(features) - len(counts)
     # Rounding leaves about this much where every class is a single point.
     noise = size * (torch.finfo(torch.float64).eps * features.abs().max().double()) ** 2
     if not noise < within.trace() < float("inf"):
         raise DataError(
-            f"within_class_whitening: the total variance within classes is {float(within.trace()):.3g}. Features that "
-            "are the same for a whole class, or beyond 1e150, cannot be whitened; check how they were made."
+            f"{who}: the total variance is {float(within.trace()):.3g} (within classes, if there are labels). Features "
+            "that are all the same, or beyond 1e150, cannot be whitened; check how they were made."
         )
     return mean, within, total

@@ -1,0 +1,207 @@
+"""Linear metrics against metric-learn: nearest-neighbour accuracy and time on small data, then 60,000 x 512.
+
+    python benchmarks/linear.py [--peer PYTHON] [--limit SECONDS] [--quick] [--markdown FILE]
+
+metric-learn needs an older scikit-learn than ours, so it is run by an interpreter of its own, named by --peer:
+
+    python -m venv ml && ml/bin/pip install metric-learn 'scikit-learn<1.6'
+    python benchmarks/linear.py --peer ml/bin/python
+
+Small data: standardised, five folds (the same for all), accuracy of 3 nearest neighbours, seconds of `fit` alone. Ours
+and theirs take turns fold by fold, one thread each, so that a busy machine disturbs both alike: trust the ratios. Large
+data: class centres plus noise that is strong in some directions; every method in a process of its own, stopped after
+--limit seconds (and theirs at 8 GB of memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn import datasets
+from sklearn.model_selection import StratifiedKFold
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.preprocessing import StandardScaler
+
+from nearkin.linear import Mahalanobis, MetricLearner, WithinClassWhitening
+from nearkin.metrics import score
+
+HERE = Path(__file__).parent
+SMALL = {"iris": datasets.load_iris, "wine": datasets.load_wine, "digits": datasets.load_digits}
+# Ours, and the method of metric-learn that it stands beside.
+OURS: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "Mahalanobis": (lambda: Mahalanobis(shrinkage=0.01), None),
+    "WithinClassWhitening": (lambda: WithinClassWhitening(shrinkage=0.1), None),
+    "MetricLearner pairs": (lambda: MetricLearner(draw="pairs"), "mmc"),
+    "MetricLearner triplets": (lambda: MetricLearner(draw="triplets"), None),
+    "MetricLearner nca": (lambda: MetricLearner("nca"), "nca"),
+    "MetricLearner lmnn": (lambda: MetricLearner("lmnn"), "lmnn"),
+}
+LARGE: dict[str, Callable[[], Any]] = {
+    "WithinClassWhitening": lambda: WithinClassWhitening(dim=64),
+    "MetricLearner pairs": lambda: MetricLearner(draw="pairs", dim=64),
+    "MetricLearner triplets": lambda: MetricLearner(draw="triplets", dim=64),
+    "MetricLearner triplets, form A": lambda: MetricLearner(draw="triplets", form="A", dim=64, max_iter=100),
+    "MetricLearner nca": lambda: MetricLearner("nca", dim=64),
+    "MetricLearner lmnn": lambda: MetricLearner("lmnn", dim=64),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", help="an interpreter that has metric-learn; without it ours are run alone")
+    parser.add_argument("--limit", type=float, default=300, help="most seconds for one fit of either side")
+    parser.add_argument("--quick", action="store_true", help="iris and wine, and 6,000 x 64 for the large part")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(fit_large(*args.one)))
+        return
+    torch.set_num_threads(1)
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    if args.peer is None:
+        print("metric-learn is left out; see --help for how to have it beside ours.", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [
+            small(args.peer, args.limit, ["iris", "wine"] if args.quick else list(SMALL), Path(folder) / "fold.npz"),
+            large(args.peer, args.limit, (6_000, 64) if args.quick else (60_000, 512), Path(folder) / "large.npz"),
+        ]
+    text = "\n".join(parts)
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(text, encoding="utf-8")
+
+
+# --- small data -------------------------------------------------------------------------------------------------------
+
+
+def small(peer: str | None, limit: float, names: list[str], file: Path) -> str:
+    lines = ["| data | method | accuracy % (sd over folds) | seconds per fit |", "|---|---|---:|---:|"]
+    for name in names:
+        x, y = SMALL[name](return_X_y=True)
+        found: dict[str, list[tuple[float, float]] | str] = {"unchanged": []}
+        for train, test in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
+            scaler = StandardScaler().fit(x[train])
+            a, b = scaler.transform(x[train]), scaler.transform(x[test])
+            keep(found, "unchanged", (0.0, nearest(a, y[train], b, y[test])))
+            np.savez(file, x=a, y=y[train], x_test=b, y_test=y[test])
+            for method, (make, other) in OURS.items():
+                metric = make()
+                began = time.perf_counter()
+                metric.fit(a, y[train])
+                seconds = time.perf_counter() - began
+                keep(found, method, (seconds, nearest(metric.transform(a), y[train], metric.transform(b), y[test])))
+                if peer and other and not isinstance(found.get(f"metric-learn {other}"), str):
+                    answer = run([peer, str(HERE / "linear_peer.py"), other, str(file)], limit)
+                    keep(
+                        found,
+                        f"metric-learn {other}",
+                        answer if isinstance(answer, str) else (answer["seconds"], answer["accuracy"]),
+                    )
+            print(f"{name}: a fold done", file=sys.stderr)
+        for method, values in found.items():
+            lines.append(f"| {name} | {method} | {cells(values)} |")
+    return "\n".join(["## Small data", "", *lines, ""])
+
+
+def keep(found: dict[str, Any], method: str, value: tuple[float, float] | str) -> None:
+    if isinstance(value, str):
+        found[method] = value
+    else:
+        found.setdefault(method, []).append(value)
+
+
+def cells(values: list[tuple[float, float]] | str) -> str:
+    if isinstance(values, str):
+        return f"- | {values}"
+    accuracy = [100 * v[1] for v in values]
+    seconds = statistics.median(v[0] for v in values)
+    return f"{statistics.mean(accuracy):.1f} ({statistics.stdev(accuracy):.1f}) | {seconds:.2f}"
+
+
+def nearest(a: Any, y: Any, b: Any, y_test: Any) -> float:
+    return float(KNeighborsClassifier(3).fit(a, y).score(b, y_test))
+
+
+# --- large data -------------------------------------------------------------------------------------------------------
+
+
+def made_up(count: int, size: int) -> tuple[Any, Any]:
+    """100 classes that differ in an eighth of the directions; the noise is strongest in a quarter of the others."""
+    rng = np.random.default_rng(0)
+    y = np.arange(count) % 100
+    spread = np.ones(size, dtype=np.float32)
+    spread[size // 2 : size // 2 + size // 4] = 6.0
+    x = rng.standard_normal((count, size), dtype=np.float32) * spread
+    x[:, : size // 8] += 1.5 * rng.standard_normal((100, size // 8), dtype=np.float32)[y]
+    turn, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    return x @ turn.astype(np.float32), y
+
+
+def large(peer: str | None, limit: float, shape: tuple[int, int], file: Path) -> str:
+    count, size = shape
+    x, y = made_up(count + 5_000, size)
+    np.savez(file, x=x[:count], y=y[:count], fresh=x[count:], fresh_labels=y[count:])
+    raw = score(x[count:], y[count:], similarity="euclidean", ks=(1,), verbose=False)["R@1"]
+    lines = [
+        "| method | seconds | peak memory | R@1 % of 5,000 new samples |",
+        "|---|---:|---:|---:|",
+        f"| unchanged | - | - | {100 * raw:.1f} |",
+    ]
+    commands = {name: [sys.executable, __file__, "--one", name, str(file)] for name in LARGE}
+    if peer:
+        commands |= {
+            f"metric-learn {m}": [peer, str(HERE / "linear_peer.py"), m, str(file)] for m in ("mmc", "nca", "lmnn")
+        }
+    for name, command in commands.items():
+        answer = run(command, limit)
+        if isinstance(answer, str):
+            lines.append(f"| {name} | {answer} | - | - |")
+        else:
+            lines.append(
+                f"| {name} | {answer['seconds']:.1f} | {answer['peak_mb']:,.0f} MB | {100 * answer['recall']:.1f} |"
+            )
+        print(lines[-1], file=sys.stderr)
+    return "\n".join([f"## {count:,} x {size}, 100 classes", "", *lines, ""])
+
+
+def fit_large(name: str, path: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    with np.load(path) as file:
+        x, y, fresh, labels = (file[key] for key in ("x", "y", "fresh", "fresh_labels"))
+    metric = LARGE[name]()
+    began = time.perf_counter()
+    metric.fit(x, y)
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": seconds, "peak_mb": peak, "recall": metric.score(fresh, labels)}
+
+
+def run(command: list[str], limit: float) -> dict[str, float] | str:
+    """The answer of a process, or why there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit + 30)
+    except subprocess.TimeoutExpired:
+        return f"not done after {limit:.0f} s"
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
+        return f"failed: {last[:80]}" if done.returncode > 0 else "killed (memory)"
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Kernels, the distance that a kernel stands for, and a linear metric learned in its space.
+
+A kernel is a name with its settings or any function (X [N, F], Y [M, F]) -> [N, M] that is positive semi-definite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import ConfigError, DataError
+from nearkin.linear.constraints import Constraints
+from nearkin.linear.estimators import FLOATS, LinearMetric
+from nearkin.linear.learner import MetricLearner
+from nearkin.linear.objective import check_name
+
+from sklearn.base import clone  # isort: skip
+from sklearn.utils import check_random_state  # isort: skip
+from sklearn.utils.validation import check_is_fitted, validate_data  # isort: skip
+
+Array = NDArray[Any]
+Kernel = Callable[[Array, Array], Array]
+_BLOCK = 4096  # rows whose kernel values are held at once
+
+
+def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
+    """exp(-|x - y|^2 / (2 sigma^2)) for all pairs of rows.
+
+    >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
+    [[1.0, 0.6065]]
+    """
+    return np.exp(_squares(x, y) / (-2 * sigma**2))
+
+
+def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
+    """(x . y + constant) ** degree. The degree is a whole number and the constant not negative, else it is no kernel.
+
+    >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
+    [[16.0]]
+    """
+    if degree < 1 or degree != int(degree) or constant < 0:
+        raise ConfigError(
+            f"polynomial: expected a whole degree from 1 and a constant from 0, got {degree} and {constant}. "
+            "Other powers are not positive semi-definite."
+        )
+    values: Array = (x @ y.T + constant) ** int(degree)
+    return values
+
+
+def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
+    """Euclidean distances [N, M] in the space of a kernel: sqrt(k(x, x) - 2 k(x, y) + k(y, y)), never below 0.
+
+    With `KNeighborsClassifier(metric="precomputed")` this is kernelised nearest-neighbour search.
+
+    >>> kernel_distance([[0.0, 0.0]], [[3.0, 4.0]], lambda a, b: a @ b.T).tolist()
+    [[5.0]]
+    """
+    x, y = (np.atleast_2d(np.asarray(v, dtype=np.float64)) for v in (x, y))
+    if x.shape[1] != y.shape[1]:
+        raise DataError(f"kernel_distance: {x.shape[1]} and {y.shape[1]} features; both sides need the same.")
+    squared = _diagonal(kernel, x)[:, None] - 2 * kernel(x, y) + _diagonal(kernel, y)
+    distances: Array = np.sqrt(np.maximum(squared, 0))
+    return distances
+
+
+def _diagonal(kernel: Kernel, x: Array) -> Array:
+    # A kernel only knows blocks; small ones waste little.
+    return np.concatenate([np.diagonal(kernel(x[a : a + 16], x[a : a + 16])) for a in range(0, len(x), 16)])
+
+
+def _squares(x: Array, y: Array) -> Array:
+    squared: Array = (x**2).sum(1)[:, None] - 2 * (x @ y.T) + (y**2).sum(1)
+    return np.maximum(squared, 0, out=squared)
+
+
+class KernelMetricLearner(LinearMetric):
+    """A linear metric in the space of a kernel: non-linear in the input.
+
+    kernel             "gaussian", "polynomial", or a function (X, Y) -> [N, M]
+    sigma              width of the Gaussian; the median distance of the data when left out
+    degree, constant   of the polynomial
+    landmarks          samples that span the space (Nystrom), drawn at random; None takes all, which is exact and costs
+                       N^2 memory and N^3 time
+    metric             what to learn in that space: a MetricLearner or any estimator with weight_ and bias_
+                       (WithinClassWhitening); MetricLearner() when left out
+    random_state       for drawing the landmarks
+
+    The learned distance of x and y is that of their kernel columns k_x = k(landmarks, x): (k_x - k_y)^T M (k_x - k_y).
+    After fit: landmarks_ [m, F], weight_ [dim, m] and bias_ [dim], which map kernel columns, and metric_.
+
+    >>> x = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).repeat(2, 0)
+    >>> xor = [0, 0, 1, 1, 1, 1, 0, 0]
+    >>> KernelMetricLearner("polynomial", degree=2).fit(x, xor).transform(x).shape
+    (8, 4)
+    """
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "gaussian",
+        sigma: float | None = None,
+        degree: int = 3,
+        constant: float = 1.0,
+        landmarks: int | None = 500,
+        metric: LinearMetric | None = None,
+        random_state: Any = 0,
+    ) -> None:
+        self.kernel = kernel
+        self.sigma = sigma
+        self.degree = degree
+        self.constant = constant
+        self.landmarks = landmarks
+        self.metric = metric
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
+        """Learn from labels y [N], or from constraints on the rows of X."""
+        if constraints is None:
+            X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
+        else:
+            X = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2)
+        random = check_random_state(self.random_state)
+        if self.landmarks is not None and self.landmarks < 1:
+            raise ConfigError(f"landmarks: expected a whole number from 1, or None for all; got {self.landmarks}.")
+        take = len(X) if self.landmarks is None else min(self.landmarks, len(X))
+        self.landmarks_ = X if take == len(X) else X[random.permutation(len(X))[:take]]
+        self.sigma_ = self.sigma if self.sigma is not None else _median_distance(X, random)
+        if not 0 < self.sigma_ < float("inf"):
+            raise ConfigError(f"sigma: expected a width above 0, got {self.sigma_}.")
+        columns = self._columns(X)
+        # With this map the products of mapped columns are the kernel's own, on the span of the landmarks.
+        span = _span(self._columns(self.landmarks_), take)
+        self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
+        if constraints is None:
+            self.metric_.fit(columns @ span, y)
+        else:
+            self.metric_.fit(columns @ span, y, constraints=constraints)
+        self.weight_, self.bias_ = self.metric_.weight_ @ span.T, self.metric_.bias_
+        return self
+
+    def transform(self, X: Any) -> Array:
+        """Samples [N, F] in the learned space [N, dim]."""
+        check_is_fitted(self, "weight_")
+        x = validate_data(self, X, reset=False, dtype=FLOATS)
+        mapped: Array = self._columns(x) @ self.weight_.T.astype(x.dtype) + self.bias_.astype(x.dtype)
+        return mapped
+
+    def _columns(self, x: Array) -> Array:
+        """Kernel values against the landmarks [N, m], by blocks of rows."""
+        out = np.empty((len(x), len(self.landmarks_)), dtype=x.dtype)
+        for a in range(0, len(x), _BLOCK):
+            out[a : a + _BLOCK] = self._kernel(x[a : a + _BLOCK], self.landmarks_)
+        if not np.isfinite(out).all():
+            raise DataError("kernel: a value is NaN or infinite. Scale the features, or lower the degree.")
+        return out
+
+    def _kernel(self, x: Array, y: Array) -> Array:
+        if callable(self.kernel):
+            return np.asarray(self.kernel(x, y))
+        check_name("kernel", self.kernel, ("gaussian", "polynomial"))
+        if self.kernel == "gaussian":
+            return gaussian(x, y, self.sigma_)
+        return polynomial(x, y, self.degree, self.constant)
+
+
+def _span(kernel: Array, count: int) -> Array:
+    """K^-1/2 of the landmarks' kernel matrix [m, m] as [m, rank]: directions below rounding are left out."""
+    if kernel.shape != (count, count):
+        raise DataError(f"kernel: expected [{count}, {count}] values for {count} landmarks, got {list(kernel.shape)}.")
+    values, vectors = np.linalg.eigh(kernel.astype(np.float64))
+    noise = count * np.finfo(kernel.dtype).eps * values[-1]
+    if values[-1] <= 0 or values[0] < -100 * noise:
+        raise DataError(
+            f"kernel: not positive semi-definite, its matrix has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}. "
+            "Use a kernel, or clip its matrix yourself."
+        )
+    kept = values > 10 * noise
+    span: Array = (vectors[:, kept] / np.sqrt(values[kept])).astype(kernel.dtype)
+    return span
+
+
+def _median_distance(x: Array, random: Any) -> float:
+    i, j = random.randint(len(x), size=(2, 2000))
+    gaps = np.sqrt(((x[i[i != j]] - x[j[i != j]]) ** 2).sum(1))
+    return float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1.0

@@ -1,0 +1,188 @@
+"""r(A) + lam * sum of c_i: what a linear metric d_A(x, y) = (x - y)^T A (x - y) minimises, differentiable in A or G.
+
+A is positive semi-definite, or A = G^T G with a free G [rank, F]. Every term sees the data only through X A X^T, so
+either form serves every objective: `form` says which one `matrix` is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearkin.errors import ConfigError, did_you_mean
+from nearkin.linear.constraints import Constraints
+from nearkin.losses.neighbour import nca
+from nearkin.losses.tuples import triplet
+from nearkin.pairs import Pairs
+
+Form = Literal["A", "G"]
+Regulariser = Literal["frobenius", "trace", "scatter", "none"]
+REGULARISERS = ("frobenius", "trace", "scatter", "none")
+
+
+def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> Tensor:
+    """d_A of difference vectors [E, F]: squared, not clamped.
+
+    >>> squared_distances(torch.eye(2), torch.tensor([[3.0, 4.0]])).tolist()
+    [25.0]
+    """
+    if form == "A":
+        return ((differences @ matrix) * differences).sum(1)
+    return (differences @ matrix.T).square().sum(1)
+
+
+def product_pairs(matrix: Tensor, x: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
+    """The learned inner products X A X^T as Pairs, for losses that read squared distances."""
+    if form == "A":
+        sim = x @ matrix @ x.T
+    else:
+        z = x @ matrix.T
+        sim = z @ z.T
+    return Pairs(sim, pos, neg, anchor_sq=sim.diagonal(), ref_sq=sim.diagonal())
+
+
+def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A") -> Tensor:
+    """0.5 |A|^2 ("frobenius") or the trace of A ("trace"); "scatter" needs data and is a sum of distances instead.
+
+    >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
+    (1.5, 3.0)
+    """
+    if kind == "frobenius":
+        # |G^T G| = |G G^T|, and the second is small for a low rank.
+        return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
+    if kind == "trace":
+        return matrix.trace() if form == "A" else matrix.square().sum()
+    return matrix.new_zeros(())
+
+
+def hinge(slack: Tensor, width: float = 0.0) -> Tensor:
+    """max(0, slack), its corner rounded over `width` by a parabola so that a gradient method can settle in it.
+
+    >>> hinge(torch.tensor([0.5, 2.0])).tolist(), hinge(torch.tensor([0.5, 2.0]), 1.0).tolist()
+    ([0.5, 2.0], [0.125, 1.5])
+    """
+    if width <= 0:
+        return slack.relu()
+    inside = slack.clamp(0, width)
+    return inside * (slack - inside / 2) / width
+
+
+@dataclass(frozen=True, eq=False)
+class Hinges:
+    """Pairs under `upper`, pairs over `lower`, triplets with `margin`: the general linear model of Kulis 2013.
+
+    r(A) + lam * ( sum_S [d_A - upper]_+  +  sum_D [lower - d_A]_+  +  sum_T [d_A(i,j) - d_A(i,k) + margin]_+ )
+
+    `terms` is the number of constraints; `value(matrix, rows)` takes only those, scaled up to stand for all.
+    """
+
+    x: Tensor
+    constraints: Constraints
+    upper: float = 1.0
+    lower: float = 4.0
+    margin: float = 1.0
+    lam: float = 1.0
+    regulariser: Regulariser = "frobenius"
+    form: Form = "A"
+
+    @property
+    def terms(self) -> int:
+        return len(self.constraints)
+
+    @property
+    def unit(self) -> float:
+        """The size of distances that matter, to judge the width of a rounded corner by."""
+        return min(self.margin, self.lower - self.upper)
+
+    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
+        """The objective as a 0-dim tensor: all of it, or an estimate from the constraints numbered `rows`.
+
+        >>> asked = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
+        >>> float(Hinges(torch.tensor([[0.0], [2.0], [1.0]]), asked).value(torch.eye(1)))  # 0.5 + (4 - 1) + (4 - 1)
+        6.5
+        """
+        c, x = self.constraints, self.x
+        share = 1.0
+        if rows is not None:
+            c, share = c.take(rows), self.terms / len(rows)
+        near = squared_distances(matrix, x[c.similar[:, 0]] - x[c.similar[:, 1]], self.form)
+        far = squared_distances(matrix, x[c.dissimilar[:, 0]] - x[c.dissimilar[:, 1]], self.form)
+        i, j, k = c.triplets.unbind(1)
+        order = squared_distances(matrix, x[i] - x[j], self.form) - squared_distances(matrix, x[i] - x[k], self.form)
+        broken = (
+            hinge(near - self.upper, width).sum()
+            + hinge(self.lower - far, width).sum()
+            + hinge(order + self.margin, width).sum()
+        )
+        r = share * near.sum() if self.regulariser == "scatter" else regularise(matrix, self.regulariser, self.form)
+        return r + self.lam * share * broken
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbourhoods:
+    """NCA, or LMNN with its target neighbours, over all samples or over some of them.
+
+    "nca"    sum over samples of -log p(a neighbour drawn by exp(-d_A) is of the class)          (nearkin.losses.nca)
+    "lmnn"   sum over (sample, target) of the pull d_A, as regulariser "scatter", and of the push
+             [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
+
+    `terms` is the number of samples. `value(matrix, rows)` looks at those samples and (LMNN) their targets only, and
+    scales sums up to stand for all; for NCA, whose sums are inside a logarithm, that is the usual biased estimate.
+    """
+
+    x: Tensor
+    labels: Tensor
+    kind: Literal["nca", "lmnn"]
+    targets: Tensor  # [P, 2]; empty for NCA without a scatter
+    margin: float = 1.0
+    lam: float = 1.0
+    regulariser: Regulariser = "none"
+    form: Form = "A"
+
+    @property
+    def terms(self) -> int:
+        return len(self.x)
+
+    @property
+    def unit(self) -> float:
+        return self.margin
+
+    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
+        """The objective as a 0-dim tensor. `width` rounds the corners of `Hinges`; here they are left as they are."""
+        x, labels, (i, j), share, crowd = self._part(rows)
+        same = labels[:, None] == labels
+        if self.kind == "nca":
+            pos = same.clone().fill_diagonal_(False)
+            broken = nca(product_pairs(matrix, x, pos, ~same, self.form), reduction="sum")
+        else:
+            pos = torch.zeros_like(same)
+            pos[i, j] = True
+            pairs = product_pairs(matrix, x, pos, ~same, self.form)
+            # The loss compares similarities: minus the squared distances.
+            pairs = replace(pairs, sim=-pairs.sq_distance())
+            broken = crowd * triplet(pairs, margin=self.margin, reduction="sum")
+        if self.regulariser == "scatter":
+            r = share * squared_distances(matrix, x[i] - x[j], self.form).sum()
+        else:
+            r = regularise(matrix, self.regulariser, self.form)
+        return r + self.lam * share * broken
+
+    def _part(self, rows: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
+        """Samples, labels, targets among them, and how many samples and candidates each one stands for."""
+        i, j = self.targets.unbind(1)
+        if rows is None:
+            return self.x, self.labels, (i, j), 1.0, 1.0
+        mine = torch.isin(i, rows)
+        seen = torch.unique(torch.cat([rows, j[mine]]))
+        targets = torch.searchsorted(seen, i[mine]), torch.searchsorted(seen, j[mine])
+        return self.x[seen], self.labels[seen], targets, len(self.x) / len(rows), len(self.x) / len(seen)
+
+
+def check_name(setting: str, given: object, known: tuple[str, ...]) -> None:
+    """Raise if a setting is not one of the names it may have."""
+    if given not in known:
+        names = ", ".join(f"'{k}'" for k in known)
+        raise ConfigError(f"{setting}: expected one of {names}, got {given!r}.{did_you_mean(str(given), known)}")
