@@ -22,6 +22,8 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin report RUN           one self-contained HTML page for a run
   nearkin index RUN FOLDER     make images searchable by a run's model
   nearkin search DIR IMAGE     the nearest images, or "unknown"
+  nearkin serve DIR            a page and a JSON API to search by dropping an image
+  nearkin export RUN           the model as an ONNX or torch file that runs without nearkin
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
   nearkin tournament RESULTS   rank losses over experiments and say which differences are settled
@@ -249,6 +251,18 @@ def search(argv: list[str]) -> None:
     run(argv)
 
 
+def serve(argv: list[str]) -> None:
+    from nearkin.deploy.serve_commands import serve as run
+
+    run(argv)
+
+
+def export(argv: list[str]) -> None:
+    from nearkin.deploy.serve_commands import export as run
+
+    run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": demo,
     "train": train,
@@ -256,6 +270,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": report,
     "index": index,
     "search": search,
+    "serve": serve,
+    "export": export,
     "data": data,
     "losses": losses,
     "tournament": tournament,
