@@ -116,6 +116,7 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
     try:
         data = np.array(memoryview(source)) if isinstance(source, bytes) else np.fromfile(source, np.uint8)
     except OSError as error:
+        assert not isinstance(source, bytes)
         raise DataError(f"{source}: cannot be read ({error.strerror}).") from None
     head = _sniff(data[: 1 << 20].tobytes())  # a camera's preview may come before the picture's own size
     if head.size is not None and head.size[0] * head.size[1] > MOST_PIXELS:

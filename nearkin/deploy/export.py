@@ -205,7 +205,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[st
         raise ConfigError(f"export: {weights / 1e9:.1f} GB of weights do not fit an ONNX file (2 GB). Use --to torch.")
     made = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["vectors"], verbose=False)
     assert made is not None
-    graph = made.model.graph
+    graph: Any = made.model.graph
     for part in (graph, *graph.all_nodes(), *graph.inputs, *graph.outputs):
         part.metadata_props.clear()  # the exporter's notes to itself
     made.model.metadata_props[KEY] = json.dumps(about)
