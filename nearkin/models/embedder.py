@@ -207,8 +207,9 @@ class Embedder(nn.Module):
         }
 
     def fingerprint(self) -> str:
-        """A hash of every weight: two models of one fingerprint give the same vectors."""
-        return fingerprint(self)
+        """A hash of every weight and of the preprocessing: two models of one fingerprint give the same vectors."""
+        described = json.dumps(self.described(fingerprint(self)), sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def load(path: str | Path) -> Embedder:
