@@ -22,7 +22,7 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin demo                 train, judge and report on built-in data: two minutes on two cores
   nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER (or .csv) of your images
   nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
-  nearkin report RUN           one self-contained HTML page for a run
+  nearkin report RUN [RUN]     one self-contained HTML page for a run, or for one against another
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
   nearkin tournament RESULTS   rank losses over experiments and say which differences are settled
@@ -94,14 +94,6 @@ class TrainArgs:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)
-
-
-@dataclass(frozen=True)
-class ReportArgs:
-    """Write one self-contained HTML page for a finished run."""
-
-    out: Path | None = None
-    """Where to write the page; by default report.html in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +186,9 @@ def train(argv: list[str]) -> None:
 
 
 def report(argv: list[str]) -> None:
-    target, flags = leading(argv, "a run folder", "nearkin report RUN", ReportArgs)
-    args = parse(ReportArgs, flags, "nearkin report RUN")
-    from nearkin.progress import Reporter
-    from nearkin.report.page import write_page
-    from nearkin.runs import Run
+    from nearkin.report.commands import report as run
 
-    print(write_page(Run(target), args.out, reporter=Reporter()))
+    run(argv)
 
 
 def evaluate(argv: list[str]) -> None:
