@@ -76,14 +76,28 @@ def visit(browser):
 
 @pytest.fixture(scope="module")
 def glyphs_page(tmp_path_factory, glyphs_table):
-    """Two short runs on the built-in glyphs, A against B, by command."""
+    """A short run on the built-in glyphs, by command."""
     folder = tmp_path_factory.mktemp("glyphs")
-    for seed in ("0", "1"):
-        flags = ["--runs", str(folder / "runs"), "--train.epochs", "1", "--model.width", "6", "--seed", seed, "--quiet"]
-        cli.main(["train", "glyphs_small", *flags])
-    runs = sorted(str(path) for path in (folder / "runs").iterdir())
-    cli.main(["report", *runs, "--out", str(folder / "page.html"), "--quiet"])
+    flags = ["--train.epochs", "1", "--model.width", "4", "--runs", str(folder / "runs"), "--quiet"]
+    cli.main(["train", "glyphs_small", *flags])
+    [run] = (folder / "runs").iterdir()
+    cli.main(["report", str(run), "--out", str(folder / "page.html"), "--quiet"])
     return folder / "page.html"
+
+
+@pytest.fixture(scope="module")
+def pair_page(tmp_path_factory, photo_folder):
+    """Two short runs on colour pictures, A against B."""
+    folder = tmp_path_factory.mktemp("pair")
+    recipe = recipes.from_scratch()
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, root=photo_folder, image_size=16, test_share=0.6, val_share=0.2),
+        model=replace(recipe.model, width=4, dim=8),
+        train=replace(recipe.train, epochs=1, batch_size=8, per_class=2),
+    )
+    runs = [nk.fit(replace(recipe, seed=seed), folder, reporter=QUIET) for seed in (0, 1)]
+    return write_report(gather(runs, reporter=QUIET), folder / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +126,16 @@ def label(tile) -> str:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1100])
-def test_it_fits_the_screen(visit, glyphs_page, scheme, width):
-    page = visit(glyphs_page, viewport={"width": width, "height": 800}, color_scheme=scheme)
-    assert not page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
-    assert page.locator("#headline tbody tr").count() == 4  # two yardsticks, A and B
-    assert page.locator("#shown .row").count() == 8
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 250, 248)"
-    assert light == (scheme == "light")
+def test_it_fits_the_screen(visit, glyphs_page, pair_page, scheme, width):
+    for path, models in ((glyphs_page, 3), (pair_page, 4)):
+        page = visit(path, viewport={"width": width, "height": 800}, color_scheme=scheme)
+        assert not page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+        assert page.locator("#headline tbody tr").count() == models  # two yardsticks, and the runs
+        assert page.locator("#shown .row").count() >= 1
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 250, 248)"
+        assert light == (scheme == "light")
     assert glyphs_page.stat().st_size < 10_000_000
 
 
@@ -219,8 +233,8 @@ def test_all_of_it_can_be_reached_by_keys(visit, glyphs_page):
     assert page.evaluate("document.activeElement.closest('th').getAttribute('aria-sort')") == "descending"
 
 
-def test_a_against_b(visit, glyphs_page):
-    page = visit(glyphs_page)
+def test_a_against_b(visit, pair_page):
+    page = visit(pair_page)
     changed = page.locator("#changed")
     for kind, run_that_is_right in (("mended", 1), ("broken", 0)):
         page.locator("#changes button", has_text=kind).click()

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.data.images import Rows
-from nearkin.diagnostics import BINS, Diagnosis, diagnose
+from nearkin.diagnostics import diagnose
 from nearkin.difficulty import class_table, confused_pairs, hubness, hubs
 from nearkin.errors import DataError
 from nearkin.evaluate import scores_of
+from nearkin.pairs import pair_up
 from nearkin.progress import Reporter
 from nearkin.report import gallery, projection
 from nearkin.report.view import View
@@ -28,7 +29,10 @@ from nearkin.suspects import Duplicate, find_duplicates, find_suspects
 
 PAIRS, HUBS, SUSPECTS, COPIES = 30, 20, 100, 60  # how many of each a page lists
 CSV_ROWS = 1000
+LIKELY, FEWEST = 0.05, 12  # chance from which a label is listed as suspect, and how many are listed in any case
+PAIRED, BINS = 1000, 50  # rows whose pairs are looked at, and bins of their similarities
 SIZES_UP_TO = 12_000  # rows for which recall by embedding size is still cheap
+MANY = 200  # pairs above a threshold that cannot all be copies
 THRESHOLDS = (0.96, 0.98, 0.99, 0.995, 0.999)  # cosines above which rows pass for copies
 
 
@@ -134,9 +138,10 @@ def findings(view: View, shown: Shown, *, tsne: bool, reporter: Reporter) -> dic
     labels = view.table.labels
     recall, precision = view.per_row("R@1")[shown.rows], view.per_row("MAP@R")[shown.rows]
     near = shown.place[view.near[shown.rows]]
-    whole: list[bool] = np.all(near >= 0, axis=1).tolist()  # only items whose neighbours are all on the page can be asked for
+    whole: list[bool] = np.all(
+        near >= 0, axis=1
+    ).tolist()  # only items whose neighbours are all on the page can be asked for
     asked = view.near[view.asking]
-    seen = diagnose(view.emb, torch.from_numpy(labels))
     return {
         "near": [row.tolist() if full else None for row, full in zip(near, whole, strict=True)],
         "similar": [
@@ -154,7 +159,7 @@ def findings(view: View, shown: Shown, *, tsne: bool, reporter: Reporter) -> dic
             for item in shown.items_of([hub.item])
         ],
         "hubness": round(hubness(asked, len(view)), 2),
-        "similarity": _similarity(seen),
+        "similarity": _similarity(view),
         "sizes": _sizes(view, reporter),
         "map": _map(view, shown, tsne, reporter),
         "suspects": _suspects(view, shown),
@@ -162,13 +167,26 @@ def findings(view: View, shown: Shown, *, tsne: bool, reporter: Reporter) -> dic
     }
 
 
-def _similarity(seen: Diagnosis) -> dict[str, Any]:
+def _similarity(view: View) -> dict[str, Any]:
+    """How similar pairs of one class and of two classes are, over the range that they take."""
+    rows = torch.from_numpy(projection.sample(view.table.labels, np.arange(len(view)), most=PAIRED))
+    labels = torch.from_numpy(view.table.labels)[rows]
+    seen = diagnose(view.emb[rows], labels)
+    pairs = pair_up(view.emb[rows], labels)
+    positive, negative = pairs.sim[pairs.pos].numpy(), pairs.sim[pairs.neg].numpy()
+    both = np.concatenate([positive, negative])
+    low, high = (float(v) for v in np.quantile(both, [0.001, 0.999])) if len(both) else (-1.0, 1.0)
+    high = min(1.0, math.ceil(high * 50) / 50)
+    low = min(math.floor(low * 50) / 50, high - 0.02)
+    edges = np.linspace(low, high, BINS + 1)
+    counts = [np.histogram(np.clip(each, low, high), edges)[0].tolist() for each in (positive, negative)]
     return {
-        "bins": BINS,
-        "positive": list(seen.positive_histogram),
-        "negative": list(seen.negative_histogram),
+        "low": low,
+        "high": high,
+        "positive": counts[0],
+        "negative": counts[1],
         "separation": rounded(seen.separation),
-        "rows": seen.rows,
+        "rows": len(rows),
     }
 
 
@@ -238,7 +256,8 @@ def _suspects(view: View, shown: Shown) -> dict[str, Any]:
         path = Path(folder) / "suspects.csv"
         found.to_csv(path, paths=names, class_names=view.table.class_names, top=top)
         written = path.read_bytes()
-    rows = [row for row in found.order[: min(top, SUSPECTS)].tolist() if shown.place[row] >= 0]
+    listed = max(FEWEST, int((found.probability[found.order[: min(top, SUSPECTS)]] >= LIKELY).sum()))
+    rows = [row for row in found.order[: min(top, listed)].tolist() if shown.place[row] >= 0]
     return {
         "why": "",
         "share": rounded(found.share),
@@ -262,7 +281,7 @@ def _copies(view: View, shown: Shown) -> dict[str, Any]:
     vectors = view.table.features if by_features else view.emb
     for threshold in THRESHOLDS:
         try:
-            found: Sequence[Duplicate] = find_duplicates(vectors, view.table.labels, threshold=threshold, most=1000)
+            found: Sequence[Duplicate] = find_duplicates(vectors, view.table.labels, threshold=threshold, most=MANY)
         except DataError:
             continue
         listed = found[:COPIES]

@@ -90,7 +90,7 @@ def _similarity(picture: Any, report: Report) -> bool:
     picture.set_size_inches(WIDTH, 0.8 + 2.0 * len(found))
     every = picture.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, one) in zip(every, found, strict=True):
-        edges = np.linspace(-1, 1, one["bins"] + 1)
+        edges = np.linspace(one["low"], one["high"], len(one["positive"]) + 1)
         for at, (kind, counts) in enumerate((("same class", one["positive"]), ("other class", one["negative"]))):
             share = 100 * np.array(counts) / sum(counts)
             axes.stairs(share, edges, fill=True, color=COLOURS[at], alpha=0.3)

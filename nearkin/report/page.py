@@ -237,7 +237,7 @@ def pair_charts(found: dict[str, Any]) -> list[tuple[str, str]]:
     pairs, sizes = found["similarity"], found["sizes"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
     title = "Similarity of pairs, share of each kind"
-    drawn = [(title, histogram(groups, f"{title}, by cosine from -1 to 1", -1.0, 1.0))]
+    drawn = [(title, histogram(groups, f"{title}, by cosine", pairs["low"], pairs["high"]))]
     if len(sizes) > 1:
         line = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
         title = "R@1 of the first numbers of each vector, %"

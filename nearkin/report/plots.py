@@ -134,7 +134,7 @@ def _names(names: Sequence[str]) -> str:
     for order, name in enumerate(names):
         shown = name if len(name) <= 24 else f"{name[:23]}…"
         parts.append(f'<line class="line c{order % 4}" x1="{x:.0f}" x2="{x + 18:.0f}" y1="14" y2="14"/>')
-        parts.append(f'<text class="name" x="{x + 23:.0f}" y="18">{escape(shown)}</text>')
+        parts.append(f'<text class="legend" x="{x + 23:.0f}" y="18">{escape(shown)}</text>')
         x += 40 + 7.0 * len(shown)
     return "".join(parts)
 

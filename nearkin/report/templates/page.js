@@ -45,7 +45,7 @@ function tile(item, kind, similarity) {
   const mark = { right: "✓", wrong: "✗" }[kind];
   const said = `${kind === "query" ? "query" : kind ?? "image"}: ${className(item)}, ${items.name[item]}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
   const note = make("span", { class: "note" });
-  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(2)} `);
+  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(similarity > 0.98 ? 3 : 2)} `);
   note.append(named(className(item)));
   return make("button", { type: "button", class: `tile ${kind ?? ""}`, "aria-label": said, title: said, onclick: () => ask(item) }, picture(item), note);
 }
@@ -84,7 +84,7 @@ function table(element, columns, rows, { search, more, sort = 0, down = false, f
     const wanted = (search?.value ?? "").trim().toLowerCase();
     const found = rows.filter((one) => !wanted || columns.some(([, value]) => typeof value(one) === "string" && value(one).toLowerCase().includes(wanted))).sort(compare);
     const head = make("tr", {}, ...columns.map(([title], at) =>
-      make("th", { scope: "col", "aria-sort": at === by ? (falling ? "descending" : "ascending") : null },
+      make("th", { scope: "col", class: rows.length && typeof columns[at][1](rows[0]) === "string" ? "name" : null, "aria-sort": at === by ? (falling ? "descending" : "ascending") : null },
         make("button", { type: "button", onclick: () => {
           falling = at === by ? !falling : rows.length > 0 && typeof columns[at][1](rows[0]) === "number";
           by = at;
@@ -192,11 +192,11 @@ function drawMap() {
   canvas.height = height * scale;
   const pen = canvas.getContext("2d");
   pen.scale(scale, scale);
-  const side = Math.min(width, height) - 28, points = found.map.kinds[state.kind];
+  const points = found.map.kinds[state.kind], reach = (axis) => Math.max(1, ...points.map((each) => 2 * Math.abs(each[axis] - 500)));
+  const unit = Math.min((width - 28) / reach(0), (height - 28) / reach(1));
   map.points = found.map.items;
-  const stretch = Math.min(1.6, (width - 28) / side);  // a wide window spreads the points out
-  map.x = points.map(([x]) => width / 2 + (x / 1000 - 0.5) * side * stretch);
-  map.y = points.map(([, y]) => height / 2 - (y / 1000 - 0.5) * side);
+  map.x = points.map(([x]) => width / 2 + (x - 500) * unit);
+  map.y = points.map(([, y]) => height / 2 - (y - 500) * unit);
   map.order = points.map((_, at) => at).sort((a, b) => map.x[a] - map.x[b]);
   const wanted = items.classes.indexOf(byId("map-class").value);
   const bright = state.point >= 0 ? items.label[map.points[state.point]] : wanted;
@@ -319,10 +319,10 @@ function suspects() {
 }
 
 function copies() {
-  byId("copies").replaceChildren(...findings[0].copies.rows.map(({ items: [a, b], similarity, exact }) =>
-    make("div", { class: "card" }, tile(a), tile(b), make("div", { class: "about" },
+  listing(byId("copies"), byId("copies-more"), findings[0].copies.rows, ({ items: [a, b], similarity, exact }) =>
+    [make("div", { class: "card" }, tile(a), tile(b), make("div", { class: "about" },
       make("div", {}, named(className(a))), make("div", {}, items.label[a] === items.label[b] ? "same class" : named(className(b))),
-      make("div", {}, exact ? "identical" : `cosine ${similarity.toFixed(3)}`)))));
+      make("div", {}, exact ? "identical" : `cosine ${similarity.toFixed(3)}`)))], 12);
 }
 
 // --- runs against each other --------------------------------------------------------------------------------------
