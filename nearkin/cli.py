@@ -19,7 +19,7 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin demo                 train, judge and report on built-in data: two minutes on two cores
   nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER (or .csv) of your images
   nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
-  nearkin report RUN           one self-contained HTML page for a run
+  nearkin report RUN [RUN]     one self-contained HTML page for a run, or for one against another
   nearkin index RUN FOLDER     make images searchable by a run's model
   nearkin search DIR IMAGE     the nearest images, or "unknown"
   nearkin serve DIR            a page and a JSON API to search by dropping an image
@@ -48,14 +48,6 @@ class DemoArgs:
     """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
     quiet: bool = False
     """Print the final table only."""
-
-
-@dataclass(frozen=True)
-class ReportArgs:
-    """Write one self-contained HTML page for a finished run."""
-
-    out: Path | None = None
-    """Where to write the page; by default report.html in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +128,9 @@ def demo(argv: list[str]) -> None:
 
 
 def report(argv: list[str]) -> None:
-    target, flags = leading(argv, "a run folder", "nearkin report RUN", ReportArgs)
-    args = parse(ReportArgs, flags, "nearkin report RUN")
-    from nearkin.progress import Reporter
-    from nearkin.report.page import write_page
-    from nearkin.runs import Run
+    from nearkin.report.commands import report as run
 
-    print(write_page(Run(target), args.out, reporter=Reporter()))
+    run(argv)
 
 
 def evaluate(argv: list[str]) -> None:

@@ -1,131 +1,254 @@
-"""One self-contained HTML page for a run: no network, thumbnails inline."""
+"""One self-contained HTML page for a run, or for several runs judged on the same images: no network, all inline."""
 
 from __future__ import annotations
 
 import base64
-import io
+import hashlib
 import json
-from dataclasses import dataclass, replace
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nearkin import __version__
-from nearkin.data import sources
-from nearkin.data.splits import split_for
-from nearkin.data.table import Table
-from nearkin.errors import RunError, need
-from nearkin.evaluate import query_and_gallery
+from nearkin.errors import DataError, RunError, need
+from nearkin.files import write_aside
 from nearkin.progress import Reporter
-from nearkin.ranking import neighbours
-from nearkin.report.plots import learning_curve
+from nearkin.report import gallery
+from nearkin.report.compare import check_same_images, difference, settings_that_differ, verdict
+from nearkin.report.contents import Shown, findings, items, story, without_nan
+from nearkin.report.gallery import Sheet, sheet
+from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
+from nearkin.report.view import NEIGHBOURS, View, look
 from nearkin.runs import Run
-
-NEIGHBOURS = 8
-RIGHT, WRONG = 8, 6  # rows of the gallery: queries at random, and queries whose nearest neighbour is wrong
 
 
 @dataclass(frozen=True)
-class Item:
-    """One thumbnail of the gallery."""
+class Report:
+    """Everything a page tells, before it is HTML: what `--json` writes, the tables and the figures are made of.
 
-    image: str  # data URI
-    label: str
-    right: bool
-    similarity: float
+    names     of the runs: A, B, ... with their losses; a single run has the name of its loss
+    stories   what each run folder says: result, epochs, alarms, recipe, environment
+    items     the images on the page, or None where there are none to look at; `why` then says the reason
+    findings  what each run makes of the images
+    against   for every run after the first, what it gains over the first
+    differ    settings in which the runs are not alike
+    """
+
+    names: list[str]
+    stories: list[dict[str, Any]]
+    items: dict[str, Any] | None = None
+    why: str = ""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    against: list[dict[str, Any]] = field(default_factory=list)
+    differ: list[tuple[str, list[str]]] = field(default_factory=list)
+    pictures: Sheet | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without the pictures."""
+        return {
+            "nearkin": __version__,
+            "names": self.names,
+            "runs": without_nan(self.stories),
+            "items": self.items,
+            "why": self.why,
+            "findings": self.findings,
+            "against": self.against,
+            "differ": [list(row) for row in self.differ],
+        }
 
 
 def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
-    """Write the page of a finished run and return where it is."""
-    result = run.result
-    if result is None:
-        raise RunError(f"{run.path}: this run is not finished. Run its training command again to go on.")
+    """Write the page of one finished run and return where it is: report.html in the run folder, unless told."""
+    return write_report(gather([run], reporter=reporter), out or run.path / "report.html")
+
+
+def gather(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Report:
+    """Look at the runs and all they were judged on. Runs that were judged on different images are refused."""
+    if unfinished := [run for run in runs if run.result is None]:
+        raise RunError(f"{unfinished[0].path}: this run is not finished. Run its training command again to go on.")
+    if len({run.path.resolve() for run in runs}) < len(runs):
+        raise RunError("report: the same run is given twice.")
+    stories = [story(run) for run in runs]
+    names = [f"{letter}: {one['loss']}" for letter, one in zip(_letters(), stories, strict=False)]
+    names = [stories[0]["loss"]] if len(runs) == 1 else names
+    differ = settings_that_differ(runs)
+    try:
+        views = [look(run, reporter=reporter) for run in runs]
+    except (DataError, RunError) as error:  # data or weights that are gone; the numbers are still there
+        if len(runs) > 1:
+            raise
+        reporter.say(f"no images on the page: {error}")
+        return Report(names, stories, why=_without_folders(str(error), runs[0]))
+    check_same_images(runs, views)
+    shown = _shown(views)
+    return Report(
+        names,
+        stories,
+        items=items(views[0], shown),
+        findings=[findings(view, shown, tsne=tsne, reporter=reporter) for view in views],
+        against=[difference(views[0], view, shown) for view in views[1:]],
+        differ=differ,
+        pictures=sheet(views[0].table.images, shown.rows, reporter=reporter) if views[0].has_images else None,
+    )
+
+
+def _without_folders(text: str, run: Run) -> str:
+    """An error's text without the folders of this machine: a page is shared."""
+    for path in filter(None, (run.recipe.data.root, run.path)):
+        text = text.replace(f"{path.parent}/", "")
+    return text
+
+
+def _letters() -> Sequence[str]:
+    return [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
+
+
+def _shown(views: Sequence[View]) -> Shown:
+    first = np.concatenate([rows for view in views for rows in gallery.views(view).values()])
+    return Shown.of(gallery.choose([view.near for view in views], first), len(views[0]))
+
+
+# --- HTML ------------------------------------------------------------------------------------------------------------
+
+
+def write_report(report: Report, out: Path) -> Path:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # A file name that is no valid Unicode can become a class name; it must not keep a page from being written.
+        write_aside(out, render(report).encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
+    return out
+
+
+def render(report: Report) -> str:
+    """The page as text."""
     jinja2 = need("jinja2", extra="report")
     loader = jinja2.PackageLoader("nearkin.report", "templates")
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        "run.html"
-    )
-    random_rows, wrong_rows, wrong_share = gallery(run, reporter)
-    epochs = [event for event in run.events() if event["event"] == "epoch"]
-    page = template.render(
+    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters["percent"] = percent
+    script = loader.get_source(made, "page.js")[0]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    verdicts = [
+        verdict(one["metrics"], report.names[0], name)
+        for one, name in zip(report.against, report.names[1:], strict=False)
+    ]
+    return made.get_template("page.html").render(  # type: ignore[no-any-return]
         version=__version__,
-        run=run,
-        recipe=run.recipe,
-        recipe_toml=replace(run.recipe, data=replace(run.recipe.data, root=None)).to_toml(),
-        environment=json.dumps(_environment(run), indent=2),
-        result=result,
-        headline=headline(run),
-        curve=learning_curve(epochs, chosen=result["protocol"]["epoch"]),
-        random_rows=random_rows,
-        wrong_rows=wrong_rows,
-        wrong_share=wrong_share,
+        report=report,
+        several=len(report.stories) > 1,
+        leads=[lead(one) for one in report.stories],
+        verdicts=verdicts,
+        charts=[charts(one) for one in report.stories],
+        pair_charts=[pair_charts(one) for one in report.findings],
+        together=learning_together(report),
+        environments=[json.dumps(one["environment"], indent=2) for one in report.stories],
         neighbours=NEIGHBOURS,
+        script=script,
+        script_hash=f"sha256-{allowed}",
+        style=loader.get_source(made, "page.css")[0],
+        data=safe_json(
+            {
+                "items": report.items,
+                "names": report.names,
+                "findings": [{k: v for k, v in one.items() if k not in STATIC} for one in report.findings],
+                "against": report.against,
+                "sheet": report.pictures and [report.pictures.columns, report.pictures.rows],
+            }
+        ),
     )
-    target = out or run.path / "report.html"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{target}: cannot write the page ({error.strerror}). Choose another place.") from None
-    return target
 
 
-def _environment(run: Run) -> dict[str, Any]:
-    """What the run ran on, without the command line: a page is shared, and paths are nobody else's business."""
-    stored = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-    return {name: value for name, value in stored.items() if name != "command"}
+STATIC = ("similarity", "sizes", "hubness")  # drawn once, in the template
 
 
-def gallery(run: Run, reporter: Reporter) -> tuple[list[list[Item]], list[list[Item]], float]:
-    """Queries with their nearest neighbours: some at random, some that fail, and the share that fails.
+def safe_json(value: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element or be read as markup.
 
-    Each row is the query followed by its neighbours. The draw is seeded, so the page shows the same each time.
+    >>> safe_json("</script>&")
+    '"\\\\u003c/script\\\\u003e\\\\u0026"'
     """
-    table = sources.load(run.recipe.data, Reporter(quiet=True))
-    _, holdout = split_for(table, run.recipe.data)
-    queries, items = query_and_gallery(holdout.open())
-    if queries.features is not None:  # ready features: there are no pictures to show
-        return [], [], 0.0
-    model = run.embedder()
-    emb = model.embed(queries.images, reporter=reporter)
-    if items is queries:
-        near, similar = neighbours(emb, k=min(NEIGHBOURS, len(queries) - 1))
-    else:
-        near, similar = neighbours(emb, model.embed(items.images, reporter=reporter), k=min(NEIGHBOURS, len(items)))
-    fails = items.labels[near[:, 0]] != queries.labels
-    rng = np.random.default_rng(0)
-    shown = rng.choice(len(queries), min(RIGHT, len(queries)), replace=False)
-    wrong = rng.permutation(np.flatnonzero(fails))[:WRONG]
-    rows = [[_row(queries, q, items, near[q], similar[q]) for q in chosen] for chosen in (shown, wrong)]
-    return rows[0], rows[1], float(fails.mean())
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
 
 
-def _row(queries: Table, query: int, items: Table, near: NDArray[Any], similar: NDArray[Any]) -> list[Item]:
-    own = queries.labels[query]
-    row = [Item(thumbnail(_pixels(queries, query)), queries.class_names[own], True, 1.0)]
-    for other, similarity in zip(near, similar, strict=True):
-        label = items.labels[other]
-        row.append(Item(thumbnail(_pixels(items, other)), items.class_names[label], label == own, float(similarity)))
-    return row
+def percent(value: float | None, form: str = ".1f") -> str:
+    """A share for people; a dash where there is none.
+
+    >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
+    ('12.3', '-', '-2.0')
+    """
+    return "-" if value is None or math.isnan(value) else f"{100 * value:{form}}"
 
 
-def _pixels(test: Table, row: int) -> NDArray[np.uint8]:
-    return test.images.read(np.array([row]))[0].numpy()
+def lead(told: dict[str, Any]) -> str:
+    """The sentence a page opens with."""
+    result = told["result"]
+    if result["test"] is not None:
+        return headline(result)
+    epoch = result["protocol"]["epoch"]
+    if result["val_R@1"] is None:
+        return f"Trained to epoch {epoch}; nothing was judged: there are no validation classes, and the test is sealed."
+    return (
+        f"{100 * result['val_R@1']:.1f} % of the validation images have a neighbour of their own kind nearest "
+        f"(epoch {epoch}, chosen by that number). The test classes are still sealed."
+    )
 
 
-def thumbnail(pixels: NDArray[np.uint8], most: int = 96) -> str:
-    """An image [C, H, W] as a data URI."""
-    image_module = need("PIL.Image", extra="report")
-    image = image_module.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
-    image.thumbnail((most, most))
-    buffer = io.BytesIO()
-    if len(pixels) == 1:
-        image.save(buffer, "PNG", optimize=True)
-        kind = "png"
-    else:
-        image.save(buffer, "JPEG", quality=80)
-        kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+# --- charts ----------------------------------------------------------------------------------------------------------
+
+DIAGNOSTICS = (
+    ("How tight classes are, and how far from others", (("tightness", "tightness"), ("contrastive", "contrastive"))),
+    ("Information about the class, nats", (("I(Z;Y)", "information"), ("lower bound", "information_bound"))),
+    ("Directions in use", (("effective rank", "effective_rank"),)),
+    ("Alignment and uniformity, lower is better", (("alignment", "alignment"), ("uniformity", "uniformity"))),
+)
+
+
+def charts(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """Learning and diagnostic curves of a run, as titles and SVG; curves without values are left out."""
+    epochs = told["epochs"]
+    x = [event["epoch"] for event in epochs]
+    kept = told["result"]["protocol"]["epoch"]
+
+    def val(metric: str) -> list[float | None]:
+        return [None if e["val"] is None else 100 * e["val"][metric] for e in epochs]
+
+    found = [
+        ("R@1 and MAP@R on validation classes, %", [Series(name, x, val(name)) for name in ("R@1", "MAP@R")]),
+        ("Loss", [Series("loss", x, [event["loss"] for event in epochs])]),
+    ]
+    for title, lines in DIAGNOSTICS:
+        found.append((title, [Series(name, x, [e["diagnosis"][key] for e in epochs]) for name, key in lines]))
+    drawn = [(title, line_chart(lines, f"{title}, by epoch", mark=kept)) for title, lines in found]
+    return [(title, svg) for title, svg in drawn if svg]
+
+
+def pair_charts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Similarities of pairs, and recall by embedding size."""
+    pairs, sizes = found["similarity"], found["sizes"]
+    groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
+    title = "Similarity of pairs, share of each kind"
+    drawn = [(title, histogram(groups, f"{title}, by cosine", pairs["low"], pairs["high"]))]
+    if len(sizes) > 1:
+        line = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
+        title = "R@1 of the first numbers of each vector, %"
+        drawn.append((title, line_chart([line], title, x_name="size", logarithmic=True)))
+    return [(title, svg) for title, svg in drawn if svg]
+
+
+def learning_together(report: Report) -> str:
+    """Validation R@1 of all runs on one chart."""
+    lines = []
+    for name, told in zip(report.names, report.stories, strict=True):
+        epochs = [event for event in told["epochs"] if event["val"] is not None]
+        lines.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+    return line_chart(lines, "Validation R@1 of each run, by epoch") if len(lines) > 1 else ""

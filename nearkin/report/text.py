@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -40,16 +42,20 @@ def result_table(run: Run) -> RichTable:
     return table
 
 
-def headline(run: Run) -> str:
-    """One sentence that says what training did, as far as the paired interval allows it to be said."""
-    assert run.result is not None
-    gain = run.result["gain"]
+def headline(run: Run | dict[str, Any]) -> str:
+    """One sentence that says what training did, as far as the paired interval allows it to be said.
+
+    run   or its result, of a run that opened its test classes
+    """
+    result = run if isinstance(run, dict) else run.result
+    assert result is not None
+    gain = result["gain"]
     over = gain["over"]
-    trained, raw = (100 * run.result["test"][name]["R@1"]["mean"] for name in ("trained", over))
+    trained, raw = (100 * result["test"][name]["R@1"]["mean"] for name in ("trained", over))
     low, high = (100 * bound for bound in gain["interval"])
     compared = {"raw pixels": "by raw pixels", "raw backbone": "by the backbone as it came"}[over]
     kept = (
-        "" if run.result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
+        "" if result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
     )
     share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % {compared}"
     if low > 0:
