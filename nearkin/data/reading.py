@@ -1,9 +1,10 @@
 """One image file as bytes of red, green and blue: the only place where files are decoded.
 
-Training, the cache, search and reports all read through here, so they cannot disagree. JPEG and common PNG files go
-to torchvision's decoder, everything else (and everything, where torchvision is not installed) to Pillow; scaling is
-torch's own in both cases. The picture is turned upright as its camera meant (EXIF), transparent pixels are laid over
-white, 16-bit values keep their high byte, CMYK and palettes become RGB.
+Training, the cache, search and reports all read through here, so they cannot disagree. JPEG files go to torchvision's
+decoder, everything else (and everything, where torchvision is not installed) to Pillow; scaling is torch's own in both
+cases. (torchvision 0.29 also reads PNG, but ends the process on a damaged one.) The picture is turned upright as its
+camera meant (EXIF), transparent pixels are laid over white, 16-bit values keep their high byte, CMYK and palettes become
+RGB.
 """
 
 from __future__ import annotations
@@ -129,9 +130,8 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
     vision = _torchvision_io() if decoder == "auto" and head.plain and excess < _DRAFT_FROM else None
     if vision is not None:
         try:
-            mode = vision.ImageReadMode.RGB_ALPHA if head.alpha else vision.ImageReadMode.RGB
-            pixels = vision.decode_image(torch.from_numpy(data), mode, apply_exif_orientation=True)
-            return (_over_white(pixels) if head.alpha else pixels), 1.0
+            rgb = vision.ImageReadMode.RGB
+            return vision.decode_image(torch.from_numpy(data), rgb, apply_exif_orientation=True), 1.0
         except RuntimeError:
             pass  # Pillow reads some files that torchvision does not, and otherwise names the reason
     image = need("PIL.Image", extra="vision").open(io.BytesIO(data.tobytes()))
@@ -215,22 +215,17 @@ def _short_side(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 class _Head:
-    """kind; size (width, height) if known; plain: torchvision decodes it as Pillow does; alpha: has an alpha plane."""
+    """kind; size (width, height) if known; plain: torchvision decodes it as Pillow does."""
 
-    def __init__(self, kind: str, size: tuple[int, int] | None = None, plain: bool = False, alpha: bool = False):
-        self.kind, self.size, self.plain, self.alpha = kind, size, plain, alpha
+    def __init__(self, kind: str, size: tuple[int, int] | None = None, plain: bool = False):
+        self.kind, self.size, self.plain = kind, size, plain
 
 
 def _sniff(head: bytes) -> _Head:
     if head.startswith(b"\xff\xd8"):
         return _sniff_jpeg(head)
     if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR" and len(head) > 26:
-        size = int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
-        depth, colour = head[24], head[25]
-        before_pixels = head[: head.find(b"IDAT")]
-        # Palettes, single transparent colours and 16 bits are decoded unlike Pillow's reading of them.
-        plain = depth == 8 and colour in {0, 2, 4, 6} and b"IDAT" in head and b"tRNS" not in before_pixels
-        return _Head("png", size, plain, alpha=colour in {4, 6})
+        return _Head("png", (int.from_bytes(head[16:20]), int.from_bytes(head[20:24])))
     return _Head("other")
 
 
