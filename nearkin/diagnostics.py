@@ -274,8 +274,7 @@ def _mean(values: Tensor, *, log: bool = False) -> float:
 
 # --- alarms -----------------------------------------------------------------------------------------------------------
 
-# Chosen on runs of 25 settings of losses on the glyphs (docs/diagnostics.md): halfway, in proportion, between what the
-# healthy ones and the broken ones showed.
+# Set between what 25 healthy and 11 broken runs on the glyphs showed: docs/diagnostics.md has the figures.
 ALIKE = 0.995  # mean similarity of negative pairs
 TOO_LONG = 200.0  # times the length at the start
 A_LINE = 1.5  # directions in use

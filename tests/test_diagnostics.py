@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nearkin import information
-from nearkin.data.splits import Table
+from nearkin.data.table import Table
 from nearkin.diagnostics import BINS, SIGMA, Diagnosis, alarms, diagnose, effective_rank
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.embedder import Embedder
@@ -224,6 +224,15 @@ def test_what_is_refused():
 # --- alarms on real runs ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_thread():
+    """Networks as small as these lose more to waiting threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **settings) -> list[Diagnosis]:
     """A small network on twenty glyphs: the panel before training and after each epoch."""
     torch.manual_seed(0)
@@ -251,6 +260,7 @@ def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **set
     return seen
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["proxy_anchor", "multi_similarity", "triplet", "contrastive", "softmax"])
 def test_healthy_runs_raise_no_alarm(glyphs_table, name):
     seen = history(glyphs_table, name)
@@ -258,6 +268,7 @@ def test_healthy_runs_raise_no_alarm(glyphs_table, name):
         assert alarms(seen[: end + 1]) == [], (end, seen[end])
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "settings", "want"),
     [
