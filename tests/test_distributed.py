@@ -30,6 +30,8 @@ from nearkin.losses import LOSSES
 from nearkin.miners import MINERS
 from nearkin.progress import Reporter
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def alone():

@@ -10,6 +10,8 @@ from nearkin import cli, recipes
 from nearkin.progress import Reporter
 from nearkin.report.page import gather, write_report
 
+pytestmark = pytest.mark.slow
+
 QUIET = Reporter(quiet=True)
 
 # A session of its own, with nothing that would look for the network.

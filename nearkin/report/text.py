@@ -54,9 +54,7 @@ def headline(run: Run | dict[str, Any]) -> str:
     trained, raw = (100 * result["test"][name]["R@1"]["mean"] for name in ("trained", over))
     low, high = (100 * bound for bound in gain["interval"])
     compared = {"raw pixels": "by raw pixels", "raw backbone": "by the backbone as it came"}[over]
-    kept = (
-        "" if result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
-    )
+    kept = "" if result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
     share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % {compared}"
     if low > 0:
         return f"{share}: {low:.1f} to {high:.1f} points gained.{kept}"
