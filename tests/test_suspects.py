@@ -273,7 +273,7 @@ def test_planted_copies_are_found():
 
 def test_a_collapsed_set_is_not_answered_with_every_pair():
     x = np.ones((300, 4)) + 1e-4 * np.random.default_rng(0).standard_normal((300, 4))
-    with pytest.raises(DataError, match="more than 10,000 pairs are as similar as 0.96"):
+    with pytest.raises(DataError, match=r"more than 10,000 pairs are as similar as 0\.96"):
         find_duplicates(x, np.zeros(300, dtype=int))
 
 

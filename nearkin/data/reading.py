@@ -3,8 +3,8 @@
 Training, the cache, search and reports all read through here, so they cannot disagree. JPEG files go to torchvision's
 decoder, everything else (and everything, where torchvision is not installed) to Pillow; scaling is torch's own in both
 cases. (torchvision 0.29 also reads PNG, but ends the process on a damaged one.) The picture is turned upright as its
-camera meant (EXIF), transparent pixels are laid over white, 16-bit values keep their high byte, CMYK and palettes become
-RGB.
+camera meant (EXIF), transparent pixels are laid over white, 16-bit values keep their high byte, CMYK and palettes
+become RGB.
 """
 
 from __future__ import annotations
