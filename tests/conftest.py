@@ -15,6 +15,17 @@ import pytest
 _CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
 os.environ["NEARKIN_CACHE"] = _CACHE
 
+# A session of its own, with nothing that would look for the network.
+BROWSER_FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 

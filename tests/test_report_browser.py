@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import BROWSER_FLAGS
 
 import nearkin as nk
 from nearkin import cli, recipes
@@ -14,17 +15,6 @@ pytestmark = pytest.mark.slow
 
 QUIET = Reporter(quiet=True)
 
-# A session of its own, with nothing that would look for the network.
-BROWSER_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 NASTY = (
     "</script><script>document.title='run'</script>",

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from conftest import BROWSER_FLAGS
 from serving import TOKEN, Server, picture
-from test_pipeline import BROWSER_FLAGS
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
 ODD = "<b>bold</b> & é"
