@@ -126,7 +126,7 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     seed     which rows; the same seed takes the same rows of the same labels
 
     >>> seen = diagnose(torch.eye(4), torch.tensor([0, 0, 1, 1]))
-    >>> seen.rows, seen.alignment, round(seen.effective_rank, 6), seen.negative_mean
+    >>> seen.rows, round(seen.alignment, 6), round(seen.effective_rank, 6), seen.negative_mean
     (4, 2.0, 3.0, 0.0)
     """
     if sample < 2 * PER_CLASS:

@@ -22,6 +22,8 @@ from nearkin.arguments import parse
 from nearkin.deploy.serve import public_names
 from nearkin.deploy.serve_flags import ServeArgs
 
+pytestmark = pytest.mark.unfinished
+
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 from serving import TOKEN
 
+pytestmark = pytest.mark.unfinished
+
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
 
 

@@ -101,7 +101,7 @@ class Mahalanobis(LinearMetric):
     shrinkage   times the mean variance, added to every variance; above 0 when features are many and samples few
 
     >>> x = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]])
-    >>> np.cov(Mahalanobis().fit_transform(x).T).round(6).tolist()
+    >>> (np.cov(Mahalanobis().fit_transform(x).T).round(6) + 0.0).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
 
