@@ -179,7 +179,7 @@ def _similarity(view: View) -> dict[str, Any]:
     high = min(1.0, math.ceil(high * 50) / 50)
     low = min(math.floor(low * 50) / 50, high - 0.02)
     edges = np.linspace(low, high, BINS + 1)
-    counts = [np.histogram(np.clip(each, low, high), edges)[0].tolist() for each in (positive, negative)]
+    counts = [np.histogram(np.clip(each.astype(float), low, high), edges)[0].tolist() for each in (positive, negative)]
     return {
         "low": low,
         "high": high,
