@@ -174,12 +174,12 @@ def _similarity(view: View) -> dict[str, Any]:
     seen = diagnose(view.emb[rows], labels)
     pairs = pair_up(view.emb[rows], labels)
     positive, negative = pairs.sim[pairs.pos].numpy(), pairs.sim[pairs.neg].numpy()
-    both = np.concatenate([positive, negative])
-    low, high = (float(v) for v in np.quantile(both, [0.001, 0.999])) if len(both) else (-1.0, 1.0)
+    ends = np.array([np.quantile(each, [0.001, 0.999]) for each in (positive, negative) if len(each)])
+    low, high = (float(ends[:, 0].min()), float(ends[:, 1].max())) if len(ends) else (-1.0, 1.0)
     high = min(1.0, math.ceil(high * 50) / 50)
     low = min(math.floor(low * 50) / 50, high - 0.02)
     edges = np.linspace(low, high, BINS + 1)
-    counts = [np.histogram(np.clip(each, low, high), edges)[0].tolist() for each in (positive, negative)]
+    counts = [np.histogram(np.clip(each.astype(float), low, high), edges)[0].tolist() for each in (positive, negative)]
     return {
         "low": low,
         "high": high,
