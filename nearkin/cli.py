@@ -26,7 +26,8 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin export RUN           the model as an ONNX or torch file that runs without nearkin (being built)
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
-  nearkin tournament RESULTS   rank losses over experiments and say which differences are settled
+  nearkin bench run STUDY      many trainings under one protocol, resumable, with error bars (plan, status)
+  nearkin tournament STUDY     rank losses over experiments and say which differences are settled
   nearkin doctor               versions, devices, extras, and trouble known for this machine
 
 Each command teaches itself: nearkin train --help
@@ -215,6 +216,12 @@ def doctor(argv: list[str]) -> None:
     show(examine())
 
 
+def bench(argv: list[str]) -> None:
+    from nearkin.bench.commands import bench as run
+
+    run(argv)
+
+
 def tournament(argv: list[str]) -> None:
     from nearkin.bench.commands import tournament as run
 
@@ -262,6 +269,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "export": export,
     "data": data,
     "losses": losses,
+    "bench": bench,
     "tournament": tournament,
     "doctor": doctor,
 }

@@ -5,6 +5,7 @@
     │   └── UnknownName       a name missing from a registry, with a suggestion
     ├── DataError             images, labels, features or folders that cannot be used
     ├── RunError              a run folder that cannot be written, read or resumed
+    │   └── RunBusy           another process holds it
     ├── TrainingFailed        a run that went wrong by itself (a loss that is not finite)
     ├── ProcessLost           of several processes that train together one has died or does not answer
     └── MissingExtra          an optional package is not installed
@@ -39,6 +40,10 @@ class DataError(UserError):
 
 class RunError(UserError):
     """A run folder that cannot be written, read or resumed."""
+
+
+class RunBusy(RunError):
+    """Another process holds the run."""
 
 
 class TrainingFailed(UserError):

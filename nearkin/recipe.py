@@ -68,6 +68,8 @@ class Data:
     """With 10, validation is one of ten equal groups of the training classes instead of val_share of them."""
     fold: int = 0
     """Which of the folds validates, from 0."""
+    choose_on: Literal["validation", "test"] = "validation"
+    """test: choose the epoch on the test classes, as most papers do. Such a number is too high, and marked as such."""
     split_seed: int = 0
     """Draws which classes go where; the same for every run that is to be compared."""
 
@@ -291,14 +293,22 @@ class Recipe:
 
     def key(self, fingerprint: str) -> str:
         """The run's name, for data of this fingerprint: readable in front, a hash of all that counts behind."""
-        counted = json.dumps([fingerprint, _to_dict(self, keyed_only=True)], sort_keys=True)
+        counted = json.dumps([fingerprint, keyed(self)], sort_keys=True)
         digest = hashlib.sha256(counted.encode()).hexdigest()[:12]
         return f"{self.data.source}-{self.loss.name}-{self.model.dim}-{digest}"
+
+
+_SECTIONS = (Recipe, Data, Model, Train)
 
 
 def _check(holds: bool, where: str, wanted: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{where}: expected {wanted}, got {got}.")
+
+
+def keyed(recipe: Recipe) -> dict[str, Any]:
+    """All of a recipe that changes a number, as plain values."""
+    return _to_dict(recipe, keyed_only=True)
 
 
 def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
@@ -324,7 +334,9 @@ def from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     known = [entry.name for entry in dataclasses.fields(kind)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"{where}{key}: no such setting.{_suggest(where, key)}")
+            near = _suggest(where, key) if kind in _SECTIONS else did_you_mean(key, known)
+            there = f" There are: {', '.join(known)}."
+            raise ConfigError(f"{where}{key}: no such setting.{near or there}")
     return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()})
 
 
@@ -359,6 +371,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
         return Choice.from_dict(value, where) if hint is Choice else from_dict(hint, value, f"{where}.")
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where}: expected a list, got {value!r}.")
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
+    if typing.get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
+        return value
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin.errors import RunError
+from nearkin.errors import RunBusy, RunError
 from nearkin.files import write_aside
 from nearkin.recipe import Recipe
 
@@ -101,7 +101,7 @@ class Run:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(f"{self.path}: another process is training this run. Wait for it, or stop it.") from None
+                raise RunBusy(f"{self.path}: another process is training this run. Wait for it, or stop it.") from None
             yield
 
     def log(self, **event: Any) -> None:

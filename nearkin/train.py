@@ -36,6 +36,9 @@ from nearkin.steps import NotFinite, backward, check_hyper, follow, update
 from nearkin.tracking import Tracker, open_trackers
 
 
+TEST_CHOSEN = "THE TEST CLASSES: too high, and not comparable with the other protocols"
+
+
 def fit(
     recipe: Recipe,
     runs: str | Path = "runs",
@@ -69,11 +72,13 @@ def _fit(
     key = recipe.key(f"{table.fingerprint}{model_fingerprint(recipe, model)}")
     run = Run(from_first(Run.create(runs, key, recipe).path if is_first() else None) or runs / key)
     run.writes = is_first()
-    if run.result is not None and (run.result["test"] is not None or not final):
+    if is_finished(run, final):
         reporter.say(f"done already: {run.path}")
         return run
 
     with run.writing(), noting_ctrl_c() as stop_asked, open_trackers(trackers, run) as tracker:
+        if from_first(is_finished(run, final)):  # by another process, between the look above and the lock
+            return run
         hyper = recipe.train
         check_hyper(model, hyper, place)
         model.calibrate(split.train.images)
@@ -166,7 +171,7 @@ def _fit(
         protocol = {
             **train.protocol(),
             "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
-            "epoch_chosen_by": "R@1 (then MAP@R) on validation classes" if val else "nothing: the last one",
+            "epoch_chosen_by": _chooser(recipe, val),
             "epoch": state.best_epoch,
         }
         result: dict[str, Any] = {"test": None}
@@ -176,6 +181,17 @@ def _fit(
         run.finish({"protocol": protocol, **result, **chosen})
         from_first(None)  # no process goes on before the result is written
     return run
+
+
+def is_finished(run: Run, final: bool) -> bool:
+    """Whether nothing is left to do: trained and, if asked for, judged on the test classes."""
+    return run.result is not None and (run.result["test"] is not None or not final)
+
+
+def _chooser(recipe: Recipe, val: Table | None) -> str:
+    if val is None:
+        return "nothing: the last one"
+    return "R@1 (then MAP@R) on " + ("validation classes" if recipe.data.choose_on == "validation" else TEST_CHOSEN)
 
 
 def judge_epoch(

@@ -1,0 +1,155 @@
+"""A study in tables and sentences: the plan, how far it is, and what came out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from nearkin.bench.estimates import Estimate
+from nearkin.bench.repeats import Cell, cells
+from nearkin.bench.running import Folder
+from nearkin.bench.tables import Grid, markdown, rich_table, standings_grid, write_files
+from nearkin.bench.tournament import Tournament, judge
+from nearkin.bench.verdict import verdict
+from nearkin.files import write_aside
+from nearkin.progress import duration
+
+WIDE = 6  # experiments side by side in the terminal
+
+
+def plan_grid(folder: Folder, estimate: Estimate, *, full: bool) -> Grid:
+    """A line per trial, or per experiment with its sums."""
+    keep = folder.study.keep_models
+    if full:
+        rows = tuple(
+            (t.experiment, t.entrant, str(t.seed), str(t.part), duration(estimate.seconds(t)), t.id)
+            for t in folder.trials
+        )
+        head = ("experiment", "entrant", "seed", "fold", "time", "id")
+        return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
+    rows_by: dict[str, list[float]] = {}
+    for t in folder.trials:
+        count = rows_by.setdefault(t.experiment, [0, 0.0, 0.0])
+        count[0] += 1
+        count[1] += estimate.seconds(t)
+        count[2] += estimate.bytes(t, keep_models=keep)
+    entrants = len(folder.study.names)
+    lines = tuple(
+        (name, str(entrants), str(round(n / entrants)), f"{n:.0f}", duration(s / n), duration(s), megabytes(b))
+        for name, (n, s, b) in rows_by.items()
+    )
+    head = ("experiment", "entrants", "draws", "trials", "each", "together", "disk")
+    return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, lines)
+
+
+def plan_totals(folder: Folder, estimate: Estimate, *, workers: int) -> str:
+    """The whole, in a few lines: what, how judged, how long, how much."""
+    done = folder.outcomes()
+    left = [trial for trial in folder.trials if trial.id not in done]
+    seconds = sum(estimate.seconds(trial) for trial in left)
+    disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in folder.trials)
+    basis = (
+        f"scaled by {estimate.learned_from} finished trials"
+        if estimate.learned_from
+        else "a rough guess from the networks' arithmetic; finished trials will correct it"
+    )
+    badges = "; ".join(dict.fromkeys(trial.badge for trial in folder.trials))
+    models = f"{folder.study.protocol.parts} models each, " if folder.study.protocol.parts > 1 else ""
+    return (
+        f"{len(folder.trials)} trials ({models}{len(done)} done), protocol {folder.study.protocol.name}: {badges}\n"
+        f"about {duration(seconds / workers)} with {workers} at a time, {megabytes(disk)} of disk ({basis})"
+    )
+
+
+def status_grid(folder: Folder) -> Grid:
+    outcomes, running = folder.outcomes(), folder.running()
+    counts: dict[str, Counter[str]] = {}
+    for trial in folder.trials:
+        outcome = outcomes.get(trial.id)
+        state = outcome.status if outcome else "running" if trial.id in running else "left"
+        counts.setdefault(trial.experiment, Counter())[state] += 1
+    states = ("done", "failed", "running", "left")
+    rows = tuple((name, *(str(count[state]) for state in states)) for name, count in counts.items())
+    return Grid(f"'{folder.study.name}'", ("experiment", *states), rows)
+
+
+def status_lines(folder: Folder, estimate: Estimate) -> str:
+    """Failures with their reasons, and the time that is left."""
+    outcomes = folder.outcomes()
+    lines = [
+        f"FAILED {trial}: {outcomes[trial.id].reason}"
+        for trial in folder.trials
+        if trial.id in outcomes and outcomes[trial.id].status == "failed"
+    ]
+    left = [trial for trial in folder.trials if trial.id not in outcomes]
+    if not left:
+        return "\n".join([*lines, f"finished: {len(outcomes)} trials, {len(lines)} of them failed"])
+    at_a_time = max(1, len(folder.running()))
+    seconds = sum(estimate.seconds(trial) for trial in left) / at_a_time
+    lines.append(f"{len(outcomes)} of {len(folder.trials)} done; about {duration(seconds)} with {at_a_time} at a time")
+    return "\n".join(lines)
+
+
+# --- what came out ---------------------------------------------------------------------------------------------------
+
+
+def outcome_grid(folder: Folder, found: dict[tuple[str, str], Cell], order: list[str]) -> Grid:
+    """Entrants by experiments: the mean over draws, and its sample deviation where there are several."""
+    experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
+    rows = []
+    for entrant in order:
+        shown = [found[name, entrant].short() if (name, entrant) in found else "-" for name in experiments]
+        rows.append((entrant, *shown))
+    return Grid(f"{folder.study.metric} in percent, mean ± sample deviation", ("entrant", *experiments), tuple(rows))
+
+
+def judged(folder: Folder) -> Tournament | None:
+    """The tournament; None with fewer than two entrants that have a value."""
+    results = folder.results()
+    return judge(results) if len({result.entrant for result in results if result.value is not None}) > 1 else None
+
+
+def outcome_parts(folder: Folder) -> list[Any]:
+    """For the terminal: numbers, ranks, and in words what is settled."""
+    tournament, found = judged(folder), cells(folder)
+    order = [s.entrant for s in tournament.standings] if tournament else list(folder.study.names)
+    parts: list[Any] = [rich_table(outcome_grid(folder, found, order))]
+    if tournament is not None:
+        parts += [rich_table(standings_grid(tournament)), verdict(tournament)]
+    failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
+    if failed:
+        parts.append(f"{len(failed)} trials failed and are left out of every rank: nearkin bench status {folder.path}")
+    return [*parts, *(f"protocol: {badge}" for badge in dict.fromkeys(trial.badge for trial in folder.trials))]
+
+
+def write_outcome(folder: Folder) -> list[Path]:
+    """results.csv, numbers.md and the tournament's files into the folder of the study."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("experiment", "entrant", "seed", "value", "reason"))
+    for r in folder.results():
+        writer.writerow((r.experiment, r.entrant, r.seed, "" if r.value is None else r.value, r.reason or ""))
+    tournament, found = judged(folder), cells(folder)
+    order = [s.entrant for s in tournament.standings] if tournament else list(folder.study.names)
+    badges = "\n".join(f"- {badge}" for badge in dict.fromkeys(trial.badge for trial in folder.trials))
+    numbers = f"# {folder.study.name}\n\n{badges}\n\n{markdown(outcome_grid(folder, found, order))}\n"
+    written = []
+    for name, text in (("results.csv", out.getvalue()), ("numbers.md", numbers)):
+        write_aside(folder.path / name, text)
+        written.append(folder.path / name)
+    if tournament is not None:
+        write_files(tournament, folder.path / "tournament")
+        written.append(folder.path / "tournament")
+    return written
+
+
+def megabytes(count: float) -> str:
+    """
+    >>> megabytes(2_300_000), megabytes(5e9)
+    ('2 MB', '5.0 GB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{math.ceil(count / 1e6 - 0.5)} MB"

@@ -1,0 +1,237 @@
+"""Running a study: any number of workers take trials from one folder, and nothing is lost or done twice.
+
+    STUDY/study.toml          what is to be done
+    STUDY/trials/ID.json      one outcome each, written last: its existence means done (or failed, with the reason)
+    STUDY/trials/ID.lock      held by the worker that runs the trial; a killed worker lets go by itself
+    RUNS/<key>/               the run folders, which studies share
+
+There is no queue and no master: a worker walks the plan, skips what has an outcome, takes what nobody holds, and waits
+for the rest in case its holder dies. A trial that was cut off goes on from its checkpoint with the same numbers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nearkin.bench.results import Result
+from nearkin.bench.study import Study, Trial
+from nearkin.errors import ConfigError, DataError, RunBusy, RunError, TrainingFailed
+from nearkin.files import write_aside
+from nearkin.progress import Reporter
+
+WAIT = 0.5  # seconds between looks at trials that other workers hold
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial."""
+
+    id: str
+    status: str
+    """done or failed."""
+    reason: str | None = None
+    """Why it failed."""
+    run: str | None = None
+    """The run folder that was judged, relative to the study's folder where it lies below or beside it."""
+    test: dict[str, float] | None = None
+    """Metrics on the test classes, as shares."""
+    intervals: dict[str, list[float]] | None = None
+    """Their 95 % intervals over classes."""
+    yardstick: dict[str, float] | None = None
+    """R@1 on the test classes of what training started from, by name."""
+    val: float | None = None
+    """R@1 on the validation classes, at the chosen epoch."""
+    epoch: int | None = None
+    seconds: float = 0.0
+    """Of this trial, reading and judging included; only of its last sitting if it was cut off."""
+    badge: str = ""
+
+
+class Folder:
+    """The folder of a study."""
+
+    def __init__(self, path: Path, study: Study) -> None:
+        self.path, self.study = path, study
+        self.trials = study.trials()
+
+    @staticmethod
+    def begin(path: Path, study: Study) -> Folder:
+        """Make the folder, or go on with it; another study under the same name is refused."""
+        for trial in (folder := Folder(path, study)).trials:
+            _check(trial)
+        stored = path / "study.toml"
+        text = study.to_toml()
+        try:
+            (path / "trials").mkdir(parents=True, exist_ok=True)
+            if not stored.exists():
+                write_aside(stored, text)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another place with --out.") from None
+        before = Folder.open(path)
+        gone = {trial.id for trial in before.trials} - {trial.id for trial in folder.trials}
+        if gone and any((path / "trials" / f"{id}.json").exists() for id in gone):
+            raise ConfigError(
+                f"{path}: holds outcomes of another study '{before.study.name}' that this one has not. "
+                "Give another folder with --out, or remove that one."
+            )
+        write_aside(stored, text)
+        return folder
+
+    @staticmethod
+    def open(path: str | Path) -> Folder:
+        path = Path(path)
+        if not (path / "study.toml").exists():
+            raise RunError(f"{path}: not the folder of a study (it holds no study.toml). Begin one: nearkin bench run.")
+        return Folder(path, Study.from_toml(path / "study.toml"))
+
+    def outcome(self, trial: Trial) -> Outcome | None:
+        file = self.path / "trials" / f"{trial.id}.json"
+        try:
+            return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"{file}: cannot be read ({error}). Remove the file to run the trial again.") from None
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """By the trial's id; what is not done yet is absent."""
+        found = {trial.id: self.outcome(trial) for trial in self.trials}
+        return {id: outcome for id, outcome in found.items() if outcome is not None}
+
+    def write(self, trial: Trial, outcome: Outcome) -> None:
+        write_aside(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
+
+    def forget_failures(self) -> int:
+        """Let trials that failed run again; how many there are."""
+        failed = [id for id, outcome in self.outcomes().items() if outcome.status == "failed"]
+        for id in failed:
+            (self.path / "trials" / f"{id}.json").unlink(missing_ok=True)
+        return len(failed)
+
+    def running(self) -> set[str]:
+        """Ids of trials that some process holds right now."""
+        held = set()
+        for lock in (self.path / "trials").glob("*.lock"):
+            with open(lock, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    held.add(lock.stem)
+        return held
+
+    @contextmanager
+    def claim(self, trial: Trial) -> Iterator[bool]:
+        """Whether the trial is ours to run; while it is, nobody else's."""
+        with open(self.path / "trials" / f"{trial.id}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield self.outcome(trial) is None
+
+    def results(self) -> list[Result]:
+        """For a tournament, in percent; trials that are not done are left out, failed ones carry their reason."""
+        rows, metric = [], self.study.metric
+        outcomes = self.outcomes()
+        for trial in self.trials:
+            outcome = outcomes.get(trial.id)
+            if outcome is None:
+                continue
+            value = None if outcome.test is None else 100 * outcome.test[metric]
+            rows.append(Result(trial.experiment, trial.entrant, trial.draw, value, outcome.reason))
+        return rows
+
+
+def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
+    """Take trials until every one has an outcome; how many this worker did."""
+    did = 0
+    while True:
+        left = [trial for trial in folder.trials if folder.outcome(trial) is None]
+        if not left:
+            return did
+        before = did
+        for trial in left:
+            with folder.claim(trial) as ours:
+                if not ours:
+                    continue
+                try:
+                    folder.write(trial, run_trial(trial, folder, runs, device))
+                except RunBusy:
+                    continue  # the same run, as part of another study
+                did += 1
+        if did == before:
+            time.sleep(WAIT)
+
+
+def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
+    """Train and judge one trial. What is its own fault becomes its outcome; what would stop every trial is raised."""
+    from nearkin.train import fit
+
+    began = time.monotonic()
+    quiet = Reporter(quiet=True)
+    protocol = folder.study.protocol
+    try:
+        if protocol.refit:
+            chosen = fit(trial.recipe, runs, device=device, final=False, reporter=quiet)
+            assert chosen.result is not None
+            run = fit(
+                protocol.refitted(trial.recipe, chosen.result["protocol"]["epoch"]), runs, device=device, reporter=quiet
+            )
+        else:
+            chosen = run = fit(trial.recipe, runs, device=device, reporter=quiet)
+    except (TrainingFailed, ConfigError) as error:
+        return Outcome(trial.id, "failed", _one_line(error), seconds=time.monotonic() - began, badge=trial.badge)
+    except (DataError, RunError, OSError):
+        raise  # no data, no disk: no trial could do better
+    except Exception as error:
+        log = folder.path / "trials" / f"{trial.id}.log"
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        reason = f"{type(error).__name__}: {_one_line(error)} (see trials/{log.name})"
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
+    assert run.result is not None
+    assert chosen.result is not None
+    for made in {chosen.path, run.path}:
+        for name in ("last.pt", "previous.pt", *(() if folder.study.keep_models else ("best.pt",))):
+            (made / name).unlink(missing_ok=True)
+    test = run.result["test"]
+    return Outcome(
+        id=trial.id,
+        status="done",
+        run=str(run.path.resolve()),
+        test={name: value["mean"] for name, value in test["trained"].items()},
+        intervals={name: value["interval"] for name, value in test["trained"].items()},
+        yardstick={name: values["R@1"]["mean"] for name, values in test.items() if name != "trained"},
+        val=chosen.result["val_R@1"],
+        epoch=chosen.result["protocol"]["epoch"],
+        seconds=time.monotonic() - began,
+        badge=trial.badge,
+    )
+
+
+def _check(trial: Trial) -> None:
+    """Refuse a wrong name or setting before anything runs."""
+    from nearkin.building import check_names
+
+    try:
+        check_names(trial.recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{trial}: {error}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).splitlines()[:1]) or type(error).__name__
+
+
+def summary(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """How many are done and failed."""
+    failed = sum(outcome.status == "failed" for outcome in outcomes.values())
+    return {"done": len(outcomes) - failed, "failed": failed}

@@ -1,0 +1,270 @@
+"""A study: data sets x networks x sizes x losses x seeds under one protocol, written as a short TOML file.
+
+    name = "losses on my photos"
+    base = "folder_default"                    # the recipe that every trial starts from
+    losses = ["proxy_anchor", "triplet"]       # or ["all"]
+    sizes = [128, 512]
+    seeds = [0, 1, 2]
+    protocol.name = "fixed"
+
+    [[datasets]]
+    name = "photos"
+    source = "folder"
+    root = "photos"
+
+    [change]                                   # settings of every trial
+    train.epochs = 5
+
+    [entrants.triplet]                         # settings of one entrant
+    miner.name = "semihard"
+
+`Study.trials()` is the whole plan: every trial is a `Recipe`, so anyone can run one alone with `nearkin train`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nearkin import recipes
+from nearkin.bench.protocols import Protocol
+from nearkin.errors import ConfigError
+from nearkin.losses.register import LOSSES
+from nearkin.recipe import Recipe, from_dict, keyed
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set of a study; `source` and `root` as in a recipe."""
+
+    name: str
+    source: str
+    root: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training with all that names it: the experiment in which entrants meet, who enters, and the draw."""
+
+    dataset: str
+    backbone: str
+    size: int
+    entrant: str
+    seed: int
+    part: int
+    """The fold; 0 where there are none."""
+    val_share: float
+    experiment: str
+    draw: int
+    """The number under which a tournament pairs this trial with those of other entrants: seed and fold in one."""
+    recipe: Recipe
+    badge: str
+
+    @property
+    def id(self) -> str:
+        """Names the trial's files: readable in front, behind it a hash of all that decides its outcome."""
+        counted = json.dumps([self.dataset, self.badge, keyed(self.recipe)], sort_keys=True)
+        digest = hashlib.sha256(counted.encode()).hexdigest()[:10]
+        plain = "".join(c if c.isalnum() or c in "_." else "-" for c in f"{self.dataset}-{self.size}-{self.entrant}")
+        return f"{plain}-s{self.seed}-f{self.part}-{digest}"
+
+    def __str__(self) -> str:
+        fold = f", fold {self.part + 1}" if self.recipe.data.folds else ""
+        return f"{self.entrant} in {self.experiment}, seed {self.seed}{fold}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, on what, how often and how."""
+
+    name: str
+    losses: tuple[str, ...]
+    """Losses by name, or all; each is an entrant. Further entrants may be given under [entrants.NAME]."""
+    base: str = "glyphs_small"
+    """The recipe that trials start from: a name, a .toml file, or a pattern such as
+    thesis_{loss}:{dataset}:{backbone}:{size}."""
+    datasets: tuple[Dataset, ...] = ()
+    """By default the data of the base."""
+    backbones: tuple[str, ...] = ()
+    """By default the network of the base."""
+    sizes: tuple[int, ...] = ()
+    """Embedding sizes; by default that of the base."""
+    seeds: tuple[int, ...] = (0,)
+    protocol: Protocol = field(default_factory=Protocol)
+    val_shares: tuple[float, ...] = (0.1,)
+    """Shares of the training classes that choose the epoch; several make a study of the ratio itself."""
+    resplit: bool = False
+    """Let each seed draw the validation classes anew too (and the test classes, where the source has none)."""
+    metric: str = "R@1"
+    """What entrants are ranked by."""
+    tuned: Path | None = None
+    """Folder that `nearkin tune` wrote: loss, miner and training settings are taken from ENTRANT.toml there."""
+    keep_models: bool = True
+    """Keep the weights of finished trials; the numbers are kept in any case."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of all trials, as in a recipe."""
+    entrants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single entrants, as in a recipe; a name that is no loss needs loss.name."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("losses", self.losses or self.entrants), ("seeds", self.seeds)):
+            if not values:
+                raise ConfigError(f"{name}: at least one is needed.")
+        for name in ("losses", "backbones", "sizes", "seeds", "val_shares"):
+            given = getattr(self, name)
+            twice = next((value for value in given if given.count(value) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{name}: {twice!r} is given twice.")
+        names = [dataset.name for dataset in self.datasets]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"datasets: two have the same name ({', '.join(names)}).")
+        if len(self.val_shares) > 1 and self.protocol.name in ("default", "kfold"):
+            raise ConfigError(f"val_shares: the protocol {self.protocol.name} has none to vary.")
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Study:
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: there is no such study file.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a study ({error}).") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+        try:
+            return from_dict(cls, values, "").below(path.resolve().parent)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(_plain(dataclasses.asdict(self)))
+
+    def below(self, folder: Path) -> Study:
+        """Paths are relative to the file that names them."""
+        datasets = tuple(
+            dataclasses.replace(d, root=folder / d.root) if d.root is not None else d for d in self.datasets
+        )
+        base = str(folder / self.base) if self.base.endswith(".toml") else self.base
+        tuned = folder / self.tuned if self.tuned is not None else None
+        return dataclasses.replace(self, datasets=datasets, base=base, tuned=tuned)
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entrants: losses in the order given, then those that are only in [entrants]."""
+        losses = tuple(LOSSES) if self.losses == ("all",) else self.losses
+        return tuple(dict.fromkeys([*losses, *self.entrants]))
+
+    def trials(self) -> list[Trial]:
+        """Every trial, seeds outermost: stopped half-way, a study has few seeds of all rather than all of few."""
+        datasets: tuple[Dataset | None, ...] = self.datasets or (None,)
+        cells = itertools.product(datasets, self.backbones or (None,), self.sizes or (None,), self.val_shares)
+        plan = [
+            self._trial(*cell, entrant, seed, part)
+            for (seed, part), cell, entrant in itertools.product(self._draws(), list(cells), self.names)
+        ]
+        return plan
+
+    def _draws(self) -> Iterator[tuple[int, int]]:
+        return itertools.product(self.seeds, range(self.protocol.parts))
+
+    def _trial(
+        self,
+        dataset: Dataset | None,
+        backbone: str | None,
+        size: int | None,
+        val_share: float,
+        entrant: str,
+        seed: int,
+        part: int,
+    ) -> Trial:
+        values = self._start(entrant, dataset, backbone, size)
+        values = merged(values, self.change)
+        values = merged(values, self.entrants.get(entrant, {}))
+        if dataset is not None:
+            values["data"] |= {"source": dataset.source}
+            if dataset.root is not None:
+                values["data"]["root"] = str(dataset.root)
+        if backbone is not None:
+            values["model"]["backbone"] = backbone
+        if size is not None:
+            values["model"]["dim"] = size
+        values["data"] = self.protocol.apply(values["data"], part, val_share)
+        if self.resplit:
+            values["data"]["split_seed"] = seed
+        values["seed"] = seed
+        try:
+            recipe = Recipe.from_dict(values)
+            self.protocol.check(recipe)
+        except ConfigError as error:
+            raise ConfigError(f"{entrant}: {error}") from None
+        name = dataset.name if dataset is not None else recipe.data.source
+        cell = [name, *([recipe.model.backbone] if len(self.backbones) > 1 else []), str(recipe.model.dim)]
+        if len(self.val_shares) > 1:
+            cell.append(f"val {val_share:g}")
+        return Trial(
+            dataset=name,
+            backbone=recipe.model.backbone,
+            size=recipe.model.dim,
+            entrant=entrant,
+            seed=seed,
+            part=part,
+            val_share=val_share,
+            experiment=" ".join(cell),
+            draw=seed * self.protocol.parts + part,
+            recipe=recipe,
+            badge=self.protocol.badge(val_share),
+        )
+
+    def _start(self, entrant: str, dataset: Dataset | None, backbone: str | None, size: int | None) -> dict[str, Any]:
+        """The base recipe as plain values, with the entrant's loss in it."""
+        given = {"loss": entrant, "dataset": dataset and dataset.source, "backbone": backbone, "size": size}
+        try:
+            base = recipes.find(self.base.format(**{key: value for key, value in given.items() if value is not None}))
+        except KeyError as error:
+            raise ConfigError(f"base: '{self.base}' asks for {error}, which the study does not list.") from None
+        own = self.entrants.get(entrant, {}).get("loss", {})
+        name = own.get("name", entrant) if isinstance(own, Mapping) else entrant
+        _ = LOSSES[name]
+        values = base.to_dict()
+        if values["loss"]["name"] != name:
+            values["loss"] = {"name": name}
+            values.pop("miner", None)  # it was for another loss
+        if self.tuned is not None:
+            found = Recipe.from_toml(self.tuned / f"{entrant}.toml").to_dict()
+            values |= {key: found[key] for key in ("loss", "miner", "train") if key in found}
+        return values
+
+
+def merged(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with some of them changed.
+
+    >>> merged({"train": {"lr": 1.0, "epochs": 2}}, {"train": {"epochs": 5}})
+    {'train': {'lr': 1.0, 'epochs': 5}}
+    """
+    result = dict(values)
+    for key, value in change.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

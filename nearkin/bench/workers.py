@@ -1,0 +1,136 @@
+"""Starting workers and watching them: `nearkin bench run` with its progress and the time left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from nearkin.bench.estimates import Estimate, threads_for
+from nearkin.bench.running import Folder, Outcome, work
+from nearkin.bench.study import Trial
+from nearkin.errors import RunError
+from nearkin.progress import Reporter, duration
+
+LOOK = 0.5  # seconds between looks at what is done
+RESTARTS = 20  # of workers that were killed, over a whole run
+REFUSED = 2  # the exit code of a worker that cannot go on, as of any command
+
+
+def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device: str, reporter: Reporter) -> None:
+    """Run what is left of a study in so many processes; returns when every trial has an outcome.
+
+    A worker that is killed is replaced. When this process dies, its workers see their input end, write a checkpoint
+    and stop.
+    """
+    watch = Watch(folder, estimate, workers, reporter)
+    if not watch.left:
+        return
+    started = [_start(folder, runs, device, workers) for _ in range(min(workers, len(watch.left)))]
+    restarts = 0
+    try:
+        while watch.left:
+            time.sleep(LOOK)
+            watch.look()
+            for at, process in enumerate(started):
+                code = process.poll()
+                if code is None or not watch.left:
+                    continue
+                if code >= 0:
+                    watch.look()
+                    if code == 0 or not watch.left:
+                        continue
+                    raise RunError(f"A worker stopped (exit code {code}): {_last_words(process)}")
+                restarts += 1
+                if restarts > RESTARTS:
+                    raise RunError(
+                        f"Workers were killed {restarts} times (last by signal {-code}). If the memory runs out, "
+                        "use fewer --workers. What is done is kept; the same command goes on."
+                    )
+                reporter.say(f"a worker was killed (signal {-code}); its trial is taken up again")
+                started[at] = _start(folder, runs, device, workers)
+    finally:
+        for process in started:
+            _stop(process)
+
+
+def serve_as_worker(folder: Folder, runs: Path, device: str, *, detached: bool = False) -> None:
+    """What a started worker does; unless detached it stops, as by Ctrl-C, when the one that started it is gone."""
+    if not detached:
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
+    work(folder, runs, device=device, reporter=Reporter(quiet=True))
+
+
+class Watch:
+    """What is done of a study, said as it happens, with the time that the rest will take."""
+
+    def __init__(self, folder: Folder, estimate: Estimate, workers: int, reporter: Reporter) -> None:
+        self.folder, self.estimate, self.workers, self.reporter = folder, estimate, workers, reporter
+        self.began = time.monotonic()
+        self.left: dict[str, Trial] = {t.id: t for t in folder.trials if folder.outcome(t) is None}
+        self.first = len(self.left)
+        self.spent = 0.0  # what the trials done in this sitting had been estimated at
+        if self.first < len(folder.trials):
+            reporter.say(f"{len(folder.trials) - self.first} of {len(folder.trials)} trials are done already")
+
+    def look(self) -> None:
+        for trial in list(self.left.values()):
+            outcome = self.folder.outcome(trial)
+            if outcome is not None:
+                del self.left[trial.id]
+                self.spent += self.estimate.seconds(trial)
+                self.reporter.say(self._line(trial, outcome))
+
+    def _line(self, trial: Trial, outcome: Outcome) -> str:
+        total = len(self.folder.trials)
+        metric = self.folder.study.metric
+        found = (
+            f"{metric} {100 * outcome.test[metric]:.1f}" if outcome.test is not None else f"FAILED: {outcome.reason}"
+        )
+        return f"{total - len(self.left):>4}/{total}  {trial}  {found}  {outcome.seconds:.0f} s  {self._time_left()}"
+
+    def _time_left(self) -> str:
+        ahead = sum(self.estimate.seconds(trial) for trial in self.left.values())
+        pace = (time.monotonic() - self.began) / max(self.spent, 1e-9)
+        return f"{duration(ahead * pace)} left"
+
+
+def _start(folder: Folder, runs: Path, device: str, workers: int) -> subprocess.Popen[bytes]:
+    environment = {"OMP_NUM_THREADS": str(threads_for(workers)), **os.environ} if workers > 1 else dict(os.environ)
+    command = [sys.executable, "-m", "nearkin", "bench", "work", str(folder.path), "--runs", str(runs)]
+    return subprocess.Popen(
+        [*command, "--device", device],
+        stdin=subprocess.PIPE,  # held open for as long as this process lives
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # Ctrl-C goes to this process alone, which then stops them one by one
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a worker to write its checkpoint and end; do not wait for ever."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for pipe in (process.stdin, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr is not None
+    lines = process.stderr.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("nearkin: ") if lines else "it said nothing."
+
+
+def _stop_with_parent() -> None:
+    sys.stdin.buffer.read()  # ends when the other side is closed, by its will or by its death
+    os.kill(os.getpid(), signal.SIGINT)
