@@ -35,7 +35,6 @@ from nearkin.samplers import make_sampler
 from nearkin.steps import NotFinite, backward, check_hyper, follow, update
 from nearkin.tracking import Tracker, open_trackers
 
-
 TEST_CHOSEN = "THE TEST CLASSES: too high, and not comparable with the other protocols"
 
 
@@ -212,6 +211,10 @@ def judge_epoch(
     """
     looked_at = val or train.sample(1000)
     emb = embedded(model, looked_at, raw=True)
+    if not bool(torch.isfinite(emb).all()):  # the last step went too far; each step's loss was still finite
+        reason = f"the embeddings stopped being finite by the end of epoch {epoch}"
+        run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
+        raise TrainingFailed(f"{run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
     scores = scores_of(val, emb) if val else None
     recall, precision = (scores["R@1"], scores["MAP@R"]) if scores else (state.best, state.best_map)
     # With few validation classes R@1 is often the same; MAP@R decides then, and if that ties the earlier epoch wins.

@@ -25,25 +25,26 @@ def plan_grid(folder: Folder, estimate: Estimate, *, full: bool) -> Grid:
     """A line per trial, or per experiment with its sums."""
     keep = folder.study.keep_models
     if full:
-        rows = tuple(
+        every = tuple(
             (t.experiment, t.entrant, str(t.seed), str(t.part), duration(estimate.seconds(t)), t.id)
             for t in folder.trials
         )
-        head = ("experiment", "entrant", "seed", "fold", "time", "id")
-        return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
-    rows_by: dict[str, list[float]] = {}
+        return Grid(
+            f"Trials of '{folder.study.name}'", ("experiment", "entrant", "seed", "fold", "time", "id"), every, names=2
+        )
+    sums: dict[str, list[float]] = {}
     for t in folder.trials:
-        count = rows_by.setdefault(t.experiment, [0, 0.0, 0.0])
+        count = sums.setdefault(t.experiment, [0, 0.0, 0.0])
         count[0] += 1
         count[1] += estimate.seconds(t)
         count[2] += estimate.bytes(t, keep_models=keep)
     entrants = len(folder.study.names)
-    lines = tuple(
+    rows = tuple(
         (name, str(entrants), str(round(n / entrants)), f"{n:.0f}", duration(s / n), duration(s), megabytes(b))
-        for name, (n, s, b) in rows_by.items()
+        for name, (n, s, b) in sums.items()
     )
     head = ("experiment", "entrants", "draws", "trials", "each", "together", "disk")
-    return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, lines)
+    return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, rows)
 
 
 def plan_totals(folder: Folder, estimate: Estimate, *, workers: int) -> str:

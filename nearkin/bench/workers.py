@@ -53,6 +53,9 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
                     )
                 reporter.say(f"a worker was killed (signal {-code}); its trial is taken up again")
                 started[at] = _start(folder, runs, device, workers)
+    except KeyboardInterrupt:
+        done = len(folder.trials) - len(watch.left)
+        raise KeyboardInterrupt(f"stopped with {done} of {len(folder.trials)} trials done") from None
     finally:
         for process in started:
             _stop(process)
