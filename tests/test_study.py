@@ -14,6 +14,7 @@ from nearkin.bench.repeats import cells, paired_difference
 from nearkin.bench.running import Folder, run_trial, work
 from nearkin.bench.study import Dataset, Study
 from nearkin.cli import main
+from nearkin.data.sources import load_features
 from nearkin.data.splits import Holdout, split_for
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.losses.register import LOSSES
@@ -103,7 +104,7 @@ def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
         ({"seeds": ()}, "seeds: at least one"),
         ({"base": "thesis_{loss}:{backbone}"}, "asks for 'backbone'"),
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
-        ({"protocol": Protocol("query_gallery")}, "no queries and gallery"),
+        ({"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()}, "no queries and gallery"),
         ({"protocol": Protocol("kfold"), "val_shares": (0.1, 0.2)}, "none to vary"),
     ],
 )
@@ -176,10 +177,24 @@ def test_choosing_on_the_test_classes_only_on_request_and_badged(features, tmp_p
         assert outcome.test["R@1"] == pytest.approx(max(epochs), abs=1e-12)
 
 
+def test_queries_are_searched_in_their_gallery(features, tmp_path):
+    arrays = dict(np.load(features))
+    arrays["part"] = np.where(arrays["labels"] < 12, "train", np.where(np.arange(192) % 2, "query", "gallery"))
+    np.savez(features, **arrays)
+    change = {"train": {"epochs": 1, "batch_size": 32}}
+    study = small_study(
+        features, protocol=Protocol("query_gallery"), losses=("triplet",), sizes=(4,), seeds=(0,), change=change
+    )
+    study.protocol.check_table(load_features(features))
+    (outcome,) = done(tmp_path, study).outcomes().values()
+    assert len(Scores.load(f"{outcome.run}/perquery.npz")) == 48  # half of the 96 test rows ask
+    assert outcome.badge.startswith("queries in a gallery of their own")
+    with pytest.raises(ConfigError, match="needs the parts query and gallery; it has"):
+        study.protocol.check_table(load_features(write_features(tmp_path / "plain.npz")))
+
+
 def test_folds_are_disjoint_and_cover_the_training_classes(features):
     study = small_study(features, protocol=Protocol("kfold", folds=4), losses=("triplet",), sizes=(4,))
-    from nearkin.data.sources import load_features
-
     table = load_features(features)
     trials = [t for t in study.trials() if t.seed == 0]
     groups = []

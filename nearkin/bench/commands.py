@@ -150,7 +150,7 @@ def run(argv: list[str]) -> None:
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time)
     reporter.say(plan_totals(folder, estimate, workers=at_a_time))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
-        sources.load(data, Reporter(quiet=True))  # what is missing or broken is said once, now
+        study.protocol.check_table(sources.load(data, Reporter(quiet=True)))  # what is amiss is said once, now
     workers.run(folder, args.runs, estimate, workers=at_a_time, device=args.device, reporter=reporter)
     _show_outcome(folder, write_outcome(folder))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.data.table import Table
 from nearkin.errors import ConfigError
 from nearkin.recipe import Recipe
 
@@ -57,15 +58,19 @@ class Protocol:
         return changed
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a source that cannot be judged this way, before time is spent."""
-        if self.name != "query_gallery":
-            return
+        """Refuse a source that is known not to be judged this way, before its data are read."""
         source = recipe.data.source
-        if source in BENCHMARKS and "query" not in BENCHMARKS[source].parts:
-            having = ", ".join(name for name, b in BENCHMARKS.items() if "query" in b.parts)
-            raise ConfigError(f"query_gallery: {source} has no gallery of its own; {having} has. Use fixed.")
-        if source in ("glyphs", "features", "folder"):
-            raise ConfigError(f"query_gallery: {source} has no queries and gallery of its own. Use fixed.")
+        parted = source in ("features", "table") or (source in BENCHMARKS and "query" in BENCHMARKS[source].parts)
+        if self.name == "query_gallery" and not parted:
+            raise ConfigError(f"query_gallery: {source} has no queries and gallery of its own. Use the protocol fixed.")
+
+    def check_table(self, table: Table) -> None:
+        """The same once the data are read: a table or a file of features may have the two parts, or not."""
+        if self.name == "query_gallery" and not {"query", "gallery"} <= set(table.parts):
+            parts = ", ".join(table.parts) or "none"
+            raise ConfigError(
+                f"query_gallery: {table.source} needs the parts query and gallery; it has {parts}. Use the protocol fixed."
+            )
 
     def refitted(self, recipe: Recipe, epochs: int) -> Recipe:
         """The recipe of the second training: all training classes, the number of epochs that was chosen."""
