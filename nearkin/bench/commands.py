@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,7 +210,7 @@ def _show_outcome(folder: Folder, written: list[Path]) -> None:
 
     show(*outcome_parts(folder))
     print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
-    print(f"page:  nearkin report --study {folder.path}")
+    print(f"page:  nearkin report --study {shlex.quote(str(folder.path))}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -109,21 +110,32 @@ def outcome_grid(folder: Folder, found: dict[tuple[str, str], Cell], order: list
 
 
 def judged(folder: Folder) -> Tournament | None:
-    """The tournament; None with fewer than two entrants that have a value."""
+    """The tournament of those that have a value somewhere; None with fewer than two of them.
+
+    An entrant that failed everywhere has withdrawn: it is listed among the failures, and the others are still ranked.
+    """
     results = folder.results()
-    return judge(results) if len({result.entrant for result in results if result.value is not None}) > 1 else None
+    present = {result.entrant for result in results if result.value is not None}
+    return judge([r for r in results if r.entrant in present]) if len(present) > 1 else None
+
+
+def in_order(folder: Folder, tournament: Tournament | None) -> list[str]:
+    """Entrants by mean rank, then those that are not ranked."""
+    ranked = [s.entrant for s in tournament.standings] if tournament else []
+    return [*ranked, *(name for name in folder.study.names if name not in ranked)]
 
 
 def outcome_parts(folder: Folder) -> list[Any]:
     """For the terminal: numbers, ranks, and in words what is settled."""
     tournament, found = judged(folder), cells(folder)
-    order = [s.entrant for s in tournament.standings] if tournament else list(folder.study.names)
+    order = in_order(folder, tournament)
     parts: list[Any] = [rich_table(outcome_grid(folder, found, order))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), verdict(tournament)]
     failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
     if failed:
-        parts.append(f"{len(failed)} trials failed and are left out of every rank: nearkin bench status {folder.path}")
+        see = f"nearkin bench status {shlex.quote(str(folder.path))}"
+        parts.append(f"{len(failed)} trials failed and are left out of every rank: {see}")
     return [*parts, *(f"protocol: {badge}" for badge in dict.fromkeys(trial.badge for trial in folder.trials))]
 
 
@@ -135,7 +147,7 @@ def write_outcome(folder: Folder) -> list[Path]:
     for r in folder.results():
         writer.writerow((r.experiment, r.entrant, r.seed, "" if r.value is None else r.value, r.reason or ""))
     tournament, found = judged(folder), cells(folder)
-    order = [s.entrant for s in tournament.standings] if tournament else list(folder.study.names)
+    order = in_order(folder, tournament)
     badges = "\n".join(f"- {badge}" for badge in dict.fromkeys(trial.badge for trial in folder.trials))
     numbers = f"# {folder.study.name}\n\n{badges}\n\n{markdown(outcome_grid(folder, found, order))}\n"
     written = []

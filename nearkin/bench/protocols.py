@@ -69,7 +69,7 @@ class Protocol:
         if self.name == "query_gallery" and not {"query", "gallery"} <= set(table.parts):
             parts = ", ".join(table.parts) or "none"
             raise ConfigError(
-                f"query_gallery: {table.source} needs the parts query and gallery; it has {parts}. Use the protocol fixed."
+                f"query_gallery: {table.source} needs the parts query and gallery; it has {parts}. Use fixed."
             )
 
     def refitted(self, recipe: Recipe, epochs: int) -> Recipe:

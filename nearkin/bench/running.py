@@ -189,7 +189,9 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
         else:
             chosen = run = fit(trial.recipe, runs, device=device, reporter=quiet)
     except (TrainingFailed, ConfigError) as error:
-        return Outcome(trial.id, "failed", _one_line(error), seconds=time.monotonic() - began, badge=trial.badge)
+        said = _one_line(error)
+        reason = said.partition(": ")[2] if said.startswith(str(runs)) else said  # the run folder is known anyway
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
     except (DataError, RunError, OSError):
         raise  # no data, no disk: no trial could do better
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from nearkin.arguments import leading, parse
-from nearkin.errors import RunError
+from nearkin.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,12 @@ class ReportArgs:
     nearkin report runs/<first> runs/<second> -o comparison.html   (the second against the first)
 
     nearkin report runs/<key> --figures figures --tables tables    (for a paper)
+
+    nearkin report --study studies/tiny                            (a study: ranks, intervals, what failed)
     """
+
+    study: Path | None = None
+    """Folder of a study instead of runs."""
 
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Where to write the page; by default report.html in the folder of the (first) run."""
@@ -41,6 +46,9 @@ class ReportArgs:
 def report(argv: list[str]) -> None:
     """`nearkin report RUN [RUN ...]`."""
     prog = "nearkin report RUN [RUN ...]"
+    if any(word == "--study" or word.startswith("--study=") for word in argv):
+        _study(parse(ReportArgs, argv, "nearkin report --study STUDY"))
+        return
     first, rest = leading(argv, "a run folder", prog, ReportArgs)
     targets = [first]
     while rest and not rest[0].startswith("-"):
@@ -61,6 +69,23 @@ def report(argv: list[str]) -> None:
     for path in write_tables(made, args.tables) if args.tables is not None else []:
         print(path)
     for path in write_figures(made, args.figures) if args.figures is not None else []:
+        print(path)
+
+
+def _study(args: ReportArgs) -> None:
+    from nearkin.report.study import gather_study, write_study_page
+    from nearkin.report.study_figures import write_study_figures
+
+    assert args.study is not None
+    if args.tsne or args.tables is not None:
+        given = "--tsne" if args.tsne else "--tables"
+        raise ConfigError(f"{given}: not with --study; its tables lie in {args.study}/tournament.")
+    made = gather_study(args.study)
+    print(write_study_page(made, args.out or args.study / "report.html"))
+    if args.json is not None:
+        _write_json(made.to_dict(), args.json)
+        print(args.json)
+    for path in write_study_figures(made, args.figures) if args.figures is not None else []:
         print(path)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nearkin.errors import RunError, need
 from nearkin.report.page import Report
 
+T = TypeVar("T")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito's
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 3)))
 STYLE = {
@@ -34,8 +35,6 @@ CLASSES = 40  # most bars: with more classes the hardest and the easiest
 
 def write_figures(report: Report, folder: Path) -> list[Path]:
     """Every figure that the report has the numbers for, each as .png and .svg; returns what was written."""
-    figure = need("matplotlib.figure", extra="report").Figure
-    context = need("matplotlib", extra="report").rc_context
     drawings: dict[str, Callable[[Any, Report], bool]] = {
         "learning": _learning,
         "similarity": _similarity,
@@ -43,6 +42,13 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
         "classes": _classes,
         "comparison": _comparison,
     }
+    return write_drawings(drawings, report, folder)
+
+
+def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
+    """Draw each onto a figure of the common style and write it as .png and .svg; one that returns False is left out."""
+    figure = need("matplotlib.figure", extra="report").Figure
+    context = need("matplotlib", extra="report").rc_context
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -53,8 +53,11 @@ def line_chart(
         share = (warp(x) - first) / (last - first) if last > first else 0.5
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
+    names, rows = _names([one.name for one in series])
+    top = TOP + 16 * (rows - 1)
+
     def y_at(y: float) -> float:
-        return TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return top + (high - y) / (high - low) * (HEIGHT - top - BOTTOM)
 
     parts = [_open(label)]
     for tick in ticks:
@@ -65,7 +68,7 @@ def line_chart(
     parts.append(f'<text class="tick" x="2" y="{HEIGHT - 8}">{escape(x_name)}</text>')
     if mark is not None:
         at = x_at(mark)
-        parts.append(f'<line class="chosen" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<line class="chosen" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
     for order, one in enumerate(series):
         points = [(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in points)
@@ -75,8 +78,7 @@ def line_chart(
             parts.append(
                 f'<circle class="dot c{order % 4}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3">{title}</circle>'
             )
-    parts.append(_names([one.name for one in series]))
-    return "".join(parts) + "</svg>"
+    return "".join([*parts, names]) + "</svg>"
 
 
 def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: float, high: float) -> str:
@@ -110,8 +112,7 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: fl
             y = floor - one[i] / (1.05 * peak) * (floor - TOP)
             path.append(f"L{x_at(low + i * step):.1f},{y:.1f}L{x_at(low + (i + 1) * step):.1f},{y:.1f}")
         parts.append(f'<path class="area c{order % 4}" d="{"".join(path)}L{x_at(right):.1f},{floor}Z"/>')
-    parts.append(_names([name for name, _ in groups]))
-    return "".join(parts) + "</svg>"
+    return "".join([*parts, _names([name for name, _ in groups])[0]]) + "</svg>"
 
 
 # --- the parts of a chart --------------------------------------------------------------------------------------------
@@ -128,15 +129,19 @@ def _rule(y: float, text: str) -> str:
     )
 
 
-def _names(names: Sequence[str]) -> str:
-    """The names of the series above the chart, each after a piece of its line."""
-    parts, x = [], float(LEFT)
+def _names(names: Sequence[str]) -> tuple[str, int]:
+    """The names of the series above the chart, each after a piece of its line, and how many rows they take."""
+    parts, x, row = [], float(LEFT), 0
     for order, name in enumerate(names):
         shown = name if len(name) <= 24 else f"{name[:23]}…"
-        parts.append(f'<line class="line c{order % 4}" x1="{x:.0f}" x2="{x + 18:.0f}" y1="14" y2="14"/>')
-        parts.append(f'<text class="legend" x="{x + 23:.0f}" y="18">{escape(shown)}</text>')
-        x += 40 + 7.0 * len(shown)
-    return "".join(parts)
+        wide = 40 + 7.0 * len(shown)
+        if x > LEFT and x + wide > WIDTH + 12:
+            x, row = float(LEFT), row + 1
+        y = 14 + 16 * row
+        parts.append(f'<line class="line c{order % 4}" x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="legend" x="{x + 23:.0f}" y="{y + 4}">{escape(shown)}</text>')
+        x += wide
+    return "".join(parts), row + 1
 
 
 def _ticks(low: float, high: float, most: int = 5) -> list[float]:

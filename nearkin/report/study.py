@@ -1,0 +1,240 @@
+"""One self-contained HTML page for a study: who is better at what, how sure that is, and what failed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearkin import __version__
+from nearkin.bench.diagram import draw
+from nearkin.bench.overview import in_order, judged
+from nearkin.bench.papers import Published, published
+from nearkin.bench.repeats import Cell, cells
+from nearkin.bench.running import Folder
+from nearkin.bench.tournament import Pair, Tournament
+from nearkin.bench.verdict import verdict
+from nearkin.errors import RunError, need
+from nearkin.files import write_aside
+from nearkin.progress import duration
+from nearkin.report.contents import without_nan
+from nearkin.report.plots import Series, line_chart
+
+LINES = 4  # entrants on a chart: more cannot be told apart
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """Everything the page of a study tells, before it is HTML."""
+
+    name: str
+    metric: str
+    badges: list[str]
+    experiments: list[str]
+    entrants: list[str]
+    """Best mean rank first."""
+    cells: dict[tuple[str, str], Cell]
+    """By (experiment, entrant)."""
+    published: dict[tuple[str, str], list[Published]]
+    tournament: Tournament | None
+    failures: list[dict[str, Any]]
+    trials: list[dict[str, Any]]
+    left: int
+    """Trials that have no outcome yet."""
+    toml: str
+    places: dict[str, tuple[str, str, int]]
+    """Experiment -> data set, network, size."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        rows = [
+            {"experiment": e, "entrant": n, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
+            | {"values": list(c.values), "failed": c.failed}
+            | {"published": [[p.source, p.percent] for p in self.published.get((e, n), [])]}
+            for (e, n), c in self.cells.items()
+        ]
+        ranks = [] if self.tournament is None else [vars(standing) for standing in self.tournament.standings]
+        pairs = [] if self.tournament is None else [vars(pair) for pair in self.tournament.pairs]
+        plain: dict[str, Any] = without_nan(
+            {
+                "nearkin": __version__,
+                "name": self.name,
+                "metric": self.metric,
+                "badges": self.badges,
+                "cells": rows,
+                "standings": ranks,
+                "pairs": pairs,
+                "failures": self.failures,
+                "trials": self.trials,
+                "left": self.left,
+            }
+        )
+        return plain
+
+
+def gather_study(path: str | Path) -> StudyReport:
+    """Look at a study as far as it is done."""
+    folder = Folder.open(path)
+    outcomes = folder.outcomes()
+    if not outcomes:
+        raise RunError(f"{folder.path}: nothing of this study is done yet. Run it: nearkin bench run {folder.path}.")
+    tournament = judged(folder)
+    order = in_order(folder, tournament)
+    places = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
+    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
+    losses = {t.entrant: t.recipe.loss.name for t in folder.trials}
+    known = {
+        (experiment, entrant): printed
+        for experiment, (dataset, network, size) in places.items()
+        for entrant in order
+        if (printed := published(dataset=sources[dataset], network=network, dim=size, loss=losses[entrant], own=True))
+    }
+    trials, failures = [], []
+    for trial in folder.trials:
+        outcome = outcomes.get(trial.id)
+        if outcome is None:
+            continue
+        row = {"experiment": trial.experiment, "entrant": trial.entrant, "seed": trial.seed, "fold": trial.part}
+        if outcome.status == "failed":
+            failures.append({**row, "reason": outcome.reason})
+        assert outcome.run is not None or outcome.test is None
+        value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
+        shown = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
+        trials.append({**row, **shown, "run": Path(outcome.run).name if outcome.run else None})
+    return StudyReport(
+        name=folder.study.name,
+        metric=folder.study.metric,
+        badges=list(dict.fromkeys(trial.badge for trial in folder.trials)),
+        experiments=list(places),
+        entrants=order,
+        cells=cells(folder),
+        published=known,
+        tournament=tournament,
+        failures=failures,
+        trials=trials,
+        left=len(folder.trials) - len(outcomes),
+        toml=_shared(folder),
+        places=places,
+    )
+
+
+def _shared(folder: Folder) -> str:
+    """The study's file without the folders of this machine: a page is shared."""
+    text = folder.study.to_toml()
+    for dataset in folder.study.datasets:
+        if dataset.root is not None:
+            text = text.replace(str(dataset.root), dataset.root.name)
+    return text
+
+
+def write_study_page(report: StudyReport, out: Path) -> Path:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(out, render_study(report).encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
+    return out
+
+
+def render_study(report: StudyReport) -> str:
+    """The page as text."""
+    jinja2 = need("jinja2", extra="report")
+    loader = jinja2.PackageLoader("nearkin.report", "templates")
+    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    script = loader.get_source(made, "study.js")[0]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return made.get_template("study.html").render(  # type: ignore[no-any-return]
+        version=__version__,
+        report=report,
+        lead=lead(report),
+        best={name: max(_known(report, name), default=math.nan) for name in report.experiments},
+        worst={name: min(_known(report, name), default=math.nan) for name in report.experiments},
+        diagram=diagram(report.tournament),
+        charts=charts(report),
+        matrix=win_matrix(report),
+        said=verdict(report.tournament, most=10).splitlines() if report.tournament else [],
+        total=duration(sum(trial["seconds"] for trial in report.trials)),
+        script=script,
+        script_hash=f"sha256-{allowed}",
+        style=loader.get_source(made, "page.css")[0] + loader.get_source(made, "study.css")[0],
+    )
+
+
+def _mean(report: StudyReport, experiment: str, entrant: str) -> float:
+    cell = report.cells.get((experiment, entrant))
+    return cell.mean if cell is not None and cell.values else math.nan
+
+
+def _known(report: StudyReport, experiment: str) -> list[float]:
+    means = [_mean(report, experiment, entrant) for entrant in report.entrants]
+    return [mean for mean in means if not math.isnan(mean)]
+
+
+def lead(report: StudyReport) -> str:
+    """The sentence the page opens with: who leads, and of whom that is certain."""
+    if report.tournament is None:
+        return "One entrant alone: there is nothing to rank."
+    first = report.tournament.standings[0].entrant
+    pairs = [pair for pair in report.tournament.pairs if first in (pair.first, pair.second)]
+    beaten = sum(pair.settled and pair.leader == first for pair in pairs)
+    return (
+        f"{first} has the best mean rank. It is certainly better than {beaten} of the {len(pairs)} others; "
+        f"from {len(pairs) - beaten} it cannot be told apart by these trials."
+    )
+
+
+def diagram(tournament: Tournament | None) -> str | None:
+    """The critical-difference diagram as a data address, or None where there is none."""
+    if tournament is None or tournament.friedman is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = draw(tournament, Path(folder) / "diagram.svg").read_bytes()
+    return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
+
+
+def charts(report: StudyReport) -> list[tuple[str, str]]:
+    """The metric over embedding sizes and over networks, of the leading entrants, for every data set and network."""
+    drawn = []
+    shown = report.entrants[:LINES]
+    for dataset, network in dict.fromkeys(place[:2] for place in report.places.values()):
+        at = {size: name for name, (d, n, size) in report.places.items() if (d, n) == (dataset, network)}
+        if len(at) > 1:
+            lines = [_series(report, entrant, [(size, at[size]) for size in sorted(at)]) for entrant in shown]
+            title = f"{report.metric} by size: {dataset}{f', {network}' if network != 'none' else ''}"
+            drawn.append((title, line_chart(lines, title, x_name="size", logarithmic=True)))
+    return [(title, svg) for title, svg in drawn if svg]
+
+
+def _series(report: StudyReport, entrant: str, points: Sequence[tuple[int, str]]) -> Series:
+    values = [_mean(report, name, entrant) for _, name in points]
+    return Series(entrant, [x for x, _ in points], [None if math.isnan(v) else v for v in values])
+
+
+def win_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
+    """Row against column: how often the row won, the chance that it is ahead, and whether that is settled."""
+    if report.tournament is None:
+        return []
+    by_names = {(pair.first, pair.second): pair for pair in report.tournament.pairs}
+    rows = []
+    ranked = [standing.entrant for standing in report.tournament.standings]
+    for row in ranked:
+        line: list[dict[str, Any] | None] = []
+        for column in ranked:
+            pair = by_names.get((row, column)) or by_names.get((column, row))
+            line.append(_duel(pair, row, column) if pair is not None else None)
+        rows.append(line)
+    return rows
+
+
+def _duel(pair: Pair, row: str, column: str) -> dict[str, Any]:
+    straight = pair.first == row
+    wins, losses = (pair.wins, pair.losses) if straight else (pair.losses, pair.wins)
+    ahead = pair.ahead if straight else 1 - pair.ahead
+    kind = "" if not pair.settled else "better" if pair.leader == row else "worse"
+    text = f"{row} against {column}: won {wins}, lost {losses}, equal {pair.ties}; Holm p = {pair.p_holm:.3g}"
+    return {"ahead": None if math.isnan(ahead) else ahead, "kind": kind, "title": text}
