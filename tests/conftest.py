@@ -79,7 +79,7 @@ def quiet():
     return Reporter(quiet=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chromium() -> Path:
     """Debian's Chromium; tests that look at a page skip where there is none."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -115,3 +115,35 @@ def locked(served):
 
     with serving(served.folder, NEARKIN_TOKEN=TOKEN) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    """Chromium, started once for a module: playwright does not start twice in one process."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=str(chromium), args=BROWSER_FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Open a page file; at the end of the test nothing may have been fetched or complained of."""
+    troubles: list[str] = []
+    opened = []
+
+    def go(path, **settings):
+        page = browser.new_page(**{"viewport": {"width": 1100, "height": 900}, **settings})
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(("data:", "file:")) or troubles.append(r.url))
+        page.goto(path.as_uri())
+        opened.append(page)
+        return page
+
+    yield go
+    for page in opened:
+        page.close()
+    assert troubles == []

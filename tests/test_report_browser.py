@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import BROWSER_FLAGS
 
 import nearkin as nk
 from nearkin import cli, recipes
@@ -28,42 +27,6 @@ NASTY = (
     "</style><style>body{display:none}",
     "a very long name " + "w" * 300,
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    import shutil
-
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def visit(browser):
-    """Open a page file; at the end of the test nothing may have been fetched or complained of."""
-    troubles: list[str] = []
-    opened = []
-
-    def go(path, **settings):
-        page = browser.new_page(**{"viewport": {"width": 1100, "height": 900}, **settings})
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda r: r.url.startswith(("data:", "file:")) or troubles.append(r.url))
-        page.goto(path.as_uri())
-        opened.append(page)
-        return page
-
-    yield go
-    for page in opened:
-        page.close()
-    assert troubles == []
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,105 @@
+"""The page of a study, from real trials, in a real browser."""
+
+import json
+
+import numpy as np
+import pytest
+from studies import small_study, write_features
+
+from nearkin.bench.running import Folder, work
+from nearkin.bench.study import Dataset
+from nearkin.cli import main
+from nearkin.errors import RunError
+from nearkin.progress import Reporter
+from nearkin.report.study import gather_study, write_study_page
+
+NASTY = "<img src=x onerror=\"document.title='run'\"> & 'quotes'"
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Three entrants and one that always fails, two sizes, two seeds."""
+    folder = tmp_path_factory.mktemp("study")
+    features = write_features(folder / "clouds.npz")
+    made = small_study(
+        features,
+        losses=("norm_softmax", "triplet", "proxy_anchor"),
+        datasets=(Dataset("clouds & <b>more</b>", "features", features),),
+        entrants={NASTY: {"loss": {"name": "triplet"}, "train": {"lr": 1e30}}},
+    )
+    begun = Folder.begin(folder / "made", made)
+    work(begun, folder / "runs", device="cpu", reporter=Reporter(quiet=True))
+    return begun
+
+
+def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
+    main(["report", "--study", str(study.path), "-o", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")])
+    told = json.loads((tmp_path / "p.json").read_text())
+    by_hand = {}
+    for trial in study.trials:
+        outcome = study.outcome(trial)
+        if outcome.test is not None:
+            by_hand.setdefault((trial.experiment, trial.entrant), []).append(100 * outcome.test["R@1"])
+    cells = {(c["experiment"], c["entrant"]): c for c in told["cells"] if c["mean"] is not None}
+    assert cells.keys() == by_hand.keys()
+    for place, values in by_hand.items():
+        assert cells[place]["mean"] == pytest.approx(np.mean(values))
+        assert cells[place]["std"] == pytest.approx(np.std(values, ddof=1))
+    assert len(told["failures"]) == 4
+    assert {f["entrant"] for f in told["failures"]} == {NASTY}
+    assert [s["entrant"] for s in told["standings"]] == gather_study(study.path).entrants[:3]
+    text = (tmp_path / "p.html").read_text()
+    assert str(tmp_path) not in text
+    assert str(study.path.parent) not in text  # no folder of this machine
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "p.html"), str(tmp_path / "p.json")]
+
+
+def test_figures_of_a_study(study, tmp_path, capsys):
+    main(["report", "--study", str(study.path), "-o", str(tmp_path / "p.html"), "--figures", str(tmp_path / "figures")])
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {f"{n}.{s}" for n in ("losses", "sizes", "critical_difference") for s in ("png", "svg")}
+    assert "figures" in capsys.readouterr().out
+
+
+def test_nothing_done_yet_is_said(tmp_path):
+    begun = Folder.begin(tmp_path / "s", small_study(write_features(tmp_path / "clouds.npz")))
+    with pytest.raises(RunError, match="nothing of this study is done yet"):
+        gather_study(begun.path)
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(study, tmp_path, visit):
+    page = visit(write_study_page(gather_study(study.path), tmp_path / "page.html"))
+    assert page.title() == "nearkin: study small"
+    rows = "#matrix tbody tr:not([hidden]) th"
+    assert page.locator(rows).count() == 4
+    assert NASTY in page.locator(rows).all_inner_texts()
+    # Sorted by the second experiment: highest first, then lowest first; what failed is last in both.
+    head = page.locator("#matrix thead button").nth(2)
+    values = "[...document.querySelectorAll('#matrix tbody tr')].map(r => parseFloat(r.cells[2].dataset.value))"
+    head.click()
+    found = page.evaluate(values)
+    assert found[:3] == sorted(found[:3], reverse=True)
+    assert np.isnan(found[3])
+    page.locator("#matrix thead button").nth(2).focus()
+    page.keyboard.press("Enter")
+    found = page.evaluate(values)
+    assert found[:3] == sorted(found[:3])
+    assert np.isnan(found[3])
+    page.get_by_label("Find an entrant").fill("proxy")
+    assert page.locator(rows).all_inner_texts() == ["proxy_anchor"]
+    assert page.locator(".diagram img").evaluate("image => image.naturalWidth") > 100
+    assert page.locator(".duels tbody tr").count() == 3
+    assert page.locator("#failures tbody tr").count() == 4
+    page.locator("#trials summary").click()
+    assert page.locator("#every tbody tr").count() == 16
+    assert page.title() == "nearkin: study small"  # no name has run as code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1200])
+def test_no_sideways_scrolling(study, tmp_path, visit, width):
+    page = visit(
+        write_study_page(gather_study(study.path), tmp_path / "page.html"), viewport={"width": width, "height": 800}
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
