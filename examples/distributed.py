@@ -1,0 +1,35 @@
+"""Several processes, one batch: the gradient is that of one process on the whole batch.
+
+    torchrun --nproc-per-node 2 examples/distributed.py          # gloo on CPUs, nccl on GPUs
+    python examples/distributed.py                               # the same in one process, for comparison
+
+For whole trainings there is nothing to write: torchrun --nproc-per-node 4 -m nearkin train ...
+"""
+
+import torch
+from torch import nn
+
+import nearkin as nk
+from nearkin.building import choose_device
+from nearkin.distributed import average_gradients, gather_rows, is_first, process_group, rank, share
+
+
+def main() -> None:
+    with process_group(choose_device("cpu")):
+        torch.manual_seed(0)  # the same first weights everywhere
+        network = nn.Linear(16, 8)
+        images, labels = torch.randn(24, 16), torch.arange(6).repeat_interleave(4)
+
+        mine = share(len(images))  # this process's part of the batch
+        objective = nk.Objective("multi_similarity")
+        everyone = gather_rows(network(images[mine]))  # embeddings of all, with gradients to this process's own
+        loss = objective(everyone, labels)
+        loss.backward()
+        average_gradients(network)
+        print(f"rank {rank()}: rows {mine.start} to {mine.stop}, loss {loss:.6f}")
+        if is_first():
+            print(f"gradient norm {network.weight.grad.norm():.6f}")
+
+
+if __name__ == "__main__":
+    main()

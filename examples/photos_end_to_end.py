@@ -1,0 +1,55 @@
+"""From a folder of photos to search: check, train, report, index, ask, export.
+
+    python examples/photos_end_to_end.py photos/            # photos/CLASS/IMAGE.jpg
+
+The same as these commands, in Python: nearkin data check, train, report, index, search, export.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import nearkin as nk
+from nearkin.choosing import recipe_for
+from nearkin.data.check import check_target, render
+from nearkin.deploy.export import export
+from nearkin.progress import Reporter
+from nearkin.recipe import Data
+from nearkin.report.page import write_page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("end_to_end"))
+    parser.add_argument("--recipe", help="a named recipe instead of the one chosen for these photos")
+    parser.add_argument("--epochs", type=int, help="instead of the recipe's")
+    args = parser.parse_args()
+    reporter = Reporter()
+    photos = args.photos.resolve()
+
+    print(render(check_target(str(photos), photos, reporter)))
+
+    data = Data(source="folder", root=photos)
+    recipe, why = recipe_for(data, gpu=False)
+    print(f"recipe: {why}")
+    if args.recipe:
+        recipe = nk.recipes.find(args.recipe)
+        recipe = replace(recipe, data=replace(recipe.data, source="folder", root=photos))
+    if args.epochs:
+        recipe = replace(recipe, train=replace(recipe.train, epochs=args.epochs))
+    run = nk.fit(recipe, args.out / "runs", reporter=reporter)
+    print(f"R@1 on classes never seen: {100 * run.result['test']['trained']['R@1']['mean']:.1f}")
+    print(f"page:   {write_page(run, args.out / 'report.html', reporter=reporter)}")
+
+    index = nk.Index.build(run.embedder(), photos, reporter=reporter)
+    index.save(args.out / "photos.index")
+    asked = index.ids[0]
+    print(f"asked:  {asked}")
+    for hit in index.search_item(asked, k=5):
+        print(f"        {hit.similarity:.3f}  {hit.id}")
+    print(f"model:  {export(run.embedder(), args.out / 'model.onnx', to='onnx', reporter=reporter).path}")
+
+
+if __name__ == "__main__":
+    main()
