@@ -94,16 +94,16 @@ class Suspects:
         if paths is not None and len(paths) != len(self):
             raise DataError(f"paths: {len(paths)} for {len(self)} rows. Give one per row, in the order of the rows.")
         head = ["rank", "row", *(["path"] if paths is not None else []), "label", "suggested", "score", "probability"]
+        lines: list[list[Any]] = []
+        for place, row in enumerate(self.order[:top].tolist(), start=1):
+            file_name = [] if paths is None else [str(paths[row])]
+            names = [_name(kind[row], class_names) for kind in (self.labels, self.suggested)]
+            chance = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
+            lines.append([place, row, *map(_plain_text, file_name + names), *chance])
         target = Path(path)
         aside = target.with_name(target.name + ".part")
         with open(aside, "w", newline="", encoding="utf-8") as file:
-            write = csv.writer(file)
-            write.writerow(head)
-            for place, row in enumerate(self.order[:top].tolist(), start=1):
-                names = [_name(kind[row], class_names) for kind in (self.labels, self.suggested)]
-                file_name = [] if paths is None else [str(paths[row])]
-                chance = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
-                write.writerow([place, row, *map(_plain_text, file_name + names), *chance])
+            csv.writer(file).writerows([head, *lines])
         os.replace(aside, target)
 
 
