@@ -19,6 +19,7 @@ cannot vouch for itself.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from torch import Tensor
 from nearkin._task import Progress, as_bytes
 from nearkin._vectors import as_labels, as_matrix, encode, identical_rows
 from nearkin.errors import ConfigError, DataError
+from nearkin.files import write_aside
 from nearkin.vectors import unit
 
 Floats = NDArray[np.float64]
@@ -100,11 +102,9 @@ class Suspects:
             names = [_name(kind[row], class_names) for kind in (self.labels, self.suggested)]
             chance = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
             lines.append([place, row, *map(_plain_text, file_name + names), *chance])
-        target = Path(path)
-        aside = target.with_name(target.name + ".part")
-        with open(aside, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([head, *lines])
-        os.replace(aside, target)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([head, *lines])
+        write_aside(Path(path), text.getvalue().encode("utf-8", "replace"))  # a file name need not be valid Unicode
 
 
 def _name(label: Any, names: Sequence[str] | Mapping[Any, str] | None) -> str:
