@@ -131,11 +131,12 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     """
     if sample < 2 * PER_CLASS:
         raise ConfigError(f"sample: expected at least {2 * PER_CLASS} rows, got {sample}.")
-    emb, labels = as_batch(emb.detach(), labels)
-    finite = torch.isfinite(emb.sum(1)) | torch.isfinite(emb).all(1)
-    non_finite = len(emb) - int(finite.sum())
-    if non_finite:
+    emb, labels = as_batch(emb, labels)
+    finite = torch.isfinite(emb.sum(1))
+    if not bool(finite.all()):
+        finite = torch.isfinite(emb).all(1)  # a sum may overflow where its terms do not
         emb, labels = emb[finite], labels[finite]
+    non_finite = len(finite) - len(emb)
     if not len(emb):
         return Diagnosis(rows=0, classes=0, dim=emb.shape[1], non_finite=non_finite, blank=0)
     chosen = _draw(labels, sample, seed)
@@ -145,8 +146,8 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     pairs = pair_up(emb, labels)
     upper = torch.ones_like(pairs.pos).triu_(1)
     positive, negative = pairs.sim[pairs.pos & upper], pairs.sim[pairs.neg & upper]
-    cohesion = information.snca_parts(pairs, SIGMA) if len(positive) else None
-    tightness, contrastive = map(float, cohesion) if cohesion else (math.nan, math.nan)
+    parts = information.snca_parts(pairs, SIGMA) if len(positive) else (math.nan, math.nan)
+    tightness, contrastive = (float(part) for part in parts)
     f = unit(emb)
     centred = f - f.mean(0)
     square = centred.square().sum(1)

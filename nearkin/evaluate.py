@@ -13,6 +13,7 @@ from nearkin.data.images import Rows
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
 from nearkin.distributed import gather_rows, share, world
+from nearkin.kept import keep_vectors
 from nearkin.metrics import Scores, compare, score
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
@@ -67,7 +68,7 @@ def evaluate_final(
 
     "raw pixels" is no network at all, "raw backbone" the pretrained features as they came, "untrained" (or "whitened
     start") the model before its first step: a trained number means little without them. All come from one opening;
-    perquery.npz keeps the trained values of every query.
+    perquery.npz keeps the trained values of every query, and vectors.npz the vectors of a fine-tuned network.
 
     start   the model before its first step; known: the features of its backbone, where it is pretrained or frozen
     """
@@ -85,9 +86,12 @@ def evaluate_final(
     yardstick = list(scores)[-1]
     beginning = "whitened start" if start.model.start == "whitened" else "untrained"
     scores[beginning] = evaluate(start, with_features, reporter=reporter)
-    scores["trained"] = evaluate(trained, with_features if frozen else test, reporter=reporter)
+    vectors = embedded(trained, with_features if frozen else test, reporter=reporter)
+    scores["trained"] = scores_of(test, vectors)
     if run.writes:
         scores["trained"].save(run.path / "perquery.npz")
+    if not frozen:
+        keep_vectors(run, "test", test, vectors)
     gain = compare(scores[yardstick], scores["trained"], "R@1")
     return {
         "test": {name: summary(values) for name, values in scores.items()},

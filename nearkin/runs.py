@@ -4,6 +4,7 @@ recipe.toml   first write           events.jsonl    one line per epoch, append o
 env.json      versions, machine     last.pt best.pt written aside, then renamed
 perquery.npz  values per query      result.json     last write: its existence means done
 failed.json   the reason            (either result or failed, never both)
+vectors.npz   of the judged images, where a network was fine-tuned; may be deleted
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ cannot vouch for itself.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from torch import Tensor
 from nearkin._task import Progress, as_bytes
 from nearkin._vectors import as_labels, as_matrix, encode, identical_rows
 from nearkin.errors import ConfigError, DataError
+from nearkin.files import write_aside
 from nearkin.vectors import unit
 
 Floats = NDArray[np.float64]
@@ -94,17 +96,15 @@ class Suspects:
         if paths is not None and len(paths) != len(self):
             raise DataError(f"paths: {len(paths)} for {len(self)} rows. Give one per row, in the order of the rows.")
         head = ["rank", "row", *(["path"] if paths is not None else []), "label", "suggested", "score", "probability"]
-        target = Path(path)
-        aside = target.with_name(target.name + ".part")
-        with open(aside, "w", newline="", encoding="utf-8") as file:
-            write = csv.writer(file)
-            write.writerow(head)
-            for place, row in enumerate(self.order[:top].tolist(), start=1):
-                names = [_name(kind[row], class_names) for kind in (self.labels, self.suggested)]
-                file_name = [] if paths is None else [str(paths[row])]
-                chance = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
-                write.writerow([place, row, *map(_plain_text, file_name + names), *chance])
-        os.replace(aside, target)
+        lines: list[list[Any]] = []
+        for place, row in enumerate(self.order[:top].tolist(), start=1):
+            file_name = [] if paths is None else [str(paths[row])]
+            names = [_name(kind[row], class_names) for kind in (self.labels, self.suggested)]
+            chance = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
+            lines.append([place, row, *map(_plain_text, file_name + names), *chance])
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([head, *lines])
+        write_aside(Path(path), text.getvalue().encode("utf-8", "replace"))  # a file name need not be valid Unicode
 
 
 def _name(label: Any, names: Sequence[str] | Mapping[Any, str] | None) -> str:

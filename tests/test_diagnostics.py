@@ -216,6 +216,8 @@ def test_what_is_refused():
         diagnose(emb, labels, sample=4)
     with pytest.raises(DataError, match="expected integers"):
         diagnose(emb, labels.double())
+    with pytest.raises(DataError, match="expected a float tensor"):
+        diagnose(emb.numpy(), labels)
     with pytest.raises(DataError, match="not a diagnosis: rows"):
         Diagnosis.from_dict({"loss": 1.0})
     assert alarms([]) == []

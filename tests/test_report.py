@@ -137,6 +137,26 @@ def test_a_search_run_shows_validation_and_leaves_the_test_sealed(tiny_recipe, t
     assert not any(event["event"] == "holdout_opened" for event in run.events())
 
 
+def test_vectors_are_kept_and_taken_only_where_they_belong(tiny_recipe, tmp_path):
+    run = nk.fit(tiny_recipe, tmp_path, reporter=QUIET)
+    kept, good = run.path / "vectors.npz", (run.path / "vectors.npz").read_bytes()
+    view = look(run, reporter=QUIET)
+    torch.testing.assert_close(view.emb, run.embedder().embed(view.table.images), rtol=0, atol=0)
+    with np.load(kept) as stored:
+        arrays = dict(stored)
+    assert arrays["rows"].tolist() == view.table.row_numbers.tolist()
+    np.savez(kept, **{**arrays, "vectors": -arrays["vectors"]})  # so that it shows whether they are taken
+    torch.testing.assert_close(look(run, reporter=QUIET).emb, -view.emb)
+    broken = {**arrays, "vectors": -arrays["vectors"], "of": np.array("test of other data by other weights")}
+    np.savez(tmp_path / "other.npz", **broken)
+    for content in ((tmp_path / "other.npz").read_bytes(), good[:-100], good[:200] + b"?" + good[201:], b"", None):
+        kept.unlink()
+        if content is not None:
+            kept.write_bytes(content)
+        assert torch.equal(look(run, reporter=QUIET).emb, view.emb)
+        assert torch.equal(torch.from_numpy(np.load(kept)["vectors"]), view.emb)  # and kept again
+
+
 def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_path):
     recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, val_share=0.0))
     report = gather([nk.fit(recipe, tmp_path, final=False, reporter=QUIET)], reporter=QUIET)

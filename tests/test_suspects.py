@@ -11,8 +11,6 @@ import torch
 from nearkin.errors import ConfigError, DataError
 from nearkin.suspects import Suspects, find_duplicates, find_suspects
 
-pytestmark = pytest.mark.unfinished
-
 FEATURES = Path(__file__).parents[1].parent / "shared" / "data" / "cub_efficientnet_lite0_224.npz"
 
 
@@ -76,13 +74,13 @@ def test_features_without_any_sense_say_so():
     assert found.share > 0.3  # the embeddings do not tell the classes apart
 
 
-@pytest.mark.parametrize(("first", "seed"), [(0, 0), (0, 1), (100, 2), (100, 3)])
-def test_planted_errors_among_real_photographs(first, seed):
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_planted_errors_among_real_photographs(seed):
     if not FEATURES.exists():
         pytest.skip(f"no features at {FEATURES}")
     with np.load(FEATURES) as stored:
-        inside = (stored["labels"] >= first) & (stored["labels"] < first + 100)
-        x, labels = stored["features"][inside], stored["labels"][inside].astype(np.int64) - first
+        x, labels = stored["features"], stored["labels"].astype(np.int64)
     changed, rows = planted(labels, 0.03, seed)
     found = find_suspects(x, changed)
     assert hits(found, rows) >= 0.83
@@ -133,15 +131,14 @@ def test_the_judgement_of_a_row_against_plain_loops():
 
 
 def test_the_result_does_not_depend_on_memory_or_on_types():
-    x, labels = blobs()
+    x, labels = blobs(classes=250, per=4, dim=16)
     changed, _ = planted(labels, 0.05, seed=3)
     found = find_suspects(x, changed)
-    small = find_suspects(torch.tensor(x, dtype=torch.float32), changed.tolist(), memory=1 << 16)
+    small = find_suspects(torch.tensor(x, dtype=torch.float32), changed.tolist(), memory="1MB")  # 125 rows at a time
     np.testing.assert_allclose(small.score, found.score, rtol=1e-4, atol=1e-3)
-    names = np.array([f"kind {c:02d}" for c in changed])
-    named = find_suspects(x, names)
-    assert named.order.tolist() == found.order.tolist()
-    assert named.suggested.tolist() == [f"kind {c:02d}" for c in found.suggested]
+    named = find_suspects(x, np.array([f"kind {c:03d}" for c in changed]))
+    np.testing.assert_array_equal(named.score, found.score)
+    assert named.suggested.tolist() == [f"kind {c:03d}" for c in found.suggested]
 
 
 # --- small classes and odd input --------------------------------------------------------------------------------------
@@ -260,7 +257,7 @@ def test_planted_copies_are_found():
     x[10] = x[400]  # labels 3 and 1
     x[20] = 2 * x[27]  # another length, the same direction and label
     x[30] = x[44] + 0.05 * rng.standard_normal(64)
-    found = find_duplicates(x, labels, memory=1 << 18)  # several blocks
+    found = find_duplicates(x, labels, memory="1MB")  # two blocks
     assert [(d.first, d.second, d.exact, d.same_label) for d in found] == [
         (10, 400, True, False),
         (20, 27, False, True),

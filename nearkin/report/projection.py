@@ -11,7 +11,7 @@ from nearkin.data.images import Rows
 from nearkin.errors import need
 from nearkin.vectors import unit
 
-MOST = 5000  # points of a map
+MOST = 6800  # points of a map: as many as a page has pictures
 GRID = 1000  # coordinates are whole numbers up to this
 
 

@@ -16,6 +16,7 @@ from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.errors import DataError, RunError
 from nearkin.evaluate import embedded, query_and_gallery_rows, scores_of
+from nearkin.kept import keep_vectors, kept_vectors
 from nearkin.metrics import Scores
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.progress import Reporter
@@ -70,7 +71,10 @@ class View:
 
 
 def look(run: Run, *, reporter: Reporter) -> View:
-    """Embed what the run was judged on. The test classes of a run that has not opened them stay sealed."""
+    """What the run was judged on, with the vectors that were kept, or embedded now.
+
+    The test classes of a run that has not opened them stay sealed.
+    """
     result = run.result
     if result is None:
         raise RunError(f"{run.path}: this run is not finished. Run its training command again to go on.")
@@ -83,17 +87,23 @@ def look(run: Run, *, reporter: Reporter) -> View:
     part = holdout.open() if judged else split.val
     if part is None:
         raise DataError("the test classes are sealed, and there are no validation classes to look at instead.")
-    model = run.embedder().to(choose_device("auto"))
-    if part.features is None and recipe.model.freeze == "backbone":
-        part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
-    emb = embedded(model, part, reporter=reporter)
+    name = "test" if judged else "validation"
+    frozen = part.features is not None or recipe.model.freeze == "backbone"
+    emb = None if frozen else kept_vectors(run, name, part)
+    if emb is None:
+        model = run.embedder().to(choose_device("auto"))
+        if part.features is None and frozen:
+            part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
+        emb = embedded(model, part, reporter=reporter)
+        if not frozen:
+            keep_vectors(run, name, part, emb)
     stored = run.path / "perquery.npz"
     scores = Scores.load(stored) if judged and stored.exists() else scores_of(part, emb)
     asking, _ = query_and_gallery_rows(part)
     asking = np.arange(len(part)) if asking is None else asking
     if not np.array_equal(scores.labels, part.labels[asking]):
         raise DataError(f"{stored}: not the values of these images.")
-    return View("test" if judged else "validation", part, emb, asking, scores, *_nearest(part, emb))
+    return View(name, part, emb, asking, scores, *_nearest(part, emb))
 
 
 def _nearest(part: Table, emb: Tensor) -> tuple[Rows, Floats]:

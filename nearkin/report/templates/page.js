@@ -17,8 +17,8 @@ function make(tag, settings = {}, ...children) {
   return element;
 }
 
-// A name of unknown direction, kept from turning the text around it.
-const named = (text) => make("bdi", {}, text);
+// A name of unknown direction, kept from turning the text around it; a line may end after its underscores and dashes.
+const named = (text) => make("bdi", {}, ...(text.match(/[^_/-]+[_/-]*|[_/-]+/g) ?? []).flatMap((part) => [part, make("wbr")]));
 const className = (item) => items.classes[items.label[item]];
 const percent = (value) => value === null ? "–" : (100 * value).toFixed(1);
 
