@@ -1,6 +1,6 @@
 """Which loss is better on your features? Train several on the same classes, compare them query by query.
 
-    python examples/compare_losses.py features.npz            # arrays `features` [N, F] and `labels` [N]
+python examples/compare_losses.py features.npz            # arrays `features` [N, F] and `labels` [N]
 """
 
 import argparse
@@ -38,8 +38,10 @@ def main() -> None:
     for first, second in combinations(args.losses, 2):
         difference = nk.compare(found[first], found[second], "R@1")
         sure = "settled" if difference.p_value < 0.05 else "cannot be told apart"
-        print(f"{second} less {first}: {100 * difference.difference:+.2f} "
-              f"({100 * difference.low:+.2f} to {100 * difference.high:+.2f}), {sure}")
+        print(
+            f"{second} less {first}: {100 * difference.difference:+.2f} "
+            f"({100 * difference.low:+.2f} to {100 * difference.high:+.2f}), {sure}"
+        )
 
 
 if __name__ == "__main__":

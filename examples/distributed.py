@@ -11,7 +11,7 @@ from torch import nn
 
 import nearkin as nk
 from nearkin.building import choose_device
-from nearkin.distributed import average_gradients, gather_rows, is_first, process_group, rank, share
+from nearkin.distributed import gathered, is_first, process_group, rank, reduce_gradients, share
 
 
 def main() -> None:
@@ -22,10 +22,10 @@ def main() -> None:
 
         mine = share(len(images))  # this process's part of the batch
         objective = nk.Objective("multi_similarity")
-        everyone = gather_rows(network(images[mine]))  # embeddings of all, with gradients to this process's own
-        loss = objective(everyone, labels)
+        everyone, kinds = gathered(network(images[mine]), labels[mine])  # of all; gradients go to this process's own
+        loss = objective(everyone, kinds)
         loss.backward()
-        average_gradients(network)
+        reduce_gradients(network.parameters())
         print(f"rank {rank()}: rows {mine.start} to {mine.stop}, loss {loss:.6f}")
         if is_first():
             print(f"gradient norm {network.weight.grad.norm():.6f}")

@@ -1,6 +1,6 @@
 """A loss of your own: one function. It can be called, trained with, tuned and listed like any other.
 
-    python examples/own_loss.py
+python examples/own_loss.py
 """
 
 import torch
@@ -30,7 +30,9 @@ def main() -> None:
     torch.manual_seed(0)
     labels = torch.arange(16).repeat_interleave(4)
     vectors = torch.randn(64, 32, requires_grad=True)
-    objective = nk.Objective("soft_gap", scale=8.0, miner="multi_similarity")  # found by its name, checked like the rest
+    objective = nk.Objective(
+        "soft_gap", scale=8.0, miner="multi_similarity"
+    )  # found by its name
     optimizer = torch.optim.Adam([vectors], lr=0.05)
     for step in range(61):
         value = objective(vectors, labels)
@@ -39,7 +41,9 @@ def main() -> None:
         optimizer.step()
         if step % 20 == 0:
             print(f"step {step:2}: loss {value:.3f}, R@1 {100 * nk.score(vectors.detach(), labels)['R@1']:.0f}")
-    print(f"\n{nk.losses.LOSSES['soft_gap'].name} is registered; nearkin losses lists {len(nk.losses.LOSSES)} losses here")
+    print(
+        f"\n{nk.losses.LOSSES['soft_gap'].name} is registered; nearkin losses lists {len(nk.losses.LOSSES)} losses here"
+    )
 
 
 if __name__ == "__main__":

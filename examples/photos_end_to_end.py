@@ -12,7 +12,7 @@ from pathlib import Path
 import nearkin as nk
 from nearkin.choosing import recipe_for
 from nearkin.data.check import check_target, render
-from nearkin.deploy.export import export
+from nearkin.deploy.export import export_run
 from nearkin.progress import Reporter
 from nearkin.recipe import Data
 from nearkin.report.page import write_page
@@ -42,13 +42,15 @@ def main() -> None:
     print(f"R@1 on classes never seen: {100 * run.result['test']['trained']['R@1']['mean']:.1f}")
     print(f"page:   {write_page(run, args.out / 'report.html', reporter=reporter)}")
 
-    index = nk.Index.build(run.embedder(), photos, reporter=reporter)
+    files = sorted(path for path in photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    index = nk.Index.build(run.embedder(), files, [path.parent.name for path in files], run=run.path)
     index.save(args.out / "photos.index")
     asked = index.ids[0]
     print(f"asked:  {asked}")
     for hit in index.search_item(asked, k=5):
         print(f"        {hit.similarity:.3f}  {hit.id}")
-    print(f"model:  {export(run.embedder(), args.out / 'model.onnx', to='onnx', reporter=reporter).path}")
+    made = export_run(run.path, "onnx", args.out / "model.onnx", reporter=reporter)
+    print(f"model:  {made.path}, at most {made.difference:.1e} from the original on {made.checks.what}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training loop of your own, with nearkin's loss, sampler and metrics and nothing else of it.
 
-    python examples/plain_loop.py
+python examples/plain_loop.py
 """
 
 import argparse
@@ -49,8 +49,10 @@ def main() -> None:
             vectors = network(pixels(unseen, range(len(unseen))))
         scores = nk.score(vectors, unseen.labels)
         low, high = scores.interval("R@1")
-        print(f"epoch {epoch + 1}: loss {loss:.2f}, R@1 on unseen kinds {100 * scores['R@1']:.1f} "
-              f"({100 * low:.1f} to {100 * high:.1f})")
+        print(
+            f"epoch {epoch + 1}: loss {loss:.2f}, R@1 on unseen kinds {100 * scores['R@1']:.1f} "
+            f"({100 * low:.1f} to {100 * high:.1f})"
+        )
 
 
 def pixels(table, rows) -> torch.Tensor:

@@ -202,7 +202,7 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
     assert run.result is not None
     assert chosen.result is not None
     for made in {chosen.path, run.path}:
-        for name in ("last.pt", "previous.pt", *(() if folder.study.keep_models else ("best.pt",))):
+        for name in ("last.pt", "previous.pt", *(() if folder.study.keep_models else ("best.pt", "vectors.npz"))):
             (made / name).unlink(missing_ok=True)
     test = run.result["test"]
     return Outcome(
