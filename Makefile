@@ -3,8 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# With COVERAGE=1 the tests also count which lines they run, and print the share.
+ifdef COVERAGE
+PYTEST := $(BIN)/coverage run --append --source=nearkin -m pytest
+else
+PYTEST := $(BIN)/python -m pytest
+endif
 
-.PHONY: help setup demo test slow lint check constraints clean
+.PHONY: help setup demo test slow lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,10 +21,10 @@ demo: setup    ## Train, judge and report on the built-in data: about two minute
 	$(BIN)/nearkin demo
 
 test: setup    ## Run the tests: about four minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not unfinished"
+	$(PYTEST) -m "not slow"
 
 slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
-	$(BIN)/python -m pytest -m "slow and not unfinished"
+	$(PYTEST) -m "slow"
 
 lint: setup    ## Lint, check the format, check the types
 	$(BIN)/ruff check .
@@ -26,6 +32,11 @@ lint: setup    ## Lint, check the format, check the types
 	$(BIN)/mypy
 
 check: test slow lint ## What the continuous integration runs
+
+docs: setup    ## Build the documentation into site/, after its generated pages
+	$(BIN)/python docs/generate.py --pages
+	$(BIN)/python docs/generate_reference.py
+	$(BIN)/mkdocs build --strict --quiet
 
 constraints:   ## Pin the newest versions that fit pyproject.toml into constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
