@@ -6,6 +6,7 @@
     ├── DataError             images, labels, features or folders that cannot be used
     ├── RunError              a run folder that cannot be written, read or resumed
     ├── TrainingFailed        a run that went wrong by itself (a loss that is not finite)
+    ├── TrainingStopped       a run that its watcher ended early, as a search ends those that promise little
     ├── ProcessLost           of several processes that train together one has died or does not answer
     └── MissingExtra          an optional package is not installed
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 
@@ -43,6 +45,14 @@ class RunError(UserError):
 
 class TrainingFailed(UserError):
     """A run that went wrong by itself, for example a loss that is not finite."""
+
+
+class TrainingStopped(UserError):
+    """A run that whoever watches it (`fit(watch=...)`) ended early; `path` is its folder."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(f"{path}: {text}")
+        self.path = path
 
 
 class ProcessLost(UserError):
