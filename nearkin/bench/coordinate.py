@@ -71,7 +71,8 @@ def start_for_grid(recipe: Recipe, loss: str) -> Recipe:
 def settings_at(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
     """What trial `number` runs: its own point, and the best of each setting that was searched before.
 
-    scores   of all trials before its setting's first; None for one that has none. Ties go to the first.
+    scores   of all trials before its setting's first; None for one that has none. Of equals the setting's value so far
+             wins, else the first of the grid.
     """
     point = points(loss)[number]
     chosen = _start(recipe, loss)
@@ -79,9 +80,12 @@ def settings_at(recipe: Recipe, loss: str, number: int, scores: Sequence[float |
         if setting == point.setting:
             break
         first = next(p.first for p in points(loss) if p.setting == setting)
-        scored = [(score, -k) for k, score in enumerate(scores[first : first + len(grid)]) if score is not None]
+        tried = zip(scores[first : first + len(grid)], grid, strict=True)
+        scored = [
+            (score, value == chosen[setting], -k, value) for k, (score, value) in enumerate(tried) if score is not None
+        ]
         if scored:  # where every trial failed, the setting stays as it was
-            chosen[setting] = grid[-max(scored)[1]]
+            chosen[setting] = max(scored)[-1]
     return {**chosen, point.setting: point.value}
 
 

@@ -129,7 +129,7 @@ class _JournalLock:
 @contextmanager
 def _postgres(address: str) -> Iterator[Shared]:
     psycopg: Any = need("psycopg", "bench")
-    from optuna.storages import RDBStorage
+    from optuna.storages import RDBStorage, get_storage
     from sqlalchemy.exc import SQLAlchemyError
 
     shown = without_password(address)
@@ -157,7 +157,7 @@ def _postgres(address: str) -> Iterator[Shared]:
     with held:
         try:
             with claim("nearkin tables", True):  # two that make the tables at once would stumble over each other
-                storage = RDBStorage(address)
+                storage = get_storage(RDBStorage(address))  # the one that studies will use too, with its cache
             yield Shared(storage, claim)
         except (psycopg.Error, SQLAlchemyError) as error:
             raise RunError(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
 Mode = Literal["optuna", "thesis_grid"]
+LINE_EVERY = 2.0  # seconds at least between lines about short trials
 POLL = 1.0  # seconds between looks at trials that other workers hold
 TRIALS = 20  # of each loss, where nothing else is asked for
 
@@ -204,7 +205,7 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
     reporter = reporter or Reporter()
     with open_shared(search.address) as shared:
         pace = Pace(done=search.total - len(_unfinished(search, shared)), total=search.total)
-        waiting = False
+        waiting, spoke = False, 0.0
         while ready := _unfinished(search, shared):
             for loss, number in ready:
                 with shared.claim(f"{search.study(loss)}/{number}", False) as mine:
@@ -216,7 +217,10 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
                         said = "ended by another worker"
                 waiting = False
                 pace.reach(search.total - len(_unfinished(search, shared)))
-                reporter.say(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
+                now = time.monotonic()
+                if now - spoke >= LINE_EVERY or pace.done == pace.total or said.startswith("FAILED"):
+                    spoke = now
+                    reporter.say(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
                 break
             else:
                 if not waiting:
@@ -259,7 +263,8 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     from nearkin.train import fit
 
     storage = shared.storage
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
+    quarter = max(1, round(search.recipe.train.epochs / 4))  # a slow start is no verdict
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=quarter + 1)  # our epochs count from 1
     study = optuna.load_study(study_name=search.study(loss), storage=storage, pruner=pruner)
     at = storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(search.study(loss)), number)
     storage.set_trial_state_values(at, TrialState.RUNNING)  # says no, without harm, where it is taken up again

@@ -150,29 +150,30 @@ def table(search: Search, found: Sequence[Standing]) -> Table:
     """The best of each loss with its interval, its settings, and how its trials ended."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     classes = max(standing.classes for standing in found)
-    few = f", of which {classes} are too few to say much" if classes < FEW else ""
+    few = f"; over only {classes} it says little" if classes < FEW else ""
     shown = Table(
         box=box.SIMPLE_HEAD,
         title=f"Chosen on {classes} validation classes, percent" if classes else "Nothing found yet",
         title_style="bold",
         title_justify="left",
-        caption=f"95 %: interval over validation classes{few}. The best of many trials looks better than it is.",
+        caption=f"small: 95 % interval over validation classes{few}. The best of many looks better than it is.",
         caption_justify="left",
     )
     shown.add_column("loss", no_wrap=True)
-    for name in ("val R@1", "95 %", "done", "pruned", "failed", *(["left"] if any(s.left for s in found) else [])):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("val R@1", justify="right", no_wrap=True)
+    shown.add_column("trials", justify="right", no_wrap=True)
     shown.add_column("settings")
     for s in found:
-        best, reach = "-", "-"
+        best = Text("-")
         if s.best is not None and s.interval is not None:
-            best = f"{100 * s.best:.1f}"
-            reach = f"{100 * s.interval[0]:.1f}-{100 * s.interval[1]:.1f}"
-        counts = [s.done, s.pruned, s.failed, *([s.left] if any(s.left for s in found) else [])]
+            best = Text(f"{100 * s.best:.1f}\n") + Text(f"{100 * s.interval[0]:.1f}-{100 * s.interval[1]:.1f}", "dim")
+        ended = {"done": s.done, "pruned": s.pruned, "FAILED": s.failed, "left": s.left}
+        counts = [f"{count} {how}" for how, count in ended.items() if count or how == "done"]
         settings = "  ".join(f"{name.partition('.')[2]} {_number(v)}" for name, v in (s.settings or {}).items())
-        shown.add_row(s.loss, best, reach, *map(str, counts), settings)
+        shown.add_row(s.loss, best, "\n".join(counts), settings)
     return shown
 
 
