@@ -19,7 +19,7 @@ import pytest
 
 import nearkin as nk
 from nearkin.bench import coordinate, sharing, tune
-from nearkin.bench.launch import Slurm, submit
+from nearkin.bench.launch import Slurm, Worker, submit
 from nearkin.bench.space import apply, defaults, space, suggest
 from nearkin.bench.tune_command import closing, parse_tune, table
 from nearkin.building import make_objective
@@ -432,8 +432,18 @@ def test_two_workers_share_a_postgresql_whoever_is_killed(recipe, tmp_path, proc
 @pytest.mark.slow
 def test_a_database_command_is_printed_without_its_password(features, tmp_path, postgres_url, capsys):
     secret = postgres_url.replace("nearkin@", "nearkin:hush@").replace("postgresql:", "postgresql+psycopg:")
-    words = "tune features_default --model.dim 8 --train.epochs 1 --trials 2 --device cpu".split()
-    main([*words, "--data", str(features), "--out", str(tmp_path), "--storage", secret])
+    asked = [
+        "tune",
+        "features_default",
+        "--data",
+        str(features),
+        "--model.dim",
+        "8",
+        "--train.epochs",
+        "1",
+        "--trials=2",
+    ]
+    main([*asked, "--device", "cpu", "--out", str(tmp_path), "--storage", secret])
     out, err = capsys.readouterr()
     assert "on each further machine:\n  nearkin tune features_default" in err
     assert "hush" not in out + err
@@ -455,25 +465,31 @@ def test_jobs_run_as_submitit_runs_them(recipe, tmp_path):
     search = tune.plan(recipe, tmp_path, trials=3, reporter=QUIET)
     jobs = submit(search, 1, Slurm(hours=0.1, gpus=0, cores=1, memory_gb=1), cluster="local", device="cpu")
     assert jobs[0].result() is None
+    assert Worker(search).checkpoint().function == Worker(search)  # whose time is up is queued again as it is
     (found,) = tune.standings(search)
     assert (found.done + found.pruned, found.left) == (3, 0)
 
 
 @pytest.mark.slow
-def test_a_database_that_goes_away_is_told(recipe, tmp_path, postgres_url, monkeypatch):
+def test_a_worker_that_lost_its_database_stops_and_the_next_goes_on(recipe, tmp_path, postgres_url, monkeypatch):
     import psycopg
 
     search = tune.plan(recipe, tmp_path, trials=2, storage=postgres_url, reporter=QUIET)
+    decide = tune._decide
 
-    def cut(*given, **asked):
-        with psycopg.connect(postgres_url, autocommit=True) as database:
-            database.execute(
-                "ALTER DATABASE " + psycopg.conninfo.conninfo_to_dict(postgres_url)["dbname"] + " RENAME TO gone"
-            )
+    def cut_off(*given):
+        with psycopg.connect(postgres_url) as database:
+            others = "datname = current_database() AND pid <> pg_backend_pid()"
+            database.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
+        return decide(*given)
 
-    monkeypatch.setattr(tune, "_decide", cut)
-    with pytest.raises(RunError, match="the connection was lost"):
-        tune.work(search, device="cpu", reporter=QUIET)
+    with monkeypatch.context() as patched:
+        patched.setattr(tune, "_decide", cut_off)
+        with pytest.raises(RunError, match="the connection was lost"):
+            tune.work(search, device="cpu", reporter=QUIET)
+    assert [s.left for s in tune.standings(search)] == [2]  # without its claim it writes nothing down
+    tune.work(search, device="cpu", reporter=QUIET)
+    assert [s.done for s in tune.standings(search)] == [2]
 
 
 def test_what_a_search_keeps(recipe, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nearkin.bench.tune import Search, work
@@ -109,15 +109,16 @@ def submit(
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
     except RuntimeError as error:
         raise ConfigError(f"--launch slurm: there is no SLURM on this machine ({error}).") from None
-    asked = {"partition": slurm.partition, "additional_parameters": None}
+    where = {"slurm_partition": slurm.partition} if slurm.partition else {}
     executor.update_parameters(
         name="nearkin-tune",
         timeout_min=max(1, round(60 * slurm.hours)),
         gpus_per_node=slurm.gpus if cluster == "slurm" else 0,
         cpus_per_task=slurm.cores,
         mem_gb=slurm.memory_gb,
-        **{f"slurm_{name}": value for name, value in asked.items() if value is not None},
+        **where,
     )
+    worker = Worker(replace(search, out=search.out.resolve()), device)
     with executor.batch():
-        jobs = [executor.submit(Worker(search, device)) for _ in range(workers)]
+        jobs = [executor.submit(worker) for _ in range(workers)]
     return jobs

@@ -27,11 +27,16 @@ _KEEP_ALIVE = "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_ke
 
 @dataclass(frozen=True)
 class Shared:
-    """storage: Optuna's. claim(what): a context that says whether `what` is ours until it ends.
-    claim(what, True) waits for its turn."""
+    """What a worker has of it.
+
+    storage   Optuna's
+    claim     claim(what, wait) is a context that says whether `what` is ours until it ends; with wait it will be
+    check     refuses to go on where claims may have been lost
+    """
 
     storage: BaseStorage
     claim: Callable[[str, bool], AbstractContextManager[bool]]
+    check: Callable[[], object]
 
 
 def address_of(storage: str | None, out: Path) -> str:
@@ -97,7 +102,7 @@ def _journal(address: str) -> Iterator[Shared]:
         raise RunError(f"{path}: cannot keep the search there ({error.strerror}). Choose another --out.") from None
     except (ValueError, KeyError) as error:  # not a journal, or damaged
         raise RunError(f"{path}: not a journal of a search ({error}). Choose another --storage.") from None
-    yield Shared(storage, claim)
+    yield Shared(storage, claim, check=lambda: None)  # the kernel keeps locks as long as the process lives
 
 
 class _JournalLock:
@@ -158,7 +163,7 @@ def _postgres(address: str) -> Iterator[Shared]:
         try:
             with claim("nearkin tables", True):  # two that make the tables at once would stumble over each other
                 storage = get_storage(RDBStorage(address))  # the one that studies will use too, with its cache
-            yield Shared(storage, claim)
+            yield Shared(storage, claim, check=lambda: held.execute("SELECT 1"))
         except (psycopg.Error, SQLAlchemyError) as error:
             raise RunError(
                 f"--storage {shown}: the connection was lost ({' '.join(str(error).split())[:200]}).\n"

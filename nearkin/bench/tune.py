@@ -273,6 +273,7 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     reported = set(storage.get_trial(at).intermediate_values)
 
     def watch(epoch: int, recall: float) -> bool:
+        shared.check()
         if epoch not in reported:
             trial.report(recall, epoch)
             reported.add(epoch)
@@ -298,6 +299,7 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
         trial.set_user_attr("classes", run.result["protocol"]["classes"]["val"])
         trial.set_user_attr("run", run.path.name)
         _tidy(run.path, keep_best=score >= best)
+    shared.check()
     study.tell(trial, score, state, skip_if_finished=True)
     return said
 
