@@ -32,7 +32,7 @@ def space(recipe: Recipe, loss: str) -> dict[str, Range]:
     """Where to look: what the loss declares, `train.lr`, and `train.class_lr` where the loss has class parameters.
 
     >>> {name: str(where) for name, where in space(Recipe(), "proxy_anchor").items()}
-    {'loss.alpha': '4 to 128, log scale', 'loss.margin': '0 to 0.5',
+    {'loss.alpha': '8 to 64, log scale', 'loss.margin': '0 to 0.5',
      'train.lr': '0.0002 to 0.02, log scale', 'train.class_lr': '0.02 to 2, log scale'}
     """
     values = defaults(recipe, loss)
