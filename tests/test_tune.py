@@ -207,7 +207,8 @@ def test_equal_budget_sealed_test_classes_and_a_replay_to_the_last_digit(recipe,
     assert tune.standings(search) == found
     prolonged = tune.plan(recipe, tmp_path / "out", losses=losses, trials=4, reporter=QUIET)
     assert [s.left for s in tune.standings(prolonged)] == [1, 1]
-    with pytest.raises(ConfigError, match="has 4 already"):
+    assert tune.plan(recipe, tmp_path / "out", losses=["snca", "npair"], reporter=QUIET).trials == 4
+    with pytest.raises(ConfigError, match="has 4 of each loss already"):
         tune.plan(recipe, tmp_path / "out", losses=losses, trials=3, reporter=QUIET)
     with pytest.raises(ConfigError, match="holds a search with another recipe"):
         tune.plan(replace(recipe, seed=1), tmp_path / "out", losses=losses, reporter=QUIET)

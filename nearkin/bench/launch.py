@@ -12,6 +12,8 @@ from nearkin.bench.tune import Search, work
 from nearkin.errors import ConfigError, ProcessLost, UserError, need
 from nearkin.progress import Reporter
 
+STOPPED = 130  # exit code of a worker that Ctrl-C ended
+
 
 @dataclass(frozen=True)
 class Slurm:
@@ -73,6 +75,8 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
             process.join()
         raise KeyboardInterrupt("stopped") from None
     ended = [process.exitcode or 0 for process in processes]
+    if all(code == STOPPED for code in ended):
+        raise KeyboardInterrupt("stopped")
     if all(ended):  # one that is left runs what the others dropped
         raise ProcessLost(
             f"tune: all {workers} workers ended early (exit codes {', '.join(map(str, ended))}). "
@@ -87,7 +91,7 @@ def _child(worker: Worker) -> None:
         print(f"nearkin: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(STOPPED)
 
 
 def _device_of(device: str, worker: int) -> str:

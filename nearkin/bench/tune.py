@@ -13,18 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.bench import coordinate
 from nearkin.bench.sharing import Shared, address_of, open_shared
 from nearkin.bench.space import Settings, apply, defaults, space, start_of, suggest
-from nearkin.errors import ConfigError, RunError, TrainingFailed, TrainingStopped
+from nearkin.errors import ConfigError, RunError, TrainingFailed, TrainingStopped, need
 from nearkin.files import write_aside
 from nearkin.losses import LOSSES
 from nearkin.progress import Pace, Reporter
 from nearkin.recipe import Recipe
 
 if TYPE_CHECKING:
+    from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
 Mode = Literal["optuna", "thesis_grid"]
@@ -105,13 +106,14 @@ def plan(
     """Check what is asked for and write the trials down, all still to be run; a search that is there is joined.
 
     losses   names, or ("all",); by default the recipe's own
-    trials   of each loss; more than before prolongs a search
+    trials   of each loss; by default 20, or as many as the search has; more than before prolongs it
     shorten  the share of the recipe's epochs that a trial trains; by default 1, in the mode thesis_grid 1/4
     """
-    from nearkin.building import check_names
+    from nearkin.building import check_names, make_model, model_fingerprint
     from nearkin.data import sources
     from nearkin.data.splits import split_for
 
+    optuna: Any = need("optuna", "bench")
     out = Path(out)
     grid = mode == "thesis_grid"
     if grid and trials is not None:
@@ -130,7 +132,7 @@ def plan(
         name="",
         recipe=replace(recipe, train=train),
         losses=chosen,
-        trials=trials or TRIALS,
+        trials=0,
         mode=mode,
         prune=prune and not grid,
         full_epochs=recipe.train.epochs,
@@ -149,13 +151,27 @@ def plan(
         raise ConfigError(
             "tune: there are no validation classes to choose by. Give --data.val-share 0.1, or --data.folds 10."
         )
-    counted = [table.fingerprint, search.mode, search.prune, search.recipe.key("")]
+    weights = model_fingerprint(recipe, make_model(recipe, table, reporter)) if recipe.model.weights != "none" else ""
+    counted = [table.fingerprint, weights, search.mode, search.prune, search.recipe.key("")]
     digest = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:12]
     search = replace(search, name=f"nearkin-tune-{digest}")
     _settle_in(search)
     with open_shared(search.address) as shared, shared.claim(f"{search.name}/plan", True):
-        for loss in chosen:
-            _write_down(search, loss, shared)
+        studies = {
+            loss: optuna.create_study(
+                study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
+            )
+            for loss in chosen
+        }
+        if not grid:
+            asked = max(study.user_attrs.get("trials", 0) for study in studies.values())
+            if trials is not None and trials < asked:
+                raise ConfigError(
+                    f"--trials {trials}: the search has {asked} of each loss already. Give as many, or more."
+                )
+            search = replace(search, trials=trials or asked or TRIALS)
+        for loss, study in studies.items():
+            _write_down(search, loss, study)
     return search
 
 
@@ -178,19 +194,10 @@ def _settle_in(search: Search) -> None:
         )
 
 
-def _write_down(search: Search, loss: str, shared: Shared) -> None:
-    """Bring the study of a loss to its budget. Whoever was killed in the middle of this, the next one completes it."""
-    import optuna
-
-    study = optuna.create_study(
-        study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
-    )
-    there = len(study.get_trials(deepcopy=False))
-    if there > search.budget(loss):
-        raise ConfigError(
-            f"--trials {search.trials}: the search of {loss} has {there} already. Give --trials {there}, or more."
-        )
-    for number in range(there, search.budget(loss)):
+def _write_down(search: Search, loss: str, study: Study) -> None:
+    """Bring the study of a loss to its budget. Whoever is killed in the middle of this, the next one completes it."""
+    study.set_user_attr("trials", search.trials)
+    for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
         first = search.mode == "optuna" and number == 0
         study.enqueue_trial(defaults(search.recipe, loss) if first else {})
 
@@ -224,7 +231,7 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
                 break
             else:
                 if not waiting:
-                    reporter.say(f"waiting for {len(ready)} trials that other workers hold")
+                    reporter.say(f"waiting for other workers: trials left in their hands: {len(ready)}")
                 waiting = True
                 time.sleep(POLL)
 
