@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -106,8 +108,8 @@ def _device_of(device: str, worker: int) -> str:
 
 def submit(
     search: Search, workers: int, slurm: Slurm, *, cluster: Literal["slurm", "local"] = "slurm", device: str = "auto"
-) -> list[Any]:
-    """Queue workers as jobs; "local" runs them as submitit would, on this machine, to try a set-up out."""
+) -> list[str]:
+    """Queue workers as jobs and return their numbers; "local" runs them here, as submitit would, to their end."""
     submitit: Any = need("submitit", "bench")
     try:
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
@@ -123,6 +125,13 @@ def submit(
         **where,
     )
     worker = Worker(replace(search, out=search.out.resolve()), device)
-    with executor.batch():
+    with executor.batch() if cluster == "slurm" else nullcontext():  # one array of jobs
         jobs = [executor.submit(worker) for _ in range(workers)]
-    return jobs
+    if cluster == "local":
+        failed = [job.exception() for job in jobs if job.exception()]
+        if failed:
+            raise ProcessLost(f"--launch local: a job failed, {search.out / 'jobs'} has more:\n{failed[0]}")
+    numbers = [job.job_id for job in jobs]
+    del jobs
+    gc.collect()  # local jobs refer to themselves, and stumble if they are still there when Python ends
+    return numbers

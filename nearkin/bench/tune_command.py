@@ -90,12 +90,15 @@ def tune(argv: list[str]) -> None:
         reporter.say(f"{left} of {search.total} trials to run: {len(search.losses)} losses, {_budget(search)}")
         if is_database(search.address):
             reporter.say(f"on each further machine:\n  {shlex.join(['nearkin', 'tune', *_printable(argv, search)])}")
-        if args.launch != "here":
+        if args.launch == "here":
+            run_here(search, args.workers, device=args.device, quiet=args.quiet)
+        else:
             jobs = submit(search, args.workers, args.slurm, cluster=args.launch, device=args.device)
-            print(f"jobs: {' '.join(job.job_id for job in jobs)} (what they say: {search.out / 'jobs'})")
-            print(f"how far they are: {shlex.join(['nearkin', 'tune', *_printable(argv, search), '--workers', '0'])}")
-            return
-        run_here(search, args.workers, device=args.device, quiet=args.quiet)
+            print(f"jobs: {' '.join(jobs)} (what they say: {search.out / 'jobs'})")
+            if args.launch == "slurm":
+                words = ["nearkin", "tune", *_printable(argv, search), "--workers", "0"]
+                print(f"how far they are: {shlex.join(words)}")
+                return
         found = standings(search)
     written = write_recipes(search, found)
     show(table(search, found), *closing(search, found, written))
