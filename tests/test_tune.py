@@ -25,7 +25,7 @@ from nearkin.bench.tune_command import closing, parse_tune, table
 from nearkin.building import make_objective
 from nearkin.cli import main
 from nearkin.data.splits import Holdout
-from nearkin.errors import ConfigError, RunError
+from nearkin.errors import ConfigError, RunError, TrainingStopped
 from nearkin.losses import LOSSES
 from nearkin.progress import Reporter
 from nearkin.recipe import Choice, Recipe
@@ -170,6 +170,29 @@ def test_the_grid_runs_in_order_with_shortened_training(recipe, tmp_path, monkey
     assert [t.user_attrs["settings"]["loss.alpha"] for t in trials] == [32.0, 32.0, 2.0, 64.0]
     text = "\n".join(closing(search, [found], tune.write_recipes(search, [found])))
     assert "--train.epochs 4 for the whole length" in text
+
+
+# --- watching a run --------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_run_can_be_stopped_and_goes_on_to_the_same_numbers(recipe, tmp_path):
+    seen = []
+
+    def watch(epoch, best):
+        seen.append((epoch, best))
+        return epoch == 2
+
+    longer = replace(recipe, train=replace(recipe.train, epochs=3))
+    calm = nk.fit(longer, tmp_path / "calm", final=False, reporter=QUIET, device="cpu")
+    with pytest.raises(TrainingStopped, match="stopped after epoch 2 of 3") as stopped:
+        nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu", watch=watch)
+    run = Run(stopped.value.path)
+    assert (run.events()[-1], run.result) == ({"event": "stopped", "epoch": 2}, None)
+    by_epoch = [e["val"]["R@1"] for e in calm.events() if e["event"] == "epoch"]
+    assert seen == [(1, by_epoch[0]), (2, max(by_epoch[:2]))]
+    again = nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu")
+    assert again.events() == calm.events()
+    assert again.result["val_R@1"] == calm.result["val_R@1"] == max(by_epoch)
 
 
 # --- the search itself -----------------------------------------------------------------------------------------------

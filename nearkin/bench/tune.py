@@ -302,6 +302,7 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
         said = f"val R@1 {100 * score:.1f} (best {100 * max(best, score):.1f})"
         chosen = run.result["protocol"]["epoch"]
         event = next(e for e in run.events() if e["event"] == "epoch" and e["epoch"] == chosen)
+        trial.set_user_attr("map", event["val"]["MAP@R"])
         trial.set_user_attr("interval", event["val_interval"])
         trial.set_user_attr("classes", run.result["protocol"]["classes"]["val"])
         trial.set_user_attr("run", run.path.name)
@@ -363,7 +364,8 @@ def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
     )
     if not ended:
         return counted
-    best = max(ended, key=lambda trial: (trial.values[0], -trial.number))  # of equals the first, so the defaults
+    # As between epochs: MAP@R decides where R@1 is the same, and then the first, which has the defaults.
+    best = max(ended, key=lambda trial: (trial.values[0], trial.user_attrs["map"], -trial.number))
     return replace(
         counted,
         best=best.values[0],

@@ -87,7 +87,7 @@ def tune(argv: list[str]) -> None:
     if not left:
         reporter.say(f"done already: all {search.total} trials of {search.out}")
     elif args.workers:
-        reporter.say(f"{left} of {search.total} trials to run: {len(search.losses)} losses, {_budget(search)}")
+        reporter.say(f"{left} of {search.total} trials to run: {_budget(search)}")
         if is_database(search.address):
             reporter.say(f"on each further machine:\n  {shlex.join(['nearkin', 'tune', *_printable(argv, search)])}")
         if args.launch == "here":
@@ -142,7 +142,7 @@ def _printable(argv: Sequence[str], search: Search) -> list[str]:
 
 def _budget(search: Search) -> str:
     if search.mode == "optuna":
-        return f"{search.trials} trials each"
+        return f"{search.trials} of each loss ({', '.join(search.losses)})"
     return ", ".join(f"{loss} {search.budget(loss)}" for loss in search.losses)
 
 
