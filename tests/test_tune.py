@@ -347,52 +347,53 @@ def test_recipe_flags_are_those_of_train(features):
 
 
 def worker(search: tune.Search, diary: Path) -> None:
-    """A worker that notes in a diary when each training begins and ends."""
+    """A worker that notes in a diary when each training begins."""
     import nearkin.train
 
     fit = nearkin.train.fit
 
     def noting(recipe, *given, **asked):
         name = f"{recipe.loss.name} {sorted(recipe.loss.settings.items())} {recipe.train.lr} {recipe.train.class_lr}"
-        note(diary, f"begin {os.getpid()} {name}")
-        try:
-            return fit(recipe, *given, **asked)
-        finally:
-            note(diary, f"end {os.getpid()} {name}")
+        with open(diary, "a") as file:
+            file.write(f"{os.getpid()} {name}\n")
+        return fit(recipe, *given, **asked)
 
     nearkin.train.fit = noting
     tune.POLL = 0.05
     tune.work(search, device="cpu", reporter=QUIET)
 
 
-def note(diary: Path, line: str) -> None:
-    with open(diary, "a") as file:
-        file.write(f"{line}\n")
-
-
 @pytest.fixture(scope="module")
 def processes():
     """Processes that have all imports behind them, so that kills hit the work and not the start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "optuna", "nearkin.bench.tune", "nearkin.train", "test_tune"])
+    context.set_forkserver_preload(["torch", "optuna", "nearkin.bench.tune", "nearkin.train", "torch._dynamo"])
     return context
+
+
+def begun(diary: Path) -> list[tuple[int, str]]:
+    """Process and trial of every training that was begun."""
+    lines = diary.read_text().splitlines() if diary.exists() else []
+    return [(int(pid), name) for pid, name in (line.split(" ", 1) for line in lines)]
 
 
 def kill_repeatedly(context, search: tune.Search, diary: Path, *, workers: int, kills: int) -> None:
     """Keep workers going, kill one after another within their work, then let the last finish."""
     draw = random.Random(0)
-    running = []
+    running: list = []
     for left in range(kills, -1, -1):
         while len(running) < workers:
             running.append(context.Process(target=worker, args=(search, diary)))
             running[-1].start()
         if left:
-            grown = diary.stat().st_size if diary.exists() else 0
+            known = len(begun(diary))
             end = time.monotonic() + 60
-            while (not diary.exists() or diary.stat().st_size == grown) and time.monotonic() < end:
+            while len(begun(diary)) == known and time.monotonic() < end:
                 time.sleep(0.01)
-            time.sleep(draw.uniform(0, 0.25))
-            victim = running.pop(draw.randrange(len(running)))
+            time.sleep(draw.uniform(0, 0.15))
+            last = begun(diary)[-1][0]
+            victim = next((process for process in running if process.pid == last), running[0])
+            running.remove(victim)
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
     for process in running:
@@ -401,18 +402,15 @@ def kill_repeatedly(context, search: tune.Search, diary: Path, *, workers: int, 
 
 
 def check_exactly_once(search: tune.Search, diary: Path, *, kills: int) -> None:
-    lines = [line.split(" ", 2) for line in diary.read_text().splitlines()]
-    begun = Counter(name for what, _, name in lines if what == "begin")
-    ended = Counter(name for what, _, name in lines if what == "end")
+    times = Counter(name for _, name in begun(diary))
     for loss in search.losses:
         trials = trials_of(search, loss)
         assert len(trials) == search.trials
         assert all(trial.state.is_finished() for trial in trials)
-    assert len(begun) == search.total  # every trial its own settings
+    assert len(times) == search.total  # every trial its own settings
     assert len(list((search.out / "runs").iterdir())) == search.total
-    # A training is begun again only where a kill cut it, or cut the note of how it ended.
-    assert sum(begun.values()) - search.total <= kills
-    assert sum(begun.values()) - sum(ended.values()) <= kills
+    # A training is begun again only where a kill cut it, or cut the note of how it ended; and some were cut.
+    assert 0 < sum(times.values()) - search.total <= kills
     # Written by one process at a time: every epoch once and in its order.
     for folder in (search.out / "runs").iterdir():
         epochs = [event["epoch"] for event in Run(folder).events() if event["event"] == "epoch"]
@@ -421,19 +419,19 @@ def check_exactly_once(search: tune.Search, diary: Path, *, kills: int) -> None:
 
 @pytest.mark.slow
 def test_one_worker_killed_again_and_again_finds_what_an_undisturbed_one_finds(recipe, tmp_path, processes):
-    longer = replace(recipe, train=replace(recipe.train, epochs=8))
-    asked = {"losses": ("proxy_anchor", "triplet"), "trials": 7, "reporter": QUIET}
+    longer = replace(recipe, train=replace(recipe.train, epochs=12))
+    asked = {"trials": 9, "reporter": QUIET}
     calm = tune.plan(longer, tmp_path / "calm", **asked)
     tune.work(calm, device="cpu", reporter=QUIET)
     killed = tune.plan(longer, tmp_path / "killed", **asked)
-    kill_repeatedly(processes, killed, tmp_path / "diary", workers=1, kills=7)
-    check_exactly_once(killed, tmp_path / "diary", kills=7)
+    kill_repeatedly(processes, killed, tmp_path / "diary", workers=1, kills=6)
+    check_exactly_once(killed, tmp_path / "diary", kills=6)
     assert tune.standings(killed) == tune.standings(calm)
 
 
 @pytest.mark.slow
 def test_two_workers_share_a_journal_whoever_is_killed(recipe, tmp_path, processes):
-    longer = replace(recipe, train=replace(recipe.train, epochs=8))
+    longer = replace(recipe, train=replace(recipe.train, epochs=12))
     search = tune.plan(longer, tmp_path / "out", losses=("proxy_anchor", "npair"), trials=7, reporter=QUIET)
     kill_repeatedly(processes, search, tmp_path / "diary", workers=2, kills=5)
     check_exactly_once(search, tmp_path / "diary", kills=5)
@@ -441,7 +439,7 @@ def test_two_workers_share_a_journal_whoever_is_killed(recipe, tmp_path, process
 
 @pytest.mark.slow
 def test_two_workers_share_a_postgresql_whoever_is_killed(recipe, tmp_path, processes, postgres_url):
-    longer = replace(recipe, train=replace(recipe.train, epochs=8))
+    longer = replace(recipe, train=replace(recipe.train, epochs=12))
     asked = {"losses": ("proxy_anchor", "npair"), "trials": 5, "storage": postgres_url, "reporter": QUIET}
     search = tune.plan(longer, tmp_path / "out", **asked)
     assert tune.plan(longer, tmp_path / "elsewhere", **asked).name == search.name  # another machine joins
