@@ -278,6 +278,14 @@ def test_a_writer_killed_within_a_line_does_not_spoil_the_journal(recipe, tmp_pa
     assert [s.done for s in tune.standings(search)] == [2]
 
 
+def test_a_file_that_is_no_journal_is_left_as_it_is(recipe, tmp_path):
+    for text in ("a line without an end", '{"compact": "json"}', "x\n"):
+        (tmp_path / "notes").write_text(text)
+        with pytest.raises(RunError, match="not a journal of a search"):
+            tune.plan(recipe, tmp_path / "out", storage=str(tmp_path / "notes"), reporter=QUIET)
+        assert (tmp_path / "notes").read_text() == text
+
+
 def test_a_claim_is_one_processes_own(tmp_path):
     with sharing.open_shared(str(tmp_path / "journal")) as one, sharing.open_shared(str(tmp_path / "journal")) as other:
         with one.claim("a/1", False) as mine, other.claim("a/1", False) as theirs, other.claim("a/2", False) as second:

@@ -84,6 +84,8 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
             f"tune: all {workers} workers ended early (exit codes {', '.join(map(str, ended))}). "
             "The same command goes on where they stopped."
         )
+    if any(ended) and not quiet:
+        print(f"{sum(map(bool, ended))} of {workers} workers ended early; the others ran their trials", file=sys.stderr)
 
 
 def _child(worker: Worker) -> None:

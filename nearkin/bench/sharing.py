@@ -21,6 +21,7 @@ from nearkin.errors import ConfigError, RunError, need
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
+_OPENING = b'{"op_code":'  # of each line of a journal
 # So that the server notices within a minute that a machine is gone, instead of after two hours.
 _KEEP_ALIVE = "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 
@@ -95,6 +96,8 @@ def _journal(address: str) -> Iterator[Shared]:
             yield True
 
     try:
+        if path.exists() and _start_of(path) not in (b"", _OPENING):
+            raise ValueError("it holds something else")  # before anything of it is mended
         locks.mkdir(parents=True, exist_ok=True)
         lock: Any = _JournalLock(path, locks / "journal")
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
@@ -103,6 +106,11 @@ def _journal(address: str) -> Iterator[Shared]:
     except (ValueError, KeyError) as error:  # not a journal, or damaged
         raise RunError(f"{path}: not a journal of a search ({error}). Choose another --storage.") from None
     yield Shared(storage, claim, check=lambda: None)  # the kernel keeps locks as long as the process lives
+
+
+def _start_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(_OPENING))
 
 
 class _JournalLock:
@@ -134,6 +142,7 @@ class _JournalLock:
 @contextmanager
 def _postgres(address: str) -> Iterator[Shared]:
     psycopg: Any = need("psycopg", "bench")
+    from optuna.exceptions import StorageInternalError
     from optuna.storages import RDBStorage, get_storage
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -163,15 +172,15 @@ def _postgres(address: str) -> Iterator[Shared]:
         try:
             with claim("nearkin tables", True):  # two that make the tables at once would stumble over each other
                 storage = get_storage(RDBStorage(address))  # the one that studies will use too, with its cache
-            yield Shared(storage, claim, check=lambda: held.execute("SELECT 1"))
-        except (psycopg.Error, SQLAlchemyError) as error:
+            try:
+                yield Shared(storage, claim, check=lambda: held.execute("SELECT 1"))
+            finally:
+                storage.remove_session()
+        except (psycopg.Error, SQLAlchemyError, StorageInternalError) as error:
             raise RunError(
                 f"--storage {shown}: the connection was lost ({' '.join(str(error).split())[:200]}).\n"
                 "The same command goes on where this one stopped."
             ) from None
-        finally:
-            if "storage" in locals():
-                storage.remove_session()
 
 
 def without_password(address: str) -> str:

@@ -155,8 +155,8 @@ def plan(
     counted = [table.fingerprint, weights, search.mode, search.prune, search.recipe.key("")]
     digest = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:12]
     search = replace(search, name=f"nearkin-tune-{digest}")
-    _settle_in(search)
     with open_shared(search.address) as shared, shared.claim(f"{search.name}/plan", True):
+        _settle_in(search)
         studies = {
             loss: optuna.create_study(
                 study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
@@ -379,9 +379,10 @@ def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
 def write_recipes(search: Search, found: Sequence[Standing]) -> dict[str, Path]:
     """The best trial of each loss as LOSS.toml, which `nearkin train` runs."""
     written: dict[str, Path] = {}
-    for standing in found:
-        if standing.settings is not None:
-            path = search.out / f"{standing.loss}.toml"
-            write_aside(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())
-            written[standing.loss] = path
+    with open_shared(search.address) as shared, shared.claim(f"{search.name}/recipes", True):
+        for standing in found:
+            if standing.settings is not None:
+                path = search.out / f"{standing.loss}.toml"
+                write_aside(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())
+                written[standing.loss] = path
     return written
