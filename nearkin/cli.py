@@ -26,6 +26,7 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin export RUN           the model as an ONNX or torch file that runs without nearkin (being built)
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
+  nearkin tune [RECIPE]        search losses' settings on validation classes, each with the same number of trials
   nearkin bench run STUDY      many trainings under one protocol, resumable, with error bars (plan, status)
   nearkin tournament STUDY     rank losses over experiments and say which differences are settled
   nearkin doctor               versions, devices, extras, and trouble known for this machine
@@ -228,6 +229,12 @@ def tournament(argv: list[str]) -> None:
     run(argv)
 
 
+def tune(argv: list[str]) -> None:
+    from nearkin.bench.tune_command import tune as run
+
+    run(argv)
+
+
 def train(argv: list[str]) -> None:
     from nearkin.train_command import train as run
 
@@ -269,6 +276,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "export": export,
     "data": data,
     "losses": losses,
+    "tune": tune,
     "bench": bench,
     "tournament": tournament,
     "doctor": doctor,

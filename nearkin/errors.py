@@ -7,6 +7,7 @@
     ├── RunError              a run folder that cannot be written, read or resumed
     │   └── RunBusy           another process holds it
     ├── TrainingFailed        a run that went wrong by itself (a loss that is not finite)
+    ├── TrainingStopped       a run that its watcher ended early, as a search ends those that promise little
     ├── ProcessLost           of several processes that train together one has died or does not answer
     └── MissingExtra          an optional package is not installed
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 
@@ -48,6 +50,14 @@ class RunBusy(RunError):
 
 class TrainingFailed(UserError):
     """A run that went wrong by itself, for example a loss that is not finite."""
+
+
+class TrainingStopped(UserError):
+    """A run that whoever watches it (`fit(watch=...)`) ended early; `path` is its folder."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(f"{path}: {text}")
+        self.path = path
 
 
 class ProcessLost(UserError):

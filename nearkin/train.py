@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.distributed import anywhere, broadcast_state, from_first, is_first, process_group, rank, world
-from nearkin.errors import TrainingFailed
+from nearkin.errors import TrainingFailed, TrainingStopped
 from nearkin.evaluate import embedded, evaluate_final, scores_of
 from nearkin.models.embedder import Embedder
 from nearkin.optim import make_optimizer, set_learning_rate
@@ -46,6 +47,7 @@ def fit(
     final: bool = True,
     trackers: tuple[str, ...] = (),
     reporter: Reporter | None = None,
+    watch: Callable[[int, float], bool] | None = None,
 ) -> Run:
     """Train by this recipe, choose the epoch on validation classes, judge once on the sealed test classes.
 
@@ -54,15 +56,21 @@ def fit(
 
     final     False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
     trackers  "tensorboard", "wandb": where the numbers of each epoch also go
+    watch     is told each epoch and the best validation R@1 so far; where it answers True, `TrainingStopped` is raised
     """
     with process_group(choose_device(device)) as place:
-        return _fit(
-            recipe, Path(runs), place, final, trackers, (reporter or Reporter()) if is_first() else Reporter(quiet=True)
-        )
+        said_by = (reporter or Reporter()) if is_first() else Reporter(quiet=True)
+        return _fit(recipe, Path(runs), place, final, trackers, said_by, watch)
 
 
 def _fit(
-    recipe: Recipe, runs: Path, place: torch.device, final: bool, trackers: tuple[str, ...], reporter: Reporter
+    recipe: Recipe,
+    runs: Path,
+    place: torch.device,
+    final: bool,
+    trackers: tuple[str, ...],
+    reporter: Reporter,
+    watch: Callable[[int, float], bool] | None,
 ) -> Run:
     check_names(recipe)
     table = sources.load(recipe.data, reporter)
@@ -163,6 +171,9 @@ def _fit(
                 f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
                 f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
             )
+            if watch is not None and val and anywhere(is_first() and watch(epoch + 1, state.best)):
+                run.log(event="stopped", epoch=epoch + 1)
+                raise TrainingStopped(run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked.")
             state.seconds += time.monotonic() - began
             state.next_epoch()
             state.save(run)
@@ -226,6 +237,7 @@ def judge_epoch(
         "epoch": epoch,
         "loss": state.mean_loss if epoch else None,
         "val": {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None,
+        "val_interval": list(scores.interval("R@1")) if scores else None,
         "diagnosis": diagnosis.to_dict(),
     }
     run.log(event="epoch", **event)

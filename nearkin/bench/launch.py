@@ -1,0 +1,139 @@
+"""Workers of a search: processes of this machine, or jobs of a SLURM cluster."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nearkin.bench.tune import Search, work
+from nearkin.errors import ConfigError, ProcessLost, UserError, need
+from nearkin.progress import Reporter
+
+STOPPED = 130  # exit code of a worker that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What a job of the cluster asks for."""
+
+    partition: str | None = None
+    """By default the cluster's own."""
+    hours: float = 24.0
+    """Longest time of a job; one that is ended goes on when it is queued again."""
+    gpus: int = 1
+    """GPUs of a job; 0 trains on its cores."""
+    cores: int = 8
+    """Cores of a job."""
+    memory_gb: int = 32
+    """Memory of a job."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """`work` as something that can be sent to another process."""
+
+    search: Search
+    device: str = "auto"
+    quiet: bool = False
+    threads: int = 0  # of torch; 0 leaves them as they are
+
+    def __call__(self) -> None:
+        if self.threads:
+            import torch
+
+            torch.set_num_threads(self.threads)
+        work(self.search, device=self.device, reporter=Reporter(quiet=self.quiet))
+
+    def checkpoint(self) -> Any:
+        """What submitit queues again when a job's time is up or its place is taken: the search knows how far it is."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool = False) -> None:
+    """Run the search in this process, or in several that share the machine's cores and GPUs."""
+    if workers == 1:
+        Worker(search, device, quiet)()
+        return
+    spawn = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    processes = [
+        spawn.Process(target=_child, args=(Worker(search, _device_of(device, k), quiet, threads),))
+        for k in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join()
+    except KeyboardInterrupt:  # they were told as well, and write their checkpoints
+        for process in processes:
+            process.join()
+        raise KeyboardInterrupt("stopped") from None
+    ended = [process.exitcode or 0 for process in processes]
+    if all(code == STOPPED for code in ended):
+        raise KeyboardInterrupt("stopped")
+    if all(ended):  # one that is left runs what the others dropped
+        raise ProcessLost(
+            f"tune: all {workers} workers ended early (exit codes {', '.join(map(str, ended))}). "
+            "The same command goes on where they stopped."
+        )
+    if any(ended) and not quiet:
+        print(f"{sum(map(bool, ended))} of {workers} workers ended early; the others ran their trials", file=sys.stderr)
+
+
+def _child(worker: Worker) -> None:
+    try:
+        worker()
+    except UserError as error:
+        print(f"nearkin: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
+
+
+def _device_of(device: str, worker: int) -> str:
+    """GPUs are dealt to the workers in turn."""
+    if device not in ("auto", "cuda"):
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"cuda:{worker % count}" if count else device
+
+
+def submit(
+    search: Search, workers: int, slurm: Slurm, *, cluster: Literal["slurm", "local"] = "slurm", device: str = "auto"
+) -> list[str]:
+    """Queue workers as jobs and return their numbers; "local" runs them here, as submitit would, to their end."""
+    submitit: Any = need("submitit", "bench")
+    try:
+        executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
+    except RuntimeError as error:
+        raise ConfigError(f"--launch slurm: there is no SLURM on this machine ({error}).") from None
+    where = {"slurm_partition": slurm.partition} if slurm.partition else {}
+    executor.update_parameters(
+        name="nearkin-tune",
+        timeout_min=max(1, round(60 * slurm.hours)),
+        gpus_per_node=slurm.gpus if cluster == "slurm" else 0,
+        cpus_per_task=slurm.cores,
+        mem_gb=slurm.memory_gb,
+        **where,
+    )
+    worker = Worker(replace(search, out=search.out.resolve()), device)
+    with executor.batch() if cluster == "slurm" else nullcontext():  # one array of jobs
+        jobs = [executor.submit(worker) for _ in range(workers)]
+    if cluster == "local":
+        failed = [job.exception() for job in jobs if job.exception()]
+        if failed:
+            raise ProcessLost(f"--launch local: a job failed, {search.out / 'jobs'} has more:\n{failed[0]}")
+    numbers = [job.job_id for job in jobs]
+    del jobs
+    gc.collect()  # local jobs refer to themselves, and stumble if they are still there when Python ends
+    return numbers
