@@ -122,6 +122,8 @@ def export(
     """Write the file and its facts beside it. Nothing is kept when it does not agree with the model."""
     _refuse_features(model)
     _check_target(to, out)
+    for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
+        need(module, extra="export")  # before the work, not after it
     reporter = reporter or Reporter(quiet=True)
     checks = random_checks(model) if checks is None else checks
     about = facts(model, run)
@@ -140,13 +142,14 @@ def export(
             reporter.say(f"comparing the file with the model on {checks.what}")
             difference = largest_difference(model, aside, to, checks.pixels)
             aside.replace(out)
+            about["checked"] = {"on": checks.what, "largest_difference": difference}
+            beside = out.with_name(f"{out.name}.json")
+            write_aside(beside, json.dumps(about, indent=1))
         except OSError as error:
             raise RunError(f"{out}: cannot write the model ({error.strerror or error}).") from None
         finally:
-            aside.unlink(missing_ok=True)
-    about["checked"] = {"on": checks.what, "largest_difference": difference}
-    beside = out.with_name(f"{out.name}.json")
-    write_aside(beside, json.dumps(about, indent=1))
+            if out.parent.is_dir():
+                aside.unlink(missing_ok=True)
     return Exported(out, beside, about, difference, checks)
 
 
@@ -198,8 +201,6 @@ def traced(network: Network) -> torch.export.ExportedProgram:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    for module in ("onnxscript", "onnxruntime"):
-        need(module, extra="export")
     weights = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     if weights > LARGEST:
         raise ConfigError(f"export: {weights / 1e9:.1f} GB of weights do not fit an ONNX file (2 GB). Use --to torch.")
