@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from postgres import pgvector_url, postgres_server, postgres_url  # noqa: F401  (fixtures)
 
 # Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it.
 _CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
