@@ -173,12 +173,13 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink to `shorter_side` (never enlarge), take the middle `part` of that, scale it to `side`.
+        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale it to `side`.
         "cut": {
             "augment": model.augment,
             "side": side,
             "shorter_side": augment.stored_side(side),
-            "part": augment.shown / augment.stored,
+            "stored": augment.stored,
+            "shown": augment.shown,
             "squeezed": bool(getattr(augment.view, "keywords", {}).get("squeezed")),
             "boxes": run is not None and run.recipe.data.boxes,
         },
@@ -207,11 +208,21 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[st
     made = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["vectors"], verbose=False)
     assert made is not None
     graph: Any = made.model.graph
-    for part in (graph, *graph.all_nodes(), *graph.inputs, *graph.outputs):
+    values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+    for part in (graph, *graph.all_nodes(), *values):
         part.metadata_props.clear()  # the exporter's notes to itself
+    _name_batch(values, graph.inputs[0].shape[0])
     made.model.metadata_props[KEY] = json.dumps(about)
     made.model.producer_name, made.model.producer_version = "nearkin", __version__
     made.save(path)
+
+
+def _name_batch(values: list[Any], found: Any) -> None:
+    """Call the free size "batch" in every shape; the exporter forgets the name and gives it a number (s34)."""
+    for value in values:
+        for place, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and size == found:
+                value.shape[place] = "batch"
 
 
 def largest_difference(model: Embedder, path: Path, to: Kind, pixels: Tensor) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nearkin.deploy import files
 from nearkin.deploy.files import Manifest, ModelMark, StoredFile
-from nearkin.deploy.marks import Embeds, Stamp, check_model, fingerprint, mark_of
+from nearkin.deploy.marks import Embeds, Stamp, check_model, mark_of
 from nearkin.deploy.openset import Threshold, calibrate_items
 from nearkin.deploy.rerank import Chosen, Rerank, choose_rerank, from_dict, reranked, to_dict
 from nearkin.deploy.search import (
@@ -57,6 +57,9 @@ class Index:
     threshold: below which similarity a query is unknown (nearkin.deploy.openset), where it was calibrated.
     rerank: how answers are put in a better order (nearkin.deploy.rerank), where validation classes asked for it.
     """
+
+    graph: Graph | None
+    _factors: Vectors | None
 
     def __init__(
         self,
@@ -148,8 +151,7 @@ class Index:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise DataError(f"labels: expected text or whole numbers (and None), all of one kind; got {names}.")
         self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
-        self.graph: Graph | None = None
-        self._factors: Vectors | None = None
+        self.graph, self._factors = None, None
 
     def _refuse_known(self, ids: Sequence[str]) -> None:
         known = next((id for id in ids if id in self._rows), None)
@@ -276,7 +278,7 @@ class Index:
 
     def use(self, model: Embeds) -> None:
         """Search with this model, which must be the one that made the vectors."""
-        check_model(self.mark, fingerprint(model), "the index")
+        check_model(self.mark, model.fingerprint(), "the index")
         self._model = model
 
     def _inverse_lengths(self) -> Vectors:
