@@ -173,7 +173,7 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale it to `side`.
+        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
         "cut": {
             "augment": model.augment,
             "side": side,
