@@ -26,7 +26,7 @@ def address(pgvector_url: str) -> str:
     return pgvector_url.replace("postgresql:", "pgvector:")
 
 
-@pytest.fixture(params=["qdrant", "pgvector"])
+@pytest.fixture(params=["qdrant", pytest.param("pgvector", marks=pytest.mark.slow)])
 def opened(request):
     """A function that opens the same place in a store, as a later process would."""
     if request.param == "qdrant":
@@ -136,6 +136,7 @@ def test_an_index_is_built_and_kept_in_step(opened, photo_folder, tmp_path):
     assert any("holds 36 items, the index 35" in note for note in bring_up()[1].notes)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_with_a_store(address, photo_folder, tmp_path, capsys):
     run = make_run(tmp_path, photo_folder, dim=DIM)
     url = f"{address}?table=by_command"
@@ -150,6 +151,7 @@ def test_the_commands_of_the_page_with_a_store(address, photo_folder, tmp_path, 
     assert "by_command" in (tmp_path / "index" / "manifest.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_table_of_somebody_else_is_left_alone(address):
     import psycopg
 
