@@ -94,6 +94,20 @@ def test_odd_uploads_get_a_clear_refusal(server, name):
     assert 10 < len(answer["error"]) < 250
 
 
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_only_the_first_picture_is_unpacked(server, served, kind):
+    first = Image.open(served.photos / "class 2" / "1.png")
+    others = [Image.new("RGB", first.size, (i, 255 - i, 0)) for i in range(250)]
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    body = encoded(first, kind, save_all=True, append_images=others, **lossless)
+    assert Image.open(io.BytesIO(body)).n_frames > 200
+    status, _, answer = server.ask("POST", "/search?k=1", body, JPEG)
+    assert status == 200
+    if kind != "GIF":  # which has 256 colours only
+        assert answer["hits"][0]["id"] == "class 2/1.png"
+        assert answer["hits"][0]["similarity"] == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
