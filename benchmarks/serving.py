@@ -24,8 +24,6 @@ import numpy as np
 
 from nearkin.data.listing import images_below
 
-START = "from nearkin.deploy.serve_commands import serve; import sys; serve(sys.argv[1:])"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,7 +33,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2, help="of the server")
     args = parser.parse_args()
-    command = [sys.executable, "-c", START, str(args.index), "--port", "0", "--workers", str(args.workers)]
+    command = [sys.executable, "-m", "nearkin", "serve", str(args.index), "--port", "0", "--workers", str(args.workers)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

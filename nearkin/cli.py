@@ -22,8 +22,8 @@ nearkin {version}: train embeddings, judge them on classes never seen, put them 
   nearkin report RUN [RUN]     one self-contained HTML page for a run, or for one against another
   nearkin index RUN FOLDER     make images searchable by a run's model
   nearkin search DIR IMAGE     the nearest images, or "unknown"
-  nearkin serve DIR            a page and a JSON API to search by dropping an image (being built)
-  nearkin export RUN           the model as an ONNX or torch file that runs without nearkin (being built)
+  nearkin serve DIR            a page and a JSON API to search by dropping an image
+  nearkin export RUN           the model as an ONNX or torch file that runs without nearkin
   nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
   nearkin losses [NAME]        the losses there are, or one explained
   nearkin tune [RECIPE]        search losses' settings on validation classes, each with the same number of trials

@@ -30,9 +30,8 @@ TOKEN = "correct-horse-battery-staple"
 LAUNCH = """
 import sys
 from nearkin import cli
-from nearkin.deploy import listening, serve_commands
+from nearkin.deploy import listening
 listening.HEAD_SECONDS = 1.5
-cli.COMMANDS["serve"] = serve_commands.serve
 cli.main(["serve", *sys.argv[1:]])
 """
 

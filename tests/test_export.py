@@ -28,8 +28,6 @@ from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_weights
 from nearkin.recipe import Model
 
-pytestmark = pytest.mark.unfinished
-
 pytest.importorskip("onnxscript", reason="needs nearkin[export]")
 ROOT = Path(__file__).resolve().parents[1]
 CUB = SHARED / "data" / "CUB_200_2011" / "images"
@@ -63,16 +61,20 @@ def example() -> str:
     return block
 
 
-def names_of(model: Path) -> dict:
-    """What the example defines, made for a file."""
+def names_of(model: Path | None) -> dict:
+    """What the example defines, made for a file; without one, only what it does to pictures."""
+    code = example().replace("birds.onnx", str(model))
+    if model is None:
+        code = "\n".join(line for line in code.splitlines() if not line.startswith(("session =", "how =")))
     names: dict = {}
-    exec(compile(example().replace("birds.onnx", str(model)), "docs/export.md", "exec"), names)
+    exec(compile(code, "docs/export.md", "exec"), names)
     return names
 
 
 # --- what is in the file ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_file_gives_the_vectors_of_the_run_at_any_batch_size(written, run, photo_folder):
     session = onnxruntime.InferenceSession(str(written))
     assert [(i.name, i.type, i.shape) for i in session.get_inputs()] == [
@@ -88,6 +90,7 @@ def test_the_file_gives_the_vectors_of_the_run_at_any_batch_size(written, run, p
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_facts_are_inside_and_beside(written, run, photo_folder):
     inside = json.loads(onnxruntime.InferenceSession(str(written)).get_modelmeta().custom_metadata_map["nearkin"])
     beside = json.loads(written.with_name("small.onnx.json").read_text())
@@ -96,10 +99,11 @@ def test_facts_are_inside_and_beside(written, run, photo_folder):
     assert checked["on"] == "24 validation images of the run"
     assert checked["largest_difference"] < 1e-5
     assert inside["cut"] == {
-        "augment": "none",
+        "augment": "light",
         "side": 24,
         "shorter_side": 24,
-        "part": 1.0,
+        "stored": 1,
+        "shown": 1,
         "squeezed": False,
         "boxes": False,
     }
@@ -110,6 +114,7 @@ def test_facts_are_inside_and_beside(written, run, photo_folder):
     assert set(classes) < {folder.name for folder in photo_folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_no_path_of_the_machine_is_in_the_file(written, run, tmp_path, photo_folder):
     torch_file = export_run(run, "torch", tmp_path / "small.pt2", images=photo_folder).path
     words = [str(ROOT), "site-packages", str(run.parent), str(photo_folder), str(photo_folder.parent)]
@@ -119,6 +124,7 @@ def test_no_path_of_the_machine_is_in_the_file(written, run, tmp_path, photo_fol
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.pt2", "small.pt2.json"]
 
 
+@pytest.mark.slow
 def test_a_torch_program_gives_the_vectors_of_the_run(run, tmp_path, photo_folder):
     made = export_run(run, "torch", tmp_path / "small.pt2", images=photo_folder)
     assert made.difference < 1e-6
@@ -136,7 +142,7 @@ def test_a_torch_program_gives_the_vectors_of_the_run(run, tmp_path, photo_folde
     [
         ({"backbone": "bn_inception", "pool": "average_maximum"}, 64),
         ({"backbone": "googlenet", "taps": "low_mid_high", "dim": 12}, 64),
-        ({"backbone": "resnet50", "pool": "gem", "learn_p": True, "norm": "layer", "head": "residual"}, 32),
+        ({"backbone": "small_conv", "pool": "gem", "learn_p": True, "norm": "layer", "head": "residual"}, 32),
         ({"backbone": "vit_tiny_patch16_224"}, 224),
     ],
     ids=lambda value: value["backbone"] if isinstance(value, dict) else "",
@@ -151,6 +157,7 @@ def test_every_kind_of_network_can_be_exported(settings, side, tmp_path):
     torch.testing.assert_close(vectors, model.embed(pixels), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_grey_pictures_and_vectors_that_are_not_unit(tmp_path):
     torch.manual_seed(0)
     model = Embedder(Model(backbone="small_conv", width=4, dim=8, normalize=False), (1, 16, 16)).eval()
@@ -188,10 +195,14 @@ def photos() -> list[Path]:
     return [found[i] for i in np.linspace(0, len(found) - 1, 200).astype(int)]
 
 
+@pytest.fixture(scope="module")
+def pixels(lite0, photos) -> torch.Tensor:
+    return torch.stack([model_input(lite0, path) for path in photos])
+
+
 @pytest.mark.slow
 @needs_cub
-def test_both_forms_agree_with_the_model_on_200_photos(lite0, lite0_file, photos, tmp_path):
-    pixels = torch.stack([model_input(lite0, path) for path in photos])
+def test_both_forms_agree_with_the_model_on_200_photos(lite0, lite0_file, pixels, tmp_path):
     assert largest_difference(lite0, lite0_file, "onnx", pixels) < 1e-5
     made = export(lite0, "torch", tmp_path / "birds.pt2", checks=Checks(pixels, "200 photos"))
     assert made.difference < 1e-5
@@ -199,22 +210,20 @@ def test_both_forms_agree_with_the_model_on_200_photos(lite0, lite0_file, photos
 
 @pytest.mark.slow
 @needs_cub
-def test_the_examples_pixels_are_ours_within_one_step(lite0, lite0_file, photos):
+def test_the_examples_pixels_are_ours_within_one_step(lite0, lite0_file, photos, pixels):
     names = names_of(lite0_file)
-    theirs = np.stack([names["cut"](path) for path in photos]).astype(int)
-    ours = torch.stack([model_input(lite0, path) for path in photos]).numpy().astype(int)
-    off = np.abs(theirs - ours)
-    cosines = (names["embed"](photos) * lite0.embed(photos).numpy()).sum(axis=1)
-    print(f"pixels: {(off == 0).mean():.2%} equal, largest difference {off.max()}; least cosine {cosines.min():.7f}")
+    off = np.abs(np.stack([names["cut"](path) for path in photos]).astype(int) - pixels.numpy())
+    print(f"pixels: {(off == 0).mean():.2%} equal, largest difference {off.max()}")
     assert off.max() <= 2
     assert (off == 0).mean() > 0.9
+    cosines = (names["embed"](photos[::10]) * lite0.embed(pixels[::10]).numpy()).sum(axis=1)
     assert cosines.min() > 0.9999
 
 
 @pytest.mark.parametrize("augment", list(AUGMENTS))
-def test_the_example_cuts_as_every_augmentation_views(augment, written, tmp_path):
+def test_the_example_cuts_as_every_augmentation_views(augment, tmp_path):
     model = Embedder(Model(backbone="small_conv", width=4, dim=8), (3, 56, 56), augment=augment)
-    names = names_of(written)
+    names = names_of(None)
     names["how"] = facts(model)["cut"]
     rng = np.random.default_rng(0)
     for size in [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33)]:
@@ -223,8 +232,7 @@ def test_the_example_cuts_as_every_augmentation_views(augment, written, tmp_path
         theirs = names["cut"](tmp_path / "p.png").astype(int)
         ours = model_input(model, tmp_path / "p.png").numpy().astype(int)
         assert theirs.shape == ours.shape
-        # `ice` keeps 227 of 256: its margins of 14 and 15 cannot be told from 14.5 at this size.
-        assert np.abs(theirs - ours).mean() < (4 if augment == "ice" else 0.5), size
+        assert np.abs(theirs - ours).mean() < 0.5, size
 
 
 @pytest.mark.slow
@@ -257,9 +265,30 @@ def test_the_example_runs_where_nearkin_is_not_installed(written, photo_folder, 
     np.testing.assert_allclose(json.loads(said.stdout), nk.load(run).embed(paths).numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_torch_program_runs_where_nearkin_is_not_installed(run, photo_folder, tmp_path):
+    """In a process of its own, in which nothing of nearkin can be imported."""
+    made = export_run(run, "torch", tmp_path / "birds.pt2")
+    pixels = torch.stack([model_input(nk.load(run), path) for path in sorted(photo_folder.rglob("*.png"))[::40]])
+    np.save(tmp_path / "pixels.npy", pixels.numpy())
+    script = f"""
+        import sys
+        sys.modules["nearkin"] = None
+        import json, numpy as np, torch
+        program = torch.export.load({str(made.path)!r}).module()
+        print(json.dumps(program(torch.from_numpy(np.load("pixels.npy"))).tolist()))
+        assert not [name for name in sys.modules if name.startswith("nearkin.")]
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    np.testing.assert_allclose(json.loads(said.stdout), nk.load(run).embed(pixels).numpy(), atol=1e-5)
+
+
 # --- the command and its refusals ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_checked_on(run, tmp_path, capsys):
     serve_commands.export([str(run), "--to", "torch", "-o", str(tmp_path / "m.pt2"), "--quiet"])
     said = capsys.readouterr()
@@ -268,6 +297,7 @@ def test_the_command_says_what_it_checked_on(run, tmp_path, capsys):
     assert said.err == ""
 
 
+@pytest.mark.slow
 def test_without_the_runs_data_random_pictures_are_said_to_be_so(photo_folder, tmp_path):
     run = make_run(tmp_path / "runs", tmp_path / "gone")
     made = export_run(run.path, "torch", tmp_path / "m.pt2")
@@ -277,6 +307,7 @@ def test_without_the_runs_data_random_pictures_are_said_to_be_so(photo_folder, t
     assert made.facts["trained_on"] == {"source": "folder", "classes": None}
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_exported_too(tmp_path):
     small().save(tmp_path / "model")
     made = export_run(tmp_path / "model", "torch", tmp_path / "m.pt2")
@@ -295,6 +326,7 @@ def test_pictures_that_cannot_be_read_are_passed_over(tmp_path, photo_folder):
         from_folder(small(), tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
     from nearkin.deploy import export as module
 

@@ -249,6 +249,14 @@ def test_unknown_items_are_named():
             ask("nobody")
     with pytest.raises(DataError, match="'item 3' is in the index already"):
         index.add_vectors(np.ones((1, 6)), ["item 3"])
+    for bad in (
+        lambda: index.add_vectors(np.ones((2, 6)), ["new", "new"]),
+        lambda: index.add_vectors(np.ones((1, 6)), ["new"], ["text among numbers"]),
+        lambda: index.add_vectors(np.ones((1, 5)), ["new"]),
+        lambda: index.add_vectors(np.ones((2, 6)), ["new"]),
+    ):
+        with pytest.raises(DataError):
+            bad()
     assert same(index, random_index())
 
 

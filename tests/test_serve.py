@@ -22,7 +22,7 @@ from nearkin.arguments import parse
 from nearkin.deploy.serve import public_names
 from nearkin.deploy.serve_flags import ServeArgs
 
-pytestmark = pytest.mark.unfinished
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
 

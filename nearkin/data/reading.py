@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +30,8 @@ VERSION = 1  # raise when any pixel could change, so that old caches are not tak
 MOST_PIXELS = 178_956_970  # of one file; Pillow's own bound against files that unpack to fill the memory
 MOST_ASPECT = 4  # a longer picture is cut to its middle: a panorama's thin strip would cost a cache many squares
 _DRAFT_FROM = 4  # decode a JPEG at a fraction once it is this many times larger than needed; 2 remain to average over
+_PART = 2_000_000  # pixels converted at a time
+_ORIENTATION = 0x0112  # in EXIF
 
 Decoder = Literal["auto", "pillow"]
 Box = Sequence[float]  # x, y, width, height in pixels of the upright picture
@@ -145,7 +147,9 @@ def _from_pillow(image: Any) -> Tensor:
     """A PIL image of any mode, upright, as bytes [1 or 3, h, w]."""
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million")
-    image = need("PIL.ImageOps", extra="vision").exif_transpose(image)
+    image.load()  # a PNG may say only behind its pixels how it stands
+    if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be copied as it is
+        image = need("PIL.ImageOps", extra="vision").exif_transpose(image)
     if image.mode == "F":
         raise ValueError("its pixels are fractions without an agreed range; save the picture with 8 or 16 bits")
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip everything above 255 to white
@@ -154,8 +158,22 @@ def _from_pillow(image: Any) -> Tensor:
     if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)
         image = image.convert(straight) if straight else image
-        return _over_white(_planes(image.convert("RGBA")))
-    return _planes(image.convert("L" if image.mode in {"1", "L"} else "RGB"))
+        return _in_parts(image, 3, lambda part: _over_white(_planes(part.convert("RGBA"))))
+    mode = "L" if image.mode in {"1", "L"} else "RGB"
+    return _in_parts(image, len(mode), lambda part: _planes(part if part.mode == mode else part.convert(mode)))
+
+
+def _in_parts(image: Any, channels: int, make: Callable[[Any], Tensor]) -> Tensor:
+    """make(image), some rows at a time where it is large: each step in between would take its whole size again."""
+    width, height = image.size
+    rows = max(1, _PART // width)
+    if height <= rows:
+        return make(image)
+    whole = torch.empty((height, width, channels), dtype=torch.uint8).permute(2, 0, 1)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        whole[:, top:bottom] = make(image.crop((0, top, width, bottom)))
+    return whole
 
 
 def _planes(image: Any) -> Tensor:
@@ -164,11 +182,6 @@ def _planes(image: Any) -> Tensor:
 
 
 def _over_white(rgba: Tensor) -> Tensor:
-    # Some rows at a time: in 32 bits a large picture would take many times its own size.
-    return torch.cat([_laid_over_white(rows) for rows in torch.split(rgba, 256, dim=1)], dim=1)
-
-
-def _laid_over_white(rgba: Tensor) -> Tensor:
     colour, alpha = rgba[:3].to(torch.int32), rgba[3:].to(torch.int32)
     return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 

@@ -191,14 +191,15 @@ def _relabel(old: Index | None, labels: dict[str, Label], fresh: set[str], known
 
 
 def _carry_over(old: Index, new: Index) -> tuple[str, ...]:
-    """Keep what was worked out for the items, if they are still the same; else say what is no longer there."""
-    same = old.ids == new.ids and old.labels == new.labels and np.array_equal(old.vectors, new.vectors)
-    if same:
-        new.threshold, new.rerank, new.graph = old.threshold, old.rerank, old.graph
+    """Keep what was worked out for the items; where they have changed, say so. A graph is of no use then."""
+    new.threshold, new.rerank = old.threshold, old.rerank
+    if old.ids == new.ids and old.labels == new.labels and np.array_equal(old.vectors, new.vectors):
+        new.graph = old.graph
         return ()
-    lost = {"--calibrate": old.threshold, "--choose-rerank": old.rerank, "--hnsw": old.graph}
-    flags = " ".join(flag for flag, value in lost.items() if value is not None)
-    return (f"the items have changed, so this has to be worked out again: {flags}",) if flags else ()
+    kept = {"--calibrate": old.threshold, "--choose-rerank": old.rerank}
+    aged = " ".join(flag for flag, value in kept.items() if value is not None)
+    notes = (f"the items have changed; what was worked out for them is kept, and made anew by: {aged}",) if aged else ()
+    return notes + (("the items have changed; the graph is dropped, and made anew by: --hnsw",) if old.graph else ())
 
 
 class _Known:

@@ -33,7 +33,6 @@ def index(argv: list[str]) -> None:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     from nearkin.deploy.building import find_images, update
     from nearkin.deploy.files import writing
-    from nearkin.deploy.marks import fingerprint
     from nearkin.deploy.sheet import printable
     from nearkin.deploy.stores import open_store
     from nearkin.progress import Reporter
@@ -47,7 +46,7 @@ def index(argv: list[str]) -> None:
     model = _model(run.path, args.device)
     found = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     with writing(args.out):
-        store = open_store(args.store, _dim(model), fingerprint(model)) if args.store else None
+        store = open_store(args.store, _dim(model), model.fingerprint()) if args.store else None
         made, done = update(
             model,
             found,

@@ -122,6 +122,8 @@ def export(
     """Write the file and its facts beside it. Nothing is kept when it does not agree with the model."""
     _refuse_features(model)
     _check_target(to, out)
+    for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
+        need(module, extra="export")  # before the work, not after it
     reporter = reporter or Reporter(quiet=True)
     checks = random_checks(model) if checks is None else checks
     about = facts(model, run)
@@ -140,13 +142,14 @@ def export(
             reporter.say(f"comparing the file with the model on {checks.what}")
             difference = largest_difference(model, aside, to, checks.pixels)
             aside.replace(out)
+            about["checked"] = {"on": checks.what, "largest_difference": difference}
+            beside = out.with_name(f"{out.name}.json")
+            write_aside(beside, json.dumps(about, indent=1))
         except OSError as error:
             raise RunError(f"{out}: cannot write the model ({error.strerror or error}).") from None
         finally:
-            aside.unlink(missing_ok=True)
-    about["checked"] = {"on": checks.what, "largest_difference": difference}
-    beside = out.with_name(f"{out.name}.json")
-    write_aside(beside, json.dumps(about, indent=1))
+            if out.parent.is_dir():
+                aside.unlink(missing_ok=True)
     return Exported(out, beside, about, difference, checks)
 
 
@@ -170,12 +173,13 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink to `shorter_side` (never enlarge), take the middle `part` of that, scale it to `side`.
+        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
         "cut": {
             "augment": model.augment,
             "side": side,
             "shorter_side": augment.stored_side(side),
-            "part": augment.shown / augment.stored,
+            "stored": augment.stored,
+            "shown": augment.shown,
             "squeezed": bool(getattr(augment.view, "keywords", {}).get("squeezed")),
             "boxes": run is not None and run.recipe.data.boxes,
         },
@@ -198,19 +202,27 @@ def traced(network: Network) -> torch.export.ExportedProgram:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    for module in ("onnxscript", "onnxruntime"):
-        need(module, extra="export")
     weights = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     if weights > LARGEST:
         raise ConfigError(f"export: {weights / 1e9:.1f} GB of weights do not fit an ONNX file (2 GB). Use --to torch.")
     made = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["vectors"], verbose=False)
     assert made is not None
     graph: Any = made.model.graph
-    for part in (graph, *graph.all_nodes(), *graph.inputs, *graph.outputs):
+    values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+    for part in (graph, *graph.all_nodes(), *values):
         part.metadata_props.clear()  # the exporter's notes to itself
+    _name_batch(values, graph.inputs[0].shape[0])
     made.model.metadata_props[KEY] = json.dumps(about)
     made.model.producer_name, made.model.producer_version = "nearkin", __version__
     made.save(path)
+
+
+def _name_batch(values: list[Any], found: Any) -> None:
+    """Call the free size "batch" in every shape; the exporter forgets the name and gives it a number (s34)."""
+    for value in values:
+        for place, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and size == found:
+                value.shape[place] = "batch"
 
 
 def largest_difference(model: Embedder, path: Path, to: Kind, pixels: Tensor) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nearkin.deploy import files
 from nearkin.deploy.files import Manifest, ModelMark, StoredFile
-from nearkin.deploy.marks import Embeds, Stamp, check_model, fingerprint, mark_of
+from nearkin.deploy.marks import Embeds, Stamp, check_model, mark_of
 from nearkin.deploy.openset import Threshold, calibrate_items
 from nearkin.deploy.rerank import Chosen, Rerank, choose_rerank, from_dict, reranked, to_dict
 from nearkin.deploy.search import (
@@ -58,6 +58,9 @@ class Index:
     rerank: how answers are put in a better order (nearkin.deploy.rerank), where validation classes asked for it.
     """
 
+    graph: Graph | None
+    _factors: Vectors | None
+
     def __init__(
         self,
         vectors: Any,
@@ -69,18 +72,18 @@ class Index:
         root: Path | None = None,
         stamps: Sequence[Stamp | None] | None = None,
     ) -> None:
-        """Ready vectors [N, D] of any origin. mark: which model made them; taken from `model` where that is given."""
-        self.vectors = check_vectors(vectors, None, "vectors")
-        self._set_items(list(ids), _labels(labels, len(self.vectors)), _stamps(stamps, len(self.vectors)))
+        """Ready vectors [N, D] of any origin; an array of float32 is kept as it is, not copied.
+
+        mark: which model made them; taken from `model` where that is given.
+        """
+        rows = check_vectors(vectors, None, "vectors")
+        self._set(rows, list(ids), _labels(labels, len(rows)), _stamps(stamps, len(rows)))
         self.root = root
         self.mark = mark_of(model) if model is not None and mark is None else mark
         self._model = model
         self.threshold: Threshold | None = None
         self.rerank: Rerank | None = None
-        self.graph: Graph | None = None
-        self.store: str | None = (
-            None  # the engine that holds the same items, where there is one (nearkin.deploy.stores)
-        )
+        self.store: str | None = None  # the engine that holds the same items (nearkin.deploy.stores)
 
     # --- making -------------------------------------------------------------------------------------------------------
 
@@ -116,37 +119,39 @@ class Index:
         more = check_vectors(vectors, self.dim, "vectors")
         if len(more) != len(ids):
             raise DataError(f"ids: {len(ids)} names for {len(more)} vectors.")
-        given, stamps = _labels(labels, len(more)), [None] * len(more)
-        self.vectors = np.concatenate([self.vectors, more])
-        self._set_items([*self.ids, *ids], [*self.labels, *given], [*self.stamps, *stamps])
-        self.graph = None
+        given, unknown = _labels(labels, len(more)), _stamps(None, len(more))
+        everything = np.concatenate([self.vectors, more])
+        self._set(everything, [*self.ids, *ids], [*self.labels, *given], [*self.stamps, *unknown])
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take items out; one that is not there is refused."""
         gone = {self.row_of(id) for id in ([ids] if isinstance(ids, str) else ids)}
         rows = [row for row in range(len(self)) if row not in gone]
-        self.vectors = np.asarray(self.vectors[rows])
-        ids, labels, stamps = self.ids, self.labels, self.stamps
-        self._set_items([ids[row] for row in rows], [labels[row] for row in rows], [stamps[row] for row in rows])
-        self.graph = None
+        kept = [self.ids[row] for row in rows], [self.labels[row] for row in rows], [self.stamps[row] for row in rows]
+        self._set(np.asarray(self.vectors[rows]), *kept)
 
     def make_graph(self, *, recall: float = 0.99) -> GraphFacts:
         """Make a graph for approximate search (needs faiss); the recall it reached is measured and returned."""
         self.graph = Graph.build(self.vectors, recall=recall)
         return self.graph.facts
 
-    def _set_items(self, ids: list[str], labels: list[Label], stamps: list[Stamp | None]) -> None:
-        if len(ids) != len(self.vectors):
-            raise DataError(f"ids: {len(ids)} names for {len(self.vectors)} vectors.")
+    def _set(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[Stamp | None]) -> None:
+        """Take these for the items, all or none. The graph is dropped; threshold and re-ranking stay."""
+        if len(ids) != len(vectors):
+            raise DataError(f"ids: {len(ids)} names for {len(vectors)} vectors.")
         other = next((id for id in ids if not isinstance(id, str)), None)
         if other is not None:
             raise DataError(f"ids: expected text, got {type(other).__name__} ({other!r}).")
-        self.ids, self.labels, self.stamps = ids, labels, stamps
-        self._rows = {id: row for row, id in enumerate(ids)}
-        if len(self._rows) != len(ids):
-            twice = next(id for row, id in enumerate(ids) if self._rows[id] != row)
+        rows = {id: row for row, id in enumerate(ids)}
+        if len(rows) != len(ids):
+            twice = next(id for row, id in enumerate(ids) if rows[id] != row)
             raise DataError(f"ids: {twice!r} is given twice. Each item needs a name of its own.")
-        self._factors: Vectors | None = None
+        kinds = {type(label) for label in labels} - {type(None)}
+        if kinds not in (set(), {str}, {int}):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise DataError(f"labels: expected text or whole numbers (and None), all of one kind; got {names}.")
+        self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
+        self.graph, self._factors = None, None
 
     def _refuse_known(self, ids: Sequence[str]) -> None:
         known = next((id for id in ids if id in self._rows), None)
@@ -179,16 +184,16 @@ class Index:
 
         With fewer than k items all are returned. exact: pass over the graph and the re-ranking, where there are any.
         """
-        return list(self.answer(self.vector_of(query), k, exact=exact).hits)
+        return list(self.answer(query, k, exact=exact).hits)
 
     def search_item(self, id: str, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """The k nearest of the other items; the item itself is left out."""
         row = self.row_of(id)
-        return list(self.answer(np.asarray(self.vectors[row]), k, own=row, exact=exact).hits)
+        return list(self.answer(self.vectors[row], k, own=row, exact=exact).hits)
 
     def answer(self, query: Any, k: int = 10, *, own: int | None = None, exact: bool = False) -> Answer:
-        """The k nearest items of a vector [D] less the item in row `own`, and whether its kind is known here."""
-        vector = self._one(np.asarray(query)[None])
+        """`search` less the item in row `own`, with whether the query is of a kind that is known here."""
+        vector = self.vector_of(query)
         rows, cosines = self._nearest(vector, k, own, exact)
         top = float(cosines[0]) if len(cosines) else -1.0
         if self.rerank is not None and not exact:
@@ -255,7 +260,8 @@ class Index:
         return self._one(given[None])
 
     def _one(self, rows: Any) -> Vectors:
-        return np.asarray(check_vectors(rows, self.dim, "query")[0])
+        # As a plain array: torch warns of memory that it may not write to, as mapped rows are.
+        return np.array(check_vectors(rows, self.dim, "query")[0])
 
     def model(self) -> Embeds:
         """The model that made the vectors: the one given, or the one of the run folder that the index names."""
@@ -272,7 +278,7 @@ class Index:
 
     def use(self, model: Embeds) -> None:
         """Search with this model, which must be the one that made the vectors."""
-        check_model(self.mark, fingerprint(model), "the index")
+        check_model(self.mark, model.fingerprint(), "the index")
         self._model = model
 
     def _inverse_lengths(self) -> Vectors:
@@ -328,14 +334,13 @@ class Index:
     def _read(cls, folder: Path, manifest: Manifest) -> Index:
         columns = files.read_items(folder, manifest)
         index = cls.__new__(cls)
-        index.vectors = files.read_vectors(folder, manifest)
         stamps = [Stamp(*row) if row is not None else None for row in columns["stamps"]]
-        index._set_items(columns["ids"], columns["labels"], stamps)
+        index._set(files.read_vectors(folder, manifest), columns["ids"], columns["labels"], stamps)
         index.root = None if manifest.root is None else Path(manifest.root)
         index.mark, index._model = manifest.model, None
         index.threshold = None if manifest.threshold is None else Threshold.from_dict(manifest.threshold)
         index.rerank = None if manifest.rerank is None else from_dict(manifest.rerank)
-        index.graph, index.store = None, manifest.store
+        index.store = manifest.store
         if manifest.graph is not None:
             data = files.checked(folder, manifest.files["graph"]).read_bytes()
             index.graph = Graph.from_bytes(data, GraphFacts(**manifest.graph))
@@ -363,10 +368,6 @@ def _labels(labels: Sequence[Label] | None, count: int) -> list[Label]:
     given: list[Label] = [None] * count if labels is None else _plain(labels)
     if len(given) != count:
         raise DataError(f"labels: {len(given)} labels for {count} items.")
-    kinds = {type(label) for label in given} - {type(None)}
-    if kinds not in (set(), {str}, {int}):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError(f"labels: expected text or whole numbers (and None), all of one kind; got {names}.")
     return given
 
 
