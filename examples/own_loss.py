@@ -30,9 +30,7 @@ def main() -> None:
     torch.manual_seed(0)
     labels = torch.arange(16).repeat_interleave(4)
     vectors = torch.randn(64, 32, requires_grad=True)
-    objective = nk.Objective(
-        "soft_gap", scale=8.0, miner="multi_similarity"
-    )  # found by its name
+    objective = nk.Objective("soft_gap", scale=8.0, miner="multi_similarity")  # found by its name
     optimizer = torch.optim.Adam([vectors], lr=0.05)
     for step in range(61):
         value = objective(vectors, labels)
