@@ -199,7 +199,7 @@ def test_a_file_on_the_terminal(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "'papers' or a .csv or .json file of results is needed first"),
+        ([], "'papers', the folder of a study, or a .csv or .json file is needed first"),
         (["papers", "--alpa", "0.1"], "Did you mean '--alpha'?"),
         (["papers", "--alpha", "2"], "alpha: expected a fraction"),
         (["papers", "--dataset", "inshop"], "There are: cub, cars, sop"),
