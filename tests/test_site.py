@@ -1,6 +1,7 @@
 """The documentation as a site: its generated pages are up to date, and it builds without a warning."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def test_the_reference_says_what_the_source_says():
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="needs nearkin[docs]")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme's authors, not about these pages
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     assert (tmp_path / "site" / "index.html").exists()
