@@ -17,11 +17,13 @@ from torch import Tensor
 from nearkin.errors import ConfigError, DataError, TrainingFailed
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name
+from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name, in_basis
 from nearkin.linear.solver import Project, descend, descend_parts, project_psd
+from nearkin.linear.whitening import covariance_whitening, within_class_whitening
 from nearkin.progress import Reporter
 
 Objective = Literal["hinge", "nca", "lmnn"]
+Start = Literal["whitening", "plain"]
 WHOLE = 1 << 22  # numbers that a step on the whole objective may hold at once: 32 MB
 WIDTHS = (1.0, 0.1, 0.01, 0.001)  # of the rounded corner, one after the other, in units of the bounds
 
@@ -42,6 +44,8 @@ class MetricLearner(LinearMetric):
     margin        between the squared distances of a triplet
     draw, count   which constraints are drawn from labels, and how many of each kind; 10 per sample when left out
     neighbours    target neighbours per sample (lmnn)
+    start         "whitening": begin with the whitening of kin (of classes, or of similar pairs), and step in its
+                  coordinates, which takes far fewer steps; "plain": begin with the plain distances
     scale         divide the features by their root mean squared distance first, so that distances are about 1 and
                   bounds, margin and lam mean the same for all data. The fitted map includes it.
     batch_size    constraints (hinge) or samples (nca, lmnn) per step; None takes all in every step; "auto" takes all
@@ -73,6 +77,7 @@ class MetricLearner(LinearMetric):
         draw: Draw = "both",
         count: int | None = None,
         neighbours: int = 3,
+        start: Start = "whitening",
         scale: bool = True,
         batch_size: int | str | None = "auto",
         max_iter: int = 400,
@@ -92,6 +97,7 @@ class MetricLearner(LinearMetric):
         self.draw = draw
         self.count = count
         self.neighbours = neighbours
+        self.start = start
         self.scale = scale
         self.batch_size = batch_size
         self.max_iter = max_iter
@@ -108,12 +114,13 @@ class MetricLearner(LinearMetric):
             codes = as_codes(y)
         else:
             X, codes = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
-        x, mean, unit = self._centred(X)
-        start = self._start(x)
         seed = int(check_random_state(self.random_state).randint(1 << 31))
-        problem = self._problem(x, codes, constraints, seed)
-        matrix = self._solve(problem, start, seed)
-        self._finish(matrix / (unit**2 if self.form == "A" else unit), mean)
+        x, mean, unit = self._centred(X)
+        asked = self._asked(x, codes, constraints, seed)
+        basis = self._basis(x, codes, asked)
+        problem = self._problem(x if basis is None else x @ basis.T, codes, asked, basis)
+        matrix = self._solve(problem, self._start(problem.x), seed)
+        self._finish(in_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
         return self
 
     # --- what fit does, in order --------------------------------------------------------------------------------------
@@ -122,9 +129,12 @@ class MetricLearner(LinearMetric):
         check_name("objective", self.objective, ("hinge", "nca", "lmnn"))
         check_name("regulariser", self.regulariser or "none", REGULARISERS)
         check_name("form", self.form, ("A", "G"))
+        check_name("start", self.start, ("whitening", "plain"))
         for name in ("lam", "margin", "tol", "rate", "max_iter", "neighbours"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
+        if not 0 <= self.upper < self.lower:
+            raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
         size = self.batch_size
         if not (size is None or size == "auto" or (not isinstance(size, str) and size >= 2)):
             raise ConfigError(f"batch_size: expected 'auto', None or a whole number from 2, got {size!r}.")
@@ -145,28 +155,15 @@ class MetricLearner(LinearMetric):
         unit = spread if self.scale else 1.0 / top
         return x / unit, mean * top, unit * top
 
-    def _start(self, x: Tensor) -> Tensor:
-        """The plain distances: the identity, or for a low rank the principal directions."""
-        size = x.shape[1]
-        if self.form == "A" or self.dim is None or self.dim == size:
-            return torch.eye(size, dtype=x.dtype)
-        axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors
-        return axes.flip(1)[:, : self.dim].T.contiguous()
-
-    def _problem(
-        self, x: Tensor, codes: Tensor | None, given: Constraints | None, seed: int
-    ) -> Hinges | Neighbourhoods:
-        usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
-        regulariser: Regulariser = self.regulariser or usual[self.objective]
+    def _asked(self, x: Tensor, codes: Tensor | None, given: Constraints | None, seed: int) -> Constraints:
+        """The constraints given or drawn; for NCA and LMNN the target neighbours, as similar pairs."""
         if self.objective == "hinge":
             if given is None:
                 assert codes is not None
                 count = 10 * len(x) if self.count is None else self.count
                 given = draw_constraints(codes, count, draw=self.draw, seed=seed)
             given.check(len(x))
-            if not 0 <= self.upper < self.lower:
-                raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
-            return Hinges(x, given, self.upper, self.lower, self.margin, self.lam, regulariser, self.form)
+            return given
         if codes is None:
             raise ConfigError(f"constraints: objective '{self.objective}' learns from labels. Use objective='hinge'.")
         if len(torch.unique(codes)) < 2:
@@ -174,7 +171,41 @@ class MetricLearner(LinearMetric):
         targets = target_neighbours(x, codes, self.neighbours)
         if len(targets) == 0:
             raise DataError(f"y: no class has two samples; objective '{self.objective}' needs neighbours of a class.")
-        return Neighbourhoods(x, codes, self.objective, targets, self.margin, self.lam, regulariser, self.form)
+        return Constraints(similar=targets)
+
+    def _basis(self, x: Tensor, codes: Tensor | None, asked: Constraints) -> Tensor | None:
+        """Coordinates in which the spread of kin is round, so that steps reach as far in narrow directions."""
+        if self.start == "plain":
+            return None
+        if codes is not None:
+            basis, _ = within_class_whitening(x, codes, shrinkage=0.1)
+        elif len(asked.similar):
+            ends = asked.similar.T
+            basis, _ = within_class_whitening(x[ends.flatten()], torch.arange(ends.shape[1]).repeat(2), shrinkage=0.1)
+        else:
+            basis, _ = covariance_whitening(x, shrinkage=0.1)
+        # Distances of about the same size as before.
+        basis *= float(x.square().sum() / (x @ basis.T).square().sum()) ** 0.5
+        return basis
+
+    def _problem(
+        self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor | None
+    ) -> Hinges | Neighbourhoods:
+        usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
+        regulariser: Regulariser = self.regulariser or usual[self.objective]
+        shared = (self.margin, self.lam, regulariser, self.form, basis)
+        if self.objective == "hinge":
+            return Hinges(x, asked, self.upper, self.lower, *shared)
+        assert codes is not None
+        return Neighbourhoods(x, codes, self.objective, asked.similar, *shared)
+
+    def _start(self, x: Tensor) -> Tensor:
+        """The distances as they are: the identity, or for a low rank the principal directions."""
+        size = x.shape[1]
+        if self.form == "A" or self.dim is None or self.dim == size:
+            return torch.eye(size, dtype=x.dtype)
+        axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors
+        return axes.flip(1)[:, : self.dim].T.contiguous()
 
     def _solve(self, problem: Hinges | Neighbourhoods, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(problem, Neighbourhoods)

@@ -44,18 +44,28 @@ def product_pairs(matrix: Tensor, x: Tensor, pos: Tensor, neg: Tensor, form: For
     return Pairs(sim, pos, neg, anchor_sq=sim.diagonal(), ref_sq=sim.diagonal())
 
 
-def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A") -> Tensor:
+def in_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
+    """A matrix that was learned on x @ basis^T, as one for x: basis^T B basis, or H basis."""
+    if basis is None:
+        return matrix
+    return basis.T @ matrix @ basis if form == "A" else matrix @ basis
+
+
+def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
     """0.5 |A|^2 ("frobenius") or the trace of A ("trace"); "scatter" needs data and is a sum of distances instead.
+
+    With a `basis` the matrix is in its coordinates and A is not: the value is that of A all the same.
 
     >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
     (1.5, 3.0)
     """
+    if kind not in ("frobenius", "trace"):
+        return matrix.new_zeros(())
+    matrix = in_basis(matrix, basis, form)
     if kind == "frobenius":
         # |G^T G| = |G G^T|, and the second is small for a low rank.
         return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
-    if kind == "trace":
-        return matrix.trace() if form == "A" else matrix.square().sum()
-    return matrix.new_zeros(())
+    return matrix.trace() if form == "A" else matrix.square().sum()
 
 
 def hinge(slack: Tensor, width: float = 0.0) -> Tensor:
@@ -87,6 +97,7 @@ class Hinges:
     lam: float = 1.0
     regulariser: Regulariser = "frobenius"
     form: Form = "A"
+    basis: Tensor | None = None  # the map that x went through before, if any
 
     @property
     def terms(self) -> int:
@@ -117,7 +128,11 @@ class Hinges:
             + hinge(self.lower - far, width).sum()
             + hinge(order + self.margin, width).sum()
         )
-        r = share * near.sum() if self.regulariser == "scatter" else regularise(matrix, self.regulariser, self.form)
+        r = (
+            share * near.sum()
+            if self.regulariser == "scatter"
+            else regularise(matrix, self.regulariser, self.form, self.basis)
+        )
         return r + self.lam * share * broken
 
 
@@ -141,6 +156,7 @@ class Neighbourhoods:
     lam: float = 1.0
     regulariser: Regulariser = "none"
     form: Form = "A"
+    basis: Tensor | None = None  # the map that x went through before, if any
 
     @property
     def terms(self) -> int:
@@ -164,10 +180,9 @@ class Neighbourhoods:
             # The loss compares similarities: minus the squared distances.
             pairs = replace(pairs, sim=-pairs.sq_distance())
             broken = crowd * triplet(pairs, margin=self.margin, reduction="sum")
+        r = regularise(matrix, self.regulariser, self.form, self.basis)
         if self.regulariser == "scatter":
             r = share * squared_distances(matrix, x[i] - x[j], self.form).sum()
-        else:
-            r = regularise(matrix, self.regulariser, self.form)
         return r + self.lam * share * broken
 
     def _part(self, rows: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nearkin.errors import TrainingFailed
+
 Project = Callable[[Tensor], Tensor]
 
 
@@ -36,15 +38,17 @@ def descend(
     """
     best = project(start)
     level, gradient = _slope(value, best)
+    if not math.isfinite(level):
+        raise TrainingFailed(f"The objective is {level} at the start. Scale the features (scale=True).")
     ahead, momentum, still = best, 1.0, 0
     # A first step that would change the matrix by a tenth of its length.
     step = 0.1 * float(best.norm() + 1e-12) / max(float(gradient.norm()), 1e-300)
     at_ahead = level
     while still < 3:
         found = _backtrack(value, project, ahead, at_ahead, gradient, step)
-        if found is None and momentum == 1.0:
-            return  # no step along the gradient goes down: a minimum, or a corner
         if found is None or found[1] > level:
+            if momentum == 1.0:
+                return  # no step along the gradient goes down: a minimum, or a corner
             ahead, momentum = best, 1.0
             at_ahead, gradient = _slope(value, ahead)
             continue
