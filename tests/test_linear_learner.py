@@ -103,10 +103,8 @@ def test_projection_is_the_nearest():
 
 def test_the_whole_never_gets_worse(convex, iris):
     asked, settings, *_ = convex
-    problem = Hinges(torch.tensor(iris[0]), asked, **settings)
-    levels = [
-        v for _, v in islice(descend(lambda m: problem.value(m, width=1.0), torch.eye(4).double(), project_psd), 60)
-    ]
+    problem = Hinges(torch.tensor(iris[0]), asked, **settings, width=1.0)
+    levels = [v for _, v in islice(descend(problem.value, torch.eye(4).double(), project_psd), 60)]
     assert (np.diff(levels) <= 0).all()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from nearkin.linear.whitening import covariance_whitening, within_class_whitenin
 from nearkin.progress import Reporter
 
 Objective = Literal["hinge", "nca", "lmnn"]
-Start = Literal["whitening", "plain"]
 WHOLE = 1 << 22  # numbers that a step on the whole objective may hold at once: 32 MB
 WIDTHS = (1.0, 0.1, 0.01, 0.001)  # of the rounded corner, one after the other, in units of the bounds
 
@@ -44,8 +43,6 @@ class MetricLearner(LinearMetric):
     margin        between the squared distances of a triplet
     draw, count   which constraints are drawn from labels, and how many of each kind; 10 per sample when left out
     neighbours    target neighbours per sample (lmnn)
-    start         "whitening": begin with the whitening of kin (of classes, or of similar pairs), and step in its
-                  coordinates, which takes far fewer steps; "plain": begin with the plain distances
     scale         divide the features by their root mean squared distance first, so that distances are about 1 and
                   bounds, margin and lam mean the same for all data. The fitted map includes it.
     batch_size    constraints (hinge) or samples (nca, lmnn) per step; None takes all in every step; "auto" takes all
@@ -77,12 +74,11 @@ class MetricLearner(LinearMetric):
         draw: Draw = "both",
         count: int | None = None,
         neighbours: int = 3,
-        start: Start = "whitening",
         scale: bool = True,
         batch_size: int | str | None = "auto",
         max_iter: int = 400,
         tol: float = 1e-5,
-        rate: float = 0.05,
+        rate: float = 0.2,
         random_state: Any = 0,
         verbose: bool | None = None,
     ) -> None:
@@ -97,7 +93,6 @@ class MetricLearner(LinearMetric):
         self.draw = draw
         self.count = count
         self.neighbours = neighbours
-        self.start = start
         self.scale = scale
         self.batch_size = batch_size
         self.max_iter = max_iter
@@ -118,8 +113,8 @@ class MetricLearner(LinearMetric):
         x, mean, unit = self._centred(X)
         asked = self._asked(x, codes, constraints, seed)
         basis = self._basis(x, codes, asked)
-        problem = self._problem(x if basis is None else x @ basis.T, codes, asked, basis)
-        matrix = self._solve(problem, self._start(problem.x), seed)
+        problem = self._problem(x @ basis.T, codes, asked, basis)
+        matrix = self._solve(problem, self._start(problem, seed), seed)
         self._finish(in_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
         return self
 
@@ -129,7 +124,6 @@ class MetricLearner(LinearMetric):
         check_name("objective", self.objective, ("hinge", "nca", "lmnn"))
         check_name("regulariser", self.regulariser or "none", REGULARISERS)
         check_name("form", self.form, ("A", "G"))
-        check_name("start", self.start, ("whitening", "plain"))
         for name in ("lam", "margin", "tol", "rate", "max_iter", "neighbours"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
@@ -173,23 +167,24 @@ class MetricLearner(LinearMetric):
             raise DataError(f"y: no class has two samples; objective '{self.objective}' needs neighbours of a class.")
         return Constraints(similar=targets)
 
-    def _basis(self, x: Tensor, codes: Tensor | None, asked: Constraints) -> Tensor | None:
-        """Coordinates in which the spread of kin is round, so that steps reach as far in narrow directions."""
-        if self.start == "plain":
-            return None
+    def _basis(self, x: Tensor, codes: Tensor | None, asked: Constraints) -> Tensor:
+        """Coordinates in which the spread of kin is round, so that steps reach as far in narrow directions.
+
+        They are where the search begins and what its steps are measured in, not what is found: regularisers are those
+        of A itself. Without them steps on batches hardly move in directions that noise elsewhere drowns.
+        """
+        trust = x.shape[1] / len(x)  # the fewer samples per feature, the less is the spread to be believed
         if codes is not None:
-            basis, _ = within_class_whitening(x, codes, shrinkage=0.1)
-        elif len(asked.similar):
-            ends = asked.similar.T
-            basis, _ = within_class_whitening(x[ends.flatten()], torch.arange(ends.shape[1]).repeat(2), shrinkage=0.1)
-        else:
-            basis, _ = covariance_whitening(x, shrinkage=0.1)
-        # Distances of about the same size as before.
-        basis *= float(x.square().sum() / (x @ basis.T).square().sum()) ** 0.5
-        return basis
+            return within_class_whitening(x, codes, shrinkage=trust)[0]
+        if len(asked.similar):
+            i, j = asked.similar.T
+            gaps = x[i] - x[j]
+            if gaps.abs().max() > 0:
+                return covariance_whitening(torch.cat([gaps, -gaps]), shrinkage=trust)[0]
+        return covariance_whitening(x, shrinkage=trust)[0]
 
     def _problem(
-        self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor | None
+        self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor
     ) -> Hinges | Neighbourhoods:
         usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
         regulariser: Regulariser = self.regulariser or usual[self.objective]
@@ -199,13 +194,17 @@ class MetricLearner(LinearMetric):
         assert codes is not None
         return Neighbourhoods(x, codes, self.objective, asked.similar, *shared)
 
-    def _start(self, x: Tensor) -> Tensor:
-        """The distances as they are: the identity, or for a low rank the principal directions."""
-        size = x.shape[1]
-        if self.form == "A" or self.dim is None or self.dim == size:
-            return torch.eye(size, dtype=x.dtype)
-        axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors
-        return axes.flip(1)[:, : self.dim].T.contiguous()
+    def _start(self, problem: Hinges | Neighbourhoods, seed: int) -> Tensor:
+        """The identity, or for a low rank the principal directions, at the scale where the objective is least."""
+        x, size = problem.x, problem.x.shape[1]
+        matrix = torch.eye(size, dtype=x.dtype)
+        if self.form == "G" and self.dim is not None:
+            matrix = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, : self.dim].T.contiguous()
+        some = torch.randperm(problem.terms, generator=torch.Generator().manual_seed(seed))[:512]
+        scales = [2.0**k for k in range(-12, 13)]
+        with torch.no_grad():
+            levels = [float(problem.value(scale * matrix, some)) for scale in scales]
+        return scales[int(np.nanargmin(levels))] * matrix
 
     def _solve(self, problem: Hinges | Neighbourhoods, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(problem, Neighbourhoods)
@@ -249,12 +248,10 @@ def _whole(
     problem: Hinges | Neighbourhoods, start: Tensor, project: Project, most: int, tol: float
 ) -> Iterator[tuple[Tensor, float]]:
     """All terms in every step. Corners are rounded, less and less, and the value yielded is that of the sharp ones."""
-    widths = WIDTHS if isinstance(problem, Hinges) else (0.0,)
+    stages = [replace(problem, width=w * problem.unit) for w in WIDTHS] if isinstance(problem, Hinges) else [problem]
     matrix = start
-    for width in widths:
-        rounded = partial(problem.value, width=width * problem.unit)
-        steps = descend(rounded, matrix, project, tol=tol)
-        for reached, _ in islice(steps, max(1, most // len(widths))):
+    for stage in stages:
+        for reached, _ in islice(descend(stage.value, matrix, project, tol=tol), max(1, most // len(stages))):
             matrix = reached
             with torch.no_grad():
                 yield matrix, float(problem.value(matrix))

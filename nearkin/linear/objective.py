@@ -98,6 +98,7 @@ class Hinges:
     regulariser: Regulariser = "frobenius"
     form: Form = "A"
     basis: Tensor | None = None  # the map that x went through before, if any
+    width: float = 0.0  # over which the corners of the hinges are rounded
 
     @property
     def terms(self) -> int:
@@ -108,7 +109,7 @@ class Hinges:
         """The size of distances that matter, to judge the width of a rounded corner by."""
         return min(self.margin, self.lower - self.upper)
 
-    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
+    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
         """The objective as a 0-dim tensor: all of it, or an estimate from the constraints numbered `rows`.
 
         >>> asked = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
@@ -124,15 +125,13 @@ class Hinges:
         i, j, k = c.triplets.unbind(1)
         order = squared_distances(matrix, x[i] - x[j], self.form) - squared_distances(matrix, x[i] - x[k], self.form)
         broken = (
-            hinge(near - self.upper, width).sum()
-            + hinge(self.lower - far, width).sum()
-            + hinge(order + self.margin, width).sum()
+            hinge(near - self.upper, self.width).sum()
+            + hinge(self.lower - far, self.width).sum()
+            + hinge(order + self.margin, self.width).sum()
         )
-        r = (
-            share * near.sum()
-            if self.regulariser == "scatter"
-            else regularise(matrix, self.regulariser, self.form, self.basis)
-        )
+        r = regularise(matrix, self.regulariser, self.form, self.basis)
+        if self.regulariser == "scatter":
+            r = share * near.sum()
         return r + self.lam * share * broken
 
 
@@ -162,12 +161,8 @@ class Neighbourhoods:
     def terms(self) -> int:
         return len(self.x)
 
-    @property
-    def unit(self) -> float:
-        return self.margin
-
-    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
-        """The objective as a 0-dim tensor. `width` rounds the corners of `Hinges`; here they are left as they are."""
+    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The objective as a 0-dim tensor: all of it, or an estimate from the samples numbered `rows`."""
         x, labels, (i, j), share, crowd = self._part(rows)
         same = labels[:, None] == labels
         if self.kind == "nca":
