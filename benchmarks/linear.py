@@ -1,6 +1,6 @@
 """Linear metrics against metric-learn: nearest-neighbour accuracy and time on small data, then 60,000 x 512.
 
-    python benchmarks/linear.py [--peer PYTHON] [--limit SECONDS] [--quick] [--markdown FILE]
+    python benchmarks/linear.py [--peer PYTHON] [--limit SECONDS] [--quick] [--only small|large] [--markdown FILE]
 
 metric-learn needs an older scikit-learn than ours, so it is run by an interpreter of its own, named by --peer:
 
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--peer", help="an interpreter that has metric-learn; without it ours are run alone")
     parser.add_argument("--limit", type=float, default=300, help="most seconds for one fit of either side")
     parser.add_argument("--quick", action="store_true", help="iris and wine, and 6,000 x 64 for the large part")
+    parser.add_argument("--only", choices=["small", "large"], help="one of the two parts")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -74,11 +75,13 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     if args.peer is None:
         print("metric-learn is left out; see --help for how to have it beside ours.", file=sys.stderr)
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
-        parts = [
-            small(args.peer, args.limit, ["iris", "wine"] if args.quick else list(SMALL), Path(folder) / "fold.npz"),
-            large(args.peer, args.limit, (6_000, 64) if args.quick else (60_000, 512), Path(folder) / "large.npz"),
-        ]
+        file = Path(folder) / "data.npz"
+        if args.only != "large":
+            parts.append(small(args.peer, args.limit, ["iris", "wine"] if args.quick else list(SMALL), file))
+        if args.only != "small":
+            parts.append(large(args.peer, args.limit, (6_000, 64) if args.quick else (60_000, 512), file))
     text = "\n".join(parts)
     print(text)
     if args.markdown:

@@ -211,14 +211,14 @@ class MetricLearner(LinearMetric):
         held = problem.terms * (8 * problem.terms if pairwise else 3 * start.shape[1])
         batch = self.batch_size
         if batch == "auto":
-            batch = None if held <= WHOLE else (512 if pairwise else 4096)
+            batch = None if held <= WHOLE else (256 if pairwise else 4096)
         project = project_psd if self.form == "A" else _as_it_is
         if batch is None or int(batch) >= problem.terms:
             steps = _whole(problem, start, project, self.max_iter, self.tol)
         else:
             generator = torch.Generator().manual_seed(seed)
             steps = descend_parts(problem, start, project, int(batch), self.max_iter, self.rate, generator)
-        long = held * self.max_iter > 1e10 if self.verbose is None else self.verbose
+        long = len(problem.x) * start.shape[1] * self.max_iter > 1e9 if self.verbose is None else self.verbose
         matrix, self.history_ = start, []
         with Reporter(quiet=not long).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
             for reached, value in steps:

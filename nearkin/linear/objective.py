@@ -34,14 +34,13 @@ def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> 
     return (differences @ matrix.T).square().sum(1)
 
 
-def product_pairs(matrix: Tensor, x: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
-    """The learned inner products X A X^T as Pairs, for losses that read squared distances."""
+def product_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
+    """The learned inner products of anchors [N, F] and references [M, F] as Pairs, for losses that read distances."""
     if form == "A":
-        sim = x @ matrix @ x.T
-    else:
-        z = x @ matrix.T
-        sim = z @ z.T
-    return Pairs(sim, pos, neg, anchor_sq=sim.diagonal(), ref_sq=sim.diagonal())
+        left, right = anchors @ matrix, refs @ matrix
+        return Pairs(left @ refs.T, pos, neg, anchor_sq=(left * anchors).sum(1), ref_sq=(right * refs).sum(1))
+    left, right = anchors @ matrix.T, refs @ matrix.T
+    return Pairs(left @ right.T, pos, neg, anchor_sq=left.square().sum(1), ref_sq=right.square().sum(1))
 
 
 def in_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
@@ -143,14 +142,15 @@ class Neighbourhoods:
     "lmnn"   sum over (sample, target) of the pull d_A, as regulariser "scatter", and of the push
              [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
 
-    `terms` is the number of samples. `value(matrix, rows)` looks at those samples and (LMNN) their targets only, and
-    scales sums up to stand for all; for NCA, whose sums are inside a logarithm, that is the usual biased estimate.
+    `terms` is the number of samples. `value(matrix, rows)` takes only those as anchors, and as the crowd around them
+    (with their targets for LMNN); sums are scaled up to stand for all. For NCA, whose sums are inside a logarithm,
+    that is the usual biased estimate.
     """
 
     x: Tensor
     labels: Tensor
     kind: Literal["nca", "lmnn"]
-    targets: Tensor  # [P, 2]; empty for NCA without a scatter
+    targets: Tensor  # [P, 2] (sample, one of its nearest of the class)
     margin: float = 1.0
     lam: float = 1.0
     regulariser: Regulariser = "none"
@@ -163,32 +163,26 @@ class Neighbourhoods:
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
         """The objective as a 0-dim tensor: all of it, or an estimate from the samples numbered `rows`."""
-        x, labels, (i, j), share, crowd = self._part(rows)
-        same = labels[:, None] == labels
+        rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
+        i, j = self.targets[torch.isin(self.targets[:, 0], rows)].T.contiguous()
+        crowd = rows if self.kind == "nca" else torch.unique(torch.cat([rows, j]))
+        share = len(self.x) / len(rows)
+        same = self.labels[rows, None] == self.labels[crowd]
         if self.kind == "nca":
-            pos = same.clone().fill_diagonal_(False)
-            broken = nca(product_pairs(matrix, x, pos, ~same, self.form), reduction="sum")
+            pos = same & (rows[:, None] != crowd)
+            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
+            broken = nca(pairs, reduction="sum")
         else:
             pos = torch.zeros_like(same)
-            pos[i, j] = True
-            pairs = product_pairs(matrix, x, pos, ~same, self.form)
+            pos[torch.searchsorted(rows, i), torch.searchsorted(crowd, j)] = True
+            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
             # The loss compares similarities: minus the squared distances.
             pairs = replace(pairs, sim=-pairs.sq_distance())
-            broken = crowd * triplet(pairs, margin=self.margin, reduction="sum")
+            broken = len(self.x) / len(crowd) * triplet(pairs, margin=self.margin, reduction="sum")
         r = regularise(matrix, self.regulariser, self.form, self.basis)
         if self.regulariser == "scatter":
-            r = share * squared_distances(matrix, x[i] - x[j], self.form).sum()
+            r = share * squared_distances(matrix, self.x[i] - self.x[j], self.form).sum()
         return r + self.lam * share * broken
-
-    def _part(self, rows: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
-        """Samples, labels, targets among them, and how many samples and candidates each one stands for."""
-        i, j = self.targets.unbind(1)
-        if rows is None:
-            return self.x, self.labels, (i, j), 1.0, 1.0
-        mine = torch.isin(i, rows)
-        seen = torch.unique(torch.cat([rows, j[mine]]))
-        targets = torch.searchsorted(seen, i[mine]), torch.searchsorted(seen, j[mine])
-        return self.x[seen], self.labels[seen], targets, len(self.x) / len(rows), len(self.x) / len(seen)
 
 
 def check_name(setting: str, given: object, known: tuple[str, ...]) -> None:
