@@ -43,6 +43,8 @@ class MetricLearner(LinearMetric):
     margin        between the squared distances of a triplet
     draw, count   which constraints are drawn from labels, and how many of each kind; 10 per sample when left out
     neighbours    target neighbours per sample (lmnn)
+    shrinkage     of the whitening within classes (or of similar pairs) that the search begins with; features per
+                  sample when left out, 1 is better for the features of networks
     scale         divide the features by their root mean squared distance first, so that distances are about 1 and
                   bounds, margin and lam mean the same for all data. The fitted map includes it.
     batch_size    constraints (hinge) or samples (nca, lmnn) per step; None takes all in every step; "auto" takes all
@@ -74,6 +76,7 @@ class MetricLearner(LinearMetric):
         draw: Draw = "both",
         count: int | None = None,
         neighbours: int = 3,
+        shrinkage: float | None = None,
         scale: bool = True,
         batch_size: int | str | None = "auto",
         max_iter: int = 400,
@@ -93,6 +96,7 @@ class MetricLearner(LinearMetric):
         self.draw = draw
         self.count = count
         self.neighbours = neighbours
+        self.shrinkage = shrinkage
         self.scale = scale
         self.batch_size = batch_size
         self.max_iter = max_iter
@@ -173,15 +177,16 @@ class MetricLearner(LinearMetric):
         They are where the search begins and what its steps are measured in, not what is found: regularisers are those
         of A itself. Without them steps on batches hardly move in directions that noise elsewhere drowns.
         """
-        trust = x.shape[1] / len(x)  # the fewer samples per feature, the less is the spread to be believed
+        # The fewer samples there are per feature, the less is their spread to be believed.
+        shrinkage = x.shape[1] / len(x) if self.shrinkage is None else self.shrinkage
         if codes is not None:
-            return within_class_whitening(x, codes, shrinkage=trust)[0]
+            return within_class_whitening(x, codes, shrinkage=shrinkage)[0]
         if len(asked.similar):
             i, j = asked.similar.T
             gaps = x[i] - x[j]
             if gaps.abs().max() > 0:
-                return covariance_whitening(torch.cat([gaps, -gaps]), shrinkage=trust)[0]
-        return covariance_whitening(x, shrinkage=trust)[0]
+                return covariance_whitening(torch.cat([gaps, -gaps]), shrinkage=shrinkage)[0]
+        return covariance_whitening(x, shrinkage=shrinkage)[0]
 
     def _problem(
         self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor
@@ -201,7 +206,7 @@ class MetricLearner(LinearMetric):
         if self.form == "G" and self.dim is not None:
             matrix = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, : self.dim].T.contiguous()
         some = torch.randperm(problem.terms, generator=torch.Generator().manual_seed(seed))[:512]
-        scales = [2.0**k for k in range(-12, 13)]
+        scales = [(4.0 if self.form == "A" else 2.0) ** k for k in range(-8, 9)]
         with torch.no_grad():
             levels = [float(problem.value(scale * matrix, some)) for scale in scales]
         return scales[int(np.nanargmin(levels))] * matrix
@@ -211,7 +216,7 @@ class MetricLearner(LinearMetric):
         held = problem.terms * (8 * problem.terms if pairwise else 3 * start.shape[1])
         batch = self.batch_size
         if batch == "auto":
-            batch = None if held <= WHOLE else (256 if pairwise else 4096)
+            batch = None if held <= WHOLE else (256 if pairwise else 1024)
         project = project_psd if self.form == "A" else _as_it_is
         if batch is None or int(batch) >= problem.terms:
             steps = _whole(problem, start, project, self.max_iter, self.tol)
