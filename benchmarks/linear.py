@@ -51,7 +51,7 @@ OURS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "MetricLearner lmnn": (lambda: MetricLearner("lmnn"), "lmnn"),
 }
 LARGE: dict[str, Callable[[], Any]] = {
-    "WithinClassWhitening": lambda: WithinClassWhitening(dim=64),
+    "WithinClassWhitening": lambda: WithinClassWhitening(dim=64, shrinkage=0.01),
     "MetricLearner pairs": lambda: MetricLearner(draw="pairs", dim=64),
     "MetricLearner triplets": lambda: MetricLearner(draw="triplets", dim=64),
     "MetricLearner triplets, form A": lambda: MetricLearner(draw="triplets", form="A", dim=64, max_iter=100),

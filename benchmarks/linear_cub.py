@@ -66,7 +66,7 @@ def main() -> None:
     seen, new = y < half, y >= half
     fit, judge = y < int(0.7 * half), (y >= int(0.7 * half)) & seen
     lines = [
-        "| method | settings | val R@1 | test R@1 | 95 % interval | gain over raw | gain over whitening | MAP@R | fit |",
+        "| method | settings | val R@1 | test R@1 | 95 % interval | gain over raw | over whitening | MAP@R | fit |",
         "|---|---|---:|---:|---|---|---|---:|---:|",
     ]
     chosen: dict[str, tuple[str, float, Any]] = {}

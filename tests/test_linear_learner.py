@@ -26,6 +26,8 @@ from nearkin.linear import (
 )
 from nearkin.linear.objective import Hinges
 from nearkin.linear.solver import descend, descend_parts, project_psd
+from nearkin.models.embedder import Embedder
+from nearkin.recipe import Model
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +194,17 @@ def test_the_map_is_weight_and_bias(iris):
         assert np.allclose(mapped.mean(0), 0, atol=1e-9)
         gap = x[0] - x[77]
         assert metric.distance(x[:1], x[77:78])[0, 0] ** 2 == pytest.approx(gap @ metric.matrix @ gap)
+
+
+def test_a_metric_is_the_head_of_a_model(iris):
+    x, y = torch.tensor(iris[0]).float(), torch.tensor(iris[1])
+    # The whitened start of a recipe is WithinClassWhitening; any other metric is put in its place.
+    started, filled = (Embedder(Model(backbone="none", dim=2, normalize=False), (4, 1, 1)) for _ in range(2))
+    started.head.start_whitened(x, y, 0.5)
+    whitening, learned = WithinClassWhitening(2, 0.5).fit(x.numpy(), y), MetricLearner(dim=2, max_iter=5).fit(*iris)
+    filled.head.maps[0].load_state_dict({"weight": learned.weight, "bias": learned.bias})
+    for model, metric in ((started, whitening), (filled, learned)):
+        assert np.allclose(model.embed(x).numpy(), metric.transform(x.numpy()), atol=1e-4)
 
 
 def test_score_is_recall_at_one(iris):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -179,18 +180,15 @@ class MetricLearner(LinearMetric):
         """
         # The fewer samples there are per feature, the less is their spread to be believed.
         shrinkage = x.shape[1] / len(x) if self.shrinkage is None else self.shrinkage
-        if codes is not None:
-            return within_class_whitening(x, codes, shrinkage=shrinkage)[0]
-        if len(asked.similar):
-            i, j = asked.similar.T
-            gaps = x[i] - x[j]
-            if gaps.abs().max() > 0:
-                return covariance_whitening(torch.cat([gaps, -gaps]), shrinkage=shrinkage)[0]
+        rows, kin = x, codes
+        if kin is None and len(asked.similar):
+            rows, kin = x[asked.similar.T.flatten()], torch.arange(len(asked.similar)).repeat(2)
+        if kin is not None:
+            with suppress(DataError):  # where kin are all the same point
+                return within_class_whitening(rows, kin, shrinkage=shrinkage)[0]
         return covariance_whitening(x, shrinkage=shrinkage)[0]
 
-    def _problem(
-        self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor
-    ) -> Hinges | Neighbourhoods:
+    def _problem(self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor) -> Hinges | Neighbourhoods:
         usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
         regulariser: Regulariser = self.regulariser or usual[self.objective]
         shared = (self.margin, self.lam, regulariser, self.form, basis)
@@ -206,7 +204,7 @@ class MetricLearner(LinearMetric):
         if self.form == "G" and self.dim is not None:
             matrix = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, : self.dim].T.contiguous()
         some = torch.randperm(problem.terms, generator=torch.Generator().manual_seed(seed))[:512]
-        scales = [(4.0 if self.form == "A" else 2.0) ** k for k in range(-8, 9)]
+        scales = [2.0 ** (k if self.form == "A" else k / 2) for k in range(-16, 9)]
         with torch.no_grad():
             levels = [float(problem.value(scale * matrix, some)) for scale in scales]
         return scales[int(np.nanargmin(levels))] * matrix
