@@ -150,7 +150,7 @@ def made_up(count: int, size: int) -> tuple[Any, Any]:
     spread = np.ones(size, dtype=np.float32)
     spread[size // 2 : size // 2 + size // 4] = 6.0
     x = rng.standard_normal((count, size), dtype=np.float32) * spread
-    x[:, : size // 8] += 1.5 * rng.standard_normal((100, size // 8), dtype=np.float32)[y]
+    x[:, : size // 8] += 0.7 * rng.standard_normal((100, size // 8), dtype=np.float32)[y]
     turn, _ = np.linalg.qr(rng.standard_normal((size, size)))
     return x @ turn.astype(np.float32), y
 
