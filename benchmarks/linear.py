@@ -118,6 +118,7 @@ def small(peer: str | None, limit: float, names: list[str], file: Path) -> str:
             print(f"{name}: a fold done", file=sys.stderr)
         for method, values in found.items():
             lines.append(f"| {name} | {method} | {cells(values)} |")
+            print(lines[-1], file=sys.stderr)
     return "\n".join(["## Small data", "", *lines, ""])
 
 

@@ -33,7 +33,7 @@ def candidates(dim: int) -> dict[str, dict[str, Any]]:
         )
         for name, objective, size in (("triplets", "hinge", 512), ("nca", "nca", 256), ("lmnn", "lmnn", 128))
         for steps in (20, 80)
-        for shrinkage in (1.0, 3.0)
+        for shrinkage in (0.3, 1.0)
     }
     bent = {
         f"Gaussian, sigma {sigma:g}, shrinkage {shrinkage:g}": make_pipeline(
@@ -41,8 +41,8 @@ def candidates(dim: int) -> dict[str, dict[str, Any]]:
             Normalizer(),
             KernelMetricLearner(sigma=sigma, landmarks=1000, metric=WithinClassWhitening(shrinkage=shrinkage)),
         )
-        for sigma in (0.5, 1.0, 2.0)
-        for shrinkage in (0.3, 1.0, 3.0)
+        for sigma in (1.0, 2.0, 4.0)
+        for shrinkage in (0.3, 1.0)
     }
     return {
         "raw": {"": FunctionTransformer()},

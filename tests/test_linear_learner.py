@@ -122,7 +122,8 @@ def noisy():
 @pytest.mark.parametrize("batch_size", [None, 64])
 def test_learns_to_ignore_what_is_noise(noisy, objective, form, batch_size):
     x, y = noisy
-    metric = MetricLearner(objective, form=form, batch_size=batch_size, max_iter=60).fit(x[:400], y[:400])
+    metric = MetricLearner(objective, form=form, batch_size=batch_size, max_iter=60 if batch_size else 20)
+    metric.fit(x[:400], y[:400])
     plain, told = (nk.score(z[400:], y[400:], similarity="euclidean")["R@1"] for z in (x, x[:, :2]))
     assert plain < 0.45
     assert metric.score(x[400:], y[400:]) > told - 0.05
@@ -139,6 +140,15 @@ def test_batches_reach_what_the_whole_reaches(noisy, form):
         problem = Hinges(torch.tensor(x), asked, metric.upper, metric.lower, metric.margin)
         found.append(problem.value(torch.tensor(metric.matrix), every).item())
     assert found[1] < 1.02 * found[0]
+
+
+@pytest.mark.parametrize("rate", [0.01, 100.0])
+def test_steps_on_batches_do_no_harm(iris, convex, rate):
+    asked, settings, *_ = convex
+    problem = Hinges(torch.tensor(iris[0]), asked, **settings)
+    start = torch.eye(4, dtype=torch.float64)
+    *_, (last, _) = descend_parts(problem, start, project_psd, 30, 45, rate, torch.Generator().manual_seed(0))
+    assert problem.value(last) < problem.value(start)
 
 
 def test_a_low_rank_is_kept(iris):
@@ -171,17 +181,21 @@ FAST = MetricLearner(max_iter=8)
 
 
 # scikit-learn skips check_array_api_input where SCIPY_ARRAY_API is not set; none is excluded by us.
+@parametrize_with_checks([WithinClassWhitening(), FAST])
+def test_scikit_learn_conventions(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
 @parametrize_with_checks(
     [
         Mahalanobis(),
-        WithinClassWhitening(),
-        FAST,
         MetricLearner("lmnn", form="A", max_iter=8),
         MetricLearner("nca", batch_size=8, max_iter=8),
         KernelMetricLearner(metric=FAST),
     ]
 )
-def test_scikit_learn_conventions(estimator, check):
+def test_scikit_learn_conventions_of_the_rest(estimator, check):
     check(estimator)
 
 
