@@ -263,6 +263,7 @@ def test_settings_that_cannot_be_are_refused(iris, settings, error, says):
         MetricLearner(**settings).fit(*iris)
 
 
+@pytest.mark.filterwarnings("ignore:The number of unique classes")
 def test_data_that_cannot_be_learned_from_are_refused(iris):
     x, _ = iris
     with pytest.raises(DataError, match="same vector"):
