@@ -31,10 +31,10 @@ def main() -> None:
     with np.load(path) as file:
         data = dict(file)
     warnings.simplefilter("ignore")
-    began = time.perf_counter()
+    began = time.process_time()
     metric = METHODS[method]().fit(data["x"], data["y"])
     answer = {
-        "seconds": time.perf_counter() - began,
+        "seconds": time.process_time() - began,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     if "x_test" in data:

@@ -15,8 +15,6 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.linear import Constraints, KernelMetricLearner, MetricLearner, WithinClassWhitening, kernel_distance
 from nearkin.linear.kernel import gaussian, polynomial
 
-pytestmark = pytest.mark.unfinished
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

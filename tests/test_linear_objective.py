@@ -10,8 +10,6 @@ from nearkin.linear.constraints import Constraints, draw_constraints, target_nei
 from nearkin.linear.estimators import Mahalanobis
 from nearkin.linear.objective import Hinges, Neighbourhoods, hinge, regularise, squared_distances
 
-pytestmark = pytest.mark.unfinished
-
 
 @pytest.fixture(scope="module")
 def reference():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from nearkin.errors import ConfigError, DataError, TrainingFailed
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name
+from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name, in_basis
 from nearkin.linear.solver import Project, descend, descend_parts, project_psd
+from nearkin.linear.whitening import covariance_whitening, within_class_whitening
 from nearkin.progress import Reporter
 
 Objective = Literal["hinge", "nca", "lmnn"]
@@ -42,6 +44,8 @@ class MetricLearner(LinearMetric):
     margin        between the squared distances of a triplet
     draw, count   which constraints are drawn from labels, and how many of each kind; 10 per sample when left out
     neighbours    target neighbours per sample (lmnn)
+    shrinkage     of the whitening within classes (or of similar pairs) that the search begins with; features per
+                  sample when left out, 1 is better for the features of networks
     scale         divide the features by their root mean squared distance first, so that distances are about 1 and
                   bounds, margin and lam mean the same for all data. The fitted map includes it.
     batch_size    constraints (hinge) or samples (nca, lmnn) per step; None takes all in every step; "auto" takes all
@@ -73,11 +77,12 @@ class MetricLearner(LinearMetric):
         draw: Draw = "both",
         count: int | None = None,
         neighbours: int = 3,
+        shrinkage: float | None = None,
         scale: bool = True,
         batch_size: int | str | None = "auto",
         max_iter: int = 400,
         tol: float = 1e-5,
-        rate: float = 0.05,
+        rate: float = 0.2,
         random_state: Any = 0,
         verbose: bool | None = None,
     ) -> None:
@@ -92,6 +97,7 @@ class MetricLearner(LinearMetric):
         self.draw = draw
         self.count = count
         self.neighbours = neighbours
+        self.shrinkage = shrinkage
         self.scale = scale
         self.batch_size = batch_size
         self.max_iter = max_iter
@@ -108,12 +114,13 @@ class MetricLearner(LinearMetric):
             codes = as_codes(y)
         else:
             X, codes = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
-        x, mean, unit = self._centred(X)
-        start = self._start(x)
         seed = int(check_random_state(self.random_state).randint(1 << 31))
-        problem = self._problem(x, codes, constraints, seed)
-        matrix = self._solve(problem, start, seed)
-        self._finish(matrix / (unit**2 if self.form == "A" else unit), mean)
+        x, mean, unit = self._centred(X)
+        asked = self._asked(x, codes, constraints, seed)
+        basis = self._basis(x, codes, asked)
+        problem = self._problem(x @ basis.T, codes, asked, basis)
+        matrix = self._solve(problem, self._start(problem, seed), seed)
+        self._finish(in_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
         return self
 
     # --- what fit does, in order --------------------------------------------------------------------------------------
@@ -125,6 +132,8 @@ class MetricLearner(LinearMetric):
         for name in ("lam", "margin", "tol", "rate", "max_iter", "neighbours"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
+        if not 0 <= self.upper < self.lower:
+            raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
         size = self.batch_size
         if not (size is None or size == "auto" or (not isinstance(size, str) and size >= 2)):
             raise ConfigError(f"batch_size: expected 'auto', None or a whole number from 2, got {size!r}.")
@@ -145,28 +154,15 @@ class MetricLearner(LinearMetric):
         unit = spread if self.scale else 1.0 / top
         return x / unit, mean * top, unit * top
 
-    def _start(self, x: Tensor) -> Tensor:
-        """The plain distances: the identity, or for a low rank the principal directions."""
-        size = x.shape[1]
-        if self.form == "A" or self.dim is None or self.dim == size:
-            return torch.eye(size, dtype=x.dtype)
-        axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors
-        return axes.flip(1)[:, : self.dim].T.contiguous()
-
-    def _problem(
-        self, x: Tensor, codes: Tensor | None, given: Constraints | None, seed: int
-    ) -> Hinges | Neighbourhoods:
-        usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
-        regulariser: Regulariser = self.regulariser or usual[self.objective]
+    def _asked(self, x: Tensor, codes: Tensor | None, given: Constraints | None, seed: int) -> Constraints:
+        """The constraints given or drawn; for NCA and LMNN the target neighbours, as similar pairs."""
         if self.objective == "hinge":
             if given is None:
                 assert codes is not None
                 count = 10 * len(x) if self.count is None else self.count
                 given = draw_constraints(codes, count, draw=self.draw, seed=seed)
             given.check(len(x))
-            if not 0 <= self.upper < self.lower:
-                raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
-            return Hinges(x, given, self.upper, self.lower, self.margin, self.lam, regulariser, self.form)
+            return given
         if codes is None:
             raise ConfigError(f"constraints: objective '{self.objective}' learns from labels. Use objective='hinge'.")
         if len(torch.unique(codes)) < 2:
@@ -174,21 +170,58 @@ class MetricLearner(LinearMetric):
         targets = target_neighbours(x, codes, self.neighbours)
         if len(targets) == 0:
             raise DataError(f"y: no class has two samples; objective '{self.objective}' needs neighbours of a class.")
-        return Neighbourhoods(x, codes, self.objective, targets, self.margin, self.lam, regulariser, self.form)
+        return Constraints(similar=targets)
+
+    def _basis(self, x: Tensor, codes: Tensor | None, asked: Constraints) -> Tensor:
+        """Coordinates in which the spread of kin is round, so that steps reach as far in narrow directions.
+
+        They are where the search begins and what its steps are measured in, not what is found: regularisers are those
+        of A itself. Without them steps on batches hardly move in directions that noise elsewhere drowns.
+        """
+        # The fewer samples there are per feature, the less is their spread to be believed.
+        shrinkage = x.shape[1] / len(x) if self.shrinkage is None else self.shrinkage
+        rows, kin = x, codes
+        if kin is None and len(asked.similar):
+            rows, kin = x[asked.similar.T.flatten()], torch.arange(len(asked.similar)).repeat(2)
+        if kin is not None:
+            with suppress(DataError):  # where kin are all the same point
+                return within_class_whitening(rows, kin, shrinkage=shrinkage)[0]
+        return covariance_whitening(x, shrinkage=shrinkage)[0]
+
+    def _problem(self, x: Tensor, codes: Tensor | None, asked: Constraints, basis: Tensor) -> Hinges | Neighbourhoods:
+        usual: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
+        regulariser: Regulariser = self.regulariser or usual[self.objective]
+        shared = (self.margin, self.lam, regulariser, self.form, basis)
+        if self.objective == "hinge":
+            return Hinges(x, asked, self.upper, self.lower, *shared)
+        assert codes is not None
+        return Neighbourhoods(x, codes, self.objective, asked.similar, *shared)
+
+    def _start(self, problem: Hinges | Neighbourhoods, seed: int) -> Tensor:
+        """The identity, or for a low rank the principal directions, at the scale where the objective is least."""
+        x, size = problem.x, problem.x.shape[1]
+        matrix = torch.eye(size, dtype=x.dtype)
+        if self.form == "G" and self.dim is not None:
+            matrix = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, : self.dim].T.contiguous()
+        some = torch.randperm(problem.terms, generator=torch.Generator().manual_seed(seed))[:512]
+        scales = [2.0 ** (k if self.form == "A" else k / 2) for k in range(-16, 9)]
+        with torch.no_grad():
+            levels = [float(problem.value(scale * matrix, some)) for scale in scales]
+        return scales[int(np.nanargmin(levels))] * matrix
 
     def _solve(self, problem: Hinges | Neighbourhoods, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(problem, Neighbourhoods)
         held = problem.terms * (8 * problem.terms if pairwise else 3 * start.shape[1])
         batch = self.batch_size
         if batch == "auto":
-            batch = None if held <= WHOLE else (512 if pairwise else 4096)
+            batch = None if held <= WHOLE else (256 if pairwise else 1024)
         project = project_psd if self.form == "A" else _as_it_is
         if batch is None or int(batch) >= problem.terms:
             steps = _whole(problem, start, project, self.max_iter, self.tol)
         else:
             generator = torch.Generator().manual_seed(seed)
             steps = descend_parts(problem, start, project, int(batch), self.max_iter, self.rate, generator)
-        long = held * self.max_iter > 1e10 if self.verbose is None else self.verbose
+        long = len(problem.x) * start.shape[1] * self.max_iter > 1e9 if self.verbose is None else self.verbose
         matrix, self.history_ = start, []
         with Reporter(quiet=not long).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
             for reached, value in steps:
@@ -218,12 +251,10 @@ def _whole(
     problem: Hinges | Neighbourhoods, start: Tensor, project: Project, most: int, tol: float
 ) -> Iterator[tuple[Tensor, float]]:
     """All terms in every step. Corners are rounded, less and less, and the value yielded is that of the sharp ones."""
-    widths = WIDTHS if isinstance(problem, Hinges) else (0.0,)
+    stages = [replace(problem, width=w * problem.unit) for w in WIDTHS] if isinstance(problem, Hinges) else [problem]
     matrix = start
-    for width in widths:
-        rounded = partial(problem.value, width=width * problem.unit)
-        steps = descend(rounded, matrix, project, tol=tol)
-        for reached, _ in islice(steps, max(1, most // len(widths))):
+    for stage in stages:
+        for reached, _ in islice(descend(stage.value, matrix, project, tol=tol), max(1, most // len(stages))):
             matrix = reached
             with torch.no_grad():
                 yield matrix, float(problem.value(matrix))

@@ -34,28 +34,37 @@ def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> 
     return (differences @ matrix.T).square().sum(1)
 
 
-def product_pairs(matrix: Tensor, x: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
-    """The learned inner products X A X^T as Pairs, for losses that read squared distances."""
+def product_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
+    """The learned inner products of anchors [N, F] and references [M, F] as Pairs, for losses that read distances."""
     if form == "A":
-        sim = x @ matrix @ x.T
-    else:
-        z = x @ matrix.T
-        sim = z @ z.T
-    return Pairs(sim, pos, neg, anchor_sq=sim.diagonal(), ref_sq=sim.diagonal())
+        left, right = anchors @ matrix, refs @ matrix
+        return Pairs(left @ refs.T, pos, neg, anchor_sq=(left * anchors).sum(1), ref_sq=(right * refs).sum(1))
+    left, right = anchors @ matrix.T, refs @ matrix.T
+    return Pairs(left @ right.T, pos, neg, anchor_sq=left.square().sum(1), ref_sq=right.square().sum(1))
 
 
-def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A") -> Tensor:
+def in_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
+    """A matrix that was learned on x @ basis^T, as one for x: basis^T B basis, or H basis."""
+    if basis is None:
+        return matrix
+    return basis.T @ matrix @ basis if form == "A" else matrix @ basis
+
+
+def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
     """0.5 |A|^2 ("frobenius") or the trace of A ("trace"); "scatter" needs data and is a sum of distances instead.
+
+    With a `basis` the matrix is in its coordinates and A is not: the value is that of A all the same.
 
     >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
     (1.5, 3.0)
     """
+    if kind not in ("frobenius", "trace"):
+        return matrix.new_zeros(())
+    matrix = in_basis(matrix, basis, form)
     if kind == "frobenius":
         # |G^T G| = |G G^T|, and the second is small for a low rank.
         return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
-    if kind == "trace":
-        return matrix.trace() if form == "A" else matrix.square().sum()
-    return matrix.new_zeros(())
+    return matrix.trace() if form == "A" else matrix.square().sum()
 
 
 def hinge(slack: Tensor, width: float = 0.0) -> Tensor:
@@ -87,6 +96,8 @@ class Hinges:
     lam: float = 1.0
     regulariser: Regulariser = "frobenius"
     form: Form = "A"
+    basis: Tensor | None = None  # the map that x went through before, if any
+    width: float = 0.0  # over which the corners of the hinges are rounded
 
     @property
     def terms(self) -> int:
@@ -97,7 +108,7 @@ class Hinges:
         """The size of distances that matter, to judge the width of a rounded corner by."""
         return min(self.margin, self.lower - self.upper)
 
-    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
+    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
         """The objective as a 0-dim tensor: all of it, or an estimate from the constraints numbered `rows`.
 
         >>> asked = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
@@ -113,11 +124,13 @@ class Hinges:
         i, j, k = c.triplets.unbind(1)
         order = squared_distances(matrix, x[i] - x[j], self.form) - squared_distances(matrix, x[i] - x[k], self.form)
         broken = (
-            hinge(near - self.upper, width).sum()
-            + hinge(self.lower - far, width).sum()
-            + hinge(order + self.margin, width).sum()
+            hinge(near - self.upper, self.width).sum()
+            + hinge(self.lower - far, self.width).sum()
+            + hinge(order + self.margin, self.width).sum()
         )
-        r = share * near.sum() if self.regulariser == "scatter" else regularise(matrix, self.regulariser, self.form)
+        r = regularise(matrix, self.regulariser, self.form, self.basis)
+        if self.regulariser == "scatter":
+            r = share * near.sum()
         return r + self.lam * share * broken
 
 
@@ -129,56 +142,47 @@ class Neighbourhoods:
     "lmnn"   sum over (sample, target) of the pull d_A, as regulariser "scatter", and of the push
              [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
 
-    `terms` is the number of samples. `value(matrix, rows)` looks at those samples and (LMNN) their targets only, and
-    scales sums up to stand for all; for NCA, whose sums are inside a logarithm, that is the usual biased estimate.
+    `terms` is the number of samples. `value(matrix, rows)` takes only those as anchors, and as the crowd around them
+    (with their targets for LMNN); sums are scaled up to stand for all. For NCA, whose sums are inside a logarithm,
+    that is the usual biased estimate.
     """
 
     x: Tensor
     labels: Tensor
     kind: Literal["nca", "lmnn"]
-    targets: Tensor  # [P, 2]; empty for NCA without a scatter
+    targets: Tensor  # [P, 2] (sample, one of its nearest of the class)
     margin: float = 1.0
     lam: float = 1.0
     regulariser: Regulariser = "none"
     form: Form = "A"
+    basis: Tensor | None = None  # the map that x went through before, if any
 
     @property
     def terms(self) -> int:
         return len(self.x)
 
-    @property
-    def unit(self) -> float:
-        return self.margin
-
-    def value(self, matrix: Tensor, rows: Tensor | None = None, width: float = 0.0) -> Tensor:
-        """The objective as a 0-dim tensor. `width` rounds the corners of `Hinges`; here they are left as they are."""
-        x, labels, (i, j), share, crowd = self._part(rows)
-        same = labels[:, None] == labels
+    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The objective as a 0-dim tensor: all of it, or an estimate from the samples numbered `rows`."""
+        rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
+        i, j = self.targets[torch.isin(self.targets[:, 0], rows)].T.contiguous()
+        crowd = rows if self.kind == "nca" else torch.unique(torch.cat([rows, j]))
+        share = len(self.x) / len(rows)
+        same = self.labels[rows, None] == self.labels[crowd]
         if self.kind == "nca":
-            pos = same.clone().fill_diagonal_(False)
-            broken = nca(product_pairs(matrix, x, pos, ~same, self.form), reduction="sum")
+            pos = same & (rows[:, None] != crowd)
+            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
+            broken = nca(pairs, reduction="sum")
         else:
             pos = torch.zeros_like(same)
-            pos[i, j] = True
-            pairs = product_pairs(matrix, x, pos, ~same, self.form)
+            pos[torch.searchsorted(rows, i), torch.searchsorted(crowd, j)] = True
+            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
             # The loss compares similarities: minus the squared distances.
             pairs = replace(pairs, sim=-pairs.sq_distance())
-            broken = crowd * triplet(pairs, margin=self.margin, reduction="sum")
+            broken = len(self.x) / len(crowd) * triplet(pairs, margin=self.margin, reduction="sum")
+        r = regularise(matrix, self.regulariser, self.form, self.basis)
         if self.regulariser == "scatter":
-            r = share * squared_distances(matrix, x[i] - x[j], self.form).sum()
-        else:
-            r = regularise(matrix, self.regulariser, self.form)
+            r = share * squared_distances(matrix, self.x[i] - self.x[j], self.form).sum()
         return r + self.lam * share * broken
-
-    def _part(self, rows: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
-        """Samples, labels, targets among them, and how many samples and candidates each one stands for."""
-        i, j = self.targets.unbind(1)
-        if rows is None:
-            return self.x, self.labels, (i, j), 1.0, 1.0
-        mine = torch.isin(i, rows)
-        seen = torch.unique(torch.cat([rows, j[mine]]))
-        targets = torch.searchsorted(seen, i[mine]), torch.searchsorted(seen, j[mine])
-        return self.x[seen], self.labels[seen], targets, len(self.x) / len(rows), len(self.x) / len(seen)
 
 
 def check_name(setting: str, given: object, known: tuple[str, ...]) -> None:

@@ -12,7 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nearkin.errors import TrainingFailed
+
 Project = Callable[[Tensor], Tensor]
+LOOK = 10  # steps on batches from one look at the watched terms to the next
 
 
 def project_psd(a: Tensor) -> Tensor:
@@ -36,15 +39,17 @@ def descend(
     """
     best = project(start)
     level, gradient = _slope(value, best)
+    if not math.isfinite(level):
+        raise TrainingFailed(f"The objective is {level} at the start. Scale the features (scale=True).")
     ahead, momentum, still = best, 1.0, 0
     # A first step that would change the matrix by a tenth of its length.
     step = 0.1 * float(best.norm() + 1e-12) / max(float(gradient.norm()), 1e-300)
     at_ahead = level
     while still < 3:
         found = _backtrack(value, project, ahead, at_ahead, gradient, step)
-        if found is None and momentum == 1.0:
-            return  # no step along the gradient goes down: a minimum, or a corner
         if found is None or found[1] > level:
+            if momentum == 1.0:
+                return  # no step along the gradient goes down: a minimum, or a corner
             ahead, momentum = best, 1.0
             at_ahead, gradient = _slope(value, ahead)
             continue
@@ -89,25 +94,41 @@ def descend_parts(
     """Yield (matrix, estimate) for `steps` batches of terms, drawn without repetition until all were seen.
 
     Adam, whose step does not depend on the scale of the objective, with a rate that falls to zero along a half
-    cosine; `rate` is relative to the root mean square of the start.
+    cosine; `rate` is relative to the root mean square of the start. Where few terms are broken a gradient is mostly
+    chance, and Adam takes it for as much as any other; so a fixed sample of the terms is looked at now and then, and
+    when it got worse the search goes back to its best with half the rate. The last matrix yielded is the best.
     """
     matrix = project(start).clone().requires_grad_(True)
     unit = float(start.square().mean().sqrt().clamp(min=1e-12))
-    adam = torch.optim.Adam([matrix], lr=rate * unit, betas=(0.9, 0.99))
+    watched = torch.randperm(problem.terms, generator=generator)[: 4 * batch]
+    best, least = matrix.detach().clone(), _level(problem, matrix, watched)
+    adam = torch.optim.Adam([matrix], betas=(0.9, 0.99))
     queue = torch.empty(0, dtype=torch.int64)
     for number in range(steps):
         if len(queue) < batch:
             queue = torch.cat([queue, torch.randperm(problem.terms, generator=generator)])
         rows, queue = queue[:batch], queue[batch:]
-        for group in adam.param_groups:
-            group["lr"] = rate * unit * 0.5 * (1 + math.cos(math.pi * number / steps))
+        adam.param_groups[0]["lr"] = rate * unit * 0.5 * (1 + math.cos(math.pi * number / steps))
         adam.zero_grad()
         estimate = problem.value(matrix, rows)
         torch.autograd.backward(estimate)
         adam.step()
         with torch.no_grad():
             matrix.copy_(project(matrix))
+        if (number + 1) % LOOK == 0 or number + 1 == steps:
+            level = _level(problem, matrix, watched)
+            if level < least:
+                best, least = matrix.detach().clone(), level
+            else:
+                rate /= 2
+                with torch.no_grad():
+                    matrix.copy_(best)
         yield matrix.detach(), float(estimate.detach())
+
+
+def _level(problem: Parts, matrix: Tensor, rows: Tensor) -> float:
+    with torch.no_grad():
+        return float(problem.value(matrix, rows))
 
 
 def _slope(value: Callable[[Tensor], Tensor], at: Tensor) -> tuple[float, Tensor]:
