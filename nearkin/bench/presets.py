@@ -38,7 +38,7 @@ def tiny(data: Path | None) -> Study:
         seeds=(0, 1),
         protocol=Protocol("fixed"),
         keep_models=False,
-        change={"model": {"width": 12}, "train": {"epochs": 4}},
+        change={"model": {"width": 8}, "train": {"epochs": 3}},
         entrants=_SCALES,
     )
 
