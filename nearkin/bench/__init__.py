@@ -1,5 +1,13 @@
-"""Fair benchmarks: what papers published, how entrants rank, and which differences are settled.
+"""Fair benchmarks: many trainings under one protocol, how entrants rank, and which differences are settled.
 
+    study.py        what is compared, on what, how often: a TOML file and the trials it means
+    protocols.py    what chooses the epoch and what is judged; the badge of every number
+    presets.py      studies by name
+    estimates.py    time and disk of a study, before it runs
+    running.py      the folder of a study; a worker takes trials from it, and nothing is lost or done twice
+    workers.py      several workers, watched: `nearkin bench run`
+    repeats.py      mean, deviation and intervals over seeds and folds; differences paired by query
+    overview.py     a study as tables and sentences
     papers.py       the tables of four papers as data, each value with its source and what is known against it
     results.py      one result, many results as a table, reading them from CSV and JSON
     tournament.py   ranks, medals and the tests that say which differences are settled

@@ -19,8 +19,6 @@ from nearkin.bench.verdict import verdict
 from nearkin.files import write_aside
 from nearkin.progress import duration
 
-WIDE = 6  # experiments side by side in the terminal
-
 
 def plan_grid(folder: Folder, estimate: Estimate, *, full: bool) -> Grid:
     """A line per trial, or per experiment with its sums."""

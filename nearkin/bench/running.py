@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
@@ -231,9 +230,3 @@ def _check(trial: Trial) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).splitlines()[:1]) or type(error).__name__
-
-
-def summary(outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    """How many are done and failed."""
-    failed = sum(outcome.status == "failed" for outcome in outcomes.values())
-    return {"done": len(outcomes) - failed, "failed": failed}

@@ -18,7 +18,6 @@ from nearkin.progress import Reporter, duration
 
 LOOK = 0.5  # seconds between looks at what is done
 RESTARTS = 20  # of workers that were killed, over a whole run
-REFUSED = 2  # the exit code of a worker that cannot go on, as of any command
 
 
 def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device: str, reporter: Reporter) -> None:
