@@ -21,7 +21,12 @@ _SMALL = 64  # pixels of the shorter side below which a network for photos sees 
 def recipe_for(given: Data, *, gpu: bool) -> tuple[Recipe, str]:
     """A recipe for what lies at `given.root`, and why it was chosen, in words."""
     if given.source == "features":
-        return _at(recipes.features_default(), given), "a whitened head on the features"
+        chosen = _at(recipes.features_default(), given)
+        assert given.root is not None
+        features = sources.load_features(given.root).features
+        assert features is not None
+        dim = min(chosen.model.dim, features.shape[1])  # a linear map cannot make more of them
+        return replace(chosen, model=replace(chosen.model, dim=dim)), f"a whitened head on the features, {dim} numbers"
     listing = sources.list_source(given)
     side = _middle_side(listing.paths)
     small = side is not None and side < _SMALL
