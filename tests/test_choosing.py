@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from PIL import Image
+from studies import write_features
 
 from nearkin import choosing, train_command
 from nearkin.choosing import recipe_for
@@ -31,6 +32,13 @@ def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
     assert "GPU" in why
     assert f"{size} pixels" in why
     assert recipe.data.root == tmp_path
+
+
+def test_features_keep_at_most_their_own_size(tmp_path):
+    write_features(tmp_path / "narrow.npz", dim=12)
+    recipe, why = recipe_for(Data(source="features", root=tmp_path / "narrow.npz"), gpu=False)
+    assert recipe.model.dim == 12
+    assert "12 numbers" in why
 
 
 def test_many_small_pictures_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):

@@ -62,6 +62,8 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
 
 def serve_as_worker(folder: Folder, runs: Path, device: str, *, detached: bool = False) -> None:
     """What a started worker does; unless detached it stops, as by Ctrl-C, when the one that started it is gone."""
+    # A shell makes what it starts in the background deaf to SIGINT; a worker must hear it, to stop with a checkpoint.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not detached:
         threading.Thread(target=_stop_with_parent, daemon=True).start()
     work(folder, runs, device=device, reporter=Reporter(quiet=True))
