@@ -85,7 +85,7 @@ def _check(features: Tensor, dim: int | None, shrinkage: float) -> None:
     check_finite(features)
     size = features.shape[1]
     if dim is not None and not (1 <= dim <= size and dim == int(dim)):
-        raise ConfigError(f"dim: expected 1 to {size}, the number of features, got {dim}. Give a smaller one (--model.dim).")
+        raise ConfigError(f"dim: expected 1 to {size}, the number of features, got {dim} (--model.dim).")
     if not 0 <= shrinkage < float("inf"):
         raise ConfigError(f"shrinkage: expected a finite number from 0, got {shrinkage}.")
 
