@@ -10,6 +10,7 @@ from nearkin.bench.running import Folder, work
 from nearkin.bench.study import Dataset
 from nearkin.cli import main
 from nearkin.errors import RunError
+from nearkin.metrics import Scores
 from nearkin.progress import Reporter
 from nearkin.report.study import gather_study, write_study_page
 
@@ -46,12 +47,22 @@ def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
         assert cells[place]["mean"] == pytest.approx(np.mean(values))
         assert cells[place]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(told["failures"]) == 4
+    leader, rival = told["standings"][0]["entrant"], told["leader_less"][-1]["entrant"]
+    values = {
+        name: np.mean([per_query(study, t) for t in study.trials if t.entrant == name], axis=0)
+        for name in (leader, rival)
+    }
+    assert told["leader_less"][-1]["difference"] == pytest.approx(np.mean(values[leader] - values[rival]), abs=1e-12)
     assert {f["entrant"] for f in told["failures"]} == {NASTY}
     assert [s["entrant"] for s in told["standings"]] == gather_study(study.path).entrants[:3]
     text = (tmp_path / "p.html").read_text()
     assert str(tmp_path) not in text
     assert str(study.path.parent) not in text  # no folder of this machine
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "p.html"), str(tmp_path / "p.json")]
+
+
+def per_query(study, trial):
+    return Scores.load(f"{study.outcome(trial).run}/perquery.npz").per_query["R@1"]
 
 
 def test_figures_of_a_study(study, tmp_path, capsys):
@@ -90,6 +101,7 @@ def test_the_page_in_a_browser(study, tmp_path, visit):
     assert page.locator(rows).all_inner_texts() == ["proxy_anchor"]
     assert page.locator(".diagram img").evaluate("image => image.naturalWidth") > 100
     assert page.locator(".duels tbody tr").count() == 3
+    assert page.locator("#leader tbody tr").count() == 2
     assert page.locator("#failures tbody tr").count() == 4
     page.locator("#trials summary").click()
     assert page.locator("#every tbody tr").count() == 16

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nearkin import __version__
 from nearkin.bench.diagram import draw
 from nearkin.bench.overview import in_order, judged
 from nearkin.bench.papers import Published, published
-from nearkin.bench.repeats import Cell, cells
+from nearkin.bench.repeats import Cell, cells, paired_difference
 from nearkin.bench.running import Folder
+from nearkin.bench.statistics import holm
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.bench.verdict import verdict
-from nearkin.errors import RunError, need
+from nearkin.errors import DataError, RunError, need
 from nearkin.files import write_aside
+from nearkin.intervals import Difference
 from nearkin.progress import duration
 from nearkin.report.contents import without_nan
 from nearkin.report.plots import Series, line_chart
@@ -42,6 +46,8 @@ class StudyReport:
     """By (experiment, entrant)."""
     published: dict[tuple[str, str], list[Published]]
     tournament: Tournament | None
+    duels: list[tuple[str, Difference, float]]
+    """The leader against each other entrant on the same test queries: (entrant, difference, p after Holm)."""
     failures: list[dict[str, Any]]
     trials: list[dict[str, Any]]
     left: int
@@ -69,6 +75,7 @@ class StudyReport:
                 "cells": rows,
                 "standings": ranks,
                 "pairs": pairs,
+                "leader_less": [{"entrant": name, **vars(one), "p_holm": p} for name, one, p in self.duels],
                 "failures": self.failures,
                 "trials": self.trials,
                 "left": self.left,
@@ -115,12 +122,30 @@ def gather_study(path: str | Path) -> StudyReport:
         cells=cells(folder),
         published=known,
         tournament=tournament,
+        duels=query_by_query(folder, tournament),
         failures=failures,
         trials=trials,
         left=len(folder.trials) - len(outcomes),
         toml=_shared(folder),
         places=places,
     )
+
+
+def query_by_query(folder: Folder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
+    """How far the leader is ahead of each other entrant on the same test queries, over all draws that both have.
+
+    Far sharper than ranks where experiments are few, but about these experiments alone. Nothing where draws were judged
+    on different classes (several data sets, or test classes drawn anew).
+    """
+    if tournament is None:
+        return []
+    first, *others = [standing.entrant for standing in tournament.standings]
+    try:
+        found = [paired_difference(folder, other, first) for other in others]
+    except DataError:
+        return []
+    adjusted = holm(np.array([one.p_value for one in found]))[0].tolist()
+    return list(zip(others, found, adjusted, strict=True))
 
 
 def _shared(folder: Folder) -> str:
@@ -182,9 +207,13 @@ def lead(report: StudyReport) -> str:
     first = report.tournament.standings[0].entrant
     pairs = [pair for pair in report.tournament.pairs if first in (pair.first, pair.second)]
     beaten = sum(pair.settled and pair.leader == first for pair in pairs)
+    others = f"{len(pairs)} other{'s' * (len(pairs) != 1)}"
+    if not report.duels:
+        return f"{first} has the best mean rank; it is settled that it is better than {beaten} of the {others}."
+    ahead = sum(one.difference > 0 and p < report.tournament.alpha for _, one, p in report.duels)
     return (
-        f"{first} has the best mean rank. It is certainly better than {beaten} of the {len(pairs)} others; "
-        f"from {len(pairs) - beaten} it cannot be told apart by these trials."
+        f"{first} has the best mean rank. On the same test queries it is certainly ahead of {ahead} of the {others}; "
+        f"that this holds beyond these experiments is settled for {beaten}."
     )
 
 
