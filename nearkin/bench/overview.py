@@ -104,7 +104,14 @@ def outcome_grid(folder: Folder, found: dict[tuple[str, str], Cell], order: list
     for entrant in order:
         shown = [found[name, entrant].short() if (name, entrant) in found else "-" for name in experiments]
         rows.append((entrant, *shown))
-    return Grid(f"{folder.study.metric} in percent, mean ± sample deviation", ("entrant", *experiments), tuple(rows))
+    # What all experiments share is said once, above the table, and leaves room in it.
+    datasets = {trial.dataset for trial in folder.trials}
+    on, heads = "", experiments
+    if len(datasets) == 1:
+        on = f" on {min(datasets)}"
+        heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
+    title = f"{folder.study.metric} in percent{on}, mean ± sample deviation"
+    return Grid(title, ("entrant", *heads), tuple(rows))
 
 
 def judged(folder: Folder) -> Tournament | None:
