@@ -20,6 +20,7 @@ import io
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,7 @@ from nearkin.errors import DataError
 
 FORMAT, VERSION = "nearkin index", 1
 T = TypeVar("T")
+_TRIES = 10  # looks at a file that is missing before it is called missing
 _BLOCK = 1 << 24  # bytes hashed or written at a time
 # Names that are ours to remove; anything else in the folder is somebody's.
 _OURS = re.compile(r"(vectors-[0-9a-f]{16}\.npy|items-[0-9a-f]{16}\.json|hnsw-[0-9a-f]{16}\.faiss)")
@@ -123,12 +125,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 def consistently(folder: Path, read: Callable[[Manifest], T]) -> T:
     """read(manifest), tried again when a writer has put a newer state in place meanwhile."""
+    unchanged = 0
     while True:
         manifest = read_manifest(folder)
         try:
             return read(manifest)
         except FileNotFoundError as error:
             if read_manifest(folder) == manifest:
+                # The very same state may have been replaced and put back meanwhile: one look does not tell.
+                unchanged += 1
+                if unchanged < _TRIES:
+                    time.sleep(0.02)
+                    continue
                 name = error.filename or "a file"
                 raise DataError(
                     f"{folder}: {name} is missing. Restore it, or index again into another folder."
