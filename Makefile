@@ -24,7 +24,7 @@ test: setup    ## Run the tests: about four minutes on two cores
 	$(PYTEST) -m "not slow"
 
 slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
-	$(PYTEST) -m "slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow" -n 2 --dist loadfile
 
 lint: setup    ## Lint, check the format, check the types
 	$(BIN)/ruff check .

@@ -167,3 +167,20 @@ def test_lifts_recall_on_bird_features():
     ours = nk.score(x[~train] @ weight.T + bias, labels[~train], ks=(1,))["R@1"]
     assert raw == pytest.approx(0.5788, abs=5e-4)
     assert ours >= 0.595
+
+
+def test_directions_beyond_the_rank_do_not_hang_on_rounding():
+    """Few images, many dimensions: what new images are mapped to must not depend on the last bits of the old ones."""
+    rng = np.random.default_rng(0)
+    labels = torch.arange(6).repeat_interleave(5)
+    x = torch.from_numpy(rng.standard_normal((30, 64)) + rng.standard_normal((6, 64))[labels])
+    fresh = torch.from_numpy(rng.standard_normal((20, 64)))
+    maps = []
+    for noise in (0.0, 1e-12):
+        weight, bias = within_class_whitening(
+            x + noise * torch.from_numpy(rng.standard_normal((30, 64))), labels, dim=48
+        )
+        mapped = fresh @ weight.T + bias
+        maps.append(mapped @ mapped.T)
+        np.testing.assert_allclose((x @ weight.T + bias)[:, 29:], 0, atol=1e-6)  # constant 0 on the data itself
+    np.testing.assert_allclose(maps[0], maps[1], rtol=1e-6, atol=1e-6)

@@ -46,8 +46,8 @@ def within_class_whitening(
         scale, vectors = _inverse_roots(within, shrinkage)
         inverse = (vectors * scale) @ vectors.T
         # The spread of the whitened data, without a second pass over them.
-        axes = torch.linalg.eigh(inverse @ total @ inverse).eigenvectors
-        return _around(mean, axes.flip(1)[:, :dim].T @ inverse, features.dtype)
+        axes = _leading_axes(inverse @ total @ inverse, dim or features.shape[1])
+        return _around(mean, axes.T @ inverse, features.dtype)
 
 
 def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -72,6 +72,27 @@ def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage:
         mean, covariance, _ = _scatter(features, one, "covariance_whitening")
         scale, axes = _inverse_roots(covariance, shrinkage)
         return _around(mean, (axes * scale).flip(1)[:, :dim].T, features.dtype)
+
+
+def _leading_axes(spread: Tensor, dim: int) -> Tensor:
+    """The `dim` directions of most variance [F, dim].
+
+    Beyond the rank of the data any direction is as good as another, and a solver's choice hangs on rounding: two runs
+    on the same few images would differ by points of recall. There a fixed draw is taken, orthogonal to the others.
+    """
+    values, vectors = torch.linalg.eigh(spread)
+    values, vectors = values.flip(0), vectors.flip(1)
+    smallest = float(values[0].clamp(min=0)) * len(values) * 10 * torch.finfo(values.dtype).eps
+    rank = min(dim, int((values > smallest).sum()))
+    kept = vectors[:, :rank]
+    if rank == dim:
+        return kept
+    chance = torch.Generator().manual_seed(0)
+    drawn = torch.randn(len(values), dim - rank, dtype=values.dtype, generator=chance).to(values.device)
+    for _ in range(2):  # twice, so that rounding leaves nothing of them
+        drawn = drawn - kept @ (kept.T @ drawn)
+    filled: Tensor = torch.cat([kept, torch.linalg.qr(drawn).Q], dim=1)
+    return filled
 
 
 def _around(mean: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
