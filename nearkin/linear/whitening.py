@@ -84,15 +84,14 @@ def _leading_axes(spread: Tensor, dim: int) -> Tensor:
     values, vectors = values.flip(0), vectors.flip(1)
     smallest = float(values[0].clamp(min=0)) * len(values) * 10 * torch.finfo(values.dtype).eps
     rank = min(dim, int((values > smallest).sum()))
-    kept = vectors[:, :rank]
+    kept: Tensor = vectors[:, :rank]
     if rank == dim:
         return kept
     chance = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(values), dim - rank, dtype=values.dtype, generator=chance).to(values.device)
     for _ in range(2):  # twice, so that rounding leaves nothing of them
         drawn = drawn - kept @ (kept.T @ drawn)
-    filled: Tensor = torch.cat([kept, torch.linalg.qr(drawn).Q], dim=1)
-    return filled
+    return torch.cat([kept, torch.linalg.qr(drawn).Q], dim=1)
 
 
 def _around(mean: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
