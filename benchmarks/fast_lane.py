@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import nearkin as nk
+from nearkin.bench.presets import SCALES
 from nearkin.errors import UserError
 from nearkin.losses.register import LOSSES
 from nearkin.progress import Reporter
@@ -24,12 +25,6 @@ from nearkin.recipe import Choice, Recipe
 RATES = (2e-4, 1e-3)
 # Pair losses see classes several times in a batch; so do those that compare with classes, to no harm.
 PER_CLASS = 4
-# Without these a loss means something else than on unit vectors, or has no scale at which it learns on a whitened head.
-SETTINGS: dict[str, dict[str, float]] = {
-    "norm_softmax": {"temperature": 0.1},
-    "proxy_nca": {"scale": 8.0},
-    "ice": {"scale": 16.0},
-}
 
 
 def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
@@ -39,7 +34,7 @@ def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
         base,
         data=replace(base.data, root=features, split="half", val_share=0.3),
         model=replace(base.model, dim=dim),
-        loss=Choice(loss, SETTINGS.get(loss, {})),
+        loss=Choice(loss, SCALES.get(loss, {}).get("loss", {})),
     )
     # A constant rate, so that training again for the chosen number of epochs repeats the same curve.
     train = replace(base.train, epochs=6, batch_size=128, per_class=PER_CLASS, schedule="constant")

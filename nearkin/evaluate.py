@@ -55,12 +55,6 @@ def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None
     return np.flatnonzero(table.part == "query"), np.flatnonzero(table.part == "gallery")
 
 
-def query_and_gallery(table: Table) -> tuple[Table, Table]:
-    """What asks and what is searched: the source's own two parts (In-Shop), else everything in both roles."""
-    asking, searched = query_and_gallery_rows(table)
-    return (table, table) if asking is None or searched is None else (table.take(asking), table.take(searched))
-
-
 def evaluate_final(
     run: Run, holdout: Holdout, *, start: Embedder, known: FrozenFeatures | None, reporter: Reporter
 ) -> dict[str, Any]:

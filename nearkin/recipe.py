@@ -13,7 +13,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -277,19 +277,7 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
-        path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: there is no such recipe file.") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as a recipe ({error}).") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}.") from None
-        try:
-            return cls.from_dict(values)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return parsed(Path(path), "recipe", cls.from_dict)
 
     def key(self, fingerprint: str) -> str:
         """The run's name, for data of this fingerprint: readable in front, a hash of all that counts behind."""
@@ -325,6 +313,22 @@ def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
             value = str(value)
         values[entry.name] = value
     return values
+
+
+def parsed(path: Path, what: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` gives for the values of a TOML file; every error names the file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such {what} file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a {what} ({error}).") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    try:
+        return make(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -9,7 +9,6 @@ vectors.npz   of the judged images, where a network was fine-tuned; may be delet
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.errors import RunBusy, RunError
-from nearkin.files import write_aside
+from nearkin.files import held, write_aside
 from nearkin.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -98,11 +97,9 @@ class Run:
         if not self.writes:
             yield
             return
-        with open(self.path / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunBusy(f"{self.path}: another process is training this run. Wait for it, or stop it.") from None
+        with held(self.path / "lock") as ours:
+            if not ours:
+                raise RunBusy(f"{self.path}: another process is training this run. Wait for it, or stop it.")
             yield
 
     def log(self, **event: Any) -> None:

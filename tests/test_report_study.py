@@ -47,6 +47,8 @@ def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
         assert cells[place]["mean"] == pytest.approx(np.mean(values))
         assert cells[place]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(told["failures"]) == 4
+    starts = [study.outcome(t).yardstick["raw backbone"] for t in study.trials if t.size == 8 and t.entrant != NASTY]
+    assert told["yardsticks"]["raw backbone"]["clouds & <b>more</b> 8"] == pytest.approx(100 * np.mean(starts))
     leader, rival = told["standings"][0]["entrant"], told["leader_less"][-1]["entrant"]
     values = {
         name: np.mean([per_query(study, t) for t in study.trials if t.entrant == name], axis=0)

@@ -102,6 +102,8 @@ def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
         ({"losses": ("tripplet",)}, "Did you mean 'triplet'"),
         ({"losses": ("triplet", "triplet")}, "given twice"),
         ({"seeds": ()}, "seeds: at least one"),
+        ({"metric": "R@3"}, "metric: expected one of R@1, R@2"),
+        ({"name": "../elsewhere"}, "a name that a folder can have"),
         ({"base": "thesis_{loss}:{backbone}"}, "asks for 'backbone'"),
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
         ({"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()}, "no queries and gallery"),

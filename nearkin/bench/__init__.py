@@ -6,6 +6,7 @@
     estimates.py    time and disk of a study, before it runs
     running.py      the folder of a study; a worker takes trials from it, and nothing is lost or done twice
     workers.py      several workers, watched: `nearkin bench run`
+    machine.py      what each of several workers gets of this machine
     repeats.py      mean, deviation and intervals over seeds and folds; differences paired by query
     overview.py     a study as tables and sentences
     papers.py       the tables of four papers as data, each value with its source and what is known against it

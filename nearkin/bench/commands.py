@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ class PlanArgs(StudyArgs):
     tflops: float | None = None
     """Estimate for a device of this speed instead of this machine."""
     workers: int = 0
-    """Trials at a time; 0 takes one per core (on a GPU: one)."""
+    """Trials at a time; 0 takes one per GPU, or one per core where there is none."""
     full: bool = False
     """List every trial, not a line per experiment."""
 
@@ -64,7 +63,7 @@ class RunArgs(StudyArgs):
     runs: Path = Path("runs")
     """Folder in which run folders are kept; studies share them."""
     workers: int = 0
-    """Processes that train at a time; 0 takes one per core (on a GPU: one)."""
+    """Processes that train at a time; 0 takes one per GPU, or one per core where there is none."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
     retry_failed: bool = False
@@ -125,7 +124,7 @@ def plan(argv: list[str]) -> None:
 
     study = _study(target, args)
     folder = Folder(args.out or _place(target, study), study)
-    at_a_time = _workers(args.workers, args.tflops is not None)
+    at_a_time = _workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time, tflops=args.tflops)
     show(rich_table(plan_grid(folder, estimate, full=args.full)))
     print(plan_totals(folder, estimate, workers=at_a_time))
@@ -147,7 +146,7 @@ def run(argv: list[str]) -> None:
     folder = Folder.begin(args.out or _place(target, study), study)
     if args.retry_failed:
         reporter.say(f"{folder.forget_failures()} failed trials are run again")
-    at_a_time = _workers(args.workers, args.device.startswith("cuda"))
+    at_a_time = _workers(args.workers, args.device)
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time)
     reporter.say(plan_totals(folder, estimate, workers=at_a_time))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
@@ -199,10 +198,12 @@ def _place(target: str, study: Study) -> Path:
     return Path(target) if Path(target).is_dir() else Path("studies") / study.name.replace("/", "-")
 
 
-def _workers(asked: int, gpu: bool) -> int:
+def _workers(asked: int, device: str) -> int:
+    from nearkin.bench.machine import workers_for
+
     if asked < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {asked}.")
-    return asked or (1 if gpu else os.cpu_count() or 1)
+    return workers_for(asked, device)
 
 
 def _show_outcome(folder: Folder, written: list[Path]) -> None:

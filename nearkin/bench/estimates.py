@@ -8,7 +8,6 @@ estimates of the others are scaled by how far the finished ones were off.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nearkin.bench.machine import threads_for
 from nearkin.bench.running import Outcome
 from nearkin.bench.study import Trial
 from nearkin.data.benchmarks import BENCHMARKS
@@ -155,8 +155,3 @@ def measured_speed(workers: int) -> float:
         best = max(best, 2 * side**3 / (time.perf_counter() - began))
     torch.set_num_threads(threads)
     return best / workers if device == "cuda" else best
-
-
-def threads_for(workers: int) -> int:
-    """Cores of each of so many workers."""
-    return max(1, (os.cpu_count() or 1) // workers)

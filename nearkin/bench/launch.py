@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from nearkin.bench.machine import device_of, threads_for
 from nearkin.bench.tune import Search, work
 from nearkin.errors import ConfigError, ProcessLost, UserError, need
 from nearkin.progress import Reporter
@@ -62,9 +62,9 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
         Worker(search, device, quiet)()
         return
     spawn = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = threads_for(workers)
     processes = [
-        spawn.Process(target=_child, args=(Worker(search, _device_of(device, k), quiet, threads),))
+        spawn.Process(target=_child, args=(Worker(search, device_of(device, k), quiet, threads),))
         for k in range(workers)
     ]
     for process in processes:
@@ -96,16 +96,6 @@ def _child(worker: Worker) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
-
-
-def _device_of(device: str, worker: int) -> str:
-    """GPUs are dealt to the workers in turn."""
-    if device not in ("auto", "cuda"):
-        return device
-    import torch
-
-    count = torch.cuda.device_count()
-    return f"cuda:{worker % count}" if count else device
 
 
 def submit(

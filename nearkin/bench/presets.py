@@ -13,8 +13,8 @@ from nearkin.registry import Registry
 
 PRESETS: Registry[Callable[[Path | None], Study]] = Registry("study")
 
-# Losses whose published scale means something else on a small or whitened head; the same for every study.
-_SCALES = {
+# Losses whose published scale means something else on a small or whitened head; the same wherever losses are compared.
+SCALES = {
     "norm_softmax": {"loss": {"temperature": 0.1}},
     "proxy_nca": {"loss": {"scale": 8.0}},
     "ice": {"loss": {"scale": 16.0}},
@@ -39,7 +39,7 @@ def tiny(data: Path | None) -> Study:
         protocol=Protocol("fixed"),
         keep_models=False,
         change={"model": {"width": 8}, "train": {"epochs": 3}},
-        entrants=_SCALES,
+        entrants=SCALES,
     )
 
 
@@ -63,7 +63,7 @@ def features(data: Path | None) -> Study:
             "data": {"split": "half"},
             "train": {"epochs": 6, "per_class": 4, "schedule": "constant"},
         },
-        entrants=_SCALES,
+        entrants=SCALES,
     )
 
 

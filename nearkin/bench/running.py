@@ -23,7 +23,7 @@ from pathlib import Path
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
 from nearkin.errors import ConfigError, DataError, RunBusy, RunError, TrainingFailed
-from nearkin.files import write_aside
+from nearkin.files import held, write_aside
 from nearkin.progress import Reporter
 
 WAIT = 0.5  # seconds between looks at trials that other workers hold
@@ -117,25 +117,20 @@ class Folder:
 
     def running(self) -> set[str]:
         """Ids of trials that some process holds right now."""
-        held = set()
+        taken = set()
         for lock in (self.path / "trials").glob("*.lock"):
-            with open(lock, "rb") as file:
+            with open(lock, "rb") as file:  # only looked at: a worker is not disturbed, and a reader may not write here
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except OSError:
-                    held.add(lock.stem)
-        return held
+                except BlockingIOError:
+                    taken.add(lock.stem)
+        return taken
 
     @contextmanager
     def claim(self, trial: Trial) -> Iterator[bool]:
         """Whether the trial is ours to run; while it is, nobody else's."""
-        with open(self.path / "trials" / f"{trial.id}.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield self.outcome(trial) is None
+        with held(self.path / "trials" / f"{trial.id}.lock") as ours:
+            yield ours and self.outcome(trial) is None
 
     def results(self) -> list[Result]:
         """For a tournament, in percent; trials that are not done are left out, failed ones carry their reason."""

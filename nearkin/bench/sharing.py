@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.errors import ConfigError, RunError, need
+from nearkin.files import held
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -85,15 +86,8 @@ def _journal(address: str) -> Iterator[Shared]:
     path = Path(address)
     locks = path.with_name(f"{path.name}.locks")
 
-    @contextmanager
-    def claim(what: str, wait: bool = False) -> Iterator[bool]:
-        with open(locks / what.replace("/", "-"), "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+    def claim(what: str, wait: bool = False) -> AbstractContextManager[bool]:
+        return held(locks / what.replace("/", "-"), wait=wait)
 
     try:
         if path.exists() and _start_of(path) not in (b"", _OPENING):
@@ -148,7 +142,7 @@ def _postgres(address: str) -> Iterator[Shared]:
 
     shown = without_password(address)
     try:
-        held = psycopg.connect(
+        connection = psycopg.connect(
             address.replace("+psycopg", "", 1), autocommit=True, options=_KEEP_ALIVE, connect_timeout=10
         )
     except psycopg.Error as error:
@@ -161,19 +155,19 @@ def _postgres(address: str) -> Iterator[Shared]:
     def claim(what: str, wait: bool = False) -> Iterator[bool]:
         number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], signed=True)
         ask = "pg_advisory_lock" if wait else "pg_try_advisory_lock"
-        mine = held.execute(f"SELECT {ask}(%s)", (number,)).fetchone()[0] is not False
+        mine = connection.execute(f"SELECT {ask}(%s)", (number,)).fetchone()[0] is not False
         try:
             yield mine
         finally:
-            if mine and not held.closed:
-                held.execute("SELECT pg_advisory_unlock(%s)", (number,))
+            if mine and not connection.closed:
+                connection.execute("SELECT pg_advisory_unlock(%s)", (number,))
 
-    with held:
+    with connection:
         try:
             with claim("nearkin tables", True):  # two that make the tables at once would stumble over each other
                 storage = get_storage(RDBStorage(address))  # the one that studies will use too, with its cache
             try:
-                yield Shared(storage, claim, check=lambda: held.execute("SELECT 1"))
+                yield Shared(storage, claim, check=lambda: connection.execute("SELECT 1"))
             finally:
                 storage.remove_session()
         except (psycopg.Error, SQLAlchemyError, StorageInternalError) as error:

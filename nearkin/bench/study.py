@@ -27,8 +27,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,9 @@ from typing import Any
 from nearkin import recipes
 from nearkin.bench.protocols import Protocol
 from nearkin.errors import ConfigError
+from nearkin.evaluate import HEADLINE
 from nearkin.losses.register import LOSSES
-from nearkin.recipe import Recipe, from_dict, keyed
+from nearkin.recipe import Recipe, from_dict, keyed, parsed
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,10 @@ class Study:
     """Settings of single entrants, as in a recipe; a name that is no loss needs loss.name."""
 
     def __post_init__(self) -> None:
+        if not self.name.strip() or self.name.startswith("."):
+            raise ConfigError(f"name: expected a name that a folder can have, got {self.name!r}.")
+        if self.metric not in HEADLINE:
+            raise ConfigError(f"metric: expected one of {', '.join(HEADLINE)}, got {self.metric!r}.")
         for name, values in (("losses", self.losses or self.entrants), ("seeds", self.seeds)):
             if not values:
                 raise ConfigError(f"{name}: at least one is needed.")
@@ -133,18 +137,7 @@ class Study:
     @classmethod
     def from_toml(cls, path: str | Path) -> Study:
         path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: there is no such study file.") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as a study ({error}).") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}.") from None
-        try:
-            return from_dict(cls, values, "").below(path.resolve().parent)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return parsed(path, "study", lambda values: from_dict(cls, values, "").below(path.resolve().parent))
 
     def to_toml(self) -> str:
         import tomli_w
@@ -172,14 +165,11 @@ class Study:
         """Every trial, seeds outermost: stopped half-way, a study has few seeds of all rather than all of few."""
         datasets: tuple[Dataset | None, ...] = self.datasets or (None,)
         cells = itertools.product(datasets, self.backbones or (None,), self.sizes or (None,), self.val_shares)
-        plan = [
+        draws = itertools.product(self.seeds, range(self.protocol.parts))
+        return [
             self._trial(*cell, entrant, seed, part)
-            for (seed, part), cell, entrant in itertools.product(self._draws(), list(cells), self.names)
+            for (seed, part), cell, entrant in itertools.product(draws, list(cells), self.names)
         ]
-        return plan
-
-    def _draws(self) -> Iterator[tuple[int, int]]:
-        return itertools.product(self.seeds, range(self.protocol.parts))
 
     def _trial(
         self,

@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from nearkin.bench.estimates import Estimate, threads_for
+from nearkin.bench.estimates import Estimate
+from nearkin.bench.machine import device_of, threads_for
 from nearkin.bench.running import Folder, Outcome, work
 from nearkin.bench.study import Trial
 from nearkin.errors import RunError
@@ -29,7 +30,8 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
     watch = Watch(folder, estimate, workers, reporter)
     if not watch.left:
         return
-    started = [_start(folder, runs, device, workers) for _ in range(min(workers, len(watch.left)))]
+    count = min(workers, len(watch.left))
+    started = [_start(folder, runs, device_of(device, number), workers) for number in range(count)]
     restarts = 0
     try:
         while watch.left:
@@ -51,7 +53,7 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
                         "use fewer --workers. What is done is kept; the same command goes on."
                     )
                 reporter.say(f"a worker was killed (signal {-code}); its trial is taken up again")
-                started[at] = _start(folder, runs, device, workers)
+                started[at] = _start(folder, runs, device_of(device, at), workers)
     except KeyboardInterrupt:
         done = len(folder.trials) - len(watch.left)
         raise KeyboardInterrupt(f"stopped with {done} of {len(folder.trials)} trials done") from None

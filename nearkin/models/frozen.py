@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from nearkin.data.glyphs import cache_dir
 from nearkin.data.images import Rows
 from nearkin.data.table import Table
 from nearkin.errors import DataError
+from nearkin.files import held
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import fingerprint
 from nearkin.progress import Reporter
@@ -45,8 +45,7 @@ class FrozenFeatures:
             return replace(part, features=features)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and finds the rows done
+            with held(self.path.with_suffix(".lock"), wait=True):  # a second process waits, and finds the rows done
                 missing = self._read(part.row_numbers, features)
                 if len(missing):
                     self._compute(part, missing, features, self.path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import string
@@ -15,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from nearkin import __version__
-from nearkin.errors import DataError, RunError, need
-from nearkin.files import write_aside
+from nearkin.errors import DataError, RunError
 from nearkin.progress import Reporter
 from nearkin.report import gallery
 from nearkin.report.compare import check_same_images, difference, settings_that_differ, verdict
 from nearkin.report.contents import Shown, findings, items, story, without_nan
 from nearkin.report.gallery import Sheet, sheet
+from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
 from nearkin.report.view import NEIGHBOURS, View, look
@@ -118,42 +116,26 @@ def _shown(views: Sequence[View]) -> Shown:
 
 
 def write_report(report: Report, out: Path) -> Path:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # A file name that is no valid Unicode can become a class name; it must not keep a page from being written.
-        write_aside(out, render(report).encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
-    return out
+    return write_html(render(report), out)
 
 
 def render(report: Report) -> str:
     """The page as text."""
-    jinja2 = need("jinja2", extra="report")
-    loader = jinja2.PackageLoader("nearkin.report", "templates")
-    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters["percent"] = percent
-    script = loader.get_source(made, "page.js")[0]
-    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     verdicts = [
         verdict(one["metrics"], report.names[0], name)
         for one, name in zip(report.against, report.names[1:], strict=False)
     ]
-    return made.get_template("page.html").render(  # type: ignore[no-any-return]
-        version=__version__,
-        report=report,
-        several=len(report.stories) > 1,
-        leads=[lead(one) for one in report.stories],
-        verdicts=verdicts,
-        charts=[charts(one) for one in report.stories],
-        pair_charts=[pair_charts(one) for one in report.findings],
-        together=learning_together(report),
-        environments=[json.dumps(one["environment"], indent=2) for one in report.stories],
-        neighbours=NEIGHBOURS,
-        script=script,
-        script_hash=f"sha256-{allowed}",
-        style=loader.get_source(made, "page.css")[0],
-        data=safe_json(
+    values = {
+        "report": report,
+        "several": len(report.stories) > 1,
+        "leads": [lead(one) for one in report.stories],
+        "verdicts": verdicts,
+        "charts": [charts(one) for one in report.stories],
+        "pair_charts": [pair_charts(one) for one in report.findings],
+        "together": learning_together(report),
+        "environments": [json.dumps(one["environment"], indent=2) for one in report.stories],
+        "neighbours": NEIGHBOURS,
+        "data": safe_json(
             {
                 "items": report.items,
                 "names": report.names,
@@ -162,7 +144,8 @@ def render(report: Report) -> str:
                 "sheet": report.pictures and [report.pictures.columns, report.pictures.rows],
             }
         ),
-    )
+    }
+    return fill("page.html", "page.js", ["page.css"], values, percent=percent)
 
 
 STATIC = ("similarity", "sizes", "hubness")  # drawn once, in the template

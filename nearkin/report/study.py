@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 import tempfile
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ from nearkin.bench.running import Folder
 from nearkin.bench.statistics import holm
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.bench.verdict import verdict
-from nearkin.errors import DataError, RunError, need
-from nearkin.files import write_aside
+from nearkin.errors import DataError, RunError
 from nearkin.intervals import Difference
 from nearkin.progress import duration
 from nearkin.report.contents import without_nan
+from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, line_chart
 
 LINES = 4  # entrants on a chart: more cannot be told apart
@@ -46,6 +45,8 @@ class StudyReport:
     """By (experiment, entrant)."""
     published: dict[tuple[str, str], list[Published]]
     tournament: Tournament | None
+    yardsticks: dict[str, dict[str, float]]
+    """R@1 in percent of what training started from, by name and experiment: the mean over all trials there."""
     duels: list[tuple[str, Difference, float]]
     """The leader against each other entrant on the same test queries: (entrant, difference, p after Holm)."""
     failures: list[dict[str, Any]]
@@ -75,6 +76,7 @@ class StudyReport:
                 "cells": rows,
                 "standings": ranks,
                 "pairs": pairs,
+                "yardsticks": self.yardsticks,
                 "leader_less": [{"entrant": name, **vars(one), "p_holm": p} for name, one, p in self.duels],
                 "failures": self.failures,
                 "trials": self.trials,
@@ -122,6 +124,7 @@ def gather_study(path: str | Path) -> StudyReport:
         cells=cells(folder),
         published=known,
         tournament=tournament,
+        yardsticks=yardsticks(folder) if folder.study.metric == "R@1" else {},
         duels=query_by_query(folder, tournament),
         failures=failures,
         trials=trials,
@@ -129,6 +132,17 @@ def gather_study(path: str | Path) -> StudyReport:
         toml=_shared(folder),
         places=places,
     )
+
+
+def yardsticks(folder: Folder) -> dict[str, dict[str, float]]:
+    """What every entrant has to beat: raw pixels, the backbone as it came, the model before its first step."""
+    found: dict[str, dict[str, list[float]]] = {}
+    outcomes = folder.outcomes()
+    for trial in folder.trials:
+        known = outcomes[trial.id].yardstick if trial.id in outcomes else None
+        for name, value in (known or {}).items():
+            found.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
+    return {name: {e: float(np.mean(values)) for e, values in by.items()} for name, by in found.items()}
 
 
 def query_by_query(folder: Folder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
@@ -158,36 +172,23 @@ def _shared(folder: Folder) -> str:
 
 
 def write_study_page(report: StudyReport, out: Path) -> Path:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(out, render_study(report).encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
-    return out
+    return write_html(render_study(report), out)
 
 
 def render_study(report: StudyReport) -> str:
     """The page as text."""
-    jinja2 = need("jinja2", extra="report")
-    loader = jinja2.PackageLoader("nearkin.report", "templates")
-    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    script = loader.get_source(made, "study.js")[0]
-    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return made.get_template("study.html").render(  # type: ignore[no-any-return]
-        version=__version__,
-        report=report,
-        lead=lead(report),
-        best={name: max(_known(report, name), default=math.nan) for name in report.experiments},
-        worst={name: min(_known(report, name), default=math.nan) for name in report.experiments},
-        diagram=diagram(report.tournament),
-        charts=charts(report),
-        matrix=win_matrix(report),
-        said=verdict(report.tournament, most=10).splitlines() if report.tournament else [],
-        total=duration(sum(trial["seconds"] for trial in report.trials)),
-        script=script,
-        script_hash=f"sha256-{allowed}",
-        style=loader.get_source(made, "page.css")[0] + loader.get_source(made, "study.css")[0],
-    )
+    values = {
+        "report": report,
+        "lead": lead(report),
+        "best": {name: max(_known(report, name), default=math.nan) for name in report.experiments},
+        "worst": {name: min(_known(report, name), default=math.nan) for name in report.experiments},
+        "diagram": diagram(report.tournament),
+        "charts": charts(report),
+        "matrix": win_matrix(report),
+        "said": verdict(report.tournament, most=10).splitlines() if report.tournament else [],
+        "total": duration(sum(trial["seconds"] for trial in report.trials)),
+    }
+    return fill("study.html", "study.js", ["page.css", "study.css"], values)
 
 
 def _mean(report: StudyReport, experiment: str, entrant: str) -> float:
