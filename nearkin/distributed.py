@@ -19,6 +19,7 @@ wrapped in that instead. A cross-batch memory remembers the gathered batch and s
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -97,6 +98,9 @@ def process_group(
     elif place.type != "cpu":
         raise ConfigError(f"device: {ranks} processes can work on cpu or cuda, not on {place.type}.")
     who = f"process {number} of {ranks}"
+    # Its functions take the group of the moment of their import as a default. Imported in the midst of training, as
+    # optimizers do, they would keep the group and its threads past its end, and now and then Python aborts at its exit.
+    importlib.import_module("torch.distributed.nn.functional")
     try:
         with _loopback_if_one_machine(ranks):
             dist.init_process_group(
