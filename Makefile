@@ -3,12 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# With COVERAGE=1 the tests also count which lines they run, and print the share.
-ifdef COVERAGE
-PYTEST := $(BIN)/coverage run --append --source=nearkin -m pytest
-else
-PYTEST := $(BIN)/python -m pytest
-endif
+# One test process per core, each with one thread of its own. With COVERAGE=1 they also count which lines they run.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+  $(if $(COVERAGE),--cov=nearkin --cov-report=)
 
 .PHONY: help setup demo test slow lint check docs constraints clean
 
@@ -20,11 +17,11 @@ setup: $(READY) ## Make .venv and install nearkin with every extra (about 6 GB, 
 demo: setup    ## Train, judge and report on the built-in data: about two minutes on two cores
 	$(BIN)/nearkin demo
 
-test: setup    ## Run the tests: about four minutes on two cores
+test: setup    ## Run the tests: about three minutes on two cores
 	$(PYTEST) -m "not slow"
 
 slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow" -n 2 --dist loadfile
+	$(PYTEST) -m "slow"
 
 lint: setup    ## Lint, check the format, check the types
 	$(BIN)/ruff check .

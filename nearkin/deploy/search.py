@@ -8,6 +8,7 @@ the error bound of that product cannot rule out.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,6 +199,7 @@ class Graph:
 
     def __init__(self, graph: Any, facts: GraphFacts) -> None:
         self._graph, self.facts = graph, facts
+        self._one_at_a_time = threading.Lock()
 
     @classmethod
     def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> Graph:
@@ -211,7 +213,7 @@ class Graph:
             graph.add((block * factors[start : start + len(block), None]).astype(np.float32))
         k = min(k, len(vectors) - 1)
         rows = np.random.default_rng(0).choice(len(vectors), min(sample, len(vectors)), replace=False)
-        truth, cosines = neighbours(np.asarray(vectors[rows]), vectors, k)
+        _, cosines = neighbours(np.asarray(vectors[rows]), vectors, k)
         effort = 16
         while True:
             effort *= 2
@@ -219,17 +221,19 @@ class Graph:
             found = [_share(made.search(vectors[r], vectors, k), cosines[n]) for n, r in enumerate(rows)]
             if np.mean(found) >= recall or effort >= 1024:
                 break
-        assert truth.shape == (len(rows), k)
         low, high = _mean_interval(np.array(found))
         return cls(graph, GraphFacts(links, effort, float(np.mean(found)), low, high, k, len(rows)))
 
     def search(self, query: Vectors, items: Vectors, k: int) -> tuple[Ints, Floats]:
         """Like `nearest` for one query, among what the graph finds; those are put in exact order."""
-        faiss = need("faiss", extra="dev")
         length = math.sqrt(float(np.square(query, dtype=np.float64).sum()))
         unit = (query / np.float32(length or 1.0)).astype(np.float32)
-        effort = faiss.SearchParametersHNSW(efSearch=max(self.facts.effort, 2 * k))
-        _, found = self._graph.search(unit[None], min(max(2 * k, self.facts.effort), len(items)), params=effort)
+        effort = max(2 * k, self.facts.effort)
+        # Set on the graph, one search at a time: as an argument it is unknown to the `search` that faiss indexes get
+        # once anything, such as pytorch-metric-learning, has imported faiss.contrib.torch_utils.
+        with self._one_at_a_time:
+            self._graph.hnsw.efSearch = effort
+            _, found = self._graph.search(unit[None], min(effort, len(items)))
         candidates = np.unique(found[0][found[0] >= 0]).astype(np.int64)
         return among(query, items, candidates, min(k, len(items)))
 
