@@ -8,9 +8,9 @@ metric-learn needs an older scikit-learn than ours, so it is run by an interpret
     python benchmarks/linear.py --peer ml/bin/python
 
 Small data: standardised, three folds (the same for all; four times over for the small ones), accuracy of 3 nearest
-neighbours. Large data: class centres
-plus noise that is strong in some directions; every method in a process of its own, stopped after --limit seconds (and
-theirs at 8 GB of memory). Seconds are CPU seconds of `fit` alone on one thread, which a busy machine hardly changes.
+neighbours. Large data: class centres plus noise that is strong in some directions; every method in a process of its
+own, stopped after --limit seconds (and theirs at 8 GB of memory). Seconds are CPU seconds of `fit` alone on one
+thread, which a busy machine hardly changes.
 """
 
 from __future__ import annotations
