@@ -46,22 +46,55 @@ def test_friedman(seed):
     values = scores(seed)
     ours, theirs = friedman(average_ranks(values)), stats.friedmanchisquare(*values.T)
     assert ours.chi_squared == pytest.approx(theirs.statistic)
-    assert ours.p_value == pytest.approx(theirs.pvalue)
-    # Iman and Davenport's F is the F of a two-way analysis of variance of the ranks.
-    ranks = stats.rankdata(-values, axis=1)
-    n, k = ranks.shape
-    between = n * ((ranks.mean(0) - ranks.mean()) ** 2).sum()
-    rest = ((ranks - ranks.mean(0) - ranks.mean(1)[:, None] + ranks.mean()) ** 2).sum()
-    f = (between / (k - 1)) / (rest / ((n - 1) * (k - 1)))
-    assert ours.f == pytest.approx(f)
-    assert ours.f_p_value == pytest.approx(stats.f.sf(f, k - 1, (n - 1) * (k - 1)))
+    assert ours.curve_p_value == pytest.approx(theirs.pvalue)
+
+
+@pytest.mark.parametrize(
+    ("entrants", "experiments", "chi_squared", "p"),
+    # Friedman, JASA 32 (1937), tables V and VI: how often chi-squared is as large or larger.
+    [
+        (3, 3, 6.0, 0.028),
+        (3, 3, 4.667, 0.194),
+        (3, 4, 8.0, 0.0046),
+        (3, 4, 6.5, 0.042),
+        (3, 4, 6.0, 0.069),
+        (4, 2, 6.0, 0.042),
+        (4, 2, 5.4, 0.167),
+        (4, 3, 8.2, 0.017),
+        (4, 3, 7.4, 0.033),
+    ],
+)
+def test_friedman_of_few_experiments_against_the_published_table(entrants, experiments, chi_squared, p):
+    draw = np.random.default_rng(0)
+    for _ in range(10_000):
+        ours = draw.permuted(np.tile(np.arange(1.0, entrants + 1), (experiments, 1)), axis=1)
+        if stats.friedmanchisquare(*ours.T).statistic == pytest.approx(chi_squared, abs=1e-3):
+            break
+    assert friedman(ours).chi_squared == pytest.approx(chi_squared, abs=1e-3)
+    assert friedman(ours).p_value == pytest.approx(p, abs=6e-4)
+
+
+def test_friedman_by_draws_is_near_the_count_of_all(monkeypatch):
+    ranks = average_ranks(
+        np.array([[3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [2.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
+    )
+    counted = friedman(ranks)
+    monkeypatch.setattr(statistics, "SHUFFLES", 1000)
+    assert friedman(ranks).p_value == pytest.approx(counted.p_value, abs=0.05)  # three deviations of 1,000 draws
+    assert friedman(ranks).p_value != counted.p_value
+
+
+def test_two_experiments_alike_are_no_proof():
+    """Of two entrants in two experiments every other pair of coins falls alike."""
+    assert friedman(np.array([[1.0, 2.0], [1.0, 2.0]])).p_value == 0.5
+    assert friedman(np.tile([1.0, 2.0], (5, 1))).p_value == pytest.approx(stats.binomtest(5, 5).pvalue)
 
 
 def test_friedman_at_its_ends():
     same = friedman(average_ranks(np.ones((4, 3))))
-    assert (same.chi_squared, same.p_value, same.f_p_value) == (0.0, 1.0, 1.0)
+    assert (same.chi_squared, same.p_value, same.curve_p_value) == (0.0, 1.0, 1.0)
     agreed = friedman(average_ranks(np.tile([3.0, 2.0, 1.0], (4, 1))))
-    assert (agreed.chi_squared, agreed.f, agreed.f_p_value) == (pytest.approx(8.0), math.inf, 0.0)
+    assert (agreed.chi_squared, agreed.p_value) == (pytest.approx(8.0), pytest.approx(1 / 6**3))
     two = friedman(average_ranks(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])))
     assert two.chi_squared == pytest.approx(1 / 3)  # (2 - 1)^2 / 3: the sign test's chi-squared
 

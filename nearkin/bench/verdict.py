@@ -92,11 +92,8 @@ def _friedman(judged: Tournament) -> str:
     if test is None:
         return "Friedman's test is not held: it needs two experiments or more with a value of every entrant."
     over = f" over these {test.experiments}" if test.experiments < len(judged.table.experiments) else ""
-    figures = (
-        f"Friedman{over} chi-squared {test.chi_squared:.1f}, {p_text(test.p_value)}; "
-        f"Iman-Davenport F {test.f:.1f}, {p_text(test.f_p_value)}"
-    )
-    if test.f_p_value < judged.alpha:
+    figures = f"Friedman{over} chi-squared {test.chi_squared:.1f}, {p_text(test.p_value)} by shuffled ranks"
+    if test.p_value < judged.alpha:
         return f"The entrants differ ({figures}). Critical difference of mean ranks: {judged.critical:.2f}."
     return f"The entrants as a whole cannot be told apart ({figures}); take single pairs with care."
 
