@@ -300,12 +300,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"nearkin: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stopped:
-        if str(stopped):
-            print(
-                f"\n{stopped}; the checkpoint is written. To go on:\n  {shlex.join(['nearkin', *args])}",
-                file=sys.stderr,
-            )
+        if os.environ.get("RANK", "0") == "0":  # of several processes one talks
+            print(f"\n{_how_to_go_on(str(stopped), args)}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _how_to_go_on(stopped: str, args: list[str]) -> str:
+    """What to say after a Ctrl-C. `stopped` is empty where it came between two checkpoints: nothing is lost there."""
+    if not stopped:
+        return "stopped; the same command goes on from what is stored" if args[0] == "train" else "stopped"
+    again = "the same torchrun command again" if "RANK" in os.environ else shlex.join(["nearkin", *args])
+    return f"{stopped}; the checkpoint is written. To go on:\n  {again}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_aside(target: Path, content: str | bytes) -> None:
@@ -35,3 +37,25 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def without_nan(value: Any) -> Any:
+    """For JSON, which has no NaN: None stands for it, in whatever lists and dicts hold.
+
+    >>> without_nan({"interval": (0.5, math.nan)})
+    {'interval': [0.5, None]}
+    """
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_nan(value: Any) -> Any:
+    """What `without_nan` was given, where nothing but numbers can be missing."""
+    if isinstance(value, dict):
+        return {key: with_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_nan(each) for each in value]
+    return math.nan if value is None else value

@@ -15,14 +15,14 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.errors import RunBusy, RunError
-from nearkin.files import held, write_aside
+from nearkin.files import held, with_nan, without_nan, write_aside
 from nearkin.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Run:
     @property
     def result(self) -> dict[str, Any] | None:
         """What `evaluate_final` stored, or None while the run is not done."""
-        return self._read_json("result.json")
+        stored = self._read_json("result.json")
+        return stored and {**stored, **{name: with_nan(stored[name]) for name in ("test", "gain") if stored.get(name)}}
 
     @property
     def failed(self) -> dict[str, Any] | None:
@@ -97,7 +98,9 @@ class Run:
         if not self.writes:
             yield
             return
-        with held(self.path / "lock") as ours:
+        with ExitStack() as stack:
+            with _trouble_said(self.path / "lock"):
+                ours = stack.enter_context(held(self.path / "lock"))
             if not ours:
                 raise RunBusy(f"{self.path}: another process is training this run. Wait for it, or stop it.")
             yield
@@ -105,8 +108,9 @@ class Run:
     def log(self, **event: Any) -> None:
         if not self.writes:
             return
-        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        path = self.path / "events.jsonl"
+        with _trouble_said(path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(without_nan(event), allow_nan=False) + "\n")
 
     def events_size(self) -> int:
         path = self.path / "events.jsonl"
@@ -114,8 +118,10 @@ class Run:
 
     def rewind_events(self, size: int) -> None:
         """Drop what was logged after the checkpoint that is being resumed; it will be logged again."""
-        if self.writes and self.events_size() > size:
-            os.truncate(self.path / "events.jsonl", size)
+        path = self.path / "events.jsonl"
+        with _trouble_said(path):
+            if self.writes and self.events_size() > size:
+                os.truncate(path, size)
 
     def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
         """Write a checkpoint aside, then rename it, so that a crash leaves the earlier one whole.
@@ -143,12 +149,29 @@ class Run:
     def finish(self, result: dict[str, Any]) -> None:
         if not self.writes:
             return
-        (self.path / "failed.json").unlink(missing_ok=True)
-        write_aside(self.path / "result.json", json.dumps(result, indent=2))
+        target = self.path / "result.json"
+        with _trouble_said(target):
+            (self.path / "failed.json").unlink(missing_ok=True)
+            write_aside(target, json.dumps(without_nan(result), indent=2, allow_nan=False))
 
     def fail(self, reason: str, **details: Any) -> None:
-        if self.writes:
-            write_aside(self.path / "failed.json", json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
+        if not self.writes:
+            return
+        target = self.path / "failed.json"
+        with _trouble_said(target):
+            write_aside(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
+
+
+@contextmanager
+def _trouble_said(target: Path) -> Iterator[None]:
+    """A full disk, or a folder that is not ours to write, as an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{target}: cannot be written ({error.strerror or error}). The last checkpoint is kept: "
+            "make room, and the same command goes on."
+        ) from None
 
 
 def environment() -> dict[str, Any]:

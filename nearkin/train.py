@@ -79,11 +79,11 @@ def _fit(
     key = recipe.key(f"{table.fingerprint}{model_fingerprint(recipe, model)}")
     run = Run(from_first(Run.create(runs, key, recipe).path if is_first() else None) or runs / key)
     run.writes = is_first()
-    if is_finished(run, final):
+    if from_first(is_finished(run, final)):
         reporter.say(f"done already: {run.path}")
         return run
 
-    with run.writing(), noting_ctrl_c() as stop_asked, open_trackers(trackers, run) as tracker:
+    with run.writing(), open_trackers(trackers, run) as tracker:
         if from_first(is_finished(run, final)):  # by another process, between the look above and the lock
             return run
         hyper = recipe.train
@@ -128,55 +128,64 @@ def _fit(
                 reporter.say(f"start  {said}".rstrip())
         pace = Pace(done=state.epoch * steps_per_epoch + state.step, total=hyper.epochs * steps_per_epoch)
 
-        for epoch in range(state.epoch, hyper.epochs):
-            if hyper.patience and val and epoch - state.best_epoch >= hyper.patience:
-                reporter.say(
-                    f"stopping: {hyper.patience} epochs have brought nothing better than epoch {state.best_epoch}"
-                )
-                break
-            model.train()
-            model.hold_backbone(epoch < hyper.frozen_epochs)
-            began = saved = time.monotonic()
-            with reporter.track(f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step") as bar:
-                plan = sampler.epoch(epoch)
-                batches = training_inputs(train, plan, recipe, epoch=epoch, start=state.step, first=sampler.share.start)
-                for rows, batch in zip(plan[state.step :], batches, strict=True):
-                    done = epoch * steps_per_epoch + state.step
-                    set_learning_rate(optimizer, hyper, done, steps_per_epoch)
-                    optimizer.zero_grad(set_to_none=True)
-                    chance = (recipe.seed, epoch, state.step)
-                    try:
-                        loss = backward(
-                            forward, objective, batch.to(place), labels[rows].to(place), hyper, scaler, chance
-                        )
-                        update(model, objective, optimizer, hyper, scaler)
-                    except NotFinite as trouble:
-                        raise failure(run, train, rows, trouble, epoch=epoch + 1, step=state.step + 1) from None
-                    if average is not None:
-                        follow(average, model, hyper.ema, done)
-                    state.stepped(loss)
-                    bar.advance(note=f"loss {state.mean_loss:.3f}")
-                    stopping = anywhere(stop_asked())
-                    if stopping or time.monotonic() - saved > 60 * hyper.save_minutes:
-                        saved = time.monotonic()
-                        state.seconds, began = state.seconds + saved - began, saved
-                        state.save(run)
-                    if stopping:
-                        raise Interrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}")
+        with noting_ctrl_c() as stop_asked:  # a plain Ctrl-C is safe elsewhere: what is on the disk is whole
+            for epoch in range(state.epoch, hyper.epochs):
+                if hyper.patience and val and epoch - state.best_epoch >= hyper.patience:
+                    reporter.say(
+                        f"stopping: {hyper.patience} epochs have brought nothing better than epoch {state.best_epoch}"
+                    )
+                    break
+                model.train()
+                model.hold_backbone(epoch < hyper.frozen_epochs)
+                began = saved = time.monotonic()
+                with reporter.track(
+                    f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step"
+                ) as bar:
+                    plan = sampler.epoch(epoch)
+                    batches = training_inputs(
+                        train, plan, recipe, epoch=epoch, start=state.step, first=sampler.share.start
+                    )
+                    for rows, batch in zip(plan[state.step :], batches, strict=True):
+                        done = epoch * steps_per_epoch + state.step
+                        set_learning_rate(optimizer, hyper, done, steps_per_epoch)
+                        optimizer.zero_grad(set_to_none=True)
+                        chance = (recipe.seed, epoch, state.step)
+                        try:
+                            loss = backward(
+                                forward, objective, batch.to(place), labels[rows].to(place), hyper, scaler, chance
+                            )
+                            update(model, objective, optimizer, hyper, scaler)
+                        except NotFinite as trouble:
+                            raise failure(run, train, rows, trouble, epoch=epoch + 1, step=state.step + 1) from None
+                        if average is not None:
+                            follow(average, model, hyper.ema, done)
+                        state.stepped(loss)
+                        bar.advance(note=f"loss {state.mean_loss:.3f}")
+                        stopping = anywhere(stop_asked())
+                        if stopping or time.monotonic() - saved > 60 * hyper.save_minutes:
+                            saved = time.monotonic()
+                            state.seconds, began = state.seconds + saved - began, saved
+                            state.save(run)
+                        if stopping:
+                            raise Interrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}")
 
-            broadcast_state(model)  # batch-norm statistics are of each process's own images
-            said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
-            pace.reach((epoch + 1) * steps_per_epoch)
-            reporter.say(
-                f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
-                f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
-            )
-            if watch is not None and val and anywhere(is_first() and watch(epoch + 1, state.best)):
-                run.log(event="stopped", epoch=epoch + 1)
-                raise TrainingStopped(run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked.")
-            state.seconds += time.monotonic() - began
-            state.next_epoch()
-            state.save(run)
+                broadcast_state(model)  # batch-norm statistics are of each process's own images
+                if average is not None:
+                    broadcast_state(average)
+                said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
+                pace.reach((epoch + 1) * steps_per_epoch)
+                reporter.say(
+                    f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
+                    f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
+                )
+                if watch is not None and val and anywhere(is_first() and watch(epoch + 1, state.best)):
+                    run.log(event="stopped", epoch=epoch + 1)
+                    raise TrainingStopped(run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked.")
+                state.seconds += time.monotonic() - began
+                state.next_epoch()
+                state.save(run)
+                if anywhere(stop_asked()):
+                    raise Interrupted(f"stopped after epoch {epoch + 1} of {hyper.epochs}")
 
         protocol = {
             **train.protocol(),
@@ -186,6 +195,7 @@ def _fit(
         }
         result: dict[str, Any] = {"test": None}
         if final:
+            from_first(None)  # best.pt, which every process reads, is written
             result = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
         chosen = {"val_R@1": state.best if val else None, "seconds": round(state.seconds, 1)}
         run.finish({"protocol": protocol, **result, **chosen})

@@ -70,7 +70,14 @@ def train(argv: list[str]) -> None:
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
     if not run.writes:  # of several processes one talks
         return
-    show(result_table(run), headline(run), f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}")
+    assert run.result is not None
+    notes = [f"Note: {note}" for note in run.result["notes"]]
+    show(
+        result_table(run),
+        headline(run),
+        *notes,
+        f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}",
+    )
 
 
 SHORT = {"--weights": "--model.weights", "--freeze": "--model.freeze"}

@@ -141,7 +141,7 @@ def test_the_split_for_classification_is_refused(asked):
 def test_the_holdout_shows_its_size_and_nothing_else():
     _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
     assert "sealed" in repr(holdout)
-    assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes"}
+    assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes", "has_answers"}
     for name in ("images", "labels", "table"):
         assert not hasattr(holdout, name)
 
@@ -194,3 +194,22 @@ def test_too_few_classes_say_how_many_are_needed():
         fixed(make_table(9), ratio=90, seed=0)
     with pytest.raises(ConfigError, match="from 0 to 9"):
         Data(folds=10, fold=10)
+
+
+@pytest.mark.parametrize(("parts", "sizes", "lacking"), [
+    (["train"] * 4 + ["val"] * 2 + ["test"] * 2, [3] * 4 + [1, 1] + [3, 1], "validation"),
+    (["train"] * 4 + ["val"] * 2 + ["test"] * 2, [1] * 4 + [3, 1] + [1, 1], "test"),
+    (["train"] * 4 + ["query", "gallery"], [3] * 6, "test"),
+    (["train"] * 4 + ["val"] * 2 + ["test"] * 2, [1] * 4 + [3, 1] + [2, 1], None),  # lone ones are rivals
+])  # fmt: skip
+def test_parts_without_two_images_of_a_class_are_refused(parts, sizes, lacking):
+    kinds = np.repeat(np.arange(len(parts)), sizes)
+    images = ArrayImages(np.zeros((len(kinds), 1, 1, 1), np.uint8))
+    names = tuple(f"c{number}" for number in range(len(parts)))
+    table = Table("made", kinds, names, images, "f", part=np.array(parts)[kinds])
+    data = Data(val_share=0.1 if "val" in parts else 0.0)
+    if lacking is None:
+        assert split_for(table, data)[1].num_images == 3
+        return
+    with pytest.raises(DataError, match=f"no {lacking} class has two images"):
+        split_for(table, data)

@@ -220,3 +220,63 @@ def test_ctrl_c_twice_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("where", ["starting_features", "judge_epoch", "evaluate_final"])
+def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
+    finished, tiny_recipe, tmp_path, quiet, monkeypatch, where
+):
+    real, pressed = getattr(train, where), []
+
+    def press_once(*args, **named):
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return real(*args, **named)
+
+    monkeypatch.setattr(train, where, press_once)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
+    assert str(stopped.value) == ("stopped after epoch 1 of 3" if where == "judge_epoch" else "")
+    resumed = nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
+    assert numbers(resumed) == numbers(finished)
+
+
+def test_what_is_written_is_json_even_where_a_number_is_missing(tiny_recipe, tmp_path):
+    """Bare NaN is refused by browsers and jq. Readers in Python get it back."""
+    run = Run.create(tmp_path, "one", tiny_recipe)
+    run.log(event="epoch", loss=float("nan"))
+    run.finish({"test": {"trained": {"R@1": {"mean": 0.5, "interval": [float("nan")] * 2}}}, "val_R@1": None})
+    for name in ("events.jsonl", "result.json"):
+        json.loads((run.path / name).read_text(), parse_constant=pytest.fail)
+    assert run.events()[0]["loss"] is None
+    assert all(np.isnan(run.result["test"]["trained"]["R@1"]["interval"]))
+    assert run.result["val_R@1"] is None
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(finished, tmp_path):
+    """A full disk, as a limit on the size of files."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000));"
+        "from nearkin.errors import RunError; from nearkin.runs import Run;"
+        f"run = Run({str(finished.path)!r});"
+        """
+for write in (lambda: run.log(text="x" * 3000), lambda: run.finish({"x": "x" * 3000}), lambda: run.fail("x" * 3000)):
+    try:
+        write()
+    except RunError as error:
+        print(error)
+"""
+    )
+    before = finished.result
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("events.jsonl", "result.json", "failed.json"):
+        assert f"{name}: cannot be written (File too large)" in done.stdout
+    assert finished.result == before
+    lock = tmp_path / "taken" / "lock"
+    run = Run.create(tmp_path, "taken", finished.recipe)
+    lock.mkdir()
+    with pytest.raises(RunError, match="lock: cannot be written"), run.writing():
+        pass

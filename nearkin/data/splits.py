@@ -35,6 +35,7 @@ class Holdout:
         self.__table = table
         self.num_images = len(table)
         self.num_classes = table.num_classes
+        self.has_answers = has_answers(table)
 
     def open(self) -> Table:
         """The test images. For `evaluate_final` and for showing its results; nothing that trains or chooses."""
@@ -45,7 +46,26 @@ class Holdout:
 
 
 def split_for(table: Table, data: Data) -> tuple[Split, Holdout]:
-    """The split that a recipe's data section asks for."""
+    """The split that a recipe's data section asks for. Parts on which nothing can be judged are refused."""
+    split, holdout = _dealt(table, data)
+    for part, judges in (("validation", split.val is None or has_answers(split.val)), ("test", holdout.has_answers)):
+        if not judges:
+            raise DataError(
+                f"{table.source}: no {part} class has two images, so no image has another of its kind to find.\n"
+                "Give classes of two images and more; a few with one image may be among them."
+            )
+    return split, holdout
+
+
+def has_answers(table: Table) -> bool:
+    """Whether any image has another of its class to find: among all, or in the gallery where there is one."""
+    if {"query", "gallery"} <= set(table.parts):
+        asking, searched = (table.labels[table.part == part] for part in ("query", "gallery"))
+        return bool(np.isin(asking, searched).any())
+    return bool(np.bincount(table.labels).max(initial=0) > 1)
+
+
+def _dealt(table: Table, data: Data) -> tuple[Split, Holdout]:
     if data.split in ("closed_set", "train_test_split", "train_test_split.txt", "classification"):
         raise ConfigError(
             f"data.split: the split for classification ('{data.split}') is refused: {CLOSED_SET}.\n"

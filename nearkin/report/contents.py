@@ -63,15 +63,6 @@ def rounded(value: float, digits: int = 4) -> float | None:
     return round(float(value), digits) if math.isfinite(value) else None
 
 
-def without_nan(value: Any) -> Any:
-    """The same for whatever lists and dicts hold."""
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # --- what the run folder says ----------------------------------------------------------------------------------------
 
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from nearkin import __version__
 from nearkin.errors import DataError, RunError
+from nearkin.files import without_nan
 from nearkin.progress import Reporter
 from nearkin.report import gallery
 from nearkin.report.compare import check_same_images, difference, settings_that_differ, verdict
-from nearkin.report.contents import Shown, findings, items, story, without_nan
+from nearkin.report.contents import Shown, findings, items, story
 from nearkin.report.gallery import Sheet, sheet
 from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, histogram, line_chart

@@ -22,9 +22,9 @@ from nearkin.bench.statistics import holm
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.bench.verdict import verdict
 from nearkin.errors import DataError, RunError
+from nearkin.files import without_nan
 from nearkin.intervals import Difference
 from nearkin.progress import duration
-from nearkin.report.contents import without_nan
 from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, line_chart
 
