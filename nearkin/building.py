@@ -21,12 +21,24 @@ from nearkin.recipe import Recipe
 
 def check_names(recipe: Recipe) -> None:
     """Refuse a wrong name or setting before the time is spent to read the data."""
-    make_objective(recipe, recipe.model.dim or 2, num_classes=2)
+    objective = make_objective(recipe, recipe.model.dim or 2, num_classes=2)
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
     whitened = recipe.model.start == "whitened"
     if whitened and recipe.model.head == "mlp":
         raise ConfigError("model.start: whitened needs a linear or residual head. Give --model.head linear.")
+    _check_something_learns(recipe, objective)
+
+
+def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
+    model, hyper = recipe.model, recipe.train
+    held = model.backbone == "none" or model.freeze == "backbone" or hyper.frozen_epochs > 0
+    pieces = 0 < hyper.micro_batch < hyper.batch_size  # whose gradient goes through the network alone
+    if model.dim == 0 and held and (pieces or not list(objective.parameters())):
+        raise ConfigError(
+            "model.dim: 0 leaves no head, and nothing else learns while the backbone stands still. "
+            "Give --model.dim 128, or let the backbone learn: --model.freeze nothing --train.frozen-epochs 0."
+        )
 
 
 def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:

@@ -81,6 +81,7 @@ class Data:
         _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
         _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)
         _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
+        _check(0 <= self.split_seed < 2**63, "data.split_seed", "0 to 2**63 - 1", self.split_seed)
         _check(
             self.val_share + self.test_share < 1,
             "data.val_share + data.test_share",
@@ -261,6 +262,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check(self.memory >= 0, "memory", "0 or above", self.memory)
+        _check(0 <= self.seed < 2**63, "seed", "0 to 2**63 - 1", self.seed)
+        for where, path in (("data.root", str(self.data.root)), ("model.weights", self.model.weights)):
+            # recipe.toml could not hold it, as would be found out after all images are read.
+            _check(_is_unicode(path), where, "a path in valid Unicode (rename the file or folder)", ascii(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, without what is None: the form that TOML and the flags share."""
@@ -292,6 +297,14 @@ _SECTIONS = (Recipe, Data, Model, Train)
 def _check(holds: bool, where: str, wanted: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{where}: expected {wanted}, got {got}.")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def keyed(recipe: Recipe) -> dict[str, Any]:

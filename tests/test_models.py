@@ -187,14 +187,17 @@ def test_dropout_acts_in_training_only():
     assert set(model.head.train()(features).unique().tolist()) == {0.0, 2.0}
 
 
-def test_a_whitened_start_whitens_within_classes():
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_a_whitened_start_whitens_within_classes(norm):
     torch.manual_seed(1)
     labels = torch.arange(5).repeat_interleave(200)
     spread = torch.randn(16, 16, dtype=torch.float64)
     features = torch.randn(1000, 16, dtype=torch.float64) @ spread + 10 * torch.randn(5, 16)[labels]
-    model = embedder(dim=16).double()
+    model = embedder(dim=16, norm=norm).double().train()  # as in training
     model.head.start_whitened(features, labels, shrinkage=1e-6)
-    out = model.head(features)
+    assert all(module.training for module in model.head.modules())
+    out = model.eval().head(features)
+    torch.testing.assert_close(out.mean(0), torch.zeros(16, dtype=torch.float64), atol=1e-4, rtol=0)
     rest = torch.cat([out[labels == c] - out[labels == c].mean(0) for c in range(5)])
     covariance = rest.T @ rest / (1000 - 5)
     torch.testing.assert_close(covariance, torch.eye(16, dtype=torch.float64), atol=5e-3, rtol=0)
@@ -219,6 +222,20 @@ def test_a_held_backbone_learns_nothing_until_it_is_let_go():
     model.hold_backbone(False)
     assert model.backbone.layers[0].weight.requires_grad
     assert not model.backbone.layers[1].weight.requires_grad
+
+
+def test_a_held_backbone_counts_no_statistics_until_it_is_let_go():
+    model = embedder().train()
+    model.hold_backbone(True)
+    before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
+    model.train()(pixels(8))
+    model.embed(pixels(2))  # which goes back to training mode
+    model(pixels(8))
+    assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
+    assert model.head.training
+    model.hold_backbone(False)
+    model(pixels(8))
+    assert not torch.equal(model.backbone.layers[1].running_mean, before["layers.1.running_mean"])
 
 
 @pytest.mark.parametrize("name", ["small_conv", "efficientnet_lite0", "bn_inception"])

@@ -1,5 +1,6 @@
 """Recipes: typed, refusing what they do not know, and named by what counts."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,9 @@ def test_toml_round_trip(name, tmp_path):
         ("train = 3", "train: expected a section [train], got 3"),
         ("[loss]\nalpha = 3.0", "loss.name: expected a name"),
         ("[loss]\nname = 'ice'\nscale = [1]", "loss.scale: expected a number"),
+        ("seed = -1", "seed: expected 0 to 2**63 - 1, got -1"),
+        (f"seed = {2**70}", f"seed: expected 0 to 2**63 - 1, got {2**70}"),
+        ("[data]\nsplit_seed = -1", "data.split_seed: expected 0 to 2**63 - 1, got -1"),
         ("not toml", "not valid TOML"),
     ],
 )
@@ -75,3 +79,12 @@ def test_find_takes_names_files_and_run_folders(tmp_path):
     assert recipes.find("glyphs_small").seed == 0
     with pytest.raises(ConfigError, match="Did you mean 'glyphs_small'"):
         recipes.find("glyph_small")
+
+
+@pytest.mark.parametrize("change", [
+    {"data": replace(Recipe().data, root=Path(os.fsdecode(b"ph\xffotos")))},
+    {"model": replace(Recipe().model, weights=os.fsdecode(b"w\xff.pth"))},
+])  # fmt: skip
+def test_a_path_that_no_recipe_file_could_hold_is_refused(change):
+    with pytest.raises(ConfigError, match="valid Unicode"):
+        replace(Recipe(), **change)

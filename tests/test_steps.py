@@ -70,6 +70,30 @@ def test_micro_batches_with_counting_batch_norms_are_refused(tiny_recipe, tmp_pa
         nk.fit(wrong, tmp_path, reporter=quiet)
 
 
+@pytest.mark.parametrize(
+    ("model", "train", "loss"),
+    [
+        ({"freeze": "backbone"}, {}, "triplet"),
+        ({}, {"frozen_epochs": 1}, "triplet"),
+        ({"freeze_norm": "statistics"}, {"frozen_epochs": 1, "micro_batch": 4}, "proxy_anchor"),
+    ],
+)
+def test_settings_that_leave_nothing_to_learn_are_refused(tiny_recipe, tmp_path, quiet, model, train, loss):
+    still = replace(
+        tiny_recipe,
+        model=replace(tiny_recipe.model, dim=0, **model),
+        train=replace(tiny_recipe.train, **train),
+        loss=Choice(loss),
+    )
+    with pytest.raises(ConfigError, match=r"nothing else learns.*--model\.dim 128"):
+        nk.fit(still, tmp_path, reporter=quiet)
+
+
+def test_proxies_may_learn_before_a_backbone_without_a_head(tiny_recipe, tmp_path, quiet):
+    model, train = replace(tiny_recipe.model, dim=0), replace(tiny_recipe.train, epochs=2, frozen_epochs=1)
+    assert nk.fit(replace(tiny_recipe, model=model, train=train), tmp_path, reporter=quiet).result["test"]
+
+
 def test_half_precision_without_a_gpu_is_refused(tiny_recipe, tmp_path, quiet):
     for precision in ("fp16", "bf16"):
         wrong = replace(tiny_recipe, train=replace(tiny_recipe.train, precision=precision))

@@ -91,7 +91,7 @@ class Embedder(nn.Module):
         """Training mode, except where the model says that the backbone or its batch norms stand still."""
         super().train(mode)
         if mode and self.backbone is not None:
-            if self.model.freeze == "backbone":
+            if self.held or self.model.freeze == "backbone":
                 self.backbone.eval()
             elif self.model.freeze_norm != "nothing":
                 for norm in _batch_norms(self.backbone):
@@ -99,9 +99,11 @@ class Embedder(nn.Module):
         return self
 
     def hold_backbone(self, held: bool) -> None:
-        """Whether the backbone learns; what `freeze` and `freeze_norm` name never does."""
+        """Whether the backbone learns and counts statistics; what `freeze` and `freeze_norm` name never does."""
+        self.held = held
         if self.backbone is None:
             return
+        self.train(self.training)
         learns = not held and self.model.freeze == "nothing"
         self.backbone.requires_grad_(learns)
         self.pool.requires_grad_(learns)

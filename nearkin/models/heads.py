@@ -58,7 +58,14 @@ class Head(nn.Module):
         for part in self.maps:
             if not isinstance(part, nn.Linear):
                 raise ConfigError("model.start: whitened needs a linear or residual head. Give --model.head linear.")
-        pieces = torch.split(self.norm(features), list(self.parts), dim=1)
+        if isinstance(self.norm, nn.BatchNorm1d):  # judging uses its running statistics, so these must be the features'
+            assert self.norm.running_mean is not None
+            assert self.norm.running_var is not None
+            self.norm.running_mean.copy_(features.mean(0))
+            self.norm.running_var.copy_(features.var(0))
+        normed = self.norm.eval()(features)
+        self.norm.train(self.training)
+        pieces = torch.split(normed, list(self.parts), dim=1)
         for part, piece in zip(self.maps, pieces, strict=True):
             assert isinstance(part, nn.Linear)
             weight, bias = within_class_whitening(piece, labels, dim=part.out_features, shrinkage=shrinkage)
