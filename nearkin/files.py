@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 
 def write_aside(target: Path, content: str | bytes) -> None:
-    """Write beside the target, then rename over it."""
-    aside = target.with_name(f"{target.name}.tmp")
+    """Write beside the target, under a name that no other writer takes, then rename over it."""
+    aside = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         with open(aside, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

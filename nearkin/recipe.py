@@ -284,6 +284,17 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> Recipe:
         return parsed(Path(path), "recipe", cls.from_dict)
 
+    def found_from_anywhere(self) -> Recipe:
+        """The same with full paths, as a run folder must keep them."""
+        root, weights = self.data.root, self.model.weights
+        return dataclasses.replace(
+            self,
+            data=dataclasses.replace(self.data, root=root and root.resolve()),
+            model=dataclasses.replace(
+                self.model, weights=weights if weights in ("none", "default") else str(Path(weights).resolve())
+            ),
+        )
+
     def key(self, fingerprint: str) -> str:
         """The run's name, for data of this fingerprint: readable in front, a hash of all that counts behind."""
         counted = json.dumps([fingerprint, keyed(self)], sort_keys=True)

@@ -42,12 +42,18 @@ class Run:
 
     @classmethod
     def create(cls, runs: str | Path, key: str, recipe: Recipe) -> Run:
-        """The run of this key below `runs`, made if it is not there yet."""
+        """The run of this key below `runs`, made if it is not there yet.
+
+        A recipe of the same key differs in nothing that changes a number, but it may know where the data lie now.
+        """
         path = Path(runs) / key
+        recipe = recipe.found_from_anywhere()
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "recipe.toml").exists():
                 write_aside(path / "env.json", json.dumps(environment(), indent=2))
+                write_aside(path / "recipe.toml", recipe.to_toml())
+            elif cls(path).recipe != recipe:
                 write_aside(path / "recipe.toml", recipe.to_toml())
         except OSError as error:
             raise RunError(

@@ -56,6 +56,7 @@ def open_trackers(names: Sequence[str], run: Run) -> Iterator[Tracker]:
 
 @contextmanager
 def _tensorboard(run: Run) -> Iterator[Any]:
+    need("tensorboard", extra="tensorboard")
     writer = need("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard")
 
     def log(epoch: int, values: Mapping[str, float]) -> None:

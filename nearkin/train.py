@@ -24,7 +24,7 @@ from nearkin.data.batches import training_inputs
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.diagnostics import Diagnosis, alarms, diagnose
-from nearkin.distributed import anywhere, broadcast_state, from_first, is_first, process_group, rank, world
+from nearkin.distributed import anywhere, broadcast_state, from_first, gather_rows, is_first, process_group, rank, world
 from nearkin.errors import TrainingFailed, TrainingStopped
 from nearkin.evaluate import embedded, evaluate_final, scores_of
 from nearkin.models.embedder import Embedder
@@ -268,7 +268,7 @@ def new_alarms(run: Run) -> list[Any]:
 
 def failure(run: Run, train: Table, rows: Any, trouble: NotFinite, *, epoch: int, step: int) -> TrainingFailed:
     """Write failed.json with all that helps to find the cause, and say it in two lines."""
-    blamed = rows if trouble.rows is None else rows[trouble.rows]
+    blamed = gather_rows(torch.from_numpy(rows if trouble.rows is None else rows[trouble.rows])).tolist()
     files = [str(train.paths[r]) if train.paths else f"row {train.row_numbers[r]}" for r in blamed]
     reason = f"{trouble.tensor} stopped being finite at epoch {epoch}, step {step}"
     run.fail(reason, tensor=trouble.tensor, epoch=epoch, step=step, files=files)

@@ -122,6 +122,15 @@ def test_an_unknown_backbone_is_refused_with_the_nearest_name():
         check_backbone(name)
 
 
+def test_a_timm_model_says_which_weights_and_sizes_it_has():
+    pytest.importorskip("timm")
+    with pytest.raises(ConfigError, match=r"no weights 'nonsense' of resnet18.*resnet18\.\w+"):
+        check_backbone("resnet18.nonsense")
+    check_backbone("resnet18.a1_in1k")
+    with pytest.raises(ConfigError, match=r"does not take images of 128 x 128 pixels .*--data\.image-size 224"):
+        Embedder(Model(backbone="vit_tiny_patch16_224", dim=4), (3, 128, 128))
+
+
 def test_poolings_meet_the_golden_values():
     given = rows.golden()["pooling"]
     maps = torch.tensor(given["features"], dtype=torch.float64)

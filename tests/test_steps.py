@@ -1,6 +1,7 @@
 """One step: micro-batches, the running mean of weights, early stopping, and numbers that are not finite."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import nearkin as nk
-from nearkin.errors import ConfigError, TrainingFailed
+from nearkin.errors import ConfigError, MissingExtra, TrainingFailed
 from nearkin.losses.register import LOSSES
 from nearkin.models.embedder import Embedder
 from nearkin.objective import Objective
@@ -200,6 +201,12 @@ def test_trackers_get_the_numbers_of_every_epoch(tiny_recipe, tmp_path, quiet, m
     assert seen == pytest.approx([e["val"]["R@1"] for e in run.events() if e["event"] == "epoch"])
     with pytest.raises(ConfigError, match="Did you mean 'wandb'"):
         nk.fit(tiny_recipe, tmp_path / "other", reporter=quiet, trackers=("wandbb",))
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra(tiny_recipe, tmp_path, quiet, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'nearkin\[tensorboard\]'"):
+        nk.fit(tiny_recipe, tmp_path, reporter=quiet, trackers=("tensorboard",))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`torchrun -m nearkin train` with two processes ends where one process ends."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from nearkin.data.splits import split_for
 from nearkin.evaluate import evaluate
 from nearkin.recipe import Choice
 from nearkin.runs import Run
+from nearkin.samplers import make_sampler
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -64,6 +66,7 @@ from nearkin.cli import main
 from nearkin.distributed import rank
 from nearkin.models.weights import fingerprint
 from nearkin.runs import Run
+from nearkin.samplers import make_sampler
 
 judge, save = train.judge_epoch, Run.save
 
@@ -94,7 +97,8 @@ def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
     file.write_text(recipe.to_toml())
     program.write_text(SLOW_DISK)
     command = [*TORCHRUN, str(program), "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ours = os.environ | {"PYTHONPATH": str(Path(nk.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ours)
     assert done.returncode == 0, done.stderr[-6000:]
     judged = [(tmp_path / f"judged-{number}").read_text().split() for number in range(2)]
     assert judged[0] == judged[1]
@@ -104,6 +108,33 @@ def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
     _, holdout = split_for(sources.load(recipe.data, quiet), recipe.data)
     for name, values in evaluate(run.embedder(), holdout.open()).per_query.items():
         np.testing.assert_allclose(per_query(run)[name], values, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_image_to_blame_is_named_whichever_process_had_it(tmp_path):
+    features = np.random.default_rng(0).normal(size=(120, 6)).astype(np.float32)
+    features[37] = 3e38  # finite as stored, not when it is squared
+    np.savez(tmp_path / "f.npz", features=features, labels=np.arange(120) % 12)
+
+    def is_with_the_second(seed: int) -> bool:  # row 37 is the 20th of the classes that train, the first six
+        sampler = make_sampler(np.arange(60) % 6, batch_size=20, per_class=0, seed=seed, rank=1, world=2)
+        return 19 in np.concatenate(sampler.epoch(0))
+
+    recipe = nk.recipes.features_default()
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_share=0.0),
+        model=replace(recipe.model, dim=4, start="random", norm="layer"),
+        train=replace(recipe.train, epochs=1, batch_size=20, per_class=0),
+        seed=next(seed for seed in range(20) if is_with_the_second(seed)),
+    )
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe.to_toml())
+    command = [*TORCHRUN, "-m", "nearkin", "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert "the embeddings stopped being finite at epoch 1" in done.stderr
+    [folder] = (tmp_path / "runs").iterdir()
+    assert Run(folder).failed["files"] == ["row 37"]
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -280,3 +282,48 @@ for write in (lambda: run.log(text="x" * 3000), lambda: run.finish({"x": "x" * 3
     lock.mkdir()
     with pytest.raises(RunError, match="lock: cannot be written"), run.writing():
         pass
+
+
+TWO_AT_ONCE = """
+import sys
+from pathlib import Path
+from nearkin.recipe import Recipe
+from nearkin.runs import Run
+
+runs = Path(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(60):
+    Run.create(runs, f"run-{number}", Recipe())
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_may_make_the_same_runs_at_the_same_moment(tmp_path):
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path / "runs")]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.stdout.readline() for process in both] == ["ready\n", "ready\n"]
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        said = process.communicate(timeout=100)[1]
+        assert process.returncode == 0, said
+    assert not list((tmp_path / "runs").rglob("*.tmp"))
+
+
+def test_a_run_knows_where_its_data_lie_now(tiny_recipe, tmp_path, quiet, photo_folder, monkeypatch):
+    (tmp_path / "photos").symlink_to(photo_folder)
+    moved = tmp_path / "moved"
+    shutil.copytree(photo_folder, moved)
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    here = replace(tiny_recipe.data, root=Path("photos"))
+    first = nk.fit(replace(tiny_recipe, data=here), runs, reporter=quiet, final=False)
+    assert first.recipe.data.root == photo_folder.resolve()
+    again = nk.fit(replace(tiny_recipe, data=replace(here, root=Path("moved"))), runs, reporter=quiet, final=False)
+    assert again.path == first.path
+    assert Run(first.path).recipe.data.root == moved

@@ -35,6 +35,7 @@ class Backbone(nn.Module):
 
     num_features: int
     pixels: Pixels | None = None
+    usual_side: int | None = None  # of the images it was made for, where it may take no other
 
     def stages(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps at three depths: "low", "mid" and "high". The last is what `forward` gives."""
@@ -57,12 +58,22 @@ def check_backbone(name: str) -> None:
     if name in BACKBONES or name == "none":
         return
     timm = need("timm", extra="vision")
-    if not timm.is_model(name.partition(".")[0]):
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
         known = [*BACKBONES, *timm.list_models()]
         raise ConfigError(
             f"No backbone named '{name}'.{did_you_mean(name, known)} There are: {', '.join(BACKBONES)}, "
             f"and the {len(known) - len(BACKBONES):,} names of timm."
         )
+    if tag:
+        try:
+            timm.get_pretrained_cfg(name)
+        except RuntimeError:
+            known = timm.list_pretrained(f"{architecture}.*")
+            there = f" There are: {', '.join(known[:6])}." if known else " It has none."
+            raise ConfigError(
+                f"model.backbone: timm has no weights '{tag}' of {architecture}.{did_you_mean(name, known) or there}"
+            ) from None
 
 
 class SmallConv(Backbone):
@@ -172,6 +183,7 @@ class TimmBackbone(Backbone):
         self.network = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
         self.num_features = int(self.network.num_features)
         settings: dict[str, Any] = self.network.pretrained_cfg
+        self.usual_side = int(settings["input_size"][-1]) if "input_size" in settings else None
         if in_channels == 3 and "mean" in settings:
             self.pixels = Pixels(mean=tuple(settings["mean"]), std=tuple(settings["std"]))
 

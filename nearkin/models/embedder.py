@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nearkin.data.images import FileImages, Images
 from nearkin.data.transforms import AUGMENTS, viewing_batches
-from nearkin.errors import DataError, RunError
+from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.files import write_aside
 from nearkin.models.backbones import Backbone, Pixels, make_backbone
 from nearkin.models.heads import Head, unit
@@ -56,9 +56,7 @@ class Embedder(nn.Module):
         if model.backbone != "none":
             self.backbone = make_backbone(model, channels)
             self.pool = Pool(model)
-            with torch.no_grad():
-                maps = self._taps(torch.zeros(1, *image_shape), self.backbone.eval())
-                parts = tuple(self.pool(m).shape[1] for m in maps)
+            parts = tuple(self.pool(m).shape[1] for m in self._first_look(self.backbone))
             self.backbone.train()
         self.num_features = sum(parts)
         self.head = Head(model, parts)
@@ -68,6 +66,19 @@ class Embedder(nn.Module):
         self.register_buffer("mean", torch.tensor(pixels.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(pixels.std).view(-1, 1, 1))
         self.hold_backbone(False)
+
+    @torch.no_grad()
+    def _first_look(self, backbone: Backbone) -> tuple[Tensor, ...]:
+        """The maps that the backbone makes of images of this size, if it takes such."""
+        try:
+            return self._taps(torch.zeros(1, *self.image_shape), backbone.eval())
+        except (AssertionError, RuntimeError) as error:
+            height, width = self.image_shape[1:]
+            cure = f"--data.image-size {backbone.usual_side}" if backbone.usual_side else "another --data.image-size"
+            raise ConfigError(
+                f"model.backbone: {self.model.backbone} does not take images of {height} x {width} pixels "
+                f"({str(error).splitlines()[0]}). Give {cure}."
+            ) from None
 
     def forward(self, given: Tensor) -> Tensor:
         return self.head(given if given.ndim == 2 else self.features(given))  # type: ignore[no-any-return]
