@@ -35,7 +35,7 @@ docs: setup    ## Build the documentation into site/, after its generated pages
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/mkdocs build --strict --quiet
 
-constraints:   ## Pin the newest versions that fit pyproject.toml into constraints.txt
+constraints: setup ## Pin the newest versions that fit pyproject.toml into constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
 
 clean:         ## Remove .venv and the caches of the tools (never runs/)

@@ -72,15 +72,16 @@ class TrainingState:
     def restore(self, run: Run, reporter: Reporter) -> bool:
         """Take up the run's last checkpoint, or the one before if that is damaged; False when there is none."""
         state = None
-        for name in ("last.pt", "previous.pt"):
-            path = run.path / name
-            if not path.exists():
-                continue
+        there = [path for path in (run.path / "last.pt", run.path / "previous.pt") if path.exists()]
+        for path in there:
             try:
                 state = load_checkpoint(path)
                 break
             except RunError as error:
-                reporter.say(f"{error} Going back to the checkpoint before it.")
+                before = (
+                    "Going back to the checkpoint before it" if path != there[-1] else "Starting from the beginning"
+                )
+                reporter.say(f"{error} {before}.")
         if state is None:
             run.rewind_events(0)
             return False

@@ -47,7 +47,7 @@ def recipe_for(given: Data, *, gpu: bool) -> tuple[Recipe, str]:
         chosen, why = recipes.folder_finetune(), "EfficientNet-Lite0, fine-tuned on the GPU"
     else:
         chosen = recipes.folder_default()
-        why = "a head on frozen EfficientNet-Lite0 features, as there is no GPU (folder_finetune trains all)"
+        why = "a head on frozen EfficientNet-Lite0 features, as there is no CUDA GPU (folder_finetune trains all)"
     return _at(replace(chosen, data=replace(chosen.data, image_size=size)), given), f"{why}, at {size} pixels"
 
 

@@ -82,7 +82,7 @@ class Pace:
 
     @property
     def left(self) -> str:
-        return duration((self.total - self.done) / max(self.rate, 1e-9))
+        return duration((self.total - self.done) / self.rate) if self.rate else "?"
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ All of them choose the epoch on validation classes, which none of the papers had
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +339,8 @@ def _whole(text: int | str) -> int:
 
 def find(name: str) -> Recipe:
     """A recipe by its name here (`name:choice:choice` where it takes some), or from a TOML file or a run folder."""
+    from nearkin.data.sources import recognise
+
     plain, *choices = name.split(":")
     if plain in RECIPES:
         try:
@@ -345,8 +348,14 @@ def find(name: str) -> Recipe:
         except TypeError:
             raise ConfigError(f"The recipe '{plain}' does not take {len(choices)} choices: '{name}'.") from None
     path = Path(name)
+    what = ""
     if path.is_dir():
+        what = "" if (path / "recipe.toml").exists() else "not a run folder (it holds no recipe.toml)"
         path = path / "recipe.toml"
+    elif path.is_file() and path.suffix != ".toml":
+        what = "" if recognise(path) == "folder" else "data, not a recipe"
+    if what:
+        raise ConfigError(f"{name}: {what}. To train on it: nearkin train --data {shlex.quote(name)}")
     if path.suffix == ".toml" or path.exists():
         return Recipe.from_toml(path)
     hint = did_you_mean(name, RECIPES) or f" There are: {', '.join(RECIPES)}; or give a .toml file."

@@ -200,14 +200,16 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The source's git commit, where nearkin runs from a checkout."""
+    """The source's git commit, where nearkin runs from a checkout (not from a .venv inside another project's)."""
+    here = Path(__file__)
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5
-        )
+        for question in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            done = subprocess.run(["git", *question], cwd=here.parent, capture_output=True, text=True, timeout=5)
+            if done.returncode:
+                return None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip()
 
 
 def _now() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nearkin.building import (
@@ -27,6 +28,7 @@ from nearkin.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.distributed import anywhere, broadcast_state, from_first, gather_rows, is_first, process_group, rank, world
 from nearkin.errors import TrainingFailed, TrainingStopped
 from nearkin.evaluate import embedded, evaluate_final, scores_of
+from nearkin.losses.register import LOSSES
 from nearkin.models.embedder import Embedder
 from nearkin.optim import make_optimizer, set_learning_rate
 from nearkin.progress import Pace, Reporter
@@ -123,6 +125,8 @@ def _fit(
             reporter.say(f"resuming {run.path} after epoch {state.epoch}, step {state.step}")
         else:
             reporter.say(describe(recipe, train, val, model, place))
+            if advice := few_pairs(recipe, train):
+                reporter.say(advice)
             if recipe.model.start == "whitened":  # a good start competes with every epoch
                 said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
                 reporter.say(f"start  {said}".rstrip())
@@ -285,4 +289,21 @@ def describe(recipe: Recipe, train: Table, val: Table | None, model: Embedder, p
     return (
         f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, {model.dim} dimensions, "
         f"on {place}{processes}; {judging}"
+    )
+
+
+def few_pairs(recipe: Recipe, train: Table) -> str:
+    """Advice where a loss that compares images within a batch would seldom find two of a class there."""
+    hyper = recipe.train
+    if hyper.per_class or recipe.memory or not LOSSES[recipe.loss.name].inputs.pairs:
+        return ""
+    batch = make_sampler(train.labels, batch_size=hyper.batch_size, per_class=0, seed=recipe.seed).epoch(0)[0]
+    met = np.bincount(train.labels[batch])
+    share = met[met > 1].sum() / len(batch)
+    if share >= 0.5:
+        return ""
+    some = next(count for count in (4, 3, 2, hyper.batch_size) if hyper.batch_size % count == 0)
+    return (
+        f"advice: {recipe.loss.name} compares images of a class, and in a batch only {share:.0%} of them meet another "
+        f"of theirs; --train.per-class {some} brings {some} of each"
     )

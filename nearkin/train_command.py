@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
             recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
         else:
             recipe, why = _recipe_for(source, given, flags)
-            if "--quiet" not in flags:
+            if "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # of several processes one talks
                 print(f"recipe: {why}", file=sys.stderr)
     default = TrainArgs(
         loss=recipe.loss.name,
@@ -133,11 +134,14 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         train=recipe.train,
     )
     args = parse(TrainArgs, flags, f"nearkin train {named or '[RECIPE]'}", default)
+    miner = None if args.miner in (None, "none") else args.miner
+    if recipe.miner and args.loss != recipe.loss.name and not _names("--miner", flags) and not _takes_miner(args.loss):
+        miner = None  # it belonged to the recipe's own loss, as that one's settings did
     recipe = Recipe(
         data=args.data,
         model=args.model,
         loss=_choice(args.loss, recipe.loss, settings["loss"]),
-        miner=_choice(args.miner, recipe.miner, settings["miner"]) if args.miner else None,
+        miner=_choice(miner, recipe.miner, settings["miner"]) if miner else None,
         train=args.train,
         memory=args.memory,
         seed=args.seed,
@@ -160,6 +164,18 @@ def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str
         label_column=_value_of("--data.label-column", flags),
     )
     return recipe_for(given_as, gpu=choose_device(_value_of("--device", flags) or "auto").type == "cuda")
+
+
+def _names(flag: str, flags: list[str]) -> bool:
+    return any(word.partition("=")[0] == flag for word in flags)
+
+
+def _takes_miner(loss: str) -> bool:
+    from nearkin import losses
+    from nearkin.losses.register import LOSSES
+
+    assert losses  # importing the package registers every loss
+    return LOSSES[loss].inputs.pairs
 
 
 def _value_of(flag: str, flags: list[str]) -> str | None:

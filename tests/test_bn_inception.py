@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nearkin.errors import DataError
-from nearkin.models import bn_inception
+from nearkin.models.backbones import make_backbone
 from nearkin.models.bn_inception import BNInception
+from nearkin.recipe import Model
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "bn-inception.md").read_text(encoding="utf-8")
 
@@ -168,11 +169,14 @@ def test_counts(fresh):
 
 def test_constants_are_the_documented_ones():
     given = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", PAGE, re.MULTILINE))
-    assert [word[0].upper() for word in given["order of channels"].split(", ")] == list(bn_inception.CHANNEL_ORDER)
-    assert given["range"].startswith("0 to 255")
-    assert bn_inception.PIXEL_RANGE == (0, 255)
-    assert tuple(map(float, re.findall(r"\d+", given["subtracted mean"]))) == bn_inception.MEAN
-    assert (float(given["divided by"]),) * 3 == bn_inception.STD
+    pixels = make_backbone(Model(backbone="bn_inception"), 3).pixels
+    assert given["order of channels"] == "blue, green, red"
+    assert pixels.bgr
+    assert given["range"].startswith("0 to 255")  # where Pixels has 0 to 1
+    assert tuple(map(float, re.findall(r"\d+", given["subtracted mean"]))) == pytest.approx(
+        [255 * m for m in pixels.mean]
+    )
+    assert (float(given["divided by"]),) * 3 == pytest.approx([255 * s for s in pixels.std])
 
 
 def test_a_public_file_fits(model, tmp_path):
@@ -186,8 +190,7 @@ def test_a_public_file_fits(model, tmp_path):
     loaded = BNInception().eval()
     missing, unexpected = loaded.load_state_dict(entries, strict=False)
     assert not missing
-    assert all(name.startswith(bn_inception.CLASSIFIER) for name in unexpected)
-    assert len(unexpected) == 2
+    assert unexpected == ["last_linear.weight", "last_linear.bias"]
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(loaded(images).double(), model(images.double()), rtol=1e-4, atol=1e-4)
@@ -203,7 +206,6 @@ def test_shapes(fresh, side, sides):
     shapes = {name: tuple(value.shape) for name, value in maps.items()}
     low, mid, high = ((s, s) for s in sides)
     assert shapes == {"low": (1, 576, *low), "mid": (1, 1056, *mid), "high": (1, 1024, *high)}
-    assert fresh.stage_features == {name: shape[1] for name, shape in shapes.items()}
     assert fresh.num_features == 1024
 
 

@@ -99,6 +99,36 @@ def test_flags_change_the_recipe():
     assert recipe.train.class_lr == 0.5
 
 
+@pytest.mark.parametrize("name", ["photos", "photos.csv", "features.npz"])
+def test_data_given_as_the_recipe_gets_the_flag(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch() if "." in name else Path(name).mkdir()
+    code, _, err = run(capsys, "train", name)
+    assert code == 2
+    assert f"To train on it: nearkin train --data {name}\n" in err
+
+
+def test_another_loss_leaves_the_recipes_miner_behind_where_it_takes_none():
+    assert parse_train(["thesis_triplet"])[0].miner is not None
+    assert parse_train(["thesis_triplet", "--loss", "proxy_anchor"])[0].miner is None
+    assert parse_train(["thesis_triplet", "--loss", "contrastive"])[0].miner is not None
+    assert parse_train(["thesis_triplet", "--miner", "none"])[0].miner is None
+    recipe, _ = parse_train(["thesis_triplet", "--loss", "proxy_anchor", "--miner", "semihard"])
+    assert recipe.miner == Choice("semihard")  # asked for, so the loss will refuse it
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(capsys, monkeypatch):
+    def pressed(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "train", pressed)
+    code, out, err = run(capsys, "train")
+    assert (code, out) == (130, "")
+    assert "the same command goes on" in err
+    monkeypatch.setenv("RANK", "1")  # of several processes one talks
+    assert run(capsys, "train")[2] == ""
+
+
 def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
     from nearkin.losses.register import LOSSES
 

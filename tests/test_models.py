@@ -1,6 +1,7 @@
 """Backbones, pooling, heads and the embedder around them, against torchvision, timm, the golden file and identities."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -299,6 +300,9 @@ def test_what_cannot_be_embedded_is_said():
     with pytest.raises(DataError, match=r"expected bytes of shape \[N, 3, 64, 64\] or features of shape \[N, 16\]"):
         model.embed(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
     assert model.embed([]).shape == (0, 12)
+    for alone in ("photo.jpg", Path("photo.jpg")):
+        with pytest.raises(DataError, match=r"embed\(\['photo\.jpg'\]\)"):
+            model.embed(alone)
     without = Embedder(Model(backbone="none", dim=4), (16, 1, 1))
     assert without.embed(torch.randn(5, 16)).shape == (5, 4)
     with pytest.raises(DataError, match="features"):

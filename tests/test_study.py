@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
 from studies import small_study, write_features
 
+import nearkin as nk
 from nearkin.bench import presets
 from nearkin.bench.estimates import Estimate, costs, measured_speed
 from nearkin.bench.protocols import Protocol
@@ -225,6 +227,16 @@ def test_a_study_of_the_ratio_keeps_its_experiments_apart(features):
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_there_before_the_study_stays(features, tmp_path):
+    study = small_study(features, sizes=(4,))
+    folder = Folder.begin(tmp_path / "study", study)
+    trial, runs = folder.trials[0], tmp_path / "runs"
+    before = nk.fit(trial.recipe, runs, device="cpu", reporter=QUIET, final=not study.protocol.refit)
+    os.utime(before.path / "result.json", (1e9, 1e9))
+    assert run_trial(trial, folder, runs, "cpu").status == "done"
+    assert (before.path / "best.pt").exists()
 
 
 def test_outcomes_match_the_runs_and_are_not_made_twice(features, tmp_path):

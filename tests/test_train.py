@@ -17,11 +17,14 @@ import torch
 import nearkin as nk
 from nearkin import train
 from nearkin.checkpoint import Interrupted, noting_ctrl_c
+from nearkin.data.images import ArrayImages
 from nearkin.data.splits import Holdout
+from nearkin.data.table import Table
 from nearkin.errors import ConfigError, RunError, TrainingFailed
-from nearkin.progress import Reporter
-from nearkin.recipe import Choice
+from nearkin.progress import Pace, Reporter
+from nearkin.recipe import Choice, Train
 from nearkin.runs import Run
+from nearkin.samplers import RandomSampler
 
 
 def numbers(run: Run) -> dict:
@@ -187,6 +190,8 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tiny_recipe, fi
     said = capsys.readouterr().err
     assert all(f"{name}: not a readable checkpoint" in said for name in damaged)
     assert ("resuming" in said) == (len(damaged) == 1)
+    assert said.count("Going back to the checkpoint before it") == 1
+    assert said.count("Starting from the beginning") == len(damaged) - 1
     assert numbers(again) == before
 
 
@@ -327,3 +332,48 @@ def test_a_run_knows_where_its_data_lie_now(tiny_recipe, tmp_path, quiet, photo_
     again = nk.fit(replace(tiny_recipe, data=replace(here, root=Path("moved"))), runs, reporter=quiet, final=False)
     assert again.path == first.path
     assert Run(first.path).recipe.data.root == moved
+
+
+def test_advice_where_a_pair_loss_would_find_few_pairs(tiny_recipe):
+    """150 classes: of 24 images drawn at random few meet another of their class."""
+    labels = np.repeat(np.arange(150), 5)
+    images = ArrayImages(np.zeros((len(labels), 1, 1, 1), np.uint8))
+    table = Table("made", labels, tuple(f"c{number}" for number in range(150)), images, "f")
+    pairs = replace(tiny_recipe, loss=Choice("triplet"), train=Train(batch_size=24, per_class=0))
+    said = train.few_pairs(pairs, table)
+    drawn = RandomSampler(table.labels, batch_size=24, seed=0).epoch(0)[0]
+    kinds = labels[drawn].tolist()
+    share = sum(kinds.count(kind) > 1 for kind in kinds) / 24
+    assert f"only {share:.0%} of them" in said
+    assert "--train.per-class 4" in said
+    for fine in (
+        replace(pairs, loss=Choice("proxy_anchor")),
+        replace(pairs, train=Train(batch_size=24, per_class=4)),
+        replace(pairs, train=Train(batch_size=600, per_class=0)),
+        replace(pairs, memory=100),
+    ):
+        assert train.few_pairs(fine, table) == ""
+
+
+def test_the_time_left_is_not_guessed_before_a_step_is_done():
+    pace = Pace(done=10, total=60)
+    pace.reach(10)
+    assert pace.left == "?"
+
+
+def test_the_commit_is_that_of_nearkin_not_of_a_project_it_is_installed_in(tmp_path):
+    def git(*args):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *args], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "mine")
+    shutil.copytree(Path(nk.__file__).parent, tmp_path / "nearkin", ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import nearkin.runs; print(nearkin.runs.__file__, nearkin.runs._commit())"
+
+    def said():
+        return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True).stdout.split()
+
+    assert said() == [str(tmp_path / "nearkin" / "runs.py"), "None"]
+    git("add", ".")
+    git("commit", "-q", "-m", "a checkout")
+    assert len(said()[1]) == 40

@@ -82,6 +82,9 @@ def test_a_checkpoint_with_code_inside_is_refused(tmp_path, quiet, capsys):
         with pytest.raises(UserError, match="not a readable checkpoint"):
             load_weights(backbone(), "small_conv", str(tmp_path / name), quiet)
     assert "code ran" not in capsys.readouterr().out
+    torch.save(backbone(), tmp_path / "model.pth")  # the whole network, as many files hold it
+    with pytest.raises(UserError, match=r"it holds code, which is never run; .*torch\.save\(model\.state_dict\(\)"):
+        read_state(tmp_path / "model.pth")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100])
@@ -90,9 +93,10 @@ def test_a_file_that_is_no_weights_is_refused(content, tmp_path, quiet):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="readable"):
             load_weights(backbone(), "small_conv", str(tmp_path / name), quiet)
-    torch.save({"epoch": 3}, tmp_path / "numbers.pth")
-    with pytest.raises(UserError, match="no weights"):
-        read_state(tmp_path / "numbers.pth")
+    for held in ({"epoch": 3}, torch.zeros(3), [torch.zeros(3)]):
+        torch.save(held, tmp_path / "numbers.pth")
+        with pytest.raises(UserError, match="no weights"):
+            read_state(tmp_path / "numbers.pth")
     with pytest.raises(UserError, match="there is no such file"):
         read_state(tmp_path / "nowhere.pth")
 

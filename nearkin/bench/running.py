@@ -170,7 +170,7 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
     """Train and judge one trial. What is its own fault becomes its outcome; what would stop every trial is raised."""
     from nearkin.train import fit
 
-    began = time.monotonic()
+    began, clock = time.monotonic(), time.time()
     quiet = Reporter(quiet=True)
     protocol = folder.study.protocol
     try:
@@ -196,6 +196,8 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
     assert run.result is not None
     assert chosen.result is not None
     for made in {chosen.path, run.path}:
+        if (made / "result.json").stat().st_mtime < clock - 1:
+            continue  # done before, perhaps by `nearkin train`: its model may be somebody's
         for name in ("last.pt", "previous.pt", *(() if folder.study.keep_models else ("best.pt", "vectors.npz"))):
             (made / name).unlink(missing_ok=True)
     test = run.result["test"]

@@ -7,7 +7,7 @@ One table of widths makes the layers and drives them; docs/bn-inception.md lists
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,8 @@ from nearkin.errors import DataError
 from nearkin.models.backbones import Backbone
 
 # What the public weights were trained on: bytes as they are (no division by 255), blue first, less a mean per channel.
-CHANNEL_ORDER = "BGR"
-PIXEL_RANGE = (0.0, 255.0)
 MEAN = (104.0, 117.0, 128.0)  # of blue, green, red
 STD = (1.0, 1.0, 1.0)
-
-# In the public file, and not part of the trunk: the classifier of ImageNet's 1000 classes.
-CLASSIFIER = ("last_linear.",)
 
 # After these blocks the papers attach their low, middle and high embedding.
 STAGES = {"3c": "low", "4e": "mid", "5b": "high"}
@@ -115,7 +110,6 @@ class BNInception(Backbone):
     """
 
     num_features = BLOCKS[-1].outputs
-    stage_features: ClassVar[dict[str, int]] = {STAGES[b.name]: b.outputs for b in BLOCKS if b.name in STAGES}
 
     def __init__(self) -> None:
         super().__init__()

@@ -155,6 +155,8 @@ class Embedder(nn.Module):
 
     @torch.inference_mode()
     def _through(self, step: Any, images: Given, batch_size: int, reporter: Reporter | None, width: int) -> Tensor:
+        if isinstance(images, str | Path):
+            raise DataError(f"embed takes a list of images: embed([{str(images)!r}]).")
         reporter = reporter or Reporter(quiet=True)
         was_training = self.training
         self.eval()

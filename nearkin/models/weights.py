@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,12 @@ def read_state(path: Path) -> dict[str, Tensor]:
     for wrapping in _WRAPPINGS:
         if isinstance(state, Mapping) and isinstance(state.get(wrapping), Mapping):
             state = state[wrapping]
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)} if state else {}
+    named = state.items() if isinstance(state, Mapping) else ()
+    tensors = {key: value for key, value in named if isinstance(value, Tensor)}
     if not tensors:
-        raise ConfigError(f"{path}: holds no tensors by name, so no weights.")
+        raise ConfigError(
+            f"{path}: holds no tensors by name, so no weights. Save them with torch.save(model.state_dict(), FILE)."
+        )
     return tensors
 
 
@@ -70,8 +74,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:  # a cut or foreign file fails in the unzipper, the unpickler or the tensor reader
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"{path}: not a readable checkpoint ({reason}).") from None
+        raise RunError(f"{path}: not a readable checkpoint ({_reason(error)}).") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why torch could not read a file, in its own words unless these advise to run what is in it."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "Unsupported global" in str(error):
+        return "it holds code, which is never run; save the tensors alone, with torch.save(model.state_dict(), FILE)"
+    return "it is not what torch.save writes"
 
 
 def fill(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> list[str]:
