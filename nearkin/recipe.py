@@ -8,6 +8,7 @@ everything that changes a number and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import tomllib
@@ -269,7 +270,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, without what is None: the form that TOML and the flags share."""
-        return _to_dict(self, keyed_only=False)
+        return plain_values(self)
 
     def to_toml(self) -> str:
         import tomli_w
@@ -284,19 +285,10 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> Recipe:
         return parsed(Path(path), "recipe", cls.from_dict)
 
-    def found_from_anywhere(self) -> Recipe:
-        """The same with full paths, as a run folder must keep them."""
-        root, weights = self.data.root, self.model.weights
-        return dataclasses.replace(
-            self,
-            data=dataclasses.replace(self.data, root=root and root.resolve()),
-            model=dataclasses.replace(
-                self.model, weights=weights if weights in ("none", "default") else str(Path(weights).resolve())
-            ),
-        )
-
     def key(self, fingerprint: str) -> str:
         """The run's name, for data of this fingerprint: readable in front, a hash of all that counts behind."""
+        from nearkin.keys import keyed
+
         counted = json.dumps([fingerprint, keyed(self)], sort_keys=True)
         digest = hashlib.sha256(counted.encode()).hexdigest()[:12]
         return f"{self.data.source}-{self.loss.name}-{self.model.dim}-{digest}"
@@ -318,12 +310,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def keyed(recipe: Recipe) -> dict[str, Any]:
-    """All of a recipe that changes a number, as plain values."""
-    return _to_dict(recipe, keyed_only=True)
-
-
-def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
+def plain_values(node: Any, *, keyed_only: bool = False) -> dict[str, Any]:
+    """A dataclass of settings as nested plain values, without what is None."""
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(node):
         value = getattr(node, entry.name)
@@ -332,11 +320,19 @@ def _to_dict(node: Any, *, keyed_only: bool) -> dict[str, Any]:
         if isinstance(value, Choice):
             value = value.to_dict()
         elif dataclasses.is_dataclass(value):
-            value = _to_dict(value, keyed_only=keyed_only)
+            value = plain_values(value, keyed_only=keyed_only)
         elif isinstance(value, Path):
             value = str(value)
+        elif isinstance(value, int) and entry.name in _float_fields(node.__class__):
+            value = float(value)
         values[entry.name] = value
     return values
+
+
+@functools.cache
+def _float_fields(kind: type) -> frozenset[str]:
+    hints = typing.get_type_hints(kind)
+    return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
 
 
 def parsed(path: Path, what: str, make: Callable[[dict[str, Any]], T]) -> T:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +48,7 @@ class Run:
         A recipe of the same key differs in nothing that changes a number, but it may know where the data lie now.
         """
         path = Path(runs) / key
-        recipe = recipe.found_from_anywhere()
+        recipe = _with_full_paths(recipe)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "recipe.toml").exists():
@@ -166,6 +167,15 @@ class Run:
         target = self.path / "failed.json"
         with _trouble_said(target):
             write_aside(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
+
+
+def _with_full_paths(recipe: Recipe) -> Recipe:
+    """So that the run finds its data from anywhere."""
+    root, weights = recipe.data.root, recipe.model.weights
+    data = replace(recipe.data, root=root and root.resolve())
+    if weights in ("none", "default"):
+        return replace(recipe, data=data)
+    return replace(recipe, data=data, model=replace(recipe.model, weights=str(Path(weights).resolve())))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Recipes: typed, refusing what they do not know, and named by what counts."""
 
+import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from nearkin import recipes
 from nearkin.errors import ConfigError
+from nearkin.losses.register import LOSSES, loss
+from nearkin.miners import MINERS
 from nearkin.recipe import Choice, Recipe
 
 
@@ -69,6 +72,46 @@ def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
     ]
     keys = {base.key("f"), base.key("g"), *(other.key("f") for other in others)}
     assert len(keys) == 2 + len(others)
+
+
+@pytest.mark.parametrize("same", [
+    {"loss": Choice("proxy_anchor")},
+    {"loss": Choice("proxy_anchor", {"margin": 0.1})},
+    {"loss": Choice("proxy_anchor", {"alpha": 32, "margin": 0.1})},
+    {"train": replace(recipes.glyphs_small().train, clip_norm=10)},
+])  # fmt: skip
+def test_the_same_training_has_one_key_however_it_is_written(same):
+    base = recipes.glyphs_small()
+    assert LOSSES["proxy_anchor"].settings == {"alpha": 32.0, "margin": 0.1}
+    assert (base.loss.name, base.train.clip_norm) == ("proxy_anchor", 10.0)
+    assert replace(base, **same).key("f") == base.key("f")
+
+
+def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
+    base = replace(recipes.glyphs_small(), loss=Choice("multi_similarity"), miner=Choice("multi_similarity"))
+    [(setting, default)] = [
+        (name, p.default)
+        for name, p in inspect.signature(MINERS["multi_similarity"]).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    spelt = replace(base, miner=Choice("multi_similarity", {setting: default}))
+    assert spelt.key("f") == base.key("f")
+    assert replace(base, miner=Choice("multi_similarity", {setting: 2 * default})).key("f") != base.key("f")
+    assert replace(base, miner=None).key("f") != base.key("f")
+
+    mine = replace(base, loss=Choice("mine"), miner=None)  # not registered: what is given must do
+    assert replace(mine, loss=Choice("mine", {"a": 1})).key("f") == replace(mine, loss=Choice("mine", {"a": 1.0})).key(
+        "f"
+    )
+    monkeypatch.setattr(LOSSES, "_items", dict(LOSSES._items))
+
+    @loss(family="pair", paper="none", formula="none", use="none")
+    def mine_too(p, *, a: float = 1.0, shape: tuple[int, ...] = (1, 2)):
+        return p.sim.mean(1)
+
+    given = replace(mine, loss=Choice("mine_too", {"a": 1}))
+    assert given.key("f") == replace(mine, loss=Choice("mine_too")).key("f")
+    assert given.key("f") != replace(mine, loss=Choice("mine_too", {"a": 2})).key("f")
 
 
 def test_find_takes_names_files_and_run_folders(tmp_path):

@@ -36,8 +36,9 @@ from nearkin import recipes
 from nearkin.bench.protocols import Protocol
 from nearkin.errors import ConfigError
 from nearkin.evaluate import HEADLINE
+from nearkin.keys import keyed
 from nearkin.losses.register import LOSSES
-from nearkin.recipe import Recipe, from_dict, keyed, parsed
+from nearkin.recipe import Recipe, from_dict, parsed
 
 
 @dataclass(frozen=True)
