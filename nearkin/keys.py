@@ -6,21 +6,22 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from nearkin import losses as _losses
+from nearkin.losses.register import LOSSES
+from nearkin.miners import MINERS
 from nearkin.recipe import Choice, Recipe, Scalar, plain_values
+
+assert _losses  # importing the package registers every loss
 
 
 def keyed(recipe: Recipe) -> dict[str, Any]:
     """All of a recipe that changes a number, as plain values; the loss and the miner with their defaults spelt out."""
-    from nearkin import losses, miners
-    from nearkin.losses.register import LOSSES
-
-    assert losses  # importing the package registers every loss
     values = plain_values(recipe, keyed_only=True)
     # Whoever registers a loss of his own does so before it trains; elsewhere what was given must do.
     values["loss"] = _spelt_out(recipe.loss, LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {})
     if recipe.miner is not None:
         name = recipe.miner.name
-        values["miner"] = _spelt_out(recipe.miner, _defaults(miners.MINERS[name]) if name in miners.MINERS else {})
+        values["miner"] = _spelt_out(recipe.miner, _defaults(MINERS[name]) if name in MINERS else {})
     return values
 
 
