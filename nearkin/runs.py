@@ -185,8 +185,8 @@ def _trouble_said(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{target}: cannot be written ({error.strerror or error}). The last checkpoint is kept: "
-            "make room, and the same command goes on."
+            f"{target}: cannot be written ({error.strerror or error}). "
+            "What was stored is kept: mend that, and the same command goes on."
         ) from None
 
 
