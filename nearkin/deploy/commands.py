@@ -117,8 +117,10 @@ def search(argv: list[str]) -> None:
     if args.json:
         print(json.dumps(_as_json(opened, folder, queries, answers, args), indent=1))
         return
+    from rich.text import Text
+
     for query, answer in zip(queries, answers, strict=True):
-        show(*_as_lines(opened, query, answer))
+        show(*(Text.from_markup(line) for line in _as_lines(opened, query, answer)))
     if args.sheet is not None:
         print(f"sheet: {args.sheet}")
 
