@@ -63,8 +63,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.name = LOSSES[name].name
-        self.loss.check(settings)
-        merged = {**self.loss.settings, **settings}
+        merged = {**self.loss.settings, **self.loss.check(settings)}
         self.settings = {k: v for k, v in merged.items() if k in self.loss.own}
         self.outer = {k: v for k, v in merged.items() if k in self.loss.inputs.outer}
         self.loss.check_reduction(reduction)

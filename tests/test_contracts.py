@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from rows import ROWS
@@ -222,6 +223,11 @@ def refuses_what_it_cannot_use(name: str) -> None:
         if not isinstance(default, bool):
             with pytest.raises(ConfigError, match=f"{name}: {key} must be"):
                 make(name, **{key: float("nan")})
+    for key, where in LOSSES[name].space.items():
+        illegal = {"log": -1.0, "integer": 0}.get(where.kind)
+        if illegal is not None:
+            with pytest.raises(ConfigError, match=f"{name}: {key} must be in"):
+                make(name, **{key: illegal})
 
 
 def refuses_labels_beyond_its_classes(name: str) -> None:
@@ -338,6 +344,33 @@ def test_names_and_settings_are_those_of_the_design() -> None:
     }
     assert {name: entry.settings for name, entry in LOSSES.items()} == want
     assert len(want) == 27
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "refused", "legal"),
+    [
+        ("norm_softmax", "temperature", [0.0, 0, -0.05], [1e-3, 10.0]),
+        ("snca", "sigma", [0.0], [5.0]),
+        ("multi_similarity", "alpha", [0.0], [1000.0]),
+        ("mpa", "centers", [0, -1], [1, 50]),
+        ("mpa", "gamma", [0.0], [2.0]),
+        ("pce", "lam", [0.0], [100.0]),
+        ("softmax", "dropout", [1.5, 1.0, -0.1], [0.0, 0.9]),
+        ("softmax", "smoothing", [1.1, -0.1], [0.0, 1]),
+        ("center", "strength", [-0.1], [0.0, 2.0]),
+        ("npair_mc", "l2", [-0.1], [0.0, 2.0]),
+        ("triplet", "margin", [], [0.0, -0.2, 3.0]),
+        ("contrastive", "margin", [], [-0.9, 1.0, np.float32(0.25), np.float64(0.25), torch.tensor(0.25)]),
+        ("proxy_repulsion_batch", "average", [1], [np.True_, torch.tensor(True)]),
+    ],
+)
+def test_values_that_a_formula_cannot_use(name: str, key: str, refused: list[float], legal: list[float]) -> None:
+    """Refused are a division by zero and what is no probability, no weight, no number of things; margins are free."""
+    for value in refused:
+        with pytest.raises(ConfigError, match=f"{name}: {key} must be .*, got {value}"):
+            make(name, **{key: value})
+    for value in legal:
+        assert torch.isfinite(make(name, **{key: value})(*batch()))
 
 
 def test_a_name_that_is_missed_is_suggested() -> None:

@@ -299,6 +299,46 @@ def test_gradient_is_that_of_the_value(row: Row, classes: int) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: objective(x, labels, *probabilities), inputs, fast_mode=True)
 
 
+SETTINGS = [(name, key) for name, entry in LOSSES.items() for key, v in entry.own.items() if isinstance(v, float)]
+
+
+@pytest.mark.parametrize(("name", "key"), SETTINGS)
+def test_a_learned_setting_gets_its_gradient_or_is_refused(name: str, key: str) -> None:
+    """Against finite differences of the value, with few classes (dense sums) and with many (lists)."""
+    value = torch.tensor(LOSSES[name].own[key], dtype=DOUBLE, requires_grad=True)
+    if key not in LOSSES[name].learned:
+        with pytest.raises(nk.UserError, match=f"{name}: {key} cannot be learned; give a number"):
+            nk.Objective(name, num_classes=3, dim=4, **{key: value})
+        plain = nk.Objective(name, num_classes=3, dim=4, **{key: value.detach()})
+        assert isinstance(plain.settings[key], float)
+        return
+    for classes in (2, 12):
+        emb, labels = batch(26, classes, dim=4, seed=3)
+        for options in ({}, {"miner": "multi_similarity"}, {"normalize": False}):
+            if "normalize" in options and "normalize" not in LOSSES[name].settings:
+                continue
+
+            def at(
+                x: Tensor, options: dict[str, object] = options, pair: tuple[Tensor, Tensor] = (emb, labels)
+            ) -> Tensor:
+                return nk.Objective(name, **{key: x}, **options)(*pair)
+
+            assert torch.autograd.gradcheck(at, (value,))
+            assert float(torch.autograd.grad(at(value), value)[0]) != 0, "the test would not see a lost gradient"
+
+
+def test_which_settings_may_be_learned() -> None:
+    learned = {name: sorted(entry.learned) for name, entry in LOSSES.items() if entry.learned}
+    assert learned == {
+        "contrastive": ["margin"],
+        "contrastive_l2": ["margin"],
+        "margin": ["alpha", "beta"],
+        "margin_similarity": ["beta", "margin"],
+        "lifted_structure": ["margin"],
+        "lifted_song": ["margin"],
+    }
+
+
 @pytest.mark.parametrize("name", [*PAIR_LOSSES, "nca"])
 def test_lists_and_masks_agree(name: str) -> None:
     """Pairs without the list of kin, and pairs built by hand, give the same values and gradients."""

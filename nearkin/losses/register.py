@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
@@ -31,12 +32,16 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Range:
-    """Where a tuner may look for a setting: an interval (even on a linear or a log scale), integers, or a list."""
+    """Where a tuner may look for a setting: an interval (even on a linear or a log scale), integers, or a list.
+
+    `legal` is the wider interval of what the formula can use at all; what is outside is refused.
+    """
 
     kind: Literal["log", "linear", "integer", "choice"]
     low: float = math.nan
     high: float = math.nan
     options: tuple[Any, ...] = ()
+    legal: str = "(-inf, inf)"
 
     def __str__(self) -> str:
         if self.kind == "choice":
@@ -49,24 +54,34 @@ class Range:
             return value in self.options
         return isinstance(value, int | float) and self.low <= value <= self.high
 
+    def allows(self, value: float) -> bool:
+        """Whether a number is legal, inside the range or not.
 
-def log(low: float, high: float) -> Range:
-    """A positive setting whose ratio matters.
+        >>> log(0.5, 50).allows(1000.0), log(0.5, 50).allows(0.0)
+        (True, False)
+        """
+        least, most = map(float, self.legal[1:-1].split(","))
+        ends = (self.legal[0] == "[" and value == least) or (self.legal[-1] == "]" and value == most)
+        return ends or least < value < most
+
+
+def log(low: float, high: float, *, legal: str = "(0, inf)") -> Range:
+    """A positive setting whose ratio matters; a weight that may be switched off has legal="[0, inf)".
 
     >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
     ('0.5 to 50, log scale', True)
     """
-    return Range("log", low, high)
+    return Range("log", low, high, legal=legal)
 
 
-def linear(low: float, high: float) -> Range:
+def linear(low: float, high: float, *, legal: str = "(-inf, inf)") -> Range:
     """A setting whose difference matters."""
-    return Range("linear", low, high)
+    return Range("linear", low, high, legal=legal)
 
 
 def integer(low: int, high: int) -> Range:
-    """A whole number."""
-    return Range("integer", low, high)
+    """A whole number, from `low` on."""
+    return Range("integer", low, high, legal=f"[{low}, inf)")
 
 
 def choice(*options: Any) -> Range:
@@ -129,6 +144,7 @@ class Loss:
     space: Mapping[str, Range]
     reductions: tuple[Reduction, ...]
     own: Mapping[str, Any]  # settings of the function, with their defaults
+    learned: frozenset[str]  # those of them that may be a tensor with a gradient
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,20 +155,32 @@ class Loss:
     def summary(self) -> str:
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a setting that does not exist or is of another type than its default."""
-        for key, value in settings.items():
-            known = self.settings
-            if key not in known:
-                hint = did_you_mean(key, known) or (f" It has: {', '.join(known)}." if known else " It has none.")
-                raise ConfigError(f"{self.name}: no setting '{key}'.{hint}")
-            default = known[key]
-            if isinstance(value, Tensor) and value.dim() == 0:
-                continue  # a learned setting
-            fits = isinstance(value, bool) if isinstance(default, bool) else _is_number(value, type(default))
-            if not fits:
-                kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
-                raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
+    def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings as plain numbers, or an error for one that does not exist or cannot be used.
+
+        A 0-dim tensor with a gradient stays what it is where the function passes the gradient on.
+        """
+        return {key: self._check_one(key, value) for key, value in settings.items()}
+
+    def _check_one(self, key: str, value: Any) -> Any:
+        known = self.settings
+        if key not in known:
+            hint = did_you_mean(key, known) or (f" It has: {', '.join(known)}." if known else " It has none.")
+            raise ConfigError(f"{self.name}: no setting '{key}'.{hint}")
+        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad:
+            if key not in self.learned:
+                raise ConfigError(f"{self.name}: {key} cannot be learned; give a number, or detach the tensor.")
+            return value
+        if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
+            value = value.item()
+        default, where = known[key], self.space.get(key)
+        fits = isinstance(value, bool) if isinstance(default, bool) else _is_number(value, type(default))
+        if not fits:
+            kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
+            raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
+        if where is not None and where.kind != "choice" and not where.allows(value):
+            raise ConfigError(f"{self.name}: {key} must be in {where.legal}, got {value!r}.")
+        return value
 
     def check_reduction(self, reduction: str) -> None:
         if reduction not in self.reductions:
@@ -195,14 +223,15 @@ def loss(
 ) -> Callable[[Callable[..., Tensor | tuple[Tensor, Tensor]]], Callable[..., Tensor]]:
     """Register a function as a loss under its own name, and give it the public call.
 
-    The function takes `Pairs` (or `ToClasses`) and keyword-only settings. It returns one value per anchor [N], or
-    (totals [N], count) when the mean is not over anchors, or the finished 0-dim loss (`reductions=("mean",)`).
+    The function takes `Pairs` (or `ToClasses`) and keyword-only settings. To one annotated `float | Tensor` it must
+    pass a gradient on: such a setting may be learned. It returns one value per anchor [N], or (totals [N], count) when
+    the mean is not over anchors, or the finished 0-dim loss (`reductions=("mean",)`).
     The public call of a pair loss takes `Pairs`; that of a class loss takes (emb, labels, *params).
     """
 
     def register(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         signature = inspect.signature(function)
-        own = {n: p.default for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+        named = {n: p for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
         entry = Loss(
             name=function.__name__,
             function=function,
@@ -214,7 +243,8 @@ def loss(
             inputs=inputs,
             space=space or {},
             reductions=reductions,
-            own=own,
+            own={n: p.default for n, p in named.items()},
+            learned=frozenset(n for n, p in named.items() if "Tensor" in str(p.annotation)),
         )
         unknown = set(entry.space) - set(entry.settings)
         assert not unknown, f"{entry.name}: search space for settings it does not have: {unknown}"
@@ -222,7 +252,7 @@ def loss(
 
         @functools.wraps(function)
         def public(*given: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
-            entry.check(settings)
+            settings = entry.check(settings)
             for key in settings:
                 if key in inputs.outer:
                     raise ConfigError(f"{entry.name}: '{key}' is a setting of nk.Objective, not of the function.")

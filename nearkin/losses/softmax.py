@@ -30,7 +30,7 @@ from nearkin.vectors import check_finite, full_precision
     paper="Boudiaf et al. 2020",
     formula="mean_i of  -sum_c t_ic log softmax(W x_i + b)_c,  t = 1 - smoothing (own), smoothing/(C - 1) (others)",
     use="The plainest baseline, and a hard one to beat when tuned; it needs neither pairs nor a special sampler.",
-    space={"smoothing": linear(0.0, 0.3), "dropout": linear(0.0, 0.6)},
+    space={"smoothing": linear(0.0, 0.3, legal="[0, 1]"), "dropout": linear(0.0, 0.6, legal="[0, 1)")},
     inputs=HEAD,
     cost="N C D",
 )
@@ -121,7 +121,7 @@ def _to_head_and_centers(
     paper="Wen et al. 2016",
     formula="mean_i of  -log softmax(W x_i + b)_y  +  (strength / 2) |x_i - center_y|^2",
     use="Cross entropy with tighter classes; strength sets the compromise.",
-    space={"strength": log(1e-4, 0.1)},
+    space={"strength": log(1e-4, 0.1, legal="[0, inf)")},
     inputs=Inputs(
         _to_head_and_centers,
         (*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),

@@ -87,7 +87,7 @@ class _AllTriplets(torch.autograd.Function):
     use="A smooth all-pairs loss; with more than four (positive, negative) pairs per anchor its hinge never closes.",
     space={"margin": linear(0.0, 1.0)},
 )
-def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
+def lifted_structure(p: Pairs, *, margin: float | Tensor = 0.5) -> Tensor:
     """The soft maximum over positives of their dissimilarity plus the soft maximum over negatives of their similarity.
 
     p        cosines [N, M] with masks; returns one value per anchor [N], 0 without positives or without negatives
@@ -110,7 +110,7 @@ def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
     space={"margin": linear(0.2, 1.5)},
     inputs=Inputs(pair_up, pairs=True),
 )
-def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
+def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Each positive pair against all negatives of both its ends, on Euclidean distances, squared.
 
     p        cosines [N, N] with masks; returns totals per anchor [N] and the number of unordered positive pairs
@@ -155,7 +155,7 @@ def npair(p: Pairs) -> Tensor:
     paper="Sohn 2016",
     formula="mean over classes of  log(1 + sum_{c' != c} exp(a_c.p_c' - a_c.p_c))  +  l2 * mean |x|^2",
     use="Two samples of many classes per batch; embeddings are not normalised, l2 keeps them short.",
-    space={"l2": log(1e-4, 0.1)},
+    space={"l2": log(1e-4, 0.1, legal="[0, inf)")},
     inputs=ONE_PER_CLASS,
     cost="C'^2 D",
 )
