@@ -82,6 +82,23 @@ def test_distances_of_near_duplicates_are_zero_with_zero_gradient() -> None:
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
+def test_one_long_vector_does_not_blot_out_the_distances_of_others() -> None:
+    """In float32, against the differences themselves in float64; values and gradients."""
+    x = randn(9, 3) * 0.5
+    x[4] *= 2000
+    x[8] = x[7]
+    leaf, exact = x.float().requires_grad_(), x.float().double().requires_grad_()
+    distance = nk.pair_up(leaf, torch.arange(9), metric="dot").distance()
+    differ = (exact[:, None] - exact).square().sum(2)
+    far = differ > 0
+    torch.testing.assert_close(distance.double()[far], differ[far].sqrt(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(distance[~far], torch.zeros(11))  # each from itself, and rows 7 and 8 from each other
+    far[4] = far[:, 4] = False
+    distance[far].sum().backward()
+    differ[far].sqrt().sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-3, atol=1e-4)
+
+
 def test_one_pair_per_class() -> None:
     emb = randn(7, 3)
     pairs = one_pair_per_class(emb, torch.tensor([5, 9, 5, 1, 9, 5, 9]))
