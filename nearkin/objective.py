@@ -70,7 +70,7 @@ class Objective(nn.Module):
         self.reduction: Reduction = reduction
         self.num_classes, self.dim = _check_sizes(num_classes, dim)
         self.prefixes = _check_prefixes(prefixes, dim)
-        self.miner, self.miner_settings = self._check_miner(miner), dict(miner_settings or {})
+        self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._make_params()
         self._make_memory(memory)
 
@@ -112,8 +112,7 @@ class Objective(nn.Module):
         pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **options))
         if self.miner is None:
             return pairs
-        mine = MINERS[self.miner] if isinstance(self.miner, str) else self.miner
-        return mine(pairs, **self.miner_settings)
+        return _find_miner(self.miner)(pairs, **self.miner_settings)
 
     def _to_classes(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Any:
         if self.outer.get("dropout"):
@@ -122,12 +121,15 @@ class Objective(nn.Module):
         count = {"num_classes": self.num_classes} if self.loss.inputs.counts_classes else {}
         return self.loss.inputs.build(emb, labels, *params, *given, **count)
 
-    def _check_miner(self, miner: str | Miner | None) -> str | Miner | None:
-        if miner is not None and not self.loss.inputs.pairs:
+    def _check_miner(self, miner: str | Miner | None, settings: dict[str, Any]) -> dict[str, Any]:
+        if miner is None:
+            if settings:
+                raise ConfigError(f"miner_settings: there is no miner to take {', '.join(settings)}. Pass miner=...")
+            return {}
+        if not self.loss.inputs.pairs:
             raise ConfigError(f"{self.name} compares with classes, not with pairs: it takes no miner.")
-        if isinstance(miner, str):
-            MINERS[miner]  # an unknown name is refused here, with a suggestion
-        return miner
+        check = getattr(_find_miner(miner), "check", dict)  # a function of the user's own knows its settings itself
+        return cast(dict[str, Any], check(settings))
 
     # --- learned state ------------------------------------------------------------------------------------------------
 
@@ -269,6 +271,10 @@ class WeightedSum(nn.Module):
         """The groups of every part, their names led by its number."""
         parts = [cast(Objective, part) for part in self.parts]
         return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.parameter_groups(lr)]
+
+
+def _find_miner(miner: str | Miner) -> Miner:
+    return MINERS[miner] if isinstance(miner, str) else miner
 
 
 def _check_sizes(num_classes: int | None, dim: int | None) -> tuple[int | None, int | None]:

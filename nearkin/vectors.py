@@ -175,7 +175,7 @@ class _Distances(torch.autograd.Function):
         if 4 * low >= high:  # all of about one length, as unit vectors are: one size serves, in one pass
             torch.threshold_(square, digits * 2 * high, 0.0)
         else:  # some rows at a time: a third block [N, M] would cost more than the comparison
-            for part, size in zip(square.split(128), anchor_sq.split(128), strict=True):
+            for part, size in zip(torch.split(square, 128), torch.split(anchor_sq, 128), strict=True):
                 part.masked_fill_(part <= (size[:, None] + ref_sq).mul_(digits), 0.0)
         root = square.sqrt_()
         ctx.save_for_backward(root)

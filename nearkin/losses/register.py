@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.pairs import Pairs, one_pair_per_class, pair_up
-from nearkin.registry import Registry
+from nearkin.registry import Registry, is_number, plain
 from nearkin.vectors import full_precision
 
 Reduction = Literal["mean", "sum", "none"]
@@ -171,10 +170,8 @@ class Loss:
             if key not in self.learned:
                 raise ConfigError(f"{self.name}: {key} cannot be learned; give a number, or detach the tensor.")
             return value
-        if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-            value = value.item()
-        default, where = known[key], self.space.get(key)
-        fits = isinstance(value, bool) if isinstance(default, bool) else _is_number(value, type(default))
+        value, default, where = plain(value), known[key], self.space.get(key)
+        fits = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
         if not fits:
             kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
             raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
@@ -199,12 +196,6 @@ class Loss:
             return values.mean()
         # With no terms at all the sum is an attached 0, and 0 / 1 is the answer.
         return values.sum() / (1 if count is None else count.clamp(min=1))
-
-
-def _is_number(value: object, kind: type) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)
 
 
 LOSSES: Registry[Loss] = Registry("loss")
