@@ -490,6 +490,26 @@ def test_pairs_by_hand() -> None:
     value.backward()
 
 
+def test_lifted_song_of_pairs_met_from_one_end_only() -> None:
+    """A pair seen once weighs half of one seen twice, so the mean over pairs alike in all else is the same."""
+    sim = torch.tensor([[1.0, 0.8, 0.6], [0.8, 1.0, 0.6], [0.6, 0.6, 1.0]], dtype=DOUBLE)
+    pos, neg = torch.zeros(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
+    neg[:2, 2] = pos[0, 1] = True
+    once = float(nk.losses.lifted_song(Pairs(sim, pos.clone(), neg)))
+    pos[1, 0] = True
+    assert once == pytest.approx(float(nk.losses.lifted_song(Pairs(sim, pos, neg))), rel=1e-12)
+    distance = (2 - 2 * 0.8) ** 0.5
+    want = (distance + _lse([1 - (2 - 2 * 0.6) ** 0.5] * 2)) ** 2 / 2
+    assert once == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("m", [4, 16])
+def test_lifted_song_of_a_batch_against_references_is_refused(m: int) -> None:
+    (emb, labels), (refs, ref_labels) = batch(8, 3), batch(m, 3, seed=1)
+    with pytest.raises(nk.UserError, match=rf"takes Pairs \[N, N\], got \[8, {m}\]"):
+        nk.losses.lifted_song(nk.pair_up(emb, labels, refs, ref_labels))
+
+
 @pytest.mark.parametrize("margin", [0.5, -0.2], ids=["few active", "most active"])
 def test_large_batches_against_plain_autograd(margin: float) -> None:
     """From 257 samples on gradients may be sparse, alone or added to dense ones; plain torch must agree."""

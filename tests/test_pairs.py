@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,23 @@ def test_masks_by_list_and_by_comparison(classes: int, n: int) -> None:
 def test_labels_that_float32_cannot_tell_apart() -> None:
     labels = torch.tensor([2**24, 2**24 + 1, 2**62, 2**62 + 1])
     assert not nk.pair_up(randn(4, 3), labels).pos.any()
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["a", "a", "b"],
+        np.array(["a", "a", "b"]),
+        np.array(["a", "a", "b"], dtype=object),
+        [None] * 3,
+        None,
+        [2**70] * 3,
+    ],
+    ids=["names", "array of names", "array of objects", "none", "nothing", "beyond 64 bits"],
+)
+def test_labels_that_are_no_integers(labels: object) -> None:
+    with pytest.raises(nk.UserError, match=r"labels: expected integers, got .* Number the classes: np\.unique"):
+        nk.pair_up(randn(3, 2), labels)
 
 
 def test_a_changed_mask_is_believed() -> None:

@@ -37,7 +37,7 @@ def list_losses() -> str:
             lines.append(f"  {'':{width}}  {entry.paper}. Cost {entry.cost}.")
     lines += [
         "",
-        "N batch, M references, C classes, K centres, P positives, D dimensions.",
+        "N batch, M references, C classes (C' with two samples in the batch), K centres, P positives, D dimensions.",
         "nearkin losses NAME explains one.",
     ]
     return "\n".join(lines).lstrip()

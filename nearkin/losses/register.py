@@ -195,7 +195,7 @@ class Loss:
         if count is None and len(values):
             return values.mean()
         # With no terms at all the sum is an attached 0, and 0 / 1 is the answer.
-        return values.sum() / (1 if count is None else count.clamp(min=1))
+        return values.sum() / (1 if count is None else count + (count == 0))
 
 
 LOSSES: Registry[Loss] = Registry("loss")
