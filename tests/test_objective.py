@@ -147,7 +147,7 @@ def test_learned_beta_moves() -> None:
 
 
 def test_proxies_start_at_the_means_of_their_classes() -> None:
-    emb = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [1.0, 0.2, 0.0], [-5.0, -1.0, 0.0]])
+    emb = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [1.0, 2.0, 0.0], [-1.0, -2.0, 0.0]])
     labels = torch.tensor([0, 0, 1, 3, 3])  # none of class 2, and those of class 3 cancel
     objective = nk.Objective("proxy_anchor", num_classes=4, dim=3)
     several = nk.Objective("mpa", num_classes=4, dim=3, centers=2)
