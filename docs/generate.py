@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from nearkin.losses import LOSSES, Loss
-from nearkin.losses.explain import FAMILIES, draw, settings_table, takes
+from nearkin.losses.explain import FAMILIES, draw, settings_table
 
 HERE = Path(__file__).parent / "losses"
 TITLES = {
@@ -62,7 +62,7 @@ def example(entry: Loss) -> str:
         [
             f'objective = nk.Objective("{entry.name}"{needs})',
             "loss = objective(emb, labels)",
-            f"# or as a function: {takes(entry)}",
+            f"# or as a function: {entry.takes}",
         ]
     )
 

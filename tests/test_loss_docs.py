@@ -11,7 +11,7 @@ import pytest
 import torch
 from rows import ROWS
 
-from nearkin import information, miners, objective, pairs, sums, vectors
+from nearkin import information, miners, objective, pairs, registry, sums, vectors
 from nearkin.losses import LOSSES, classes, explain, register
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,16 @@ def test_pages_are_up_to_date() -> None:
         assert page.read_text() == text, f"{name} is out of date: run python docs/generate.py"
     for name in LOSSES:
         assert (ROOT / "docs" / "losses" / f"{name}.png").exists()
+
+
+def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
+    """A stray "|" in a docstring or a setting would open a new column."""
+    for name, text in generate().pages().items():
+        cells = 0
+        for line in text.splitlines():
+            here = line.count("|") if line.startswith("|") else 0
+            assert not (cells and here) or here == cells, f"{name}: {line}"
+            cells = here
 
 
 def test_add_a_loss_in_five_minutes() -> None:
@@ -53,7 +63,9 @@ def test_add_a_loss_in_five_minutes() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [pairs, sums, vectors, miners, objective, information, classes, register], ids=lambda m: m.__name__
+    "module",
+    [pairs, sums, vectors, miners, objective, information, registry, classes, register],
+    ids=lambda m: m.__name__,
 )
 def test_examples(module: object) -> None:
     scope = {**vars(module), "torch": torch}

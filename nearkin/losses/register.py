@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -154,6 +154,20 @@ class Loss:
     def summary(self) -> str:
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
+    @property
+    def takes(self) -> str:
+        """How the function is called."""
+        if self.inputs is PRODUCTS:
+            return f'nk.losses.{self.name}(nk.pair_up(emb, labels, metric="dot"))'
+        if self.inputs is ONE_PER_CLASS:
+            return f"nk.losses.{self.name}(nearkin.pairs.one_pair_per_class(emb, labels))"
+        if self.inputs.pairs:
+            return f"nk.losses.{self.name}(nk.pair_up(emb, labels))"
+        given = ["emb", "labels", *(spec.name for spec in self.inputs.params)]
+        if self.inputs.counts_classes:
+            given.append("probabilities" if self.name == "pce" else "num_classes")
+        return f"nk.losses.{self.name}({', '.join(given)})"
+
     def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings as plain numbers, or an error for one that does not exist or cannot be used.
 
@@ -178,6 +192,16 @@ class Loss:
         if where is not None and where.kind != "choice" and not where.allows(value):
             raise ConfigError(f"{self.name}: {key} must be in {where.legal}, got {value!r}.")
         return value
+
+    def check_params(self, values: Sequence[Any]) -> None:
+        """Refuse class parameters of another shape than the loss has them in."""
+        sizes: dict[str, int] = {}
+        for spec, value in zip(self.inputs.params, values, strict=False):
+            want = ", ".join(str(sizes.get(letter, letter)) for letter in spec.shape)
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            fits = isinstance(value, Tensor) and value.dim() == len(spec.shape)
+            if not fits or any(sizes.setdefault(k, n) != n for k, n in zip(spec.shape, value.shape, strict=True)):
+                raise ConfigError(f"{self.name}: {spec.name} must be a tensor [{want}], got {got}.")
 
     def check_reduction(self, reduction: str) -> None:
         if reduction not in self.reductions:
@@ -217,7 +241,8 @@ def loss(
     The function takes `Pairs` (or `ToClasses`) and keyword-only settings. To one annotated `float | Tensor` it must
     pass a gradient on: such a setting may be learned. It returns one value per anchor [N], or (totals [N], count) when
     the mean is not over anchors, or the finished 0-dim loss (`reductions=("mean",)`).
-    The public call of a pair loss takes `Pairs`; that of a class loss takes (emb, labels, *params).
+    The public call of a pair loss takes `Pairs`; that of a class loss takes (emb, labels, *params). Both take the
+    settings and `reduction`.
     """
 
     def register(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
@@ -240,23 +265,40 @@ def loss(
         unknown = set(entry.space) - set(entry.settings)
         assert not unknown, f"{entry.name}: search space for settings it does not have: {unknown}"
         LOSSES.add(entry.name, entry)
+        build = inspect.signature(inputs.build)
 
         @functools.wraps(function)
         def public(*given: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
+            by_name = {} if inputs.pairs else {k: settings.pop(k) for k in build.parameters if k in settings}
             settings = entry.check(settings)
             for key in settings:
                 if key in inputs.outer:
                     raise ConfigError(f"{entry.name}: '{key}' is a setting of nk.Objective, not of the function.")
             if inputs.pairs:
                 if len(given) != 1 or not isinstance(given[0], Pairs):
-                    raise ConfigError(f"{entry.name} takes Pairs: nk.losses.{entry.name}(nk.pair_up(emb, labels)).")
+                    raise ConfigError(f"{entry.name} takes Pairs: {entry.takes}.")
                 read = given[0]
             else:
-                read = inputs.build(*given)
+                try:
+                    bound = build.bind(*given, **by_name)
+                except TypeError as error:
+                    raise ConfigError(f"{entry.name}: {error}. Call it as {entry.takes}.") from None
+                entry.check_params(bound.args[2:])  # after emb and labels
+                read = inputs.build(*bound.args, **bound.kwargs)
             with full_precision(read.sim):
                 return entry.reduce(function(read, **settings), reduction)
 
         public.loss = entry  # type: ignore[attr-defined]
+        # What help() shows: the call as it is made, not that of the mathematics within.
+        taken = list((signature if inputs.pairs else build).parameters.values())
+        public.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                *(p for p in taken if p.kind <= p.POSITIONAL_OR_KEYWORD),
+                *named.values(),
+                inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
+            ],
+            return_annotation="Tensor",
+        )
         return public
 
     return register
