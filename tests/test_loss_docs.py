@@ -11,7 +11,7 @@ import pytest
 import torch
 from rows import ROWS
 
-from nearkin import information, miners, objective, pairs, registry, sums, vectors
+from nearkin import information, miners, objective, pairs, sums, vectors
 from nearkin.losses import LOSSES, classes, explain, register
 
 ROOT = Path(__file__).parents[1]
@@ -63,9 +63,7 @@ def test_add_a_loss_in_five_minutes() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [pairs, sums, vectors, miners, objective, information, registry, classes, register],
-    ids=lambda m: m.__name__,
+    "module", [pairs, sums, vectors, miners, objective, information, classes, register], ids=lambda m: m.__name__
 )
 def test_examples(module: object) -> None:
     scope = {**vars(module), "torch": torch}
