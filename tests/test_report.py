@@ -4,7 +4,9 @@ import base64
 import csv
 import io
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -193,6 +195,43 @@ def test_data_that_are_gone_or_changed_leave_a_page_with_the_numbers(features_ru
         assert "have changed since" in gather([features_run], reporter=QUIET).why
     finally:
         hidden.rename(root)
+
+
+def test_a_run_that_lost_its_environment_has_a_page(features_run, tmp_path):
+    kept = (features_run.path / "env.json").rename(tmp_path / "env.json")
+    try:
+        report = gather([features_run], reporter=QUIET)
+    finally:
+        kept.rename(features_run.path / "env.json")
+    assert report.stories[0]["environment"] == {}
+    assert "Environment" not in render(report)
+
+
+def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder, tmp_path):
+    """From a folder and from a table in it; those of a table that point elsewhere by their own folder only."""
+    data = tmp_path / "data"
+    shutil.copytree(photo_folder, data)
+    for folder in sorted(data.iterdir()):
+        (folder / "deep").mkdir()
+        for path in sorted(folder.glob("*.png"))[::2]:
+            path.rename(folder / "deep" / path.name)
+    files = sorted(path.relative_to(data) for path in data.rglob("*.png"))
+    (data / "here.csv").write_text("path,label\n" + "".join(f"{file},{file.parts[0]}\n" for file in files))
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "t.csv").write_text("path,label\n" + "".join(f"{data / f},{f.parts[0]}\n" for f in files))
+    for source, root in (("folder", data), ("table", data / "here.csv"), ("table", tmp_path / "away" / "t.csv")):
+        recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_share=0.0))
+        recipe = replace(recipe, train=replace(recipe.train, epochs=1))
+        report = gather([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
+        suspects = report.findings[0]["suspects"]
+        told = list(csv.DictReader(io.StringIO(base64.b64decode(suspects["csv"].partition(",")[2]).decode())))
+        assert len(told) == 48  # four classes of twelve
+        assert {row["path"] for row in told} == set(report.items["name"])
+        if root.parent.name == "away":
+            assert all(len(Path(row["path"]).parts) == 2 for row in told)
+        else:
+            assert all((data / row["path"]).is_file() and row["path"].startswith(row["label"]) for row in told)
+        assert str(tmp_path) not in render(report)
 
 
 def test_an_unfinished_run_is_refused(features_run, tmp_path):
@@ -414,6 +453,9 @@ def test_charts_leave_out_what_has_no_values_and_take_single_points():
     assert "<b>" not in one
     assert one.count("<circle") == 1
     assert "nan" not in one
+    gaps = line_chart([Series("a", [1, 2, 3], [np.nan, 2.0, 4.0]), Series("b", [1, 2], [np.nan, np.inf])], "gaps")
+    assert gaps == line_chart([Series("a", [2, 3], [2.0, 4.0]), Series("b", [1, 2], [None, None])], "gaps")
+    assert "nan" not in gaps
 
 
 def test_an_in_shop_split_asks_queries_of_the_gallery(tmp_path):

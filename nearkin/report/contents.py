@@ -76,7 +76,8 @@ def story(run: Run) -> dict[str, Any]:
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
     recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
-    environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+    stored = run.path / "env.json"
+    environment = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     environment.pop("command", None)
     return {
         "key": run.path.resolve().name,
