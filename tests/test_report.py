@@ -356,7 +356,7 @@ def test_neighbours_that_are_not_on_the_page_are_known_by_their_class(wide_runs,
     assert away > 100
     assert all(near >= 0 for view in found["views"].values() for item in view for near in found["near"][item])
     assert report.items["sizes"] == [10] * 60
-    assert "of them are on this page" in render(report)
+    assert "This page holds 400 of the images" in render(report)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
