@@ -135,9 +135,9 @@ def findings(view: View, lists: Lists, shown: Shown, *, tsne: bool, reporter: Re
     A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
     """
     near = view.near[shown.rows]
-    items = shown.place[near]
+    place = shown.place[near]
     return {
-        "near": np.where(items < 0, -1 - view.table.labels[near], items).tolist(),
+        "near": np.where(place < 0, -1 - view.table.labels[near], place).tolist(),
         "similar": np.rint(1000 * view.similar[shown.rows]).astype(int).tolist(),
         "recall": [None if math.isnan(v) else int(v) for v in view.per_row("R@1")[shown.rows]],
         "precision": [rounded(v, 3) for v in view.per_row("MAP@R")[shown.rows]],

@@ -49,15 +49,15 @@ def views(view: View, *, each: int, seed: int = 0) -> dict[str, Rows]:
 
 
 def choose(near: Sequence[Rows], first: Rows, *, most: int) -> Rows:
-    """The rows that get a picture, in order: all where they fit. Else the first ones, then what makes rows whole, that
-    is, shows all neighbours of a row beside it: those of the first rows, then of whichever row lacks the fewest.
+    """The rows that get a picture, in order: all where they fit, else the first ones and, as a query wants all of its
+    neighbours, whole lists of them: those of the first ones, then always of the rows that lack the fewest.
 
     near   [N, k] for each of the runs on the page
     """
     around = np.concatenate(near, axis=1)
     if len(around) <= most:
         return np.arange(len(around))
-    rows = np.array(list(dict.fromkeys(first.tolist())))[:most]
+    rows = np.array(list(dict.fromkeys(first.tolist())), np.int64)[:most]
     known = np.zeros(len(around), dtype=bool)
     known[rows] = True
     left = most - len(rows)

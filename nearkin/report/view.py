@@ -69,7 +69,7 @@ class View:
             return f"row {self.table.row_numbers[row]}"
         path = self.table.paths[row]
         above = self.root if self.root is not None and path.is_relative_to(self.root) else path.parent.parent
-        return str(path.relative_to(above))
+        return path.relative_to(above).as_posix()
 
     @property
     def has_images(self) -> bool:

@@ -22,6 +22,8 @@ const named = (text) => make("bdi", {}, ...(text.match(/[^_/-]+[_/-]*|[_/-]+/g) 
 // A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
 const labelOf = (item) => item < 0 ? -1 - item : items.label[item];
 const className = (item) => items.classes[labelOf(item)];
+// The file alone: its folders would leave no room for it, and the picture beside it tells them.
+const fileName = (item) => make("div", { class: "soft" }, named(items.name[item].split("/").at(-1)));
 const percent = (value) => value === null ? "–" : (100 * value).toFixed(1);
 
 function choices(box, options, chosen, choose) {
@@ -312,7 +314,7 @@ function confusions() {
   ], pairs, { sort: 2, down: true, first: 30 });
   byId("hubs").replaceChildren(...hubs.slice(0, 12).map(({ item, lists, wrong }) =>
     make("div", { class: "card" }, tile(item), make("div", { class: "about" },
-      make("div", {}, named(className(item))), make("div", {}, `in ${lists} lists, ${wrong} of another class`), make("div", { class: "soft" }, named(items.name[item]))))));
+      make("div", {}, named(className(item))), make("div", {}, `in ${lists} lists, ${wrong} of another class`), fileName(item)))));
 }
 
 function suspects() {
@@ -321,7 +323,7 @@ function suspects() {
     `About ${percent(found.share)} % of the labels of these images look wrong; among the first 100, ${found.expected} are to be expected. Look before you change one: a hard image looks like a wrong label.`;
   listing(byId("suspect-list"), byId("suspect-more"), found.rows, (one) => [make("div", { class: "card" }, tile(one.item),
     make("div", { class: "about" }, make("div", {}, "is ", named(className(one.item))), make("div", {}, "or ", named(items.classes[one.suggested]), "?"),
-      make("div", {}, `chance of being wrong ${percent(one.probability)} %`), make("div", { class: "soft" }, named(items.name[one.item]))))], 12);
+      make("div", {}, `chance of being wrong ${percent(one.probability)} %`), fileName(one.item)))], 12);
 }
 
 function copies() {
