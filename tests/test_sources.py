@@ -420,10 +420,36 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert np.array_equal(load_features(tmp_path / "g.npy", tmp_path / "other.npy").labels, table.labels)
 
 
+def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
+    words = ["Training"] * 8 + ["Test"] * 4
+    for part in (np.array(words), np.array(words, np.bytes_)):
+        np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
+        table = load_features(tmp_path / "f.npz")
+        assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
+        assert split_for(table, Data())[1].num_images == 4
+
+
+def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):
+    np.savez(tmp_path / "F.NPZ", features=np.arange(6).reshape(2, 3), labels=np.array(["é", "b"]))
+    (tmp_path / "F.NPZ.npz").rename(tmp_path / "F.NPZ")
+    table = load_features(tmp_path / "F.NPZ")
+    assert table.features.tolist() == [[0, 1, 2], [3, 4, 5]]
+    np.savez(tmp_path / "g.npz", features=np.arange(6).reshape(2, 3), labels=np.array(["é".encode(), b"b"]))
+    assert load_features(tmp_path / "g.npz").class_names == table.class_names == ("b", "é")
+
+
 def test_features_that_cannot_serve_say_why(tmp_path):
     good = {"features": np.ones((2, 3)), "labels": np.array([0, 1])}
     for change, message in (
         ({"features": np.ones(3)}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([["a"], ["b"]])}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features hold NaN or infinity, first row 1"),
+        ({"labels": np.array([0, np.nan])}, "row 1 has no label"),
+        ({"labels": np.array(["a", ""])}, "row 1 has no label"),
+        ({"labels": np.array([b"a", b"\xff"])}, r"f\.npz: labels are bytes that are not UTF-8"),
+        ({"part": np.array(["train", "tst"])}, "part 'tst' is none of train, val, test"),
+        ({"part": np.array([0, 1])}, "part '0' is none of train, val, test"),
+        ({"part": np.array(["train"])}, r"2 features and part of shape \[1\]; expected one each"),
         ({"labels": np.arange(3)}, r"2 features and labels of shape \[3\]"),
         ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features hold NaN or infinity, first row 0"),
         ({"features": np.array([[object()], [None]])}, "cannot be read as features"),

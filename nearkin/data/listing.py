@@ -217,7 +217,7 @@ def list_table(path: Path, *, path_column: str | None = None, label_column: str 
         paths=tuple(paths),
         labels=labels,
         class_names=names,
-        part=_parts(columns["part"], path) if "part" in columns else None,
+        part=known_parts(columns["part"], path) if "part" in columns else None,
         groups=np.array(columns["group"]) if "group" in columns else None,
         boxes=_boxes(columns, path) if all(side in columns for side in "xywh") else None,
     )
@@ -284,7 +284,8 @@ def _read_parquet(file: Path) -> dict[str, list[str]]:
     return {str(name): ["" if v is None or v != v else str(v) for v in frame[name].tolist()] for name in frame.columns}
 
 
-def _parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+def known_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+    """Parts as we name them; a word that is none of them is refused, so that no official split is lost by a typo."""
     parts = [part_name(word) for word in words]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:

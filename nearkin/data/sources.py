@@ -14,7 +14,15 @@ from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
 from nearkin.data.images import FileImages
-from nearkin.data.listing import TABLE_SUFFIXES, Listing, list_folder, list_table, metadata_files, number_classes
+from nearkin.data.listing import (
+    TABLE_SUFFIXES,
+    Listing,
+    known_parts,
+    list_folder,
+    list_table,
+    metadata_files,
+    number_classes,
+)
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError, UserError, did_you_mean
@@ -170,31 +178,44 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
     NAME.labels.txt beside it. Labels may be numbers or text. An array `part` in the .npz is taken as the rows' part.
     """
     arrays = _feature_arrays(path, labels)
-    features, given = arrays["features"], arrays["labels"]
-    if features.ndim != 2 or not np.issubdtype(features.dtype, np.floating):
+    features = arrays["features"]
+    if features.ndim != 2 or features.dtype.kind not in "fiu":
         raise DataError(f"{path}: features are {features.dtype} {list(features.shape)}, expected numbers [N, D].")
-    if given.shape != (len(features),):
-        raise DataError(f"{path}: {len(features)} features and labels of shape {list(given.shape)}; expected one each.")
-    bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+    words = {key: _words(arrays[key], key, len(features), path) for key in ("labels", "part") if key in arrays}
+    if "" in words["labels"]:
+        raise DataError(f"{path}: row {words['labels'].index('')} has no label. Fill it in or remove the row.")
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(features, np.float32)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise DataError(f"{path}: {len(bad)} features hold NaN or infinity, first row {bad[0]}.")
-    numbers, names = number_classes([str(label) for label in given.tolist()])
-    part = arrays.get("part")
-    vectors = np.ascontiguousarray(features, np.float32)
+    numbers, names = number_classes(words["labels"])
+    part = known_parts(words["part"], path) if "part" in words else None
     return Table(
         source=path.stem,
         labels=numbers,
         class_names=names,
-        images=NoImages(path.name, len(features)),
+        images=NoImages(path.name, len(vectors)),
         fingerprint=fingerprint([vectors.tobytes()], numbers, names, part),
-        part=None if part is None else part.astype(np.str_),
+        part=part,
         features=vectors,
     )
 
 
+def _words(given: NDArray[Any], key: str, count: int, path: Path) -> list[str]:
+    """One word per row out of an array of numbers, text or bytes; NaN is an empty one."""
+    if given.shape != (count,):
+        raise DataError(f"{path}: {count} features and {key} of shape {list(given.shape)}; expected one each.")
+    try:
+        given = np.char.decode(given, "utf-8") if given.dtype.kind == "S" else given
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: {key} are bytes that are not UTF-8. Save them as text.") from None
+    return ["" if value != value else str(value) for value in given.tolist()]
+
+
 def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
     try:
-        if path.suffix == ".npz":
+        if path.suffix.lower() == ".npz":
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {
                     key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")
