@@ -353,6 +353,15 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
 def test_numbers_sort_by_value_and_words_by_letter():
     assert number_classes(["b", "10", "a"])[1] == ("10", "a", "b")
     assert number_classes(["2", "10", "2"])[1] == ("2", "10")
+    long = "1" * 5000  # more digits than Python turns into a number
+    assert number_classes([long, "007", "7"])[1] == ("007", "7", long)
+
+
+def test_numbers_of_one_value_have_an_order_too():
+    """A set's own order changes from process to process, and with it labels, split and fingerprint would."""
+    names = [f"{value:0{width}d}" for value in range(1, 12) for width in (3, 2, 4)]
+    expected = [name for value in range(1, 12) for name in (f"{value:04d}", f"{value:03d}", f"{value:02d}")]
+    assert number_classes(names)[1] == tuple(expected)
 
 
 def test_unknown_sources_and_missing_roots_say_what_there_is():

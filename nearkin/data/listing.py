@@ -92,9 +92,15 @@ def number_classes(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, 
     """
     known = set(names)
     numeric = all(name.isascii() and name.isdigit() for name in known)
-    order = sorted(known, key=int) if numeric else sorted(known)
+    order = sorted(known, key=_by_value) if numeric else sorted(known)
     number = {name: c for c, name in enumerate(order)}
     return np.array([number[name] for name in names], np.int64), tuple(order)
+
+
+def _by_value(digits: str) -> tuple[int, str, str]:
+    """Sorts like int(digits), also where that is too long for Python; "01" and "1" by their letters."""
+    value = digits.lstrip("0")
+    return len(value), value, digits
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
