@@ -373,6 +373,22 @@ def test_get_from_a_file_keeps_it_and_checks_it(packed_cub, tmp_path, quiet):
     assert renamed.exists()
 
 
+def test_an_archive_that_lies_in_the_root_is_used_and_kept(server, packed_cub, tmp_path, quiet):
+    source = small_cub(server.url("CUB_200_2011.tgz"), md5=hashlib.md5(packed_cub.read_bytes()).hexdigest())
+    server.files["CUB_200_2011.tgz"] = packed_cub.read_bytes()
+    root = tmp_path / "data"
+    root.mkdir()
+    mine = root / "CUB_200_2011.tgz"
+    mine.write_bytes(packed_cub.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"wrong md5: (?s:.*)remove it and fetch it again, or pass another with --from"):
+        get_benchmark(source, root, reporter=quiet)
+    mine.write_bytes(packed_cub.read_bytes())
+    assert "4 images" in get_benchmark(source, root, reporter=quiet)
+    assert left_over(root) == ["CUB_200_2011", "CUB_200_2011.tgz"]
+    assert server.asked == []
+    assert mine.read_bytes() == packed_cub.read_bytes()
+
+
 def test_get_says_when_the_counts_are_wrong(packed_cub, tmp_path, quiet):
     source = replace(small_cub(), parts=MappingProxyType({"train": Counts(3, 2), "test": Counts(2, 2)}))
     with pytest.raises(DataError, match="expected 3 train images of 2 classes"):

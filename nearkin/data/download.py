@@ -100,7 +100,10 @@ def check_file(file: Path, checksums: Checksums) -> str:
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
     if isinstance(digest, _Wrong):
-        raise DataError(f"{file}: {digest.message}. It is damaged or another file; fetch it again.")
+        raise DataError(
+            f"{file}: {digest.message}.\nIt is damaged or another file: remove it and fetch it again, or pass another "
+            f"with --from FILE."
+        )
     return digest
 
 
