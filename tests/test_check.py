@@ -296,6 +296,21 @@ def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tm
     assert "120 images of 10 classes" in out
 
 
+def test_json_takes_any_file_name_and_says_where_it_cannot_be_written(capsys, tmp_path):
+    for name in "ab":
+        save(tmp_path / "data" / name / "1.png", scene(ord(name)))
+    odd = os.fsdecode(os.fsencode(tmp_path / "data" / "a") + b"/caf\xe9.txt")
+    Path(odd).touch()
+    code, _, _ = run(capsys, "data", "check", tmp_path / "data", "--json", tmp_path / "r.json")
+    assert code == 0
+    stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    [ignored] = [f for f in stored["findings"] if f["kind"] == "ignored"]
+    assert ignored["cases"] == ["a/" + Path(odd).name]
+    code, _, err = run(capsys, "data", "check", tmp_path / "data", "--json", tmp_path / "r.json" / "r.json")
+    assert code == 2
+    assert "r.json: cannot be written (" in err
+
+
 def test_the_list_and_its_mistakes(capsys):
     code, out, _ = run(capsys, "data", "list")
     assert code == 0

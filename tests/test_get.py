@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import resource
 import stat
 import tarfile
 import threading
@@ -415,6 +416,26 @@ def test_a_source_of_several_files_is_put_together(tmp_path, quiet):
         get_benchmark(inshop, tmp_path / "data", given=[archive], sha256="0", reporter=quiet)
     said = get_benchmark(inshop, tmp_path / "data", given=[archive, partition], reporter=quiet)
     assert said == f"inshop: 3 images of 2 classes in {tmp_path}/data/inshop"
+
+
+def test_a_root_that_cannot_be_written_is_named(server, packed_cub, tmp_path, quiet):
+    server.files["CUB_200_2011.tgz"] = packed_cub.read_bytes()
+    source = small_cub(server.url("CUB_200_2011.tgz"))
+    (tmp_path / "file").touch()
+    for given in ([packed_cub], []):
+        with pytest.raises(DataError, match=r"file/data: cannot be written \(Not a directory\)\.\n.*another --root"):
+            get_benchmark(source, tmp_path / "file" / "data", given=given, reporter=quiet)
+
+
+def test_a_disk_that_fills_up_during_a_download_is_named(server, tmp_path, quiet):
+    archive = Archive("data.bin", makes="cub", urls=(server.url("data.bin"),))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written \(File too large\)"):
+            get_benchmark(replace(BENCHMARKS["cub"], archives=(archive,)), tmp_path, reporter=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_command(packed_cub, tmp_path, capsys, monkeypatch):

@@ -332,6 +332,49 @@ def test_tables_that_cannot_serve_say_why(tmp_path, quiet):
         list_table(tmp_path)
 
 
+@pytest.mark.parametrize("count", [10, 20_000])  # the second is longer than a field may be
+def test_a_quote_that_is_never_closed_is_named(tmp_path, count):
+    rows = [f"{i}.png,class {i}" for i in range(count)]
+    rows[5] = '5.png,"class 5'
+    with pytest.raises(DataError, match=r"t\.csv: row 7 cannot be read \(.*\)\. Is a quote never closed\?"):
+        list_table(write_csv(tmp_path / "t.csv", "path,label", *rows))
+
+
+def test_rows_are_numbered_as_an_editor_shows_them(tmp_path):
+    for lines, message in (
+        (["path,label", "", "a.png,x", "b.png,y", "", "c.png"], "row 6 has 1 values"),
+        (["", "path,label", "a.png,x", "", "b.png,"], "row 5 has no label"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,2,5", "", "b.png,y,1,1,0,1"], "row 4 has no proper box"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list_table(write_csv(tmp_path / "t.csv", *lines))
+
+
+def test_parquet_may_hold_vectors_beside_and_gaps(tmp_path, monkeypatch):
+    """Its columns through a stand-in for the reader, which needs a package that may not be there."""
+    pandas = pytest.importorskip("pandas")
+    columns = {"path": ["a.png", "b.png"], "label": [1, 2], "vector": [np.ones(3), np.zeros(3)], "gap": [pandas.NA, 1]}
+    (tmp_path / "t.parquet").touch()
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    monkeypatch.setattr(pandas, "read_parquet", lambda path: pandas.DataFrame(columns))
+    assert list_table(tmp_path / "t.parquet").class_names == ("1", "2")
+    with pytest.raises(DataError, match=r"row 1 has no label"):
+        list_table(tmp_path / "t.parquet", label_column="gap")
+    with pytest.raises(DataError, match=r"column 'vector' holds a ndarray in row 1, expected one word or number"):
+        list_table(tmp_path / "t.parquet", label_column="vector")
+
+
+def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet):
+    for name in "ab":
+        picture(tmp_path / name / "1.png")
+    (tmp_path / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    data = Data(source="folder", root=tmp_path, image_size=8, cache=False)
+    with pytest.raises(DataError, match=r"b/lost\.png: cannot be read \(No such file.*--data\.skip-broken"):
+        load(data, quiet)
+    assert len(load(replace(data, skip_broken=True), quiet)) == 2
+
+
 def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
     file = tmp_path / "t.parquet"
     pandas = pytest.importorskip("pandas")

@@ -358,15 +358,17 @@ def render(report: Report, *, cases: int = 3) -> Any:
     from rich.text import Text
 
     text = Text()
-    text.append(f"{report.source}: {report.images:,} images of {report.classes:,} classes", "bold")
+    text.append(f"{_printable(report.source)}: {report.images:,} images of {report.classes:,} classes", "bold")
     for part, count in report.parts.items():
         text.append(f"\n  {part:<8}{count['images']:>9,} images {count['classes']:>7,} classes")
-    text.append(f"\n  in {report.root}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else ""))
+    text.append(
+        f"\n  in {_printable(report.root)}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else "")
+    )
     colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
     for finding in report.findings:
         text.append(f"\n\n{finding.level:<8}", colours[finding.level]).append(f"{len(finding.cases):,} {finding.title}")
         for case in finding.cases[:cases]:
-            text.append(f"\n        {case}", "dim")
+            text.append(f"\n        {_printable(case)}", "dim")
         if len(finding.cases) > cases:
             text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
         text.append(f"\n        {finding.advice}")
@@ -378,5 +380,14 @@ def render(report: Report, *, cases: int = 3) -> Any:
 def write_json(report: Report, file: Path) -> None:
     import json
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_printable(text) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}). Give --json another place.") from None
+
+
+def _printable(text: str) -> str:
+    """Text with the bytes of a file name that is not UTF-8 as \\udce9, which JSON reads back as what it was."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -181,7 +181,7 @@ def _copy(reply: Any, out: Any, bar: Bar) -> int:
             block = error.partial
             out.write(block)
             return copied + len(block)
-        except (ConnectionError, TimeoutError):
+        except OSError:  # cut, silent for too long, or the net has gone
             return copied
         if not block:
             return copied

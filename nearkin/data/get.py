@@ -63,6 +63,18 @@ def get_benchmark(
             f"--sha256: {benchmark.name} is made of {len(benchmark.archives)} files, one checksum cannot do."
         )
     files = _match(benchmark, given)
+    try:
+        _gather(benchmark, files, root, sha256, reporter)
+    except OSError as error:
+        raise DataError(
+            f"{root}: cannot be written ({error.strerror or error}).\nMake room, or give another --root."
+        ) from None
+    listing = benchmark.list(root)
+    return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
+
+
+def _gather(benchmark: Benchmark, files: dict[str, Path], root: Path, sha256: str | None, reporter: Reporter) -> None:
+    """Fetch and unpack what is not there yet."""
     for archive in benchmark.archives:
         if (root / archive.makes).exists():  # unpacking is all or nothing, so what is there is whole
             continue
@@ -74,8 +86,6 @@ def get_benchmark(
         _place(archive, file, root, wanted, reporter)
         if not given_or_there:
             file.unlink()  # it was fetched for this
-    listing = benchmark.list(root)
-    return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
 
 
 def _match(benchmark: Benchmark, given: Sequence[Path]) -> dict[str, Path]:

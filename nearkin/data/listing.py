@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,15 +239,19 @@ def metadata_files(root: Path) -> list[Path]:
 
 
 def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
-    """The columns we know, under our names, as text; path and label must be there and filled."""
-    table = _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
-    found: dict[str, list[str]] = {}
+    """The columns we know, under our names, as text; path and label must be there and filled.
+
+    One column is added: "row", the number under which people find each row in their file.
+    """
+    is_parquet = file.suffix.lower() == ".parquet"
+    table, numbers = _read_parquet(file) if is_parquet else _read_csv(file)
+    found = {"row": numbers}
     plain = {name.strip().lower(): name for name in table}
     for ours, known in COLUMNS.items():
         wanted = chosen.get(ours)
         name = wanted if wanted is not None else next((plain[k] for k in known if k in plain), None)
-        if name in table:
-            found[ours] = table[name]
+        if name is not None and name in table:
+            found[ours] = _parquet_words(table[name], name, file) if is_parquet else table[name]
         elif wanted is not None or ours in ("path", "label"):
             hint = did_you_mean(wanted or ours, table)
             raise DataError(
@@ -254,40 +259,63 @@ def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[s
                 f"Name yours with --data.path-column and --data.label-column."
             )
     for ours in ("path", "label"):
-        for row, value in enumerate(found[ours]):
+        for row, value in zip(numbers, found[ours], strict=True):
             if not value:
-                raise DataError(f"{file}: row {row + 2} has no {ours}. Fill it in or remove the row.")
+                raise DataError(f"{file}: row {row} has no {ours}. Fill it in or remove the row.")
     if not found["path"]:
         raise DataError(f"{file}: has a header and no rows.")
     return found
 
 
-def _read_csv(file: Path) -> dict[str, list[str]]:
+def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The columns by name, and the number of each row in the file."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{file}: is not UTF-8 text. Save it as CSV in UTF-8.") from None
-    header = text.partition("\n")[0]
+    header = text.lstrip("\r\n").partition("\n")[0]
     separator = max(",;\t", key=header.count)  # Excel writes ';' where ',' is the decimal point
-    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if row]
+    rows: list[tuple[int, list[str]]] = []
+    number = 0
+    try:
+        # Strict, because a quote that is never closed would otherwise swallow the rows below it.
+        for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True), 1):
+            if row:
+                rows.append((number, row))
+    except csv.Error as error:
+        raise DataError(f"{file}: row {number + 1} cannot be read ({error}). Is a quote never closed?") from None
     if not rows:
         raise DataError(f"{file}: is empty. The first line names the columns: path,label.")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise DataError(f"{file}: row {number} has {len(row)} values, the header names {len(rows[0])}.")
-    return {name.strip(): [row[i].strip() for row in rows[1:]] for i, name in enumerate(rows[0])}
+    (_, names), *rows = rows
+    for number, row in rows:
+        if len(row) != len(names):
+            raise DataError(f"{file}: row {number} has {len(row)} values, the header names {len(names)}.")
+    columns = {name.strip(): [row[i].strip() for _, row in rows] for i, name in enumerate(names)}
+    return columns, [str(number) for number, _ in rows]
 
 
-def _read_parquet(file: Path) -> dict[str, list[str]]:
+def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The columns by name as pandas has them, and the number of each row."""
     try:
         frame = importlib.import_module("pandas").read_parquet(file)
     except ImportError:  # pandas itself, or the pyarrow or fastparquet that it reads with
         raise MissingExtra(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
-    return {str(name): ["" if v is None or v != v else str(v) for v in frame[name].tolist()] for name in frame.columns}
+    return {str(name): frame[name] for name in frame.columns}, [str(row) for row in range(1, len(frame) + 1)]
+
+
+def _parquet_words(column: Any, name: str, file: Path) -> list[str]:
+    is_scalar = importlib.import_module("pandas").api.types.is_scalar
+    words = []
+    for row, (value, gap) in enumerate(zip(column.tolist(), column.isna().tolist(), strict=True), start=1):
+        if not is_scalar(value):
+            kind = type(value).__name__
+            raise DataError(f"{file}: column '{name}' holds a {kind} in row {row}, expected one word or number.")
+        words.append("" if gap else str(value))
+    return words
 
 
 def known_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
@@ -307,5 +335,6 @@ def _boxes(columns: dict[str, list[str]], path: Path) -> NDArray[np.int64]:
     proper = (boxes >= [0, 0, 1, 1]) & (boxes < 2**31)  # NaN is neither
     bad = np.flatnonzero(~proper.all(axis=1))
     if len(bad):
-        raise DataError(f"{path}: row {bad[0] + 2} has no proper box: {boxes[bad[0]].tolist()} for x, y, w, h.")
+        first, row = boxes[bad[0]].tolist(), columns["row"][bad[0]]
+        raise DataError(f"{path}: row {row} has no proper box: {first} for x, y, w, h.")
     return np.round(boxes).astype(np.int64)

@@ -144,8 +144,13 @@ def file_digests(paths: Iterable[Path]) -> list[bytes]:
     """SHA-256 of each file's bytes: the identity of an image, whatever it is called and however it is scaled."""
     digests = []
     for path in paths:
-        with open(path, "rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").digest())
+        try:
+            with open(path, "rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}). Mend or remove it, or leave it out: --data.skip-broken."
+            ) from None
     return digests
 
 
