@@ -1,12 +1,15 @@
 """Glyphs and folders of images."""
 
+import importlib.util
+import zipfile
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from nearkin.data import glyphs
 from nearkin.data.sources import load_folder
-from nearkin.errors import DataError
+from nearkin.errors import DataError, MissingExtra
 from nearkin.progress import Reporter
 
 
@@ -48,12 +51,28 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
         handle.seek(middle)
         handle.write(bytes([byte[0] ^ 255]))
     assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
+    content = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as members:  # a block of a kind that there is none of, where the first member begins
+        first = members.infolist()[0].header_offset
+    names = int.from_bytes(content[first + 26 : first + 28], "little") + int.from_bytes(
+        content[first + 28 : first + 30], "little"
+    )
+    content[first + 30 + names] = 0b111
+    file.write_bytes(content)
+    assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
     file.write_bytes(file.read_bytes()[:1000])
     assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
     blocked = tmp_path / "a file, not a folder"
     blocked.touch()
     assert glyphs.load(cache=blocked).fingerprint == glyphs_table.fingerprint
-    assert len(drawn) == 4
+    assert len(drawn) == 5
+
+
+def test_glyphs_say_what_they_are_drawn_with(tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    with pytest.raises(MissingExtra, match=r"matplotlib's fonts. Run: pip install 'nearkin\[report\]'"):
+        glyphs.load(cache=tmp_path)
 
 
 def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
