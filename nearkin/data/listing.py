@@ -41,6 +41,7 @@ class Listing:
     root: what a reader of a message needs to find the files; paths are shown relative to it.
     part, groups, boxes: as in `Table`.
     empty: classes that the source names and that hold no image.
+    loose: images that lie in no class folder, and so have no label.
     ignored: files that lie among the images and are none by their name.
     unopened: folders that could not be opened.
     missing: files that the source lists and that are not on the disk; never among `paths`.
@@ -56,6 +57,7 @@ class Listing:
     groups: NDArray[np.str_] | None = field(default=None, repr=False)
     boxes: NDArray[np.int64] | None = field(default=None, repr=False)
     empty: tuple[str, ...] = ()
+    loose: tuple[Path, ...] = ()
     ignored: tuple[Path, ...] = ()
     unopened: tuple[Path, ...] = ()
     missing: tuple[Path, ...] = field(default=(), repr=False)
@@ -112,21 +114,22 @@ def list_folder(root: Path) -> Listing:
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder. Give a folder that holds one folder of images per class.")
     try:
-        folders = _folders_in(root)
+        folders, tops = _folders_in(root), [root]
         # A folder that holds only train/ and test/ has its classes one step deeper; two classes "train" and "test"
         # would be nonsense.
         if len(folders) >= 2 and all(part_name(f.name) in PARTS for f in folders):
             folders.sort(key=lambda top: PARTS.index(part_name(top.name)))
+            tops += folders
             classes = [(f, part_name(top.name)) for top in folders for f in _folders_in(top)]
         else:
             classes = [(f, "") for f in folders]
-        loose = [p for p in sorted(root.iterdir()) if _is_image_name(p) and not p.is_dir()]
+        loose = [p for top in tops for p in sorted(top.iterdir()) if _is_image_name(p) and not p.is_dir()]
     except OSError as error:
         raise DataError(f"{root}: cannot be opened ({error.strerror}). Check its permissions.") from None
 
     rows: list[tuple[Path, str, str]] = []
     empty: list[str] = []
-    ignored, unopened = list(loose), list[Path]()
+    ignored, unopened = list[Path](), list[Path]()
     for folder, part in classes:
         images = images_below(folder, ignored, unopened)
         rows += [(path, folder.name, part) for path in images]
@@ -143,6 +146,7 @@ def list_folder(root: Path) -> Listing:
         class_names=names,
         part=np.array([part for *_, part in rows]) if rows[0][2] else None,
         empty=tuple(name for name in empty if name not in names),
+        loose=tuple(loose),
         ignored=tuple(ignored),
         unopened=tuple(unopened),
     )

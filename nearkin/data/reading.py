@@ -31,7 +31,8 @@ MOST_PIXELS = 178_956_970  # of one file; Pillow's own bound against files that 
 MOST_ASPECT = 4  # a longer picture is cut to its middle: a panorama's thin strip would cost a cache many squares
 _DRAFT_FROM = 4  # decode a JPEG at a fraction once it is this many times larger than needed; 2 remain to average over
 _PART = 2_000_000  # pixels converted at a time
-_ORIENTATION = 0x0112  # in EXIF
+ORIENTATION = 0x0112  # in EXIF
+NO_RANGE = "its pixels are fractions without an agreed range; save the picture with 8 or 16 bits"
 
 Decoder = Literal["auto", "pillow"]
 Box = Sequence[float]  # x, y, width, height in pixels of the upright picture
@@ -148,10 +149,10 @@ def _from_pillow(image: Any) -> Tensor:
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million")
     image.load()  # a PNG may say only behind its pixels how it stands
-    if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be copied as it is
+    if image.getexif().get(ORIENTATION, 1) != 1:  # else it would be copied as it is
         image = need("PIL.ImageOps", extra="vision").exif_transpose(image)
     if image.mode == "F":
-        raise ValueError("its pixels are fractions without an agreed range; save the picture with 8 or 16 bits")
+        raise ValueError(NO_RANGE)
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip everything above 255 to white
         values = np.asarray(image)
         return torch.from_numpy((values.clip(0, 65535) >> 8).astype(np.uint8))[None]

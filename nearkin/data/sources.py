@@ -103,6 +103,9 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
     if listing.empty:
         shown = ", ".join(listing.empty[:3])
         reporter.say(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
+    if listing.loose:
+        shown = ", ".join(map(listing.shown, listing.loose[:3]))
+        reporter.say(f"data: {len(listing.loose)} images lie in no class folder and are left out: {shown}")
     boxes = listing.boxes if data.boxes else None
     opened = images_of(listing.paths, data, reporter, boxes)
     notes = listing.notes
