@@ -1,5 +1,6 @@
 """The benchmarks in their official layouts, folders, tables and features: read as they are, refused with the reason."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -439,6 +440,26 @@ def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_p
     given = [([b"x", b"y"], labels, ("a", "b")), ([b"x", b"y"], labels, ("a", "b"), part)]
     given += [([b"x", b"y"], labels, ("a", "b"), None, boxes), ([b"x", b"y"], labels[::-1], ("a", "b"))]
     assert len({fingerprint(*one) for one in given}) == 4
+
+
+def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
+    """A finished cache is believed as long as sizes and times stay, so its files are not read again at every start."""
+    for name in "ab":
+        Image.new("RGB", (8, 8), "red").save(picture(tmp_path / name / "1.bmp"))
+    data = Data(source="folder", root=tmp_path, image_size=8)
+    first = load(data, quiet)
+    assert first.fingerprint == load(replace(data, cache=False), quiet).fingerprint
+    changed = tmp_path / "a" / "1.bmp"
+    before = changed.stat()
+    Image.new("RGB", (8, 8), "blue").save(changed)
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert changed.stat().st_size == before.st_size
+    again = load(data, quiet)
+    assert np.array_equal(again.images.read(np.arange(2)), first.images.read(np.arange(2)))
+    assert again.fingerprint == first.fingerprint
+    assert load(replace(data, cache=False), quiet).fingerprint != first.fingerprint
+    os.utime(changed)
+    assert load(data, quiet).fingerprint != first.fingerprint
 
 
 def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):

@@ -94,8 +94,11 @@ def read_size(path: Path | str) -> tuple[int, int]:
     return found
 
 
-def stored_shape(width: int, height: int, side: int) -> tuple[int, int]:
-    """Height and width that `read_whole` gives a picture of this size that stands upright and has no box."""
+def stored_shape(width: int, height: int, side: int, *, box: Box | None = None) -> tuple[int, int]:
+    """Height and width that `read_whole` gives a picture of this size that stands upright."""
+    if box is not None:
+        left, top, right, bottom = _inside(box, width, height)
+        width, height = max(0, right - left), max(0, bottom - top)
     height, width = _aspect_bound(height, width)
     return (height, width) if min(height, width) <= side else _short_side(height, width, side)
 
@@ -199,13 +202,17 @@ def _as_channels(pixels: Tensor, channels: int) -> Tensor:
 
 def _cut(pixels: Tensor, box: Box) -> Tensor:
     """The part inside a box, which may reach over the edge but not lie outside."""
-    x, y, width, height = box
-    left, top = max(0, round(x)), max(0, round(y))
-    right, bottom = min(pixels.shape[2], round(x + width)), min(pixels.shape[1], round(y + height))
+    left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
     if right <= left or bottom <= top:
         shown = ", ".join(f"{value:g}" for value in box)
         raise ValueError(f"the box ({shown}) holds none of its {pixels.shape[2]} x {pixels.shape[1]} pixels")
     return pixels[:, top:bottom, left:right]
+
+
+def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a box as far as it lies in a picture of this size."""
+    x, y, box_width, box_height = box
+    return max(0, round(x)), max(0, round(y)), min(width, round(x + box_width)), min(height, round(y + box_height))
 
 
 def _at_most_aspect(pixels: Tensor) -> Tensor:

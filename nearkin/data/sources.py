@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
-from nearkin.data.images import FileImages
+from nearkin.data.images import FileImages, file_digest
 from nearkin.data.listing import (
     TABLE_SUFFIXES,
     Listing,
@@ -115,6 +115,7 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         notes += (f"{len(opened.broken):,} images could not be read and were left out",)
         listing = listing.take(opened.kept)
         boxes = None if boxes is None else boxes[opened.kept]
+    digests = file_digests(listing.paths) if opened.digests is None else opened.digests
     present, labels = np.unique(listing.labels, return_inverse=True)
     names_kept = tuple(listing.class_names[c] for c in present)
     return Table(
@@ -122,7 +123,7 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         labels=labels.astype(np.int64),
         class_names=names_kept,
         images=opened.images,
-        fingerprint=fingerprint(file_digests(listing.paths), labels, names_kept, listing.part, boxes),
+        fingerprint=fingerprint(digests, labels, names_kept, listing.part, boxes),
         paths=listing.paths,
         part=listing.part,
         groups=listing.groups,
@@ -144,17 +145,7 @@ def images_of(paths: Sequence[Path], data: Data, reporter: Reporter, boxes: NDAr
 
 
 def file_digests(paths: Iterable[Path]) -> list[bytes]:
-    """SHA-256 of each file's bytes: the identity of an image, whatever it is called and however it is scaled."""
-    digests = []
-    for path in paths:
-        try:
-            with open(path, "rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror}). Mend or remove it, or leave it out: --data.skip-broken."
-            ) from None
-    return digests
+    return [file_digest(path) for path in paths]
 
 
 def fingerprint(
