@@ -31,7 +31,7 @@ KNOWN = Checksums(sha256=SHA256)
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files`; what a path does besides is in its first word: /cut/, /norange/, /page/, /busy/, /changed/."""
+    """Serves `files`; what a path does besides is in its first word: /cut/, /norange/, /page/, /busy/, /chunked/..."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -71,6 +71,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.send_header("ETag", etag)
         self.send_header("Content-Type", "text/html" if how == "page" else "application/octet-stream")
+        if how == "chunked":  # its length is not said beforehand; the first connection breaks before the last chunk
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            rest = content[start : start + 65_536] if before == 0 else content[start:]
+            self.wfile.write(f"{len(rest):x}\r\n".encode() + rest + b"\r\n" + (b"0\r\n\r\n" if before else b""))
+            self.close_connection = True
+            return
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         # The first two connections of /cut/ and the first of the others named here break in the middle.
@@ -119,6 +126,12 @@ def test_a_cut_connection_is_resumed_where_it_was_cut(server, tmp_path):
     fetch(server, tmp_path / "data.bin", "cut/data.bin")
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
     assert [wanted for _, wanted in server.asked] == [None, "bytes=200000-", "bytes=400000-"]
+
+
+def test_a_reply_of_unknown_length_that_was_cut_is_not_taken_for_whole(server, tmp_path):
+    fetch(server, tmp_path / "data.bin", "chunked/data.bin", checksums=Checksums())
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=65536-"]
 
 
 def test_a_later_call_continues_what_an_earlier_one_left(server, tmp_path):

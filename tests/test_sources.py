@@ -122,7 +122,9 @@ def test_damaged_lists_are_named(tmp_path, small_cub):
     (root / "classes.txt").unlink()
     with pytest.raises(DataError, match=r"classes.txt: is missing. Unpack"):
         cub.list(root)
-    with pytest.raises(DataError, match=r"looked for .*nowhere/images.txt or .*nowhere/CUB_200_2011/images.txt"):
+    with pytest.raises(
+        DataError, match=r"looked for .*nowhere/image_class_labels.txt or .*CUB_200_2011/image_class_labels"
+    ):
         cub.list(tmp_path / "nowhere")
 
 
@@ -462,6 +464,13 @@ def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
     assert load(data, quiet).fingerprint != first.fingerprint
 
 
+def test_a_folder_of_ones_own_is_not_taken_for_a_benchmark(tmp_path):
+    for name in "abc":
+        picture(tmp_path / name / "1.png", ord(name))
+    (tmp_path / "images.txt").write_text("a note on my images\n")
+    assert recognise(tmp_path) == "folder"
+
+
 def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / name / "1.png")
@@ -482,7 +491,7 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert table.features.dtype == np.float32
     assert table.class_names == ("1", "2", "3", "7", "30", "200")
     assert [table.class_names[c] for c in table.labels] == [str(v) for v in labels]
-    test = table.of_part("test").compact()
+    test = table.of_classes(np.unique(table.of_part("test").labels))
     assert (len(test), test.num_classes, test.features.shape) == (6, 3, (6, 5))
     with pytest.raises(DataError, match="holds features, not images"):
         test.images.read(np.array([0]))

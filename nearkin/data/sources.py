@@ -165,11 +165,6 @@ def fingerprint(
     return whole.hexdigest()[:16]
 
 
-def load_folder(root: Path, *, image_size: int, skip_broken: bool, reporter: Reporter) -> Table:
-    """Images of `root/CLASS/...`, one class per folder directly below root, cut to a square and scaled."""
-    return table_of(list_folder(root), Data(source="folder", image_size=image_size, skip_broken=skip_broken), reporter)
-
-
 def load_features(path: Path, labels: Path | None = None) -> Table:
     """Ready vectors of any modality: an .npz with `features` [N, D] and `labels` [N], or an .npy and its labels.
 
