@@ -27,7 +27,7 @@ HUGE = 50_000_000  # pixels above which an image slows reading down for nothing
 class Look:
     """One file. `trouble` is its kind with `reason` in words, or empty for an image that can be used.
 
-    Kinds: broken_link, no_permission, unreadable, too_many_pixels. What training refuses is one of them.
+    Kinds: broken_link, no_permission, unreadable, too_many_pixels.
     """
 
     trouble: str = ""
