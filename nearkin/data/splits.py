@@ -87,7 +87,7 @@ def split_by_class(table: Table, *, val_share: float, test_share: float, seed: i
             f"{table.source}: {table.num_classes} classes are too few to split by class; "
             f"at least 6 are needed (2 to train, 2 to validate, 2 to test)."
         )
-    left = len(order) - num_test - num_val
+    left = max(0, len(order) - num_test - num_val)
     if left < 2:
         raise DataError(
             f"{table.source}: of {len(order)} classes {num_test} to test and {num_val} to validate leave {left} to "
