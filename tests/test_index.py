@@ -448,6 +448,21 @@ def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
     assert again.graph is None  # it would find what is gone
 
 
+def test_the_graph_finds_nearly_all_also_for_kinds_that_are_not_in_it():
+    """Items in clumps: a graph that is only asked for what is in them is thought better than it is between them."""
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
+    rng = np.random.default_rng(0)
+    kinds = np.repeat(rng.normal(size=(300, 64)), 10, axis=0)
+    index = Index(kinds + 0.5 * rng.normal(size=kinds.shape), names(3000))
+    facts = index.make_graph()
+    queries = rng.normal(size=(100, 64)).astype(np.float32)  # other kinds
+    truth, _ = index.search_many(queries, 10)
+    found = [{hit.row for hit in index.search(query)} for query in queries]
+    assert np.mean([len(f & set(t)) for f, t in zip(found, truth.tolist(), strict=True)]) >= 9.8
+    assert min(facts.recall, facts.unlike) >= 0.99
+    assert "for queries unlike any item" in str(facts)
+
+
 def test_copies_of_a_folder_can_be_moved(tmp_path):
     index = random_index()
     index.save(tmp_path / "index")

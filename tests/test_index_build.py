@@ -374,6 +374,13 @@ def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
     assert again.threshold == made.threshold
 
 
+def test_calibration_says_what_becomes_of_unlabelled_items(index, photos):
+    shutil.copy(photos / "class 0" / "00.png", photos / "loose.png")
+    made, said = index(photos, "--calibrate", "--assume-unseen")
+    assert "1 items without a label are searched and count as of other classes" in said
+    assert made.threshold.value == pytest.approx(1, abs=1e-6)  # that of the copy, which is no class of its own
+
+
 def test_changed_items_keep_their_threshold_and_say_so(index, photos):
     made, _ = index(photos, "--calibrate", "--assume-unseen")
     (photos / "class 0" / "00.png").unlink()

@@ -74,6 +74,9 @@ def _finish(made: Index, run: Any, args: IndexArgs, reporter: Reporter) -> list[
         trained = set() if args.assume_unseen else trained_labels(run, made)
         if trained:
             said.append(f"{len(trained):,} indexed classes were trained on: they are searched, but do not ask")
+        unlabelled = made.labels.count(None)
+        if unlabelled:
+            said.append(f"{unlabelled:,} items without a label are searched and count as of other classes")
         if args.calibrate:
             reporter.say("calibrating")
             said += [str(made.calibrate(args.false_accept, trained=trained)), ESTIMATED]

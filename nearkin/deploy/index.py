@@ -223,25 +223,21 @@ class Index:
         """Set the threshold below which a query is unknown, from the labelled items themselves; see openset.py.
 
         trained: classes that the model was trained on. They are searched, but do not ask: a model knows them too well.
+        Items without a label are searched too, and count as of another class than the one that asks.
         """
-        rows, queries = self._judges(trained)
-        labels = [self.labels[row] for row in rows]
-        self.threshold = calibrate_items(np.asarray(self.vectors[rows]), labels, queries, false_accept)
+        self.threshold = calibrate_items(self.vectors, self.labels, self._judges(trained), false_accept)
         return self.threshold
 
     def choose_rerank(self, *, trained: Iterable[Label] = ()) -> Chosen:
         """Keep a way of re-ranking if it surely helps the labelled items find each other; see rerank.py."""
-        rows, queries = self._judges(trained)
-        labels = [self.labels[row] for row in rows]
-        chosen = choose_rerank(np.asarray(self.vectors[rows]), labels, queries=queries.tolist())
+        chosen = choose_rerank(self.vectors, self.labels, queries=self._judges(trained).tolist())
         self.rerank = chosen.option
         return chosen
 
-    def _judges(self, trained: Iterable[Label]) -> tuple[Ints, Ints]:
-        """The labelled rows, and which of those (by their place) are of classes that were not trained on."""
-        rows = np.array([row for row, label in enumerate(self.labels) if label is not None], np.int64)
-        seen = set(trained)
-        return rows, np.array([n for n, row in enumerate(rows) if self.labels[row] not in seen], np.int64)
+    def _judges(self, trained: Iterable[Label]) -> Ints:
+        """The rows that may ask: those with a label, of classes that were not trained on."""
+        seen = {*trained, None}
+        return np.array([row for row, label in enumerate(self.labels) if label not in seen], np.int64)
 
     def duplicates(self, at_least: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
         """Pairs of items with at least this cosine, nearest first (10,000 at most), and how many there are."""

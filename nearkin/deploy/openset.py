@@ -109,9 +109,11 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
     """For each query row, the cosine of its nearest other item, and of its nearest item of another class.
 
     The first is what the query sees (NaN where its class has no other item: then it is not known), the second what it
-    would see were its class not in the index (NaN where there is no other class). Every item is compared.
+    would see were its class not in the index (NaN where there is no other class). Every item is compared; one whose
+    label is None is of another class than any query.
     """
     _, codes = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
+    codes[[label is None for label in labels]] = codes.max(initial=-1) + 1  # a class may be called "None"
     known, unknown = np.full(len(queries), -np.inf), np.full(len(queries), -np.inf)
     asking = unit_rows(vectors[queries])
     for start, block in blocks(vectors):
@@ -131,7 +133,8 @@ def calibrate_items(
 ) -> Threshold:
     """A threshold from labelled items that ask each other; `queries` are rows of classes that were not trained on.
 
-    As known, each query asks all other items. As unknown, it asks all items of other classes. What is estimated is
+    As known, each query asks all other items. As unknown, it asks all items of other classes, those without a label
+    among them: to take one of its own class for another only raises the threshold. What is estimated is
     the chance that an image of a class missing from this index passes for one that is there, if missing classes are
     like those that asked here, and the pictures are taken alike. A draw of `most` queries is asked.
     """
