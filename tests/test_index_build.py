@@ -23,12 +23,13 @@ from nearkin.deploy import building, commands, files
 from nearkin.deploy.building import find_images
 from nearkin.deploy.journal import Journal
 from nearkin.deploy.marks import Stamp
-from nearkin.deploy.trained import trained_labels
+from nearkin.deploy.trained import trained_on
 from nearkin.errors import ConfigError, DataError, UserError
 from nearkin.progress import Reporter
 from tests.oracle import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
+QUIET = Reporter(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +359,7 @@ def test_a_second_process_is_told(index, photos, tmp_path):
 
 def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
     made, said = index(photo_folder, "--calibrate", "--false-accept", "0.1")
-    trained = trained_labels(nk.Run(run), made)
+    trained = trained_on(nk.Run(run), QUIET).labels_in(made)
     assert len(trained) == 4  # of ten: four are sealed, two validate
     assert "4 indexed classes were trained on" in said
     assert "the chance that an image of a class that is\nmissing here passes as known" in said
@@ -395,9 +396,9 @@ def test_trained_images_are_known_by_their_content(run, photo_folder, tmp_path):
         shutil.copytree(photo_folder / f"class {c}", tmp_path / "renamed" / f"sort {c}")
     commands.index([str(run), str(tmp_path / "renamed"), "-o", str(tmp_path / "index"), "--quiet"])
     made = nk.Index.load(tmp_path / "index")
-    plain = {f"class {str(label)[-1]}" for label in trained_labels(nk.Run(run), made)}
+    plain = {f"class {str(label)[-1]}" for label in trained_on(nk.Run(run), QUIET).labels_in(made)}
     commands.index([str(run), str(photo_folder), "-o", str(tmp_path / "second"), "--quiet"])
-    assert plain == trained_labels(nk.Run(run), nk.Index.load(tmp_path / "second"))
+    assert plain == trained_on(nk.Run(run), QUIET).labels_in(nk.Index.load(tmp_path / "second"))
 
 
 def test_changed_training_data_is_noticed(photo_folder, tmp_path):
@@ -406,14 +407,29 @@ def test_changed_training_data_is_noticed(photo_folder, tmp_path):
     trained = make_run(tmp_path, tmp_path / "data", name="changed")
     from nearkin.data.sources import load
 
-    now = load(replace(trained.recipe.data, cache=False), Reporter(quiet=True)).fingerprint
+    now = load(replace(trained.recipe.data, cache=False), QUIET).fingerprint
     trained.finish({"protocol": {"fingerprint": now}})
-    index = nk.Index(np.eye(2), ["a", "b"], ["class 0", "x"])
     everything = nk.Index(np.eye(10), [str(c) for c in range(10)], [f"class {c}" for c in range(10)])
-    assert len(trained_labels(trained, everything)) == 4
+    assert len(trained_on(trained, QUIET).labels_in(everything)) == 4
     shutil.copytree(photo_folder / "class 0", tmp_path / "data" / "class new")
     with pytest.raises(ConfigError, match="is not what it was when the run was trained"):
-        trained_labels(trained, index)
+        trained_on(trained, QUIET)
+
+
+def test_images_that_training_left_out_do_not_count_as_a_change(photo_folder, tmp_path):
+    from nearkin.data.sources import load
+
+    shutil.copytree(photo_folder, tmp_path / "data")
+    (tmp_path / "data" / "class 3" / "99.png").write_bytes(b"broken")
+    (tmp_path / "data" / "only broken").mkdir()
+    (tmp_path / "data" / "only broken" / "0.png").write_bytes(b"broken")
+    trained = make_run(tmp_path, tmp_path / "data", name="skipped")
+    data = replace(trained.recipe.data, skip_broken=True, cache=False)
+    (trained.path / "recipe.toml").write_text(replace(trained.recipe, data=data).to_toml())
+    trained.finish({"protocol": {"fingerprint": load(data, QUIET).fingerprint}})
+    found = trained_on(nk.Run(trained.path), QUIET)
+    assert len(found.names) == 4
+    assert len(found.digests) == 48
 
 
 def test_without_the_training_data_nothing_is_calibrated(photo_folder, photos, tmp_path, capsys):

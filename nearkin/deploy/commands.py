@@ -69,9 +69,9 @@ def _finish(made: Index, run: Any, args: IndexArgs, reporter: Reporter) -> list[
     """What is worked out once the items are there; each is written to the index."""
     said: list[str] = []
     if args.calibrate or args.choose_rerank:
-        from nearkin.deploy.trained import trained_labels
+        from nearkin.deploy.trained import trained_on
 
-        trained = set() if args.assume_unseen else trained_labels(run, made)
+        trained = set() if args.assume_unseen else trained_on(run, reporter).labels_in(made)
         if trained:
             said.append(f"{len(trained):,} indexed classes were trained on: they are searched, but do not ask")
         unlabelled = made.labels.count(None)

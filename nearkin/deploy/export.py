@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from nearkin import __version__
 from nearkin.data import glyphs
 from nearkin.data.listing import images_below
-from nearkin.data.sources import list_source
 from nearkin.data.splits import split_for
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.pictures import model_input
-from nearkin.deploy.trained import training_part
+from nearkin.deploy.trained import listed_table, training_part
 from nearkin.errors import ConfigError, DataError, RunError, UserError, need
 from nearkin.files import write_aside
 from nearkin.models.embedder import Embedder, load
@@ -106,7 +105,8 @@ def export_run(
     model = load(path)
     run = Run(path) if (path / "recipe.toml").exists() else None
     _refuse_features(model)
-    checks = from_folder(model, images) if images is not None else own_checks(model, run)
+    reporter = reporter or Reporter(quiet=True)
+    checks = from_folder(model, images) if images is not None else own_checks(model, run, reporter)
     return export(model, to, out, checks=checks, run=run, reporter=reporter)
 
 
@@ -126,7 +126,7 @@ def export(
         need(module, extra="export")  # before the work, not after it
     reporter = reporter or Reporter(quiet=True)
     checks = random_checks(model) if checks is None else checks
-    about = facts(model, run)
+    about = facts(model, run, reporter)
     network = Network(model)
     reporter.say("tracing the network")
     with _quietly():
@@ -153,8 +153,9 @@ def export(
     return Exported(out, beside, about, difference, checks)
 
 
-def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
+def facts(model: Embedder, run: Run | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
     """What one must know to use the file without nearkin, as plain values."""
+    reporter = reporter or Reporter(quiet=True)
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
     return {
@@ -185,7 +186,7 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
         },
         "model": model.described()["model"],
         "fingerprint": model.fingerprint(),
-        "trained_on": None if run is None else _trained_on(run),
+        "trained_on": None if run is None else _trained_on(run, reporter),
     }
 
 
@@ -274,12 +275,12 @@ def from_folder(model: Embedder, folder: Path, most: int = CHECKED) -> Checks:
     return Checks(pixels, f"{len(pixels)} images of a folder", f", {folder}")
 
 
-def own_checks(model: Embedder, run: Run | None) -> Checks:
+def own_checks(model: Embedder, run: Run | None, reporter: Reporter) -> Checks:
     """The run's validation images (training images where it has none), or random pictures where they are gone."""
     if run is None:
         return random_checks(model, "the folder names no data")
     try:
-        table, name = _pictures_of(run)
+        table, name = _pictures_of(run, reporter)
         rows = np.array(_spread(range(len(table)), CHECKED))
         if not table.paths:
             pixels = table.images.read(rows)
@@ -293,24 +294,10 @@ def own_checks(model: Embedder, run: Run | None) -> Checks:
     return Checks(pixels, f"{len(pixels)} {name} images of the run")
 
 
-def _pictures_of(run: Run) -> tuple[Table, str]:
-    """The run's validation rows, or those it trained on, by their files; none is opened here."""
+def _pictures_of(run: Run, reporter: Reporter) -> tuple[Table, str]:
+    """The run's validation rows, or those it trained on, by their files."""
     data = run.recipe.data
-    if data.source == "glyphs":
-        table = glyphs.load()
-    else:
-        listing = list_source(data)
-        present, codes = np.unique(listing.labels, return_inverse=True)
-        table = Table(
-            source=listing.source,
-            labels=codes.astype(np.int64),
-            class_names=tuple(listing.class_names[c] for c in present),
-            images=NoImages(listing.source, len(listing)),
-            fingerprint="",
-            paths=listing.paths,
-            part=listing.part,
-            boxes=listing.boxes if data.boxes else None,
-        )
+    table = glyphs.load() if data.source == "glyphs" else listed_table(data, reporter)
     split = split_for(table, data)[0]
     return (split.train, "training") if split.val is None else (split.val, "validation")
 
@@ -346,10 +333,10 @@ def _sizes(count: int) -> list[int]:
 # --- refusals and silence --------------------------------------------------------------------------------------------
 
 
-def _trained_on(run: Run) -> dict[str, Any]:
+def _trained_on(run: Run, reporter: Reporter) -> dict[str, Any]:
     """The source, and the names of the classes learned from where the run's data are still there and unchanged."""
     try:
-        names = sorted(training_part(run)[0])
+        names = sorted(training_part(run, reporter).names)
     except (UserError, OSError):
         names = []
     return {"source": run.recipe.data.source, "classes": names or None}
