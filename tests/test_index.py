@@ -143,6 +143,25 @@ def test_add_and_remove_pictures(model, photo_folder):
         index.add([Image.open(paths[0])])
 
 
+def test_a_relative_path_is_one_from_where_we_are(model, tmp_path, monkeypatch):
+    """Ids are relative to where the index was built; the same name may be another picture there."""
+    for place, colour in (("a", "blue"), ("b", "red")):
+        (tmp_path / place / "more").mkdir(parents=True)
+        for name in ("old.png", "new.png", "more/one.png"):
+            Image.new("RGB", (24, 24), colour).save(tmp_path / place / name)
+    monkeypatch.chdir(tmp_path / "a")
+    index = Index.build(model, ["./old.png"])
+    index.add(["./new.png"])
+    monkeypatch.chdir(tmp_path / "a" / "more")
+    index.add(["one.png"])
+    monkeypatch.chdir(tmp_path / "b")
+    index.add(["new.png"])
+    assert index.ids == ["./old.png", "./new.png", "more/one.png", str(tmp_path / "b" / "new.png")]
+    assert index.path_of(index.ids[2]).samefile(tmp_path / "a" / "more" / "one.png")
+    with pytest.raises(DataError, match="is in the index already"):
+        index.add(["new.png"])
+
+
 def test_another_model_is_refused(model, photo_folder, tmp_path):
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     Index.build(model, paths).save(tmp_path / "index")

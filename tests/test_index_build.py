@@ -182,6 +182,25 @@ def test_files_that_are_gone_are_kept_until_pruned(index, photos):
     assert "class 3/00.png" not in made
 
 
+def test_prune_keeps_what_lies_in_folders_that_cannot_be_opened(index, photos, monkeypatch):
+    """A mount that does not answer must not cost its vectors. (root may open anything, so scandir refuses here.)"""
+    index(photos)
+    (photos / "class 2" / "01.png").unlink()
+    real = os.scandir
+
+    def refusing(path="."):
+        if os.fspath(path).endswith("class 1"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    made, said = index(photos, "--prune")
+    assert len(made) == 19
+    assert "1 removed" in said
+    assert "1 folders cannot be opened" in said
+    assert "4 items in folders that cannot be opened are kept" in said
+
+
 def test_another_label_is_taken_over_without_embedding(index, photos, tmp_path):
     (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
     index(tmp_path / "list.csv")

@@ -33,11 +33,15 @@ BATCH = 128  # images embedded, then journalled, at a time
 
 @dataclass(frozen=True)
 class Found:
-    """Files to index: names relative to `root` (or whole paths outside it), each with its label or None."""
+    """Files to index: names relative to `root` (or whole paths outside it), each with its label or None.
+
+    unopened: folders that could not be looked into.
+    """
 
     root: Path
     labels: dict[str, Label] = field(repr=False)
     notes: tuple[str, ...] = ()
+    unopened: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -92,7 +96,7 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
         str(path.relative_to(source)): path.relative_to(source).parts[0] if path.parent != source else None
         for path in below
     }
-    return Found(source, labels, _unopened(unopened))
+    return Found(source, labels, _unopened(unopened), tuple(unopened))
 
 
 def _found(listing: Listing) -> Found:
@@ -110,7 +114,7 @@ def _found(listing: Listing) -> Found:
         notes += (f"{len(listing.missing):,} listed files are not there, first {listing.missing[0]}",)
     if twice:
         notes += (f"{twice:,} rows name a file that was listed before; each file is indexed once",)
-    return Found(listing.root, labels, notes)
+    return Found(listing.root, labels, notes, listing.unopened)
 
 
 def _unopened(folders: Sequence[Path]) -> tuple[str, ...]:
@@ -154,6 +158,10 @@ def update(
     rest = {} if old is None else {n: label for n, label in zip(old.ids, old.labels, strict=True) if n not in labels}
     done.relabelled = _relabel(old, labels, fresh, known, store)
     if prune:
+        # What lies in a folder that cannot be opened now may well be there.
+        unseen = [n for n in rest if any((found.root / n).is_relative_to(folder) for folder in found.unopened)]
+        labels |= {name: rest.pop(name) for name in unseen}
+        done.notes += (f"{len(unseen):,} items in folders that cannot be opened are kept",) if unseen else ()
         done.pruned = len(rest)
         if store is not None and rest:
             store.remove(list(rest))

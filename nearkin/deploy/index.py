@@ -108,8 +108,11 @@ class Index:
         return cls(vectors, names, labels, model=model, mark=mark, root=Path.cwd())
 
     def add(self, images: Sequence[Any], labels: Sequence[Label] | None = None, *, ids: Any = None) -> None:
-        """Embed further pictures and append them; an id that is there already is refused."""
-        names = _ids(images, ids)
+        """Embed further pictures and append them; an id that is there already is refused.
+
+        ids: their names; by default the paths, relative to where the index was built if they are given as relative.
+        """
+        names = _ids(images, ids) if ids is not None else [self._id_of(path) for path in _ids(images, None)]
         self._refuse_known(names)
         self.add_vectors(_embedded(self.model(), images, names), names, labels)
 
@@ -178,6 +181,13 @@ class Index:
     def path_of(self, id: str) -> Path:
         """The file of an item whose id is a path."""
         return Path(id) if self.root is None else self.root / id
+
+    def _id_of(self, path: str) -> str:
+        """The id by which `path_of` finds the file that this path names from the current folder."""
+        if self.root is None or os.path.isabs(path) or self.root == Path.cwd():
+            return path
+        whole = Path(os.path.abspath(path))
+        return str(whole.relative_to(self.root) if whole.is_relative_to(self.root) else whole)
 
     def search(self, query: Any, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """The k nearest items of a picture (a path, a PIL image, bytes [C, H, W]) or of a vector [D], nearest first.
