@@ -347,6 +347,30 @@ def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.json"]
 
 
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(tmp_path):
+    """In a process of its own: torch's own writer would end it."""
+    script = f"""
+        import resource, signal
+        from pathlib import Path
+        import nearkin as nk
+        from nearkin.deploy.export import export
+        from nearkin.recipe import Model
+        model = nk.Embedder(Model(backbone="small_conv", width=8, dim=16), (3, 16, 16)).eval()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+        try:
+            export(model, "torch", Path({str(tmp_path)!r}) / "m.pt2")
+        except nk.errors.RunError as error:
+            print(error)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert "cannot write the model (File too large)" in said.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_refusals(tmp_path):
     with pytest.raises(ConfigError, match=r"a file for onnx ends in \.onnx"):
         export(small(), "onnx", tmp_path / "m.pt2")

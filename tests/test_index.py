@@ -228,10 +228,22 @@ def test_queries_that_do_not_fit(query, message):
         random_index().search(query)
 
 
+def test_half_precision_is_taken():
+    exact = np.array([[1, 0.5], [0.25, -2]], np.float32)  # these bfloat16 holds exactly
+    for kind in (torch.bfloat16, torch.float16, torch.float64):
+        index = Index(torch.tensor(exact, dtype=kind), ["a", "b"])
+        np.testing.assert_array_equal(index.vectors, exact)
+        assert index.search(torch.tensor(exact[1], dtype=kind))[0].id == "b"
+
+
 @pytest.mark.parametrize("k", [0, -1, 2.5])
 def test_k_must_be_a_number_of_items(k):
+    index = random_index()
+    for ask in (index.search, index.search_many):
+        with pytest.raises(ConfigError, match="expected a whole number from 1"):
+            ask(np.ones(6) if ask == index.search else np.ones((1, 6)), k)
     with pytest.raises(ConfigError, match="expected a whole number from 1"):
-        random_index().search(np.ones(6), k)
+        index.search_item("item 0", k)
 
 
 @pytest.mark.parametrize(
@@ -458,6 +470,8 @@ def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
     assert recall(index) >= 0.97
     assert [hit.row for hit in index.search(queries[0], 10, exact=True)] == truth[0].tolist()
     assert index.search_item("item 5", 3)[0].id != "item 5"
+    with pytest.raises(ConfigError, match="expected a whole number from 1"):
+        index.search(queries[0], 2.5)
     index.save(tmp_path / "index")
     again = Index.load(tmp_path / "index")
     assert again.graph is not None

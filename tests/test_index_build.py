@@ -266,6 +266,17 @@ def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
         commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
 
 
+def test_a_run_on_features_is_refused(photos, tmp_path):
+    from nearkin.models.embedder import Embedder
+
+    recipe = nk.recipes.features_default()
+    run = nk.Run.create(tmp_path, "features", replace(recipe, data=replace(recipe.data, root=tmp_path / "f.npz")))
+    model = Embedder(recipe.model, (32, 1, 1))
+    run.save("best.pt", {"model": model.state_dict(), "image_shape": [32, 1, 1]})
+    with pytest.raises(ConfigError, match="takes ready features, not pictures"):
+        commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+
+
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 

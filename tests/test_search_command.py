@@ -142,6 +142,7 @@ def test_rerank_flags(indexed, photo_folder, capsys):
         (["--vector", "nan.npy"], "NaN or infinity"),
         (["--vector", "pickled.npy"], "cannot be read as an .npy file"),
         (["--vector", "cube.npy"], "expected one vector"),
+        (["--vector", "damaged.npz"], "cannot be read as an .npy file"),
         (["--item", "class 1/00.png", "--rerank", "expandion"], "Did you mean 'expansion'"),
         (["--item", "class 1/00.png", "--store", "mysql://x"], "expected qdrant://"),
         (["--item", "class 1/00.png", "--shet", "x"], "Did you mean '--sheet'"),
@@ -153,6 +154,7 @@ def test_rerank_flags(indexed, photo_folder, capsys):
 def test_mistakes_get_the_cure(indexed, args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("wrong.npy", np.ones(3))
+    Path("damaged.npz").write_bytes(b"PK\3\4 no more than that")
     np.save("nan.npy", np.full(16, np.nan))
     np.save("pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     np.save("cube.npy", np.ones((2, 2, 16)))

@@ -44,6 +44,10 @@ def index(argv: list[str]) -> None:
             f"{run.path}: was trained on images cut to boxes, which the index cannot cut. Cut them first."
         )
     model = _model(run.path, args.device)
+    if model.backbone is None:
+        raise ConfigError(
+            f"{run.path}: takes ready features, not pictures. Index its vectors in Python: nk.Index(...)."
+        )
     found = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     with writing(args.out):
         store = open_store(args.store, _dim(model), model.fingerprint()) if args.store else None
@@ -196,11 +200,13 @@ def _set_rerank(opened: Index, args: SearchArgs) -> None:
 
 
 def _read_vectors(path: Path) -> Any:
+    from zipfile import BadZipFile
+
     import numpy as np
 
     try:
         given = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"{path}: cannot be read as an .npy file ({reason}).") from None
     if not isinstance(given, np.ndarray) or given.ndim not in (1, 2):

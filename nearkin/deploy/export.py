@@ -10,6 +10,7 @@ once more beside it.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import os
@@ -138,7 +139,9 @@ def export(
                 reporter.say("translating it to ONNX")
                 write_onnx(program, aside, about)
             else:
-                torch.export.save(program, aside, extra_files={f"{KEY}.json": json.dumps(about)})
+                # To the memory first: on a full disk torch's own writer ends the process.
+                torch.export.save(program, packed := io.BytesIO(), extra_files={f"{KEY}.json": json.dumps(about)})
+                aside.write_bytes(packed.getbuffer())
             reporter.say(f"comparing the file with the model on {checks.what}")
             difference = largest_difference(model, aside, to, checks.pixels)
             aside.replace(out)

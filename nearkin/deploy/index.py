@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from nearkin.deploy import files
 from nearkin.deploy.files import Manifest, ModelMark, StoredFile
@@ -33,6 +32,8 @@ from nearkin.deploy.search import (
     Ints,
     Label,
     Vectors,
+    as_array,
+    check_k,
     check_vectors,
     inverse_lengths,
     near_pairs,
@@ -219,8 +220,9 @@ class Index:
         return nearest(check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inverse_lengths())
 
     def _nearest(self, query: Vectors, k: int, own: int | None, exact: bool) -> tuple[Ints, Floats]:
+        check_k(k)
         wanted = k if own is None else k + 1
-        if self.graph is not None and not exact and k >= 1:
+        if self.graph is not None and not exact:
             rows, cosines = self.graph.search(query, self.vectors, wanted)
         else:
             found = nearest(query[None], self.vectors, wanted, self._inverse_lengths())
@@ -258,7 +260,7 @@ class Index:
         """A query as a vector [D]: given as one, or embedded by the model that made the index."""
         if isinstance(query, str | os.PathLike) or hasattr(query, "getbands"):  # a path, or a PIL image
             return self._one(self.model().embed([query]))
-        given = query.detach().cpu().numpy() if isinstance(query, Tensor) else np.asarray(query)
+        given = as_array(query)
         if given.dtype == np.uint8 and given.ndim == 3:
             return self._one(self.model().embed(given[None]))
         if given.ndim != 1:

@@ -41,12 +41,23 @@ class Hit:
     row: int = -1
 
 
+def as_array(values: Any) -> NDArray[Any]:
+    """An array, a tensor or lists as an array; numpy has no bfloat16, so half-precision tensors become float32."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() and values.element_size() < 4 else values).numpy()
+    return np.asarray(values)
+
+
+def check_k(k: Any) -> None:
+    if not isinstance(k, int | np.integer) or k < 1:
+        raise ConfigError(f"k: expected a whole number from 1, got {k!r}.")
+
+
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
     """Finite float32 rows [N, D] of the right width, or a DataError that says why not."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
     try:
-        given = np.asarray(values)
+        given = as_array(values)
         if given.dtype.kind not in "fiu":
             raise ValueError(f"numbers are needed, got {given.dtype}")
         vectors = np.ascontiguousarray(given, np.float32)
@@ -89,8 +100,7 @@ def nearest(queries: Vectors, items: Vectors, k: int, factors: Vectors | None = 
 
     factors: `inverse_lengths(items)` where the caller keeps them.
     """
-    if not isinstance(k, int | np.integer) or k < 1:
-        raise ConfigError(f"k: expected a whole number from 1, got {k!r}.")
+    check_k(k)
     most = min(int(k), len(items))
     if most == 0 or len(queries) == 0:
         return np.empty((len(queries), most), np.int64), np.empty((len(queries), most))
