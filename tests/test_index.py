@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -453,7 +454,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
     # As pytorch-metric-learning does: it puts another `search`, with fewer arguments, into every index of this process.
-    pytest.importorskip("faiss.contrib.torch_utils", reason="faiss is not installed (nearkin[dev])")
+    pytest.importorskip("faiss.contrib.torch_utils", reason="faiss is not installed (nearkin[graph])")
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(1000, 16)).astype(np.float32)
     index = Index(vectors, names(1000))
@@ -479,6 +480,21 @@ def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
     assert recall(again) == recall(index)
     again.remove(["item 1"])
     assert again.graph is None  # it would find what is gone
+
+
+def test_an_index_with_a_graph_is_searched_exactly_without_faiss(tmp_path, monkeypatch):
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
+    index = random_index(50)
+    index.make_graph()
+    index.save(tmp_path / "index")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    again = Index.load(tmp_path / "index")
+    assert again.search_item("item 1", exact=True) == index.search_item("item 1", exact=True)
+    again.save(tmp_path / "copy")  # the graph with it
+    with pytest.raises(UserError, match=r"pip install 'nearkin\[graph\]'"):
+        again.search_item("item 1")
+    monkeypatch.undo()
+    assert Index.load(tmp_path / "copy").search_item("item 1") == index.search_item("item 1")
 
 
 def test_the_graph_finds_nearly_all_also_for_kinds_that_are_not_in_it():

@@ -320,7 +320,7 @@ def test_a_killed_run_goes_on_where_it_stopped(index, run, photos, tmp_path):
     assert same(again, whole)
 
 
-def test_the_journal_drops_what_is_cut_or_of_another_model(tmp_path):
+def test_the_journal_drops_what_is_cut_and_keeps_that_of_another_model(tmp_path):
     rng = np.random.default_rng(0)
     stamp = Stamp(1, 2, "3")
     journal = Journal(tmp_path, "model a", 4)
@@ -341,6 +341,10 @@ def test_the_journal_drops_what_is_cut_or_of_another_model(tmp_path):
     assert len(Journal(tmp_path, "model a", 4).records) == 1
     journal.path.write_bytes(whole)
     assert len(Journal(tmp_path, "model a", 4).records) == 3
+    with pytest.raises(DataError, match="holds the unfinished index of another model"):
+        Journal(tmp_path, "model b", 4)
+    assert journal.path.read_bytes() == whole
+    journal.path.write_bytes(whole[: whole.index(b"\n") + 1])  # with nothing embedded yet
     assert Journal(tmp_path, "model b", 4).records == []
 
 
@@ -469,19 +473,45 @@ def test_without_the_training_data_nothing_is_calibrated(photo_folder, photos, t
     flags = [str(lost.path), str(photos), "-o", str(tmp_path / "index"), "--quiet", "--calibrate"]
     with pytest.raises(ConfigError, match="cannot tell which classes"):
         commands.index(flags)
-    assert len(nk.Index.load(tmp_path / "index")) == 20  # the index itself is there
+    assert not (tmp_path / "index").exists()  # told before anything is embedded
     commands.index([*flags, "--assume-unseen"])
     assert "20 unknown queries are too few for that rate" in capsys.readouterr().out
 
 
+def test_what_was_worked_out_survives_a_later_failure(index, photo_folder, tmp_path, capsys):
+    """Classes of four, one and one image: enough to calibrate, not enough to choose a re-ranking."""
+    for c, count in enumerate((4, 1, 1)):
+        (tmp_path / "few" / f"class {c}").mkdir(parents=True)
+        for i in range(count):
+            shutil.copy(photo_folder / f"class {c}" / f"{i:02d}.png", tmp_path / "few" / f"class {c}")
+    with pytest.raises(DataError, match="re-ranking: needs items"):
+        index(tmp_path / "few", "--calibrate", "--false-accept", "0.5", "--choose-rerank", "--assume-unseen")
+    assert nk.Index.load(tmp_path / "index").threshold is not None
+    assert "known above" in capsys.readouterr().out
+
+
+def test_what_cannot_be_worked_out_is_said_before_the_work(index, photos, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="false-accept: expected a share"):
+        index(photos, "--calibrate", "--false-accept", "5")
+    with pytest.raises(ConfigError, match="--false-accept: is for --calibrate"):
+        index(photos, "--false-accept", "0.05")
+    with pytest.raises(ConfigError, match=r"--data\.label-column: is for tables"):
+        index(photos, "--data.label-column", "kind")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(UserError, match=r"pip install 'nearkin\[graph\]'"):
+        index(photos, "--hnsw", "--hnsw-from", "2")
+    assert not (tmp_path / "index").exists()
+
+
 def test_the_graph_and_rerank_flags(index, photos):
-    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
     _, said = index(photos, "--hnsw")
     assert "graph: none; 20 items are fewer than 200,000 and searched exactly" in said
     made, said = index(photos, "--hnsw", "--hnsw-from", "10", "--choose-rerank", "--assume-unseen")
     assert "graph: recall@10" in said
     assert made.graph is not None
     assert "re-ranking: " in said
+    assert "graph: kept, recall@10" in index(photos, "--hnsw", "--hnsw-from", "10")[1]
     (photos / "class 0" / "00.png").unlink()
     made, said = index(photos, "--prune")
     assert made.graph is None

@@ -148,6 +148,8 @@ def test_rerank_flags(indexed, photo_folder, capsys):
         (["--item", "class 1/00.png", "--shet", "x"], "Did you mean '--sheet'"),
         (["--duplicates", "--item", "a"], "give it no query"),
         (["--duplicates", "--at-least", "2"], "expected a cosine"),
+        (["--item", "class 1/00.png", "--at-least", "0.9"], "--at-least: is for --duplicates"),
+        (["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"], "--exact: is for the vectors"),
         (["x.jpg", "--run", "nowhere"], "no trained model here"),
     ],
 )
@@ -207,7 +209,7 @@ def test_the_commands_of_the_page_run(photo_folder, tmp_path, monkeypatch, capsy
         if "://" in line:  # needs an engine: tests/test_index_stores.py
             continue
         if "--hnsw-from" in line:
-            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
+            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
         {"index": commands.index, "search": commands.search}[command](rest)
         assert capsys.readouterr().out
     assert (tmp_path / "found.png").exists()

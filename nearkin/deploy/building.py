@@ -25,7 +25,7 @@ from nearkin.deploy.journal import Journal
 from nearkin.deploy.marks import Embeds, Stamp, check_model, mark_of
 from nearkin.deploy.search import Label, Vectors, check_vectors
 from nearkin.deploy.stores import Store
-from nearkin.errors import DataError
+from nearkin.errors import ConfigError, DataError
 from nearkin.progress import Reporter
 
 BATCH = 128  # images embedded, then journalled, at a time
@@ -78,6 +78,9 @@ class Summary:
 def find_images(source: Path, *, path_column: str | None = None, label_column: str | None = None) -> Found:
     """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout."""
     kind = recognise(source)
+    for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
+        if column is not None and kind != "table":
+            raise ConfigError(f"{flag}: is for tables, and {source} is none.")
     if kind == "table":
         return _found(list_table(source, path_column=path_column, label_column=label_column))
     if kind in BENCHMARKS:

@@ -351,7 +351,7 @@ class Index:
         index.store = manifest.store
         if manifest.graph is not None:
             data = files.checked(folder, manifest.files["graph"]).read_bytes()
-            index.graph = Graph.from_bytes(data, GraphFacts(**manifest.graph))
+            index.graph = Graph(data, GraphFacts(**manifest.graph))
         return index
 
 

@@ -63,6 +63,11 @@ def _reach(interval: tuple[float, float] | None, what: str = "") -> str:
     return "" if interval is None else f" ({interval[0]:.2%} to {interval[1]:.2%}{what})"
 
 
+def check_rate(false_accept: float, name: str = "false_accept") -> None:
+    if not 0 <= false_accept < 1:
+        raise ConfigError(f"{name}: expected a share from 0 to below 1, for example 0.01; got {false_accept}.")
+
+
 def calibrate(
     query_sims_known: Any,
     query_sims_unknown: Any,
@@ -85,8 +90,7 @@ def calibrate(
     >>> calibrate([0.9, 0.8], [0.1, 0.2, 0.3, 0.4], false_accept=0.25).value
     0.3
     """
-    if not 0 <= false_accept < 1:
-        raise ConfigError(f"false_accept: expected a share from 0 to below 1, for example 0.01; got {false_accept}.")
+    check_rate(false_accept)
     known, unknown = _similarities(query_sims_known, "known"), _similarities(query_sims_unknown, "unknown")
     known_codes, unknown_codes = _codes(known_classes, len(known)), _codes(unknown_classes, len(unknown))
     value = _value(unknown, false_accept)

@@ -215,13 +215,14 @@ class Graph:
     """A hierarchical small-world graph (Malkov and Yashunin 2018) by faiss over the unit vectors."""
 
     def __init__(self, graph: Any, facts: GraphFacts) -> None:
+        """graph: a faiss index, or its bytes, which are read when it is first searched: exact search needs no faiss."""
         self._graph, self.facts = graph, facts
         self._one_at_a_time = threading.Lock()
 
     @classmethod
     def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> Graph:
         """Build the graph, then raise its effort until both measured recalls are reached (or 1024 candidates)."""
-        faiss = need("faiss", extra="dev")
+        faiss = need("faiss", extra="graph")
         if len(vectors) < 2:
             raise ConfigError("graph: at least two items are needed.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], links, faiss.METRIC_INNER_PRODUCT)
@@ -255,21 +256,26 @@ class Graph:
         # Set on the graph, one search at a time: as an argument it is unknown to the `search` that faiss indexes get
         # once anything, such as pytorch-metric-learning, has imported faiss.contrib.torch_utils.
         with self._one_at_a_time:
-            self._graph.hnsw.efSearch = effort
-            _, found = self._graph.search(unit[None], min(effort, len(items)))
+            graph = self._opened()
+            graph.hnsw.efSearch = effort
+            _, found = graph.search(unit[None], min(effort, len(items)))
         candidates = np.unique(found[0][found[0] >= 0]).astype(np.int64)
         return among(query, items, candidates, min(k, len(items)))
 
     def to_bytes(self) -> bytes:
-        serialized: NDArray[np.uint8] = need("faiss", extra="dev").serialize_index(self._graph)
+        if isinstance(self._graph, bytes):
+            return self._graph
+        serialized: NDArray[np.uint8] = need("faiss", extra="graph").serialize_index(self._graph)
         return serialized.tobytes()
 
-    @classmethod
-    def from_bytes(cls, data: bytes, facts: GraphFacts) -> Graph:
-        try:
-            return cls(need("faiss", extra="dev").deserialize_index(np.frombuffer(data, np.uint8)), facts)
-        except RuntimeError as error:
-            raise DataError(f"the graph cannot be read by this faiss ({str(error).splitlines()[0]}).") from None
+    def _opened(self) -> Any:
+        if isinstance(self._graph, bytes):
+            faiss = need("faiss", extra="graph")
+            try:
+                self._graph = faiss.deserialize_index(np.frombuffer(self._graph, np.uint8))
+            except RuntimeError as error:
+                raise DataError(f"the graph cannot be read by this faiss ({str(error).splitlines()[0]}).") from None
+        return self._graph
 
 
 def _unlike(vectors: Vectors, count: int) -> Vectors:
