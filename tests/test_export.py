@@ -100,6 +100,8 @@ def test_facts_are_inside_and_beside(written, run, photo_folder):
     assert checked["largest_difference"] < 1e-5
     assert inside["cut"] == {
         "augment": "light",
+        "transparent_over": "white",
+        "most_aspect": 4,
         "side": 24,
         "shorter_side": 24,
         "stored": 1,
@@ -226,8 +228,9 @@ def test_the_example_cuts_as_every_augmentation_views(augment, tmp_path):
     names = names_of(None)
     names["how"] = facts(model)["cut"]
     rng = np.random.default_rng(0)
-    for size in [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33)]:
-        smooth = Image.fromarray(rng.integers(0, 256, (7, 9, 3)).astype(np.uint8))
+    sizes = [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33), (900, 120), (61, 500)]
+    for size, channels in [*((size, 3) for size in sizes), ((90, 60), 4), ((900, 120), 4)]:  # 4: transparent
+        smooth = Image.fromarray(rng.integers(0, 256, (7, 9, channels)).astype(np.uint8))
         smooth.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "p.png")
         theirs = names["cut"](tmp_path / "p.png").astype(int)
         ours = model_input(model, tmp_path / "p.png").numpy().astype(int)

@@ -2,9 +2,9 @@
 
     nearkin export runs/<key> --to onnx -o birds.onnx
 
-What goes in is uint8 [B, C, H, W] (red, green, blue), what comes out is one unit vector per picture: scaling, the order
-of the colours and normalisation are inside. How a photo is cut to H x W is written in the file itself, as JSON, and
-once more beside it.
+What goes in is uint8 [B, C, H, W] (red, green, blue), what comes out is one vector per picture, of length 1 unless the
+model was made with `normalize = false`: scaling, the order of the colours and normalisation are inside. How a photo is
+cut to H x W is written in the file itself, as JSON, and once more beside it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from nearkin import __version__
 from nearkin.data import glyphs
 from nearkin.data.listing import images_below
+from nearkin.data.reading import MOST_ASPECT
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
@@ -177,9 +178,12 @@ def facts(model: Embedder, run: Run | None = None, reporter: Reporter | None = N
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
+        # Lay over `transparent_over`, cut a side that is more than `most_aspect` times the other to its middle, shrink
+        # to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
         "cut": {
             "augment": model.augment,
+            "transparent_over": "white",
+            "most_aspect": MOST_ASPECT,
             "side": side,
             "shorter_side": augment.stored_side(side),
             "stored": augment.stored,

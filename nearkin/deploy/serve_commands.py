@@ -62,7 +62,10 @@ def serve(argv: list[str]) -> None:
 def _token(file: Path | None) -> str | None:
     """From a file or the environment: on the command line other users of the machine could read it."""
     if file is None:
-        return os.environ.get("NEARKIN_TOKEN") or None
+        given = os.environ.get("NEARKIN_TOKEN") or None
+        if given is not None and not given.strip():
+            raise ConfigError("NEARKIN_TOKEN: is blank. Unset it, or give a token.")
+        return given and given.strip()
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
