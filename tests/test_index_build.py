@@ -89,6 +89,29 @@ def test_loose_images_and_one_class_folder(index, photos, tmp_path):
     assert len(made) == 5
 
 
+def test_every_image_below_train_and_test_is_indexed(photos, tmp_path):
+    """As in training the classes lie below the parts; what lies in no class folder has no label, as anywhere."""
+    root = tmp_path / "parts"
+    for name in ("train/x/0.png", "test/y/0.png", "train/0.png", "test/1.png", "top.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / "class 0" / "00.png", root / name)
+    assert find_images(root).labels == {
+        "top.png": None,
+        "train/0.png": None,
+        "test/1.png": None,
+        "train/x/0.png": "x",
+        "test/y/0.png": "y",
+    }
+    shutil.rmtree(root / "train" / "x")
+    shutil.rmtree(root / "test" / "y")
+    assert list(find_images(root).labels.values()) == [None] * 3
+
+
+def test_a_table_of_one_class(photos, tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 0/01.png,a\n")
+    assert list(find_images(tmp_path / "list.csv").labels.values()) == ["a", "a"]
+
+
 def test_a_table_with_repeated_and_missing_rows(index, photos, tmp_path):
     rows = ["path,label", "photos/class 0/00.png,a", "photos/class 1/00.png,b", "photos/class 0/00.png,a", "no.png,a"]
     (tmp_path / "list.csv").write_text("\n".join(rows))

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.listing import Listing, images_below, list_folder, list_table
+from nearkin.data.listing import Listing, images_below, list_table, part_name
 from nearkin.data.loading import in_threads
 from nearkin.data.reading import read_whole
 from nearkin.data.sources import recognise
+from nearkin.data.table import PARTS
 from nearkin.deploy import files
 from nearkin.deploy.index import Index
 from nearkin.deploy.journal import Journal
@@ -76,13 +77,16 @@ class Summary:
 
 
 def find_images(source: Path, *, path_column: str | None = None, label_column: str | None = None) -> Found:
-    """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout."""
+    """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout.
+
+    Of a folder every image is taken, whatever lies where.
+    """
     kind = recognise(source)
     for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
         if column is not None and kind != "table":
             raise ConfigError(f"{flag}: is for tables, and {source} is none.")
     if kind == "table":
-        return _found(list_table(source, path_column=path_column, label_column=label_column))
+        return _found(list_table(source, path_column=path_column, label_column=label_column, fewest=1))
     if kind in BENCHMARKS:
         return _found(BENCHMARKS[kind].list(source))
     if not source.is_dir():
@@ -91,14 +95,11 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
     below = images_below(source, [], unopened)
     if not below:
         raise DataError(f"{source}: no images below it. Give a folder with image files, or one folder per class.")
-    folders = {path.relative_to(source).parts[0] for path in below if path.parent != source}
-    if len(folders) >= 2 and all(path.parent != source for path in below):
-        return _found(list_folder(source))
-    # Flat, one class folder only, or both: an image that lies in no class folder has no label.
-    labels: dict[str, Label] = {
-        str(path.relative_to(source)): path.relative_to(source).parts[0] if path.parent != source else None
-        for path in below
-    }
+    places = {str(path.relative_to(source)): path.relative_to(source).parts for path in below}
+    folders = {parts[0] for parts in places.values() if len(parts) > 1}
+    # Below train/ and test/ the classes lie one step deeper. An image that lies in no class folder has no label.
+    step = 1 if len(folders) >= 2 and all(part_name(folder) in PARTS for folder in folders) else 0
+    labels: dict[str, Label] = {name: parts[step] if len(parts) > step + 1 else None for name, parts in places.items()}
     return Found(source, labels, _unopened(unopened), tuple(unopened))
 
 
