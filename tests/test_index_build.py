@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -155,12 +156,14 @@ def test_odd_file_names(index, photos, tmp_path):
     commands.search([str(tmp_path / "index"), "-k", "5", "--item", odd[0]])
 
 
-def test_one_image(index, photos, tmp_path):
+def test_one_image(index, photos, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     shutil.copy(photos / "class 0" / "00.png", tmp_path / "one")
     made, _ = index(tmp_path / "one")
     assert len(made) == 1
     assert made.search(tmp_path / "one" / "00.png", 10)[0].id == "00.png"
+    commands.search([str(tmp_path / "index"), "--item", "00.png"])
+    assert "nothing else: it is the only item" in capsys.readouterr().out
 
 
 # --- a second time ---------------------------------------------------------------------------------------------------
@@ -254,6 +257,22 @@ def test_files_that_cannot_be_read_are_reported_and_passed_over(index, photos):
     assert "3 could not be read" in index(photos)[1]  # and is tried again
 
 
+def test_long_looks_show_progress(run, photos, tmp_path):
+    said: list[str] = []
+
+    class Listening(Reporter):
+        def track(self, label: str, total: int, unit: str = "it"):
+            said.append(f"{label} {total}")
+            return super().track(label, total, unit)
+
+    out = tmp_path / "index"
+    with files.writing(out):
+        building.update(nk.load(run), find_images(photos), out, reporter=Listening(quiet=True))
+    assert said == ["looking at the files 20", "embedding 20"]
+    trained_on(nk.Run(run), Listening(quiet=True))
+    assert said[2:] == ["looking at what was trained on 120"]
+
+
 def test_a_folder_of_nothing_readable(index, tmp_path):
     (tmp_path / "bad").mkdir()
     for i in range(3):
@@ -287,6 +306,8 @@ def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
     (run.path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.raises(ConfigError, match="cut to boxes"):
         commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+    commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index"), "--already-cut", "--quiet"])
+    assert len(nk.Index.load(tmp_path / "index")) == 20
 
 
 def test_a_run_on_features_is_refused(photos, tmp_path):
@@ -404,6 +425,18 @@ def test_a_full_disk_keeps_the_old_index_and_what_was_embedded(run, index, photo
     made, said = index(photos)
     assert len(made) == 120
     assert "taken over from the interrupted run" in said
+
+
+def test_a_drive_without_locks_is_named(index, photos, monkeypatch):
+    """It is not another process that holds the folder there."""
+    from nearkin import files as shared
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(shared.fcntl, "flock", none)
+    with pytest.raises(DataError, match="cannot write the index \\(No locks available\\)"):
+        index(photos)
 
 
 def test_a_second_process_is_told(index, photos, tmp_path):

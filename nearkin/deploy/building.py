@@ -149,7 +149,7 @@ def update(
     journal = Journal(out, mark.fingerprint, model.embed([]).shape[1])
     known = _Known(old, journal)
     done = Summary(notes=found.notes)
-    fresh, stamps, gone = _sort_out(found, known, done)
+    fresh, stamps, gone = _sort_out(found, known, done, reporter)
     if store is not None:
         _catch_up(old, journal, found, store, reporter)
     elif old is not None and old.store is not None:
@@ -255,7 +255,9 @@ def _open(out: Path, fingerprint: str, found: Found) -> Index | None:
     return old
 
 
-def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dict[str, Stamp], set[str]]:
+def _sort_out(
+    found: Found, known: _Known, done: Summary, reporter: Reporter
+) -> tuple[set[str], dict[str, Stamp], set[str]]:
     """Which files need no embedding, what marks the files as they are now, and which are listed but not there.
 
     The content is read where the time has changed.
@@ -276,7 +278,11 @@ def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dic
     fresh: set[str] = set()
     stamps: dict[str, Stamp] = {}
     gone: set[str] = set()
-    looks = (result for part in in_threads(look, names) for result in part)
+    looks: list[tuple[Stamp | None, bool, OSError | None]] = []
+    with reporter.track("looking at the files", len(names), unit="file") as bar:
+        for part in in_threads(look, names):
+            looks += part
+            bar.advance(len(part))
     for name, (stamp, same, error) in zip(names, looks, strict=True):
         if error is not None:
             done.broken[name] = f"{name}: cannot be read ({error.strerror})."

@@ -42,11 +42,12 @@ def index(argv: list[str]) -> None:
     from nearkin.runs import Run
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)
-    if run.recipe.data.boxes:
+    if run.recipe.data.boxes and not args.already_cut:
         raise ConfigError(
-            f"{run.path}: was trained on images cut to boxes, which the index cannot cut. Cut them first."
+            f"{run.path}: was trained on images cut to boxes, which the index cannot cut.\n"
+            "Cut them first, those you will search for too, and say --already-cut."
         )
-    model = _model(run.path, args.device)
+    model = load_model(run.path, args.device)
     if model.backbone is None:
         raise ConfigError(
             f"{run.path}: takes ready features, not pictures. Index its vectors in Python: nk.Index(...)."
@@ -141,7 +142,7 @@ def search(argv: list[str]) -> None:
 
     opened = Index.load(folder)
     if args.images:
-        opened.use(_model(args.run or _run_of(opened), args.device))
+        opened.use(load_model(args.run or run_of(opened), args.device))
     _set_rerank(opened, args)
     queries = _queries(opened, args)
     answers = _ask(opened, queries, args)
@@ -240,7 +241,8 @@ def _read_vectors(path: Path) -> Any:
     return given[None] if given.ndim == 1 else given
 
 
-def _model(run: str | Path, device: str) -> Embedder:
+def load_model(run: str | Path, device: str) -> Embedder:
+    """The model of a run on the device that was asked for."""
     from nearkin.building import choose_device
     from nearkin.models.embedder import load
 
@@ -251,7 +253,8 @@ def _dim(model: Embedder) -> int:
     return int(model.embed([]).shape[1])
 
 
-def _run_of(opened: Index) -> str:
+def run_of(opened: Index) -> str:
+    """The run folder whose model made the index, or how to name another place."""
     if opened.mark is None or opened.mark.run is None:
         raise ConfigError("the index names no run folder. Give it with --run RUN.")
     if not Path(opened.mark.run).exists():

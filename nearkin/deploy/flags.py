@@ -37,6 +37,8 @@ class IndexArgs:
     """The folder of the index."""
     prune: bool = False
     """Remove items whose files are gone (or no longer listed)."""
+    already_cut: bool = False
+    """For a run that was trained on images cut to boxes: these images are cut already."""
     calibrate: bool = False
     """Set the similarity below which a query is called unknown, from indexed classes that were not trained on."""
     false_accept: float | None = None
