@@ -54,7 +54,9 @@ class Limits:
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
         if self.pixels > MOST_PIXELS:
-            raise ConfigError(f"--pixels: expected at most {MOST_PIXELS:,}, which is all that is ever read; got more.")
+            raise ConfigError(
+                f"--pixels: expected at most {MOST_PIXELS:,}, as no larger picture is read; got {self.pixels:,}."
+            )
 
 
 class Admission:
