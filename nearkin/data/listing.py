@@ -188,11 +188,13 @@ def images_below(folder: Path, ignored: list[Path], unopened: list[Path]) -> lis
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def list_table(path: Path, *, path_column: str | None = None, label_column: str | None = None) -> Listing:
+def list_table(
+    path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
+) -> Listing:
     """Rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (also one each in train/ and test/).
 
     Columns: path and label, and where they exist part (or split), group, and x, y, w, h of a box in pixels. Paths
-    are relative to the file that lists them.
+    are relative to the file that lists them. fewest: classes that there must be; to learn from, two.
     """
     if path.is_dir():
         files = metadata_files(path)
@@ -220,8 +222,10 @@ def list_table(path: Path, *, path_column: str | None = None, label_column: str 
             columns.setdefault(name, []).extend(values)
 
     labels, names = number_classes(columns["label"])
-    if len(names) < 2:
-        raise DataError(f"{path}: names {len(names)} classes, need at least 2. Is the label column the right one?")
+    if len(names) < fewest:
+        raise DataError(
+            f"{path}: names {len(names)} classes, need at least {fewest}. Is the label column the right one?"
+        )
     listing = Listing(
         source=path.resolve().stem,
         root=path if path.is_dir() else path.parent,
