@@ -13,6 +13,7 @@ import pytest
 from searches import QUIET, small_recipe, trials_of, write_vectors
 
 import nearkin as nk
+import nearkin.train
 from nearkin.bench import coordinate, sharing, tune
 from nearkin.bench.space import apply, defaults, space, suggest
 from nearkin.bench.tune_command import closing, parse_tune, table
@@ -243,6 +244,24 @@ def test_a_trial_that_fails_is_shown_with_its_reason_never_scored(recipe, tmp_pa
     assert table(search, [found]).row_count == 1
 
 
+def test_a_trial_that_fails_in_an_unforeseen_way_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
+    fit = nearkin.train.fit
+    begun = []
+
+    def once_broken(*given, **asked):
+        begun.append(given)
+        if len(begun) == 2:
+            raise RuntimeError("not enough memory: you tried to allocate 8 GB\nmore")
+        return fit(*given, **asked)
+
+    monkeypatch.setattr(nearkin.train, "fit", once_broken)
+    _, (found,) = searched(recipe, tmp_path, trials=3)
+    assert (found.done, found.failed, found.left) == (2, 1, 0)
+    (reason,) = found.reasons
+    assert reason == "RuntimeError: not enough memory: you tried to allocate 8 GB (see proxy_anchor-1.log)"
+    assert "Traceback" in (tmp_path / "proxy_anchor-1.log").read_text()
+
+
 def test_a_writer_killed_within_a_line_does_not_spoil_the_journal(recipe, tmp_path):
     search = tune.plan(recipe, tmp_path, trials=2, reporter=QUIET)
     with open(search.address, "a") as journal:
@@ -300,6 +319,8 @@ def test_the_command_searches_says_what_it_found_and_says_done(features, tmp_pat
     [
         (["--losses", "proxyanchor"], "Did you mean 'proxy_anchor'?"),
         (["--data.val-share", "0"], "no validation classes to choose by"),
+        (["--data.choose-on", "test"], "--data.choose-on test: a search may not see the test classes"),
+        (["--device", "xpu:7"], "device 'xpu:7' cannot be used here"),
         (["--storage", "mysql://host/db"], "'mysql://' is not supported"),
         (["--storage", "postgresql://host"], "names no database"),
         (["--storage", "postgresql+psycopg://u@127.0.0.1:1/db"], "cannot be reached"),

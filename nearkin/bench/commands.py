@@ -138,9 +138,11 @@ def run(argv: list[str]) -> None:
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.overview import plan_totals, write_outcome
     from nearkin.bench.running import Folder
+    from nearkin.building import choose_device
     from nearkin.data import sources
     from nearkin.progress import Reporter
 
+    choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     study = _study(target, args)
     folder = Folder.begin(args.out or _place(target, study), study)

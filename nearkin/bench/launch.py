@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -67,14 +70,18 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
         spawn.Process(target=_child, args=(Worker(search, device_of(device, k), quiet, threads),))
         for k in range(workers)
     ]
-    for process in processes:
-        process.start()
     try:
         for process in processes:
-            process.join()
-    except KeyboardInterrupt:  # they were told as well, and write their checkpoints
+            process.start()
         for process in processes:
             process.join()
+    except KeyboardInterrupt:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)  # and it writes its checkpoint
+        for process in processes:
+            if process.pid is not None:
+                process.join()
         raise KeyboardInterrupt("stopped") from None
     ended = [process.exitcode or 0 for process in processes]
     if all(code == STOPPED for code in ended):
@@ -89,6 +96,9 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
 
 
 def _child(worker: Worker) -> None:
+    os.setsid()  # Ctrl-C goes to the command alone, which passes it on once: a second would cut the checkpoint off
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background deaf
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         worker()
     except UserError as error:
@@ -96,6 +106,13 @@ def _child(worker: Worker) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
+
+
+def _stop_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def submit(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
-from nearkin.errors import ConfigError, DataError, RunBusy, RunError, TrainingFailed
+from nearkin.errors import ConfigError, DataError, MissingExtra, RunBusy, RunError, TrainingFailed
 from nearkin.files import held, write_aside
 from nearkin.progress import Reporter
 from nearkin.recipe import Recipe
@@ -176,6 +176,9 @@ class Folder:
 
 def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
     """Take trials until every one has an outcome; how many this worker did."""
+    from nearkin.building import choose_device
+
+    choose_device(device)  # one that is not there is no trial's fault
     did = 0
     while True:
         left = [trial for trial in folder.trials if folder.outcome(trial) is None]
@@ -211,8 +214,8 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
         said = _one_line(error)
         reason = said.partition(": ")[2] if said.startswith(str(runs)) else said  # the run folder is known anyway
         return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
-    except (DataError, RunError, OSError):
-        raise  # no data, no disk: no trial could do better
+    except (DataError, RunError, MissingExtra, OSError):
+        raise  # no data, no disk, no package: no trial could do better
     except Exception as error:
         log = folder.path / "trials" / f"{trial.id}.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")

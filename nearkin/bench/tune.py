@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nearkin.bench import coordinate
 from nearkin.bench.sharing import Shared, address_of, open_shared
 from nearkin.bench.space import Settings, apply, defaults, space, start_of, suggest
-from nearkin.errors import ConfigError, RunError, TrainingFailed, TrainingStopped, need
+from nearkin.errors import ConfigError, DataError, MissingExtra, RunError, TrainingFailed, TrainingStopped, need
 from nearkin.files import write_aside
 from nearkin.losses import LOSSES
 from nearkin.progress import Pace, Reporter
@@ -120,6 +121,8 @@ def plan(
         raise ConfigError("--trials: the mode thesis_grid runs the points of its grids, not a number of trials.")
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if recipe.data.choose_on == "test":
+        raise ConfigError("--data.choose-on test: a search may not see the test classes. Leave the flag out.")
     share = shorten if shorten is not None else 0.25 if grid else 1.0
     if not 0 < share <= 1:
         raise ConfigError(f"--shorten: expected a share above 0, up to 1; got {share}.")
@@ -209,6 +212,9 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
     """Run trials until none is left, and wait for those of other workers, in case one of them dies."""
     from optuna.exceptions import UpdateFinishedTrialError
 
+    from nearkin.building import choose_device
+
+    choose_device(device)  # one that is not there is no trial's fault
     reporter = reporter or Reporter()
     with open_shared(search.address) as shared:
         pace = Pace(done=search.total - len(_unfinished(search, shared)), total=search.total)
@@ -264,7 +270,6 @@ def _may_start(search: Search, loss: str, number: int, shared: Shared) -> bool:
 def run_trial(search: Search, loss: str, number: int, shared: Shared, device: str) -> str:
     """Train one trial to its end, be it a score, a pruning or a failure, and write that down. Returns what to say."""
     import optuna
-    import torch
     from optuna.trial import Trial, TrialState
 
     from nearkin.train import fit
@@ -278,13 +283,18 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     trial = Trial(study, at)
     recipe = apply(search.base(loss), loss, _decide(search, loss, trial, shared))
     reported = set(storage.get_trial(at).intermediate_values)
+    cut_off: list[Exception] = []
 
     def watch(epoch: int, recall: float) -> bool:
-        shared.check()
-        if epoch not in reported:
-            trial.report(recall, epoch)
-            reported.add(epoch)
-        return search.prune and epoch < recipe.train.epochs and trial.should_prune()
+        try:
+            shared.check()
+            if epoch not in reported:
+                trial.report(recall, epoch)
+                reported.add(epoch)
+            return search.prune and epoch < recipe.train.epochs and trial.should_prune()
+        except Exception as error:
+            cut_off.append(error)
+            raise
 
     score: float | None = None
     try:
@@ -292,9 +302,14 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     except TrainingStopped as stopped:
         state, said = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _tidy(stopped.path, keep_best=False)
-    except (TrainingFailed, torch.OutOfMemoryError) as error:
-        state, said = TrialState.FAIL, f"FAILED ({str(error).splitlines()[0]})"
-        trial.set_user_attr("reason", str(error).splitlines()[0])
+    except (DataError, RunError, MissingExtra, OSError):
+        raise  # no data, no disk, no package: no trial could do better
+    except Exception as error:
+        if cut_off:  # from the search, not from the training
+            raise
+        reason = _reason(error, search.out / f"{loss}-{number}.log")
+        state, said = TrialState.FAIL, f"FAILED ({reason})"
+        trial.set_user_attr("reason", reason)
     else:
         assert run.result is not None
         state, score = TrialState.COMPLETE, float(run.result["val_R@1"])
@@ -310,6 +325,15 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     shared.check()
     study.tell(trial, score, state, skip_if_finished=True)
     return said
+
+
+def _reason(error: Exception, log: Path) -> str:
+    """Why a trial failed, in a line; what nobody foresaw is written to a log as well."""
+    said = " ".join(str(error).splitlines()[:1])
+    if isinstance(error, TrainingFailed | ConfigError):
+        return said
+    log.write_text(traceback.format_exc(), encoding="utf-8")
+    return f"{type(error).__name__}: {said} (see {log.name})"
 
 
 def _decide(search: Search, loss: str, trial: Trial, shared: Shared) -> Settings:
