@@ -1,15 +1,19 @@
 """What a study does to run folders and to its own: whose weights it deletes, what stops it, what its workers say."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from studies import small_study, write_features
 
 import nearkin.train
-from nearkin.bench.running import Folder, run_trial, work
+from nearkin.bench import presets
+from nearkin.bench.commands import _place, status, tournament
+from nearkin.bench.running import Folder, Outcome, run_trial, work
 from nearkin.bench.workers import Worker, _last_words
 from nearkin.cli import main
 from nearkin.errors import ConfigError, MissingExtra, TrainingStopped
@@ -141,3 +145,63 @@ def test_a_worker_that_warns_a_lot_is_not_held_up(folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(folder.outcomes()) == 1
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_named_like_a_preset_is_not_taken_for_a_study(features, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "features").mkdir()
+    assert _place("features", presets.find("features", features)) == Path("studies/features")
+    assert _place(".", presets.find("features", features)) == Path()
+
+
+def test_what_a_narrower_study_leaves_out_is_named(features, tmp_path):
+    study = small_study(features, seeds=(0, 1), sizes=(4,))
+    folder = Folder.begin(tmp_path / "study", study)
+    for trial in folder.trials:
+        folder.write(trial, Outcome(trial.id, "failed", "for a test"))
+    for changed, said in (
+        ({"seeds": (1,)}, "its study also has seeds 0, and outcomes that would be left out"),
+        ({"losses": ("triplet",), "seeds": (0,)}, "its study also has losses norm_softmax; seeds 1, and"),
+        ({"metric": "R@2", "sizes": (8,)}, "holds outcomes of another study 'small'"),
+    ):
+        with pytest.raises(ConfigError, match=said) as refused:
+            Folder.begin(tmp_path / "study", dataclasses.replace(study, **changed))
+        assert "remove" not in str(refused.value)
+    assert len(Folder.open(tmp_path / "study").trials) == 4
+
+
+def test_a_study_made_in_python_finds_its_data_from_its_folder(features, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Folder.begin(Path("studies/x"), small_study(Path(features.name)))
+    assert {trial.recipe.data.root for trial in Folder.open("studies/x").trials} == {features.resolve()}
+    assert folder.trials == Folder.open("studies/x").trials
+
+
+def test_the_status_of_a_study_whose_data_are_gone(folder, features, tmp_path, capsys):
+    features.unlink()
+    status([str(folder.path)])
+    assert "0 of 1 done; the rest cannot be run:" in capsys.readouterr().out
+    (trial,) = folder.trials
+    folder.write(trial, Outcome(trial.id, "failed", "for a test"))
+    status([str(folder.path)])
+    said = capsys.readouterr().out
+    assert "FAILED triplet in clouds 4, seed 0: for a test" in said
+    assert "finished: 1 trials, 1 of them failed" in said
+
+
+def test_an_entrant_that_failed_everywhere_has_withdrawn_from_the_tournament(features, tmp_path, capsys):
+    names = ("norm_softmax", "triplet", "margin")
+    folder = Folder.begin(tmp_path / "study", small_study(features, losses=names, sizes=(4, 8), seeds=(0,)))
+    for trial in folder.trials:
+        value = {"norm_softmax": 0.5, "triplet": 0.6}.get(trial.entrant)
+        outcome = Outcome(trial.id, "done", test={"R@1": value}) if value else Outcome(trial.id, "failed", "for a test")
+        folder.write(trial, outcome)
+    tournament([str(folder.path)])
+    said = capsys.readouterr().out
+    assert "margin" not in said
+    assert "2 trials failed and are left out of every rank: nearkin bench status" in said
+    with pytest.raises(ConfigError, match="--metric: only with 'papers'; a study or a file is ranked by its own"):
+        tournament([str(folder.path), "--metric", "R@2"])

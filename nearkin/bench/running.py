@@ -43,7 +43,7 @@ class Outcome:
     reason: str | None = None
     """Why it failed."""
     run: str | None = None
-    """The run folder that was judged, relative to the study's folder where it lies below or beside it."""
+    """The run folder that was judged, as an absolute path."""
     test: dict[str, float] | None = None
     """Metrics on the test classes, as shares."""
     intervals: dict[str, list[float]] | None = None
@@ -91,6 +91,7 @@ class Folder:
     @staticmethod
     def begin(path: Path, study: Study) -> Folder:
         """Make the folder, or go on with it; another study under the same name is refused."""
+        study = study.below(Path.cwd())  # workers read it from its own folder
         for trial in (folder := Folder(path, study)).trials:
             _check(trial)
         stored = path / "study.toml"
@@ -104,9 +105,14 @@ class Folder:
         before = Folder.open(path)
         gone = {trial.id for trial in before.trials} - {trial.id for trial in folder.trials}
         if gone and any((path / "trials" / f"{id}.json").exists() for id in gone):
+            if left_out := study.leaves_out(before.study):
+                raise ConfigError(
+                    f"{path}: its study also has {left_out}, and outcomes that would be left out. "
+                    "Name those as well (or give no flag), or give another folder with --out."
+                )
             raise ConfigError(
                 f"{path}: holds outcomes of another study '{before.study.name}' that this one has not. "
-                "Give another folder with --out, or remove that one."
+                "Give another folder with --out."
             )
         write_aside(stored, text)
         return folder

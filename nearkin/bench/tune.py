@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.bench import coordinate
-from nearkin.bench.sharing import Shared, address_of, open_shared
+from nearkin.bench.sharing import Shared, address_of, is_database, open_shared
 from nearkin.bench.space import Settings, apply, defaults, space, start_of, suggest
 from nearkin.errors import ConfigError, DataError, MissingExtra, RunError, TrainingFailed, TrainingStopped, need
 from nearkin.files import write_aside
@@ -102,13 +102,16 @@ def plan(
     storage: str | None = None,
     prune: bool = True,
     shorten: float | None = None,
+    begin: bool = True,
     reporter: Reporter | None = None,
 ) -> Search:
     """Check what is asked for and write the trials down, all still to be run; a search that is there is joined.
 
     losses   names, or ("all",); by default the recipe's own
-    trials   of each loss; by default 20, or as many as the search has; more than before prolongs it
+    trials   of each loss; by default 20, or as many as the search has; more than before prolongs it,
+             fewer end it earlier, down to what was begun
     shorten  the share of the recipe's epochs that a trial trains; by default 1, in the mode thesis_grid 1/4
+    begin    False only looks at a search that is there
     """
     from nearkin.building import check_names, make_model, model_fingerprint
     from nearkin.data import sources
@@ -158,23 +161,33 @@ def plan(
     counted = [table.fingerprint, weights, search.mode, search.prune, search.recipe.key("")]
     digest = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:12]
     search = replace(search, name=f"nearkin-tune-{digest}")
+    none = ConfigError(f"--workers 0: there is no such search yet in {out}. Begin it with --workers 1.")
+    if not begin and not is_database(search.address) and not Path(search.address).exists():
+        raise none
     with open_shared(search.address) as shared, shared.claim(f"{search.name}/plan", True):
+        if not begin:
+            there = {study.study_name for study in shared.storage.get_all_studies()}
+            search = replace(search, losses=tuple(loss for loss in chosen if search.study(loss) in there))
+            trials = None
+        if not search.losses:
+            raise none
         _settle_in(search)
         studies = {
             loss: optuna.create_study(
                 study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
             )
-            for loss in chosen
+            for loss in search.losses
         }
         if not grid:
             asked = max(study.user_attrs.get("trials", 0) for study in studies.values())
-            if trials is not None and trials < asked:
-                raise ConfigError(
-                    f"--trials {trials}: the search has {asked} of each loss already. Give as many, or more."
-                )
+            waiting = optuna.trial.TrialState.WAITING
+            begun = max(sum(t.state != waiting for t in study.get_trials(deepcopy=False)) for study in studies.values())
+            if trials is not None and trials < begun:
+                raise ConfigError(f"--trials {trials}: {begun} of a loss were begun already. Give as many, or more.")
             search = replace(search, trials=trials or asked or TRIALS)
-        for loss, study in studies.items():
-            _write_down(search, loss, study)
+        if begin:
+            for loss, study in studies.items():
+                _write_down(search, loss, study)
     return search
 
 

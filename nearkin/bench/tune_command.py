@@ -45,7 +45,8 @@ class TuneArgs:
     losses: tuple[str, ...] = ()
     """Losses by name, or all; by default the recipe's own."""
     trials: int | None = None
-    """Trials of each loss; by default 20, or as many as the search has. More than before prolongs it."""
+    """Trials of each loss; by default 20, or as many as the search has. More than before prolongs it; fewer, if not
+    begun yet, end it earlier."""
     mode: Literal["optuna", "thesis_grid"] = "optuna"
     """optuna: the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
     prune: bool = True
@@ -80,6 +81,7 @@ def tune(argv: list[str]) -> None:
         storage=args.storage,
         prune=args.prune,
         shorten=args.shorten,
+        begin=args.workers > 0,
         reporter=reporter,
     )
     found = standings(search)
@@ -162,7 +164,9 @@ def table(search: Search, found: Sequence[Standing]) -> Table:
         title=f"Chosen on {classes} validation classes, percent" if classes else "Nothing found yet",
         title_style="bold",
         title_justify="left",
-        caption=f"small: 95 % interval over validation classes{few}. The best of many looks better than it is.",
+        caption=f"small: 95 % interval over validation classes{few}. The best of many looks better than it is."
+        if classes
+        else None,
         caption_justify="left",
     )
     shown.add_column("loss", no_wrap=True)

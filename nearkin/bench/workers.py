@@ -120,7 +120,7 @@ class Worker:
 def _start(folder: Folder, runs: Path, device: str, workers: int) -> Worker:
     environment = {"OMP_NUM_THREADS": str(threads_for(workers)), **os.environ} if workers > 1 else dict(os.environ)
     command = [sys.executable, "-m", "nearkin", "bench", "work", str(folder.path), "--runs", str(runs)]
-    said = tempfile.TemporaryFile()  # a pipe that nobody reads would fill up and stop the worker
+    said = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would fill up and stop the worker)
     process = subprocess.Popen(
         [*command, "--device", device],
         stdin=subprocess.PIPE,  # held open for as long as this process lives
