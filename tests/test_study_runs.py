@@ -13,6 +13,7 @@ from studies import small_study, write_features
 import nearkin.train
 from nearkin.bench import presets
 from nearkin.bench.commands import _place, status, tournament
+from nearkin.bench.machine import threads_for, workers_for
 from nearkin.bench.running import Folder, Outcome, run_trial, work
 from nearkin.bench.workers import Worker, _last_words
 from nearkin.cli import main
@@ -205,3 +206,24 @@ def test_an_entrant_that_failed_everywhere_has_withdrawn_from_the_tournament(fea
     assert "2 trials failed and are left out of every rank: nearkin bench status" in said
     with pytest.raises(ConfigError, match="--metric: only with 'papers'; a study or a file is ranked by its own"):
         tournament([str(folder.path), "--metric", "R@2"])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux, where a process can be kept to a core")
+def test_workers_share_the_cores_that_this_process_may_use():
+    may = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(may)})
+        assert (workers_for(0, "cpu"), threads_for(1)) == (1, 1)
+    finally:
+        os.sched_setaffinity(0, may)
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_help_does_not_wait_for_torch(command):
+    """That import alone takes seconds."""
+    told = f"import sys, nearkin.cli\ntry: nearkin.cli.main(['{command}', '--help'])\nexcept SystemExit: pass"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{told}\nprint('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: nearkin")
+    assert done.stdout.splitlines()[-1] == "False"

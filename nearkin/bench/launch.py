@@ -10,12 +10,14 @@ import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.bench.machine import device_of, threads_for
-from nearkin.bench.tune import Search, work
 from nearkin.errors import ConfigError, ProcessLost, UserError, need
 from nearkin.progress import Reporter
+
+if TYPE_CHECKING:
+    from nearkin.bench.tune import Search
 
 STOPPED = 130  # exit code of a worker that Ctrl-C ended
 
@@ -46,6 +48,8 @@ class Worker:
     threads: int = 0  # of torch; 0 leaves them as they are
 
     def __call__(self) -> None:
+        from nearkin.bench.tune import work
+
         if self.threads:
             import torch
 

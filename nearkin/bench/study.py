@@ -62,7 +62,6 @@ class Trial:
     seed: int
     part: int
     """The fold; 0 where there are none."""
-    val_share: float
     experiment: str
     draw: int
     """The number under which a tournament pairs this trial with those of other entrants: seed and fold in one."""
@@ -257,7 +256,6 @@ class Study:
             entrant=entrant,
             seed=seed,
             part=part,
-            val_share=val_share,
             experiment=" ".join(cell),
             draw=seed * self.protocol.parts + part,
             recipe=recipe,

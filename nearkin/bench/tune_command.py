@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Literal
 from nearkin.arguments import parse, show
 from nearkin.bench.launch import Slurm, run_here, submit
 from nearkin.bench.sharing import is_database, without_password
-from nearkin.bench.tune import Search, Standing, plan, standings, write_recipes
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.recipe import Recipe
 from nearkin.train_command import TrainArgs, parse_train
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from nearkin.bench.tune import Search, Standing
 
 FEW = 10  # classes below which an interval over them is itself a guess
 
@@ -69,6 +70,7 @@ class TuneArgs:
 def tune(argv: list[str]) -> None:
     """`nearkin tune [RECIPE]`."""
     recipe, args = parse_tune(argv)
+    from nearkin.bench.tune import plan, standings, write_recipes
     from nearkin.progress import Reporter
 
     reporter = Reporter(quiet=args.quiet)
