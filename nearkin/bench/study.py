@@ -152,6 +152,7 @@ class Study:
             "model.dim": "sizes" if self.sizes else "",
             "model.backbone": "backbones" if self.backbones else "",
             "data.source": "datasets" if self.datasets else "",
+            "data.root": "datasets" if any(dataset.root for dataset in self.datasets) else "",
             "data.split_seed": "resplit" if self.resplit else "",
         }
         for name, by in decided.items():
