@@ -46,8 +46,7 @@ class TuneArgs:
     losses: tuple[str, ...] = ()
     """Losses by name, or all; by default the recipe's own."""
     trials: int | None = None
-    """Trials of each loss; by default 20, or as many as the search has. More than before prolongs it; fewer, if not
-    begun yet, end it earlier."""
+    """Trials of each loss; by default 20, or as many as the search has. More prolong it, fewer shorten it."""
     mode: Literal["optuna", "thesis_grid"] = "optuna"
     """optuna: the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
     prune: bool = True
