@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from nearkin.losses import LOSSES, Loss
-from nearkin.losses.explain import FAMILIES, draw, settings_table, takes
+from nearkin.losses.explain import FAMILIES, draw, settings_table
 
 HERE = Path(__file__).parent / "losses"
 TITLES = {
@@ -31,7 +31,8 @@ def pages() -> dict[str, str]:
     index = ["# Losses", "", "| loss | family | what it does | cost |", "|---|---|---|---|"]
     for family, entries in families.items():
         index += [f"| [`{e.name}`]({family}.md#{e.name}) | {family} | {e.summary} | {e.cost} |" for e in entries]
-    index += ["", "N batch, C classes, K centres, P positives, D dimensions; the cost of one batch.", ""]
+    legend = "N batch, C classes (C' with two samples in the batch), K centres, P positives, D dimensions"
+    index += ["", f"{legend}; the cost of one batch.", ""]
     out = {"index.md": "\n".join(index)}
     for family, entries in families.items():
         head = [f"# {TITLES[family]}", "", f"{FAMILIES[family][0].upper()}{FAMILIES[family][1:]}.", ""]
@@ -61,7 +62,7 @@ def example(entry: Loss) -> str:
         [
             f'objective = nk.Objective("{entry.name}"{needs})',
             "loss = objective(emb, labels)",
-            f"# or as a function: {takes(entry)}",
+            f"# or as a function: {entry.takes}",
         ]
     )
 

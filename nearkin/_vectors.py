@@ -18,6 +18,7 @@ number of threads and the library that multiplied cannot change it.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ def check_similarity(name: str) -> str:
 def as_matrix(values: Any, what: str) -> Tensor:
     """A finite, contiguous [N, D] float32 or float64 tensor on its own device, or a DataError that says why not."""
     try:
-        x = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        x = values.detach() if isinstance(values, Tensor) else _as_tensor(np.asarray(values))
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: cannot be read as a matrix of numbers ({error}).") from None
     shape = tuple(x.shape)
@@ -82,6 +83,15 @@ def as_matrix(values: Any, what: str) -> Tensor:
     return x
 
 
+def _as_tensor(values: NDArray[Any]) -> Tensor:
+    """Any array of numbers, copied only where torch must have it so: it knows no negative strides or foreign bytes."""
+    if any(stride < 0 for stride in values.strides) or not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="), order="C")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")  # nor do we write to it
+        return torch.as_tensor(values)
+
+
 def as_labels(values: Any, length: int, what: str, of: str) -> NDArray[Any]:
     """Labels as a 1-D array of integers or strings, exact for any integer size."""
     if isinstance(values, Tensor):
@@ -101,6 +111,11 @@ def as_labels(values: Any, length: int, what: str, of: str) -> NDArray[Any]:
     elif given.dtype.kind not in "iubUS":
         cure = "Give whole numbers, for example labels.astype(int): as floats, large ids run together."
         raise DataError(f"{what}: expected integers or strings, got {given.dtype}. {cure}")
+    if given.dtype.kind == "S":  # bytes, as some files hold their names; the same names as text elsewhere are the same
+        try:
+            given = np.char.decode(given, "utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"{what}: byte strings that are not UTF-8. Decode them first.") from None
     if given.ndim != 1:
         raise DataError(f"{what}: expected one label per row, [N]; got shape {given.shape}.")
     if len(given) != length:

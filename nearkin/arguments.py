@@ -47,9 +47,9 @@ def leading(argv: list[str], what: str, prog: str, kind: type) -> tuple[str, lis
 
 
 def show(*parts: object) -> None:
-    """Print tables and lines to standard output, in colour on a terminal."""
+    """Print tables and lines to standard output, in colour on a terminal. Brackets are text: names may hold them."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     for part in parts:
         console.print(part)

@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nearkin import __version__
 from nearkin.arguments import leading, parse, show
-from nearkin.errors import ConfigError, UserError, did_you_mean
+from nearkin.errors import ConfigError, RunError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from nearkin.metrics import Scores
 
 HELP = """\
 nearkin {version}: train embeddings, judge them on classes never seen, put them to use.
@@ -61,8 +65,8 @@ class EvaluateArgs:
     nearkin evaluate runs/<key>             (the stored values of a finished run)
     """
 
-    ks: tuple[int, ...] = (1, 2, 4, 8)
-    """The k of R@k and nDCG@k."""
+    ks: tuple[int, ...] = ()
+    """The k of R@k and nDCG@k; 1 2 4 8 when left out, and for a run those that it stored."""
     out: Path | None = None
     """Write the value of every query to this .npz file."""
 
@@ -138,14 +142,31 @@ def report(argv: list[str]) -> None:
 def evaluate(argv: list[str]) -> None:
     target, flags = leading(argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs)
     args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
-    from nearkin.metrics import Scores, score_file
+    from nearkin.metrics import score_file
 
-    stored = Path(target) / "perquery.npz"
-    scores = Scores.load(stored) if Path(target).is_dir() else score_file(target, ks=args.ks)
+    if Path(target).is_dir():
+        scores = _stored_scores(Path(target), args.ks)
+    else:
+        scores = score_file(target, **({"ks": args.ks} if args.ks else {}))
     print(scores.table())
     if args.out is not None:
         scores.save(args.out)
         print(f"per query: {args.out}")
+
+
+def _stored_scores(folder: Path, ks: tuple[int, ...]) -> Scores:
+    """What a run stored when its test classes were opened, at these k or at all that it has."""
+    from nearkin.metrics import Scores
+    from nearkin.runs import Run
+
+    if Run(folder).result is None:
+        raise RunError(f"{folder}: this run is not finished. Run its training command again to go on.")
+    scores = Scores.load(folder / "perquery.npz")
+    if not set(ks) <= set(scores.ks):
+        has = " ".join(str(k) for k in scores.ks)
+        raise ConfigError(f"--ks: the run stored k = {has}. For others embed the images and evaluate a features.npz.")
+    scores.ks = ks or scores.ks
+    return scores
 
 
 def losses(argv: list[str]) -> None:
@@ -306,6 +327,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a full disk, a folder that is not there or not ours
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"nearkin: {place}{error.strerror or error}.", file=sys.stderr)
+        sys.exit(2)
 
 
 def _how_to_go_on(stopped: str, args: list[str]) -> str:

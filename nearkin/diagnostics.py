@@ -27,7 +27,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.pairs import Pairs, as_batch, pair_up
 from nearkin.vectors import ZERO_LENGTH, distances, gram, unit
 
-SAMPLE = 1000  # rows; docs/diagnostics.md has the times
+SAMPLE = 1000  # rows; docs/diagnostics.md has the time
 PER_CLASS = 8  # rows of a class that the sample takes before it takes fewer classes
 BINS = 40  # of the similarity histograms, evenly over [-1, 1]
 NEIGHBOURS = 10  # the k of hubness

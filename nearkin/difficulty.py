@@ -65,6 +65,7 @@ def confused_pairs(
     """
     nearest = _indices(neighbours)[:, 0]
     ours, theirs, classes = _codes(labels, gallery_labels, len(nearest))
+    _check_range(nearest, len(theirs))
     found = theirs[nearest]
     wrong = found != ours
     pair, count = np.unique(ours[wrong] * len(classes) + found[wrong], return_counts=True)
@@ -93,6 +94,7 @@ def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int |
     """
     index = _indices(neighbours)
     ours, theirs, _ = _codes(labels, gallery_labels, len(index))
+    _check_range(index, len(theirs))
     count = np.bincount(index.ravel(), minlength=len(theirs))
     wrong = np.bincount(index[theirs[index] != ours[:, None]], minlength=len(theirs))
     order = np.lexsort((np.arange(len(count)), -wrong, -count))[:top]
@@ -105,7 +107,9 @@ def hubness(neighbours: Any, items: int) -> float:
     >>> hubness([[1], [2], [0]], items=3)
     0.0
     """
-    count = np.bincount(_indices(neighbours).ravel(), minlength=items).astype(np.float64)
+    index = _indices(neighbours)
+    _check_range(index, items)
+    count = np.bincount(index.ravel(), minlength=items).astype(np.float64)
     spread = count.std()
     return float((((count - count.mean()) / spread) ** 3).mean()) if spread > 0 else 0.0
 
@@ -125,6 +129,11 @@ def _indices(neighbours: Any) -> Ints:
     if index.ndim != 2 or index.dtype.kind not in "iu":
         raise ConfigError(f"neighbours: expected integer indices [Q, k], got {index.dtype} of shape {index.shape}.")
     return index.astype(np.int64)
+
+
+def _check_range(index: Ints, items: int) -> None:
+    if index.size and not 0 <= index.min() <= index.max() < items:
+        raise ConfigError(f"neighbours: expected indices of {items} items, got {index.min()} to {index.max()}.")
 
 
 def _codes(labels: Any, gallery_labels: Any, queries: int) -> tuple[Ints, Ints, NDArray[Any]]:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import TYPE_CHECKING
 
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from nearkin import __version__
 
@@ -35,7 +36,7 @@ def examine() -> RichTable:
         cure = f"  (pip install 'nearkin[{extra}]')" if missing else ""
         table.add_row(f"extra {extra}", state + cure)
     for problem in troubles():
-        table.add_row("[bold red]! trouble", problem)
+        table.add_row(Text("! trouble", style="bold red"), problem)
     return table
 
 

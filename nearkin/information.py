@@ -62,7 +62,7 @@ def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: T
         LOSSES[name]  # a name that is no loss at all gets its own suggestion
         raise ConfigError(f"{name} has no two parts.{did_you_mean(name, _PARTS)} There are: {', '.join(_PARTS)}.")
     entry = LOSSES[name]
-    entry.check(settings)
+    settings = entry.check(settings)
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
         if name == "center":
@@ -142,7 +142,7 @@ def similarity_gradient(
     -0.1666...
     """
     entry = LOSSES[name]
-    entry.check(settings)
+    settings = entry.check(settings)
     outer = {k: v for k, v in settings.items() if k in entry.inputs.outer and k not in ("centers", "dropout")}
     outer.pop("learn_beta", None)
     own = {k: v for k, v in settings.items() if k in entry.own}

@@ -6,9 +6,12 @@ clustering metrics are in nearkin.clustering.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from nearkin._task import Progress, as_bytes, make_task
 from nearkin.errors import ConfigError, DataError, UnknownName, did_you_mean
+from nearkin.files import write_aside
 from nearkin.intervals import Difference, bootstrap, mean, paired, percentiles
 from nearkin.ranking import Ranking, assemble, count, describe, tally
 from nearkin.retrieval import evaluate_metric, metric_bounds
@@ -48,7 +52,7 @@ class Scores:
     ) -> None:
         self.per_query = per_query
         self.labels = labels
-        self.ks = tuple(ks)
+        self.ks = tuple(int(k) for k in ks)
         self.lone = lone
         self.similarity = similarity
         self.notes = list(notes)
@@ -66,7 +70,14 @@ class Scores:
     def __getitem__(self, name: str) -> float:
         return mean(self.per_query[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.per_query
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.per_query)
+
     def __len__(self) -> int:
+        """The number of queries."""
         return len(self.labels)
 
     def __repr__(self) -> str:
@@ -88,7 +99,10 @@ class Scores:
     def bounds(self, name: str) -> tuple[float, float]:
         """The lowest and highest mean over all orders of tied items. Needs the ranking, so not after `load`."""
         if not isinstance(self.per_query, _Lazy):
-            raise ConfigError("bounds: the ranking is not stored with saved scores. Score the embeddings again.")
+            raise ConfigError(
+                "bounds: the ranking was not kept: these scores were loaded, or its pairs exceed `memory`. "
+                "Score the embeddings again, with a larger memory= if it must be."
+            )
         low, high = metric_bounds(self.per_query.ranking, name, self.lone)
         return mean(low), mean(high)
 
@@ -119,11 +133,10 @@ class Scores:
         labels = self.labels
         if labels.dtype == object:  # integers too large for int64
             labels, about["big"] = labels.astype(np.str_), True
-        aside = target.with_name(target.name + ".part")
-        with open(aside, "wb") as file:
-            arrays: dict[str, Any] = {"labels": labels, "about": json.dumps(about), **self.per_query}
-            np.savez_compressed(file, **arrays)
-        os.replace(aside, target)
+        arrays: dict[str, Any] = {"labels": labels, "about": json.dumps(about), **self.per_query}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        write_aside(target, buffer.getvalue())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Scores:
@@ -152,7 +165,8 @@ class _Known(Mapping[str, Floats]):
     def __getitem__(self, name: str) -> Floats:
         if name not in self._values:
             hint = did_you_mean(name, self._values) or f" There are: {', '.join(self._values)}."
-            raise UnknownName(f"No metric named '{name}' in these scores.{hint}")
+            cure = "The ranking behind them was not kept; other k need ks= when scoring, or a larger memory=."
+            raise UnknownName(f"No metric named '{name}' in these scores.{hint} {cure}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -204,7 +218,8 @@ def score(
 ) -> Scores:
     """Rank and measure: `score(emb, labels)`, or `score(query, labels, gallery, labels)`. Arguments as for `rank`.
 
-    ks    the k of R@k, P@k, MAP@k and nDCG@k that are listed; any other can still be asked for by name.
+    ks    the k of R@k, P@k, MAP@k and nDCG@k that are listed; any other can still be asked for by name, as long as
+          the ranking fits `memory` (few but huge classes may not).
     lone  what a query counts that has no relevant item (its class has one image): "auto" counts it as a miss in R@k
           and P@k and leaves it out of the metrics that divide by R, "drop" leaves it out of all, "keep" scores it 0.
 
@@ -305,5 +320,5 @@ def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DataError(f"{path}: no such file.") from None
     except DataError:
         raise
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as .npz without pickling ({error}).") from None

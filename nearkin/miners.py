@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.pairs import Pairs
-from nearkin.registry import Registry
+from nearkin.registry import Registry, is_number, plain
 from nearkin.sums import Side, rank_positives, shifted_exp
 
 Miner = Callable[..., Pairs]
@@ -31,20 +31,40 @@ MINERS: Registry[Miner] = Registry("miner")
 
 
 def miner(function: Miner) -> Miner:
-    """Register a function `Pairs -> Pairs` under its own name. It runs without gradients."""
-    known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    """Register a function `Pairs -> Pairs` under its own name. It runs without gradients.
+
+    The public call has the function's settings checked; `check` of it does that alone, before there are any pairs.
+    """
+    parameters = inspect.signature(function).parameters
+    known = {n: str(p.annotation) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     name = function.__name__.rstrip("_")
 
-    @functools.wraps(function)
-    def public(p: Pairs, **settings: Any) -> Pairs:
-        for key in settings:
+    def check(settings: Mapping[str, Any]) -> dict[str, Any]:
+        for key, value in settings.items():
             if key not in known:
                 hint = did_you_mean(key, known) or (f" It has: {', '.join(known)}." if known else " It has none.")
                 raise ConfigError(f"miner {name}: no setting '{key}'.{hint}")
-        with torch.no_grad():
-            return function(p, **settings)
+            kind = known[key].removesuffix(" | None")
+            left_out = value is None and known[key] != kind
+            if kind in _KINDS and not left_out and not _KINDS[kind][0](plain(value)):
+                raise ConfigError(f"miner {name}: {key} must be {_KINDS[kind][1]}, got {value!r}.")
+        return {key: plain(value) for key, value in settings.items()}
 
+    @functools.wraps(function)
+    def public(p: Pairs, **settings: Any) -> Pairs:
+        with torch.no_grad():
+            return function(p, **check(settings))
+
+    public.check = check  # type: ignore[attr-defined]
     return MINERS.add(name, public)
+
+
+# What the settings of a miner may be, by their annotation.
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "float": (lambda value: is_number(value, float), "a finite number"),
+    "int": (lambda value: is_number(value, int), "a whole number"),
+    "torch.Generator": (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
+}
 
 
 @miner

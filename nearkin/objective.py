@@ -14,6 +14,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.losses.register import LOSSES, Loss, Param, Reduction
 from nearkin.miners import MINERS, Miner
 from nearkin.pairs import Pairs, as_batch
+from nearkin.registry import is_number, plain
 from nearkin.vectors import full_precision
 
 assert _losses  # importing the package registers every loss
@@ -63,15 +64,15 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.name = LOSSES[name].name
-        self.loss.check(settings)
-        merged = {**self.loss.settings, **settings}
+        merged = {**self.loss.settings, **self.loss.check(settings)}
         self.settings = {k: v for k, v in merged.items() if k in self.loss.own}
         self.outer = {k: v for k, v in merged.items() if k in self.loss.inputs.outer}
         self.loss.check_reduction(reduction)
         self.reduction: Reduction = reduction
-        self.num_classes, self.dim = _check_sizes(num_classes, dim)
-        self.prefixes = _check_prefixes(prefixes, dim)
-        self.miner, self.miner_settings = self._check_miner(miner), dict(miner_settings or {})
+        self.num_classes = None if num_classes is None else _whole("num_classes", num_classes)
+        self.dim = None if dim is None else _whole("dim", dim)
+        self.prefixes = _check_prefixes(prefixes, self.dim)
+        self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._make_params()
         self._make_memory(memory)
 
@@ -88,6 +89,8 @@ class Objective(nn.Module):
         emb, labels = as_batch(emb, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
             raise DataError(f"{self.name}: the embeddings have {emb.shape[1]} dimensions, the objective {self.dim}.")
+        if self.prefixes and max(self.prefixes) > emb.shape[1]:
+            raise DataError(f"prefixes: {max(self.prefixes)} is more than the {emb.shape[1]} dimensions given.")
         with full_precision(emb):
             parts = [self._loss(emb[:, :size], labels, *given) for size in self.prefixes or (emb.shape[1],)]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -113,8 +116,7 @@ class Objective(nn.Module):
         pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **options))
         if self.miner is None:
             return pairs
-        mine = MINERS[self.miner] if isinstance(self.miner, str) else self.miner
-        return mine(pairs, **self.miner_settings)
+        return _find_miner(self.miner)(pairs, **self.miner_settings)
 
     def _to_classes(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Any:
         if self.outer.get("dropout"):
@@ -123,12 +125,15 @@ class Objective(nn.Module):
         count = {"num_classes": self.num_classes} if self.loss.inputs.counts_classes else {}
         return self.loss.inputs.build(emb, labels, *params, *given, **count)
 
-    def _check_miner(self, miner: str | Miner | None) -> str | Miner | None:
-        if miner is not None and not self.loss.inputs.pairs:
+    def _check_miner(self, miner: str | Miner | None, settings: dict[str, Any]) -> dict[str, Any]:
+        if miner is None:
+            if settings:
+                raise ConfigError(f"miner_settings: there is no miner to take {', '.join(settings)}. Pass miner=...")
+            return {}
+        if not self.loss.inputs.pairs:
             raise ConfigError(f"{self.name} compares with classes, not with pairs: it takes no miner.")
-        if isinstance(miner, str):
-            MINERS[miner]  # an unknown name is refused here, with a suggestion
-        return miner
+        check = getattr(_find_miner(miner), "check", dict)  # a function of the user's own knows its settings itself
+        return cast(dict[str, Any], check(settings))
 
     # --- learned state ------------------------------------------------------------------------------------------------
 
@@ -154,7 +159,8 @@ class Objective(nn.Module):
         """Put the proxies where their classes are: at the mean direction of each class's embeddings.
 
         For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
-        keep their random offsets around the mean; losses without proxies are left as they are.
+        keep their random offsets around the mean; a class without embeddings keeps its proxies, and losses without
+        proxies are left as they are.
         """
         if "proxies" not in dict(self.named_parameters()):
             return
@@ -164,7 +170,8 @@ class Objective(nn.Module):
             sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
         ).to(proxies)
         if proxies.ndim == 2:
-            proxies.copy_(means)
+            known = means.norm(dim=1) > 0.5  # a proxy at 0 has no direction, and would never move again
+            proxies[known] = means[known]
         else:
             offsets = nn.functional.normalize(proxies, dim=-1)
             proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
@@ -190,8 +197,7 @@ class Objective(nn.Module):
     # --- cross-batch memory -------------------------------------------------------------------------------------------
 
     def _make_memory(self, size: int) -> None:
-        if not isinstance(size, int) or size < 0:
-            raise ConfigError(f"memory: expected a number of embeddings, 0 or more; got {size!r}.")
+        size = _whole("memory", size, "a number of embeddings, 0 or more", least=0)
         if size and not self.loss.inputs.memory:
             raise ConfigError(f"{self.name} has no use for references from earlier batches: leave memory at 0.")
         if size and self.dim is None:
@@ -246,25 +252,10 @@ class WeightedSum(nn.Module):
         terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
         return torch.stack(terms).sum(0)
 
-    @torch.no_grad()
     def start_at(self, emb: Tensor, labels: Tensor) -> None:
-        """Put the proxies where their classes are: at the mean direction of each class's embeddings.
-
-        For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
-        keep their random offsets around the mean; losses without proxies are left as they are.
-        """
-        if "proxies" not in dict(self.named_parameters()):
-            return
-        proxies = cast(Tensor, self.proxies)
-        sums = torch.zeros(len(proxies), emb.shape[1], dtype=torch.float64)
-        means = nn.functional.normalize(
-            sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
-        ).to(proxies)
-        if proxies.ndim == 2:
-            proxies.copy_(means)
-        else:
-            offsets = nn.functional.normalize(proxies, dim=-1)
-            proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
+        """Put the proxies of every part where their classes are."""
+        for part in self.parts:
+            cast(Objective, part).start_at(emb, labels)
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The groups of every part, their names led by its number."""
@@ -272,15 +263,21 @@ class WeightedSum(nn.Module):
         return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.parameter_groups(lr)]
 
 
-def _check_sizes(num_classes: int | None, dim: int | None) -> tuple[int | None, int | None]:
-    for name, value in (("num_classes", num_classes), ("dim", dim)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}: expected a whole number above 0, got {value!r}.")
-    return num_classes, dim
+def _find_miner(miner: str | Miner) -> Miner:
+    return MINERS[miner] if isinstance(miner, str) else miner
+
+
+def _whole(name: str, value: Any, what: str = "a whole number above 0", least: int = 1) -> int:
+    """A whole number of any kind (NumPy's too) as an int, or an error."""
+    number = plain(value)
+    if not is_number(number, int) or number < least:
+        raise ConfigError(f"{name}: expected {what}, got {value!r}.")
+    return cast(int, number)
 
 
 def _check_prefixes(prefixes: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    for size in prefixes:
-        if not isinstance(size, int) or size < 1 or (dim is not None and size > dim):
-            raise ConfigError(f"prefixes: expected sizes from 1 to {dim or 'the embedding size'}, got {size!r}.")
-    return tuple(prefixes)
+    what = f"sizes from 1 to {dim or 'the embedding size'}"
+    sizes = tuple(_whole("prefixes", size, what) for size in prefixes)
+    if dim is not None and max(sizes, default=0) > dim:
+        raise ConfigError(f"prefixes: expected {what}, got {max(sizes)}.")
+    return sizes

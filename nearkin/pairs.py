@@ -199,13 +199,8 @@ def _with_kin(
     return same, neg, Kin(row, column, is_self, same, neg, (_writes(same), _writes(neg)))
 
 
-def one_pair_per_class(
-    emb: Tensor,
-    labels: Tensor | Sequence[int],
-    *,
-    metric: Metric = "dot",
-) -> Pairs:
-    """The first two samples of every class that has two: one as anchor, one as reference. [C', C'] pairs.
+def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
+    """The first two samples of every class that has two: one as anchor, one as reference. [C', C'] plain products.
 
     >>> one_pair_per_class(torch.eye(5), torch.tensor([4, 2, 4, 4, 2])).pos.tolist()
     [[True, False], [False, True]]
@@ -219,8 +214,6 @@ def one_pair_per_class(
     first = torch.nonzero(starts[:-1] & ~starts[1:]).flatten()
     used = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
     with full_precision(emb):
-        if metric == "cosine":
-            used = unit(used)
         anchor_sq, ref_sq = used.square().sum(1).tensor_split(2)
         anchors, refs = used.tensor_split(2)
         sim = anchors @ refs.t()
@@ -248,7 +241,14 @@ def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> 
 
 def as_labels(labels: Tensor | Sequence[int]) -> Tensor:
     """Labels [N] as int64, exactly. Bool and float labels are refused: equality of rounded ids is no equality."""
-    labels = torch.as_tensor(labels)
+    try:
+        labels = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # names, None, rows of several lengths, beyond 64 bits
+        got = " ".join(repr(labels).split())
+        raise DataError(
+            f"labels: expected integers, got {got if len(got) < 60 else got[:57] + '...'}. "
+            "Number the classes: np.unique(labels, return_inverse=True)[1]."
+        ) from None
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise DataError(f"labels: expected integers, got {labels.dtype}. Convert with labels.long() if they are ids.")
     if labels.dim() != 1:

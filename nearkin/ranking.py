@@ -190,19 +190,23 @@ def neighbours(
     if not 1 <= k <= most:
         raise ConfigError(f"k: expected 1 to {most} (items that can be returned), got {k}.")
     _, slack = left.slack(right)
-    columns = Columns(right, np.arange(len(right)), torch.float64, as_bytes(memory) // 2)
-    step = max(1, min(1024, as_bytes(memory) // 2 // (len(right) * 24)))
+    # Of identical items only the first k can be returned, and one more where the query is one of them. A collapsed
+    # model, which has one vector for everything, then costs no more than another.
+    worth = np.flatnonzero(_place_among_equals(right.group) < k + int(alone))
+    columns = Columns(right, worth, torch.float64, as_bytes(memory) // 2)
+    step = max(1, min(1024, as_bytes(memory) // 2 // (len(worth) * 24)))
     indices, values = [], []
     for a in range(0, len(left), step):
         rows = slice(a, min(a + step, len(left)))
         keys = columns.keys(left.left(rows))
-        here = torch.arange(keys.shape[0], device=keys.device)
         if alone:
-            keys[here, here + a] = -torch.inf
+            at = np.searchsorted(worth, np.arange(a, a + len(keys)))
+            own = np.flatnonzero(worth[np.minimum(at, len(worth) - 1)] == np.arange(a, a + len(keys)))
+            keys[own, at[own]] = -torch.inf
         last = torch.topk(keys, k, dim=1).values[:, -1]
         near = (keys >= (last - 2 * slack[rows])[:, None]).nonzero()
         key = keys[near[:, 0], near[:, 1]].cpu().numpy()
-        row, col = near[:, 0].cpu().numpy(), near[:, 1].cpu().numpy()
+        row, col = near[:, 0].cpu().numpy(), worth[near[:, 1].cpu().numpy()]
         order, run, distance = order_by_distance(left, right, row + a, row, col, key, slack[rows].cpu().numpy())
         row, col, key, run, distance = row[order], col[order], key[order], run[order], distance[order]
         order = np.lexsort((col, distance, run, row))
@@ -211,6 +215,15 @@ def neighbours(
         indices.append(col[take].reshape(-1, k))
         values.append(_similarity(left, rows, right, col[take].reshape(-1, k)))
     return np.concatenate(indices), np.concatenate(values)
+
+
+def _place_among_equals(group: Ints) -> Ints:
+    """For each item how many of the same number come before it."""
+    order = np.argsort(group, kind="stable")
+    ordered = group[order]
+    place = np.empty(len(group), dtype=np.int64)
+    place[order] = np.arange(len(group)) - np.searchsorted(ordered, ordered)
+    return place
 
 
 def _similarity(left: Points, rows: slice, right: Points, cols: Ints) -> Floats:

@@ -1,9 +1,10 @@
-"""A dictionary that refuses duplicates and suggests on a miss."""
+"""A dictionary that refuses duplicates and suggests on a miss, and what the settings of its things may be."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nearkin.errors import UnknownName, did_you_mean
 
@@ -49,3 +50,19 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+def plain(value: Any) -> Any:
+    """A 0-dim tensor or NumPy number as the Python number it holds; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Whether a value is a whole number (kind int) or a finite one (any other kind); True and False are neither.
+
+    >>> is_number(2, float), is_number(2.0, int), is_number(True, int)
+    (True, False, False)
+    """
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)

@@ -67,7 +67,7 @@ def mean_average_precision(r: Ranking, k: int | str = "R", denominator: str = "m
     total = r.total
     if k == "R":
         depth = total
-    elif isinstance(k, int):
+    elif isinstance(k, int | np.integer):
         depth = np.full(len(_check_k(r, k)), k)
     else:
         raise ConfigError(f"k: expected a number of places or 'R', got {k!r}.")

@@ -44,14 +44,6 @@ class Side:
         """(row, column) of every pair inside, row by row."""
         return list_of(self.mask) if self.inside is None else self.inside
 
-    def any_in_row(self) -> Tensor:
-        """[N] bool: whether a row holds a pair at all."""
-        if self.inside is None:
-            return self.mask.any(1)
-        found = torch.zeros(len(self.mask), dtype=torch.bool, device=self.mask.device)
-        found[self.inside[0]] = True
-        return found
-
 
 def list_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(row, column) of every pair in a mask, row by row."""

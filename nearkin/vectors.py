@@ -168,9 +168,16 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
         square = torch.sub(ref_sq, products, alpha=2).add_(anchor_sq[:, None])
-        # A difference of numbers of this size cannot tell less than a few of their last digits from 0.
-        size = float(anchor_sq.max() + ref_sq.max()) if products.numel() else 0.0
-        root = torch.threshold_(square, 4 * torch.finfo(square.dtype).eps * size, 0.0).sqrt_()
+        # A difference of numbers of some size cannot tell less than a few of their last digits from 0. The size is that
+        # of each pair: one long vector must not blot out the distances of all others.
+        digits = 4 * torch.finfo(square.dtype).eps
+        low, high = torch.stack(torch.cat([anchor_sq, ref_sq]).aminmax()).tolist() if products.numel() else (0.0, 0.0)
+        if 4 * low >= high:  # all of about one length, as unit vectors are: one size serves, in one pass
+            torch.threshold_(square, digits * 2 * high, 0.0)
+        else:  # some rows at a time: a third block [N, M] would cost more than the comparison
+            for part, size in zip(torch.split(square, 128), torch.split(anchor_sq, 128), strict=True):
+                part.masked_fill_(part <= (size[:, None] + ref_sq).mul_(digits), 0.0)
+        root = square.sqrt_()
         ctx.save_for_backward(root)
         return root
 

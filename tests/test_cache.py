@@ -1,5 +1,6 @@
 """The cache holds the same pixels as the files, is built once, and is never believed when damaged."""
 
+import hashlib
 import io
 import os
 import subprocess
@@ -93,6 +94,15 @@ def test_the_size_is_said_before_and_is_what_is_written(photos, folder, heard):
     assert expected <= estimate
     assert abs(the_file(folder).stat().st_size - estimate) < 64 * len(files)
     assert {path.suffix for path in folder.iterdir()} == {".pixels", ".lock"}
+
+
+def test_the_size_of_pictures_cut_to_boxes_is_foreseen(tmp_path, folder, quiet):
+    Image.new("RGB", (200, 200)).save(tmp_path / "1.png")
+    boxes = np.array([[10, 10, 80, 20], [0, 0, 200, 200], [190, 0, 100, 100], [0, 0, 30, 200]], np.float64)
+    files = FileImages([tmp_path / "1.png"] * len(boxes), 13, boxes=boxes)
+    expected = sum(files.whole(row).numel() for row in range(len(files)))
+    assert expected > 13 * 13 * 3 * len(boxes)
+    assert 0 <= cache._expected_bytes(files) - expected < 100 * len(files)
 
 
 def test_whatever_could_change_a_pixel_changes_the_key(photos, tmp_path):
@@ -228,6 +238,14 @@ def with_broken(photos) -> list[Path]:
     photos[3].write_bytes(photos[3].read_bytes()[:60])
     photos[12].write_text("words")
     return photos
+
+
+def test_a_cache_knows_the_contents_of_its_files(with_broken, folder, quiet):
+    files = FileImages(with_broken, 24)
+    for _ in range(2):  # building, then from the cache
+        opened = open_images(files, folder=folder, on_broken="skip", reporter=quiet)
+        kept = [with_broken[row] for row in opened.kept]
+        assert opened.digests == [hashlib.sha256(path.read_bytes()).digest() for path in kept]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

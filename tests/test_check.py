@@ -186,6 +186,38 @@ def test_the_report_and_the_table_agree_on_the_fingerprint(photo_folder, quiet):
     assert report.fingerprint == load(Data(source="folder", root=photo_folder, image_size=8), quiet).fingerprint
 
 
+def test_what_training_refuses_the_check_refuses(tmp_path, quiet):
+    for name in "abc":
+        save(tmp_path / name / "1.png", scene(ord(name)))
+    save(tmp_path / "a" / "float.tif", Image.fromarray(np.random.default_rng(0).random((20, 20), np.float32)))
+    report = check(list_folder(tmp_path), quiet)
+    assert [case.partition(":")[0] for case in report.find("unreadable").cases] == ["a/float.tif"]
+    assert "fractions" in report.find("unreadable").cases[0]
+    # The table that is left without it is another one than the report speaks of.
+    assert report.fingerprint is None
+
+
+def test_images_outside_of_class_folders_are_named_by_check_and_training(tmp_path, capsys):
+    for c, name in enumerate("abcdef"):
+        save(tmp_path / ("train" if c < 4 else "test") / name / "1.png", scene(c))
+    save(tmp_path / "loose.jpg", scene(70))
+    save(tmp_path / "train" / "astray.jpg", scene(71))
+    found = check(list_folder(tmp_path), Reporter(quiet=True)).find("loose")
+    assert (found.level, found.cases) == ("warning", ("loose.jpg", "train/astray.jpg"))
+    load(Data(source="folder", root=tmp_path, image_size=8), Reporter())
+    assert "2 images lie in no class folder and are left out: loose.jpg, train/astray.jpg" in capsys.readouterr().err
+
+
+def test_queries_that_no_gallery_image_answers_are_named(tmp_path, quiet):
+    parts = {"train": "abcd", "query": "ef", "gallery": "eg"}
+    for part, names in parts.items():
+        for name in names:
+            for i in range(2):
+                save(tmp_path / part / name / f"{i}.png", scene(10 * ord(name) + 2 * len(part) + i))
+    found = check(list_folder(tmp_path), quiet).find("unanswerable")
+    assert (found.level, found.cases) == ("warning", ("f",))
+
+
 def test_blank_images_are_not_called_copies(tmp_path, quiet):
     for c, name in enumerate("abc"):
         save(tmp_path / name / "1.png", Image.new("RGB", (20, 20), (250, 250, 250 - c)))
@@ -196,7 +228,8 @@ def test_features_are_checked_too(tmp_path, quiet):
     vectors = np.random.default_rng(0).normal(size=(7, 4))
     vectors[3] = vectors[0]
     np.savez(tmp_path / "f.npz", features=vectors, labels=np.array(["a", "a", "b", "b", "B", "B", "c"]))
-    report = check_target(str(tmp_path / "f.npz"), tmp_path, quiet)
+    (tmp_path / "f.npz").rename(tmp_path / "f.NPZ")
+    report = check_target(str(tmp_path / "f.NPZ"), tmp_path, quiet)
     assert report.find("exact_across_labels").cases == ("row 0 = row 3",)
     assert report.find("label_typo").cases == ("'B' = 'b'",)
     assert report.find("single_image").cases == ("c",)
@@ -294,6 +327,21 @@ def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tm
     code, out, _ = run(capsys, "data", "check", photo_folder, "--quiet")
     assert code == 0
     assert "120 images of 10 classes" in out
+
+
+def test_json_takes_any_file_name_and_says_where_it_cannot_be_written(capsys, tmp_path):
+    for name in "ab":
+        save(tmp_path / "data" / name / "1.png", scene(ord(name)))
+    odd = os.fsdecode(os.fsencode(tmp_path / "data" / "a") + b"/caf\xe9.txt")
+    Path(odd).touch()
+    code, _, _ = run(capsys, "data", "check", tmp_path / "data", "--json", tmp_path / "r.json")
+    assert code == 0
+    stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    [ignored] = [f for f in stored["findings"] if f["kind"] == "ignored"]
+    assert ignored["cases"] == ["a/" + Path(odd).name]
+    code, _, err = run(capsys, "data", "check", tmp_path / "data", "--json", tmp_path / "r.json" / "r.json")
+    assert code == 2
+    assert "r.json: cannot be written (" in err
 
 
 def test_the_list_and_its_mistakes(capsys):

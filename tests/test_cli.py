@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_runs import make_run
 
+import nearkin as nk
 from nearkin import cli
+from nearkin.arguments import show
 from nearkin.recipe import Choice
 from nearkin.train_command import parse_train
 
@@ -158,6 +161,38 @@ def test_evaluate_reads_features(capsys, tmp_path):
     assert "R@1" in out
     assert "100.0" in out
     assert (tmp_path / "per.npz").exists()
+
+
+def test_evaluate_shows_what_a_run_stored(capsys, tmp_path, photo_folder):
+    made = make_run(tmp_path, photo_folder)
+    code, _, err = run(capsys, "evaluate", made.path)
+    assert code == 2
+    assert "this run is not finished" in err
+    rng = np.random.default_rng(0)
+    scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
+    scores.save(made.path / "perquery.npz")
+    made.finish({})
+    assert run(capsys, "evaluate", made.path)[1] == scores.table() + "\n"
+    code, out, _ = run(capsys, "evaluate", made.path, "--ks", "1", "4")
+    assert [line.split()[0] for line in out.splitlines() if "R@" in line] == ["R@1", "R@4"]
+    code, _, err = run(capsys, "evaluate", made.path, "--ks", "1", "16")
+    assert code == 2
+    assert "the run stored k = 1 2 4 8" in err
+
+
+@pytest.mark.parametrize("args", [["evaluate", "f.npz", "--out"], ["losses", "triplet", "--picture"]])
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path, monkeypatch, args):
+    monkeypatch.chdir(tmp_path)
+    np.savez("f.npz", features=np.eye(4), labels=[0, 0, 1, 1])
+    code, _, err = run(capsys, *args, "/proc/nearkin/x.png")
+    assert code == 2
+    assert "/proc/nearkin" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_brackets_in_names_are_shown_as_they_are(capsys):
+    show("run: old [runs]/x [/b]")
+    assert capsys.readouterr().out == "run: old [runs]/x [/b]\n"
 
 
 def test_the_installed_command_and_the_module_answer_alike():

@@ -7,10 +7,12 @@ until it has a row in rows.py. The last test proves that with a toy loss.
 from __future__ import annotations
 
 import doctest
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from rows import ROWS
@@ -222,6 +224,11 @@ def refuses_what_it_cannot_use(name: str) -> None:
         if not isinstance(default, bool):
             with pytest.raises(ConfigError, match=f"{name}: {key} must be"):
                 make(name, **{key: float("nan")})
+    for key, where in LOSSES[name].space.items():
+        illegal = {"log": -1.0, "integer": 0}.get(where.kind)
+        if illegal is not None:
+            with pytest.raises(ConfigError, match=f"{name}: {key} must be in"):
+                make(name, **{key: illegal})
 
 
 def refuses_labels_beyond_its_classes(name: str) -> None:
@@ -338,6 +345,84 @@ def test_names_and_settings_are_those_of_the_design() -> None:
     }
     assert {name: entry.settings for name, entry in LOSSES.items()} == want
     assert len(want) == 27
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "refused", "legal"),
+    [
+        ("norm_softmax", "temperature", [0.0, 0, -0.05], [1e-3, 10.0]),
+        ("snca", "sigma", [0.0], [5.0]),
+        ("multi_similarity", "alpha", [0.0], [1000.0]),
+        ("mpa", "centers", [0, -1], [1, 50]),
+        ("mpa", "gamma", [0.0], [2.0]),
+        ("pce", "lam", [0.0], [100.0]),
+        ("softmax", "dropout", [1.5, 1.0, -0.1], [0.0, 0.9]),
+        ("softmax", "smoothing", [1.1, -0.1], [0.0, 1]),
+        ("center", "strength", [-0.1], [0.0, 2.0]),
+        ("npair_mc", "l2", [-0.1], [0.0, 2.0]),
+        ("triplet", "margin", [], [0.0, -0.2, 3.0]),
+        ("contrastive", "margin", [], [-0.9, 1.0, np.float32(0.25), np.float64(0.25), torch.tensor(0.25)]),
+        ("proxy_repulsion_batch", "average", [1], [np.True_, torch.tensor(True)]),
+    ],
+)
+def test_values_that_a_formula_cannot_use(name: str, key: str, refused: list[float], legal: list[float]) -> None:
+    """Refused are a division by zero and what is no probability, no weight, no number of things; margins are free."""
+    for value in refused:
+        with pytest.raises(ConfigError, match=f"{name}: {key} must be .*, got {value}"):
+            make(name, **{key: value})
+    for value in legal:
+        assert torch.isfinite(make(name, **{key: value})(*batch()))
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_help_shows_the_call(name: str) -> None:
+    entry = LOSSES[name]
+    shown = inspect.signature(public(name)).parameters
+    positional = [n for n, p in shown.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[:2] == (["p"] if entry.inputs.pairs else ["emb", "labels"])
+    assert all(spec.name in positional for spec in entry.inputs.params)
+    assert {n: p.default for n, p in shown.items() if p.kind is p.KEYWORD_ONLY} == {**entry.own, "reduction": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "message"),
+    [
+        (
+            "proxy_anchor",
+            lambda f, x, y, w: f(nk.pair_up(x, y)),
+            r"'labels'. Call it as nk.losses.proxy_anchor\(emb, la",
+        ),
+        ("proxy_anchor", lambda f, x, y, w: f(x, y), "missing a required argument: 'proxies'. Call it as"),
+        ("proxy_anchor", lambda f, x, y, w: f(x, y, w, w), "too many positional arguments. Call it as"),
+        ("proxy_anchor", lambda f, x, y, w: f(x, y, w[:, None]), r"proxies must be a tensor \[C, D\], got \[6, 1, 8\]"),
+        ("proxy_anchor", lambda f, x, y, w: f(x, y, w.tolist()), r"proxies must be a tensor \[C, D\], got list"),
+        ("soft_triple", lambda f, x, y, w: f(x, y, w), r"proxies must be a tensor \[C, K, D\], got \[6, 8\]"),
+        ("center", lambda f, x, y, w: f(x, y, w, w[:, 0], w[:4]), r"centers must be a tensor \[6, 8\], got \[4, 8\]"),
+        ("softmax", lambda f, x, y, w: f(x, y, w, w[0]), r"bias must be a tensor \[6\], got \[8\]"),
+        ("spce", lambda f, x, y, w: f(x, y, classes=6), "no setting 'classes'"),
+        ("triplet", lambda f, x, y, w: f(x, y), r"triplet takes Pairs: nk.losses.triplet\(nk.pair_up\(emb, labels\)\)"),
+        (
+            "nca",
+            lambda f, x, y, w: f(x, y),
+            r'nca takes Pairs: nk.losses.nca\(nk.pair_up\(emb, labels, metric="dot"\)\)',
+        ),
+    ],
+)
+def test_a_wrong_call_is_explained(name: str, call: Callable[..., Tensor], message: str) -> None:
+    emb, labels = batch()
+    with pytest.raises(ConfigError, match=message):
+        call(public(name), emb, labels, torch.eye(CLASSES, DIM, dtype=torch.float64))
+
+
+def test_class_losses_take_what_they_compare_with_by_name() -> None:
+    (emb, labels), w = batch(), torch.eye(CLASSES, DIM, dtype=torch.float64)
+    assert torch.equal(nk.losses.proxy_anchor(emb, labels, proxies=w), nk.losses.proxy_anchor(emb, labels, w))
+    assert torch.equal(
+        nk.losses.proxy_anchor(emb=emb, labels=labels, proxies=w), nk.losses.proxy_anchor(emb, labels, w)
+    )
+    assert torch.equal(nk.losses.spce(emb, labels, num_classes=9), nk.losses.spce(emb, labels, 9))
+    centers = nk.losses.center(emb, labels, weight=w, bias=w[:, 7], centers=w, strength=0.5, reduction="sum")
+    assert torch.equal(centers, nk.losses.center(emb, labels, w, w[:, 7], w, strength=0.5, reduction="sum"))
 
 
 def test_a_name_that_is_missed_is_suggested() -> None:

@@ -51,3 +51,10 @@ def test_hardest_queries():
     values = {"MAP@R": np.array([0.5, np.nan, 0.0, 0.0, 1.0]), "MRR": np.array([1.0, np.nan, 0.2, 0.1, 1.0])}
     assert hardest(Scores(values, np.arange(5))).tolist() == [3, 2, 0, 4]
     assert hardest(Scores(values, np.arange(5)), top=1).tolist() == [3]
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_indices_outside_the_gallery_are_refused(index):
+    for ask in (lambda n: confused_pairs(n, [0, 1, 1]), lambda n: hubs(n, [0, 1, 1]), lambda n: hubness(n, 3)):
+        with pytest.raises(ConfigError, match="indices of 3 items"):
+            ask([[1], [0], [index]])

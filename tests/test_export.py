@@ -100,6 +100,8 @@ def test_facts_are_inside_and_beside(written, run, photo_folder):
     assert checked["largest_difference"] < 1e-5
     assert inside["cut"] == {
         "augment": "light",
+        "transparent_over": "white",
+        "most_aspect": 4,
         "side": 24,
         "shorter_side": 24,
         "stored": 1,
@@ -226,8 +228,9 @@ def test_the_example_cuts_as_every_augmentation_views(augment, tmp_path):
     names = names_of(None)
     names["how"] = facts(model)["cut"]
     rng = np.random.default_rng(0)
-    for size in [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33)]:
-        smooth = Image.fromarray(rng.integers(0, 256, (7, 9, 3)).astype(np.uint8))
+    sizes = [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33), (900, 120), (61, 500)]
+    for size, channels in [*((size, 3) for size in sizes), ((90, 60), 4), ((900, 120), 4)]:  # 4: transparent
+        smooth = Image.fromarray(rng.integers(0, 256, (7, 9, channels)).astype(np.uint8))
         smooth.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "p.png")
         theirs = names["cut"](tmp_path / "p.png").astype(int)
         ours = model_input(model, tmp_path / "p.png").numpy().astype(int)
@@ -345,6 +348,30 @@ def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="it is not kept"):
         export(small(), "torch", tmp_path / "again.pt2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.json"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(tmp_path):
+    """In a process of its own: torch's own writer would end it."""
+    script = f"""
+        import resource, signal
+        from pathlib import Path
+        import nearkin as nk
+        from nearkin.deploy.export import export
+        from nearkin.recipe import Model
+        model = nk.Embedder(Model(backbone="small_conv", width=8, dim=16), (3, 16, 16)).eval()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+        try:
+            export(model, "torch", Path({str(tmp_path)!r}) / "m.pt2")
+        except nk.errors.RunError as error:
+            print(error)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert "cannot write the model (File too large)" in said.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refusals(tmp_path):

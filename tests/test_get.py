@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import resource
 import stat
 import tarfile
 import threading
@@ -30,7 +31,7 @@ KNOWN = Checksums(sha256=SHA256)
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files`; what a path does besides is in its first word: /cut/, /norange/, /page/, /busy/, /changed/."""
+    """Serves `files`; what a path does besides is in its first word: /cut/, /norange/, /page/, /busy/, /chunked/..."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -70,6 +71,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.send_header("ETag", etag)
         self.send_header("Content-Type", "text/html" if how == "page" else "application/octet-stream")
+        if how == "chunked":  # its length is not said beforehand; the first connection breaks before the last chunk
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            rest = content[start : start + 65_536] if before == 0 else content[start:]
+            self.wfile.write(f"{len(rest):x}\r\n".encode() + rest + b"\r\n" + (b"0\r\n\r\n" if before else b""))
+            self.close_connection = True
+            return
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         # The first two connections of /cut/ and the first of the others named here break in the middle.
@@ -118,6 +126,12 @@ def test_a_cut_connection_is_resumed_where_it_was_cut(server, tmp_path):
     fetch(server, tmp_path / "data.bin", "cut/data.bin")
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
     assert [wanted for _, wanted in server.asked] == [None, "bytes=200000-", "bytes=400000-"]
+
+
+def test_a_reply_of_unknown_length_that_was_cut_is_not_taken_for_whole(server, tmp_path):
+    fetch(server, tmp_path / "data.bin", "chunked/data.bin", checksums=Checksums())
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=65536-"]
 
 
 def test_a_later_call_continues_what_an_earlier_one_left(server, tmp_path):
@@ -278,18 +292,23 @@ def test_zips_that_mean_harm_are_refused_whole(tmp_path, quiet, member, message)
 
 
 def test_a_chain_of_links_cannot_lead_outside(tmp_path, quiet):
-    """Each link alone stays inside by its name; followed one through the other they would not."""
+    """Each link stays inside by its name; the last lands higher than it is written, where its target leads out."""
     archive = make_tar(
         tmp_path / "a.tar",
-        ("d/e", b"", "folder"),
-        ("x", "d/e", "link"),
-        ("y", "x/../..", "link"),
-        ("y/evil", b"x", "file"),
+        ("top/d", b"", "folder"),
+        ("top/x", "d/..", "link"),
+        ("top/x/x/x/x/l", "../../../../../secret", "link"),
     )
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="'top/x/x/x/x/l' lies behind a link"):
         extract(archive, tmp_path / "out", quiet)
-    assert not (tmp_path / "evil").exists()
-    assert not (tmp_path / "out").exists() or left_over(tmp_path / "out") == []
+    assert left_over(tmp_path / "out") == []
+
+
+def test_nothing_is_written_through_a_link(tmp_path, quiet):
+    archive = make_tar(tmp_path / "a.tar", ("d/e", b"", "folder"), ("x", "d", "link"), ("x/e/file", b"x", "file"))
+    with pytest.raises(DataError, match="'x/e/file' lies behind a link"):
+        extract(archive, tmp_path / "out", quiet)
+    assert left_over(tmp_path / "out") == []
 
 
 def test_damaged_archives_leave_nothing(tmp_path, quiet):
@@ -368,6 +387,22 @@ def test_get_from_a_file_keeps_it_and_checks_it(packed_cub, tmp_path, quiet):
     assert renamed.exists()
 
 
+def test_an_archive_that_lies_in_the_root_is_used_and_kept(server, packed_cub, tmp_path, quiet):
+    source = small_cub(server.url("CUB_200_2011.tgz"), md5=hashlib.md5(packed_cub.read_bytes()).hexdigest())
+    server.files["CUB_200_2011.tgz"] = packed_cub.read_bytes()
+    root = tmp_path / "data"
+    root.mkdir()
+    mine = root / "CUB_200_2011.tgz"
+    mine.write_bytes(packed_cub.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"wrong md5: (?s:.*)remove it and fetch it again, or pass another with --from"):
+        get_benchmark(source, root, reporter=quiet)
+    mine.write_bytes(packed_cub.read_bytes())
+    assert "4 images" in get_benchmark(source, root, reporter=quiet)
+    assert left_over(root) == ["CUB_200_2011", "CUB_200_2011.tgz"]
+    assert server.asked == []
+    assert mine.read_bytes() == packed_cub.read_bytes()
+
+
 def test_get_says_when_the_counts_are_wrong(packed_cub, tmp_path, quiet):
     source = replace(small_cub(), parts=MappingProxyType({"train": Counts(3, 2), "test": Counts(2, 2)}))
     with pytest.raises(DataError, match="expected 3 train images of 2 classes"):
@@ -394,6 +429,26 @@ def test_a_source_of_several_files_is_put_together(tmp_path, quiet):
         get_benchmark(inshop, tmp_path / "data", given=[archive], sha256="0", reporter=quiet)
     said = get_benchmark(inshop, tmp_path / "data", given=[archive, partition], reporter=quiet)
     assert said == f"inshop: 3 images of 2 classes in {tmp_path}/data/inshop"
+
+
+def test_a_root_that_cannot_be_written_is_named(server, packed_cub, tmp_path, quiet):
+    server.files["CUB_200_2011.tgz"] = packed_cub.read_bytes()
+    source = small_cub(server.url("CUB_200_2011.tgz"))
+    (tmp_path / "file").touch()
+    for given in ([packed_cub], []):
+        with pytest.raises(DataError, match=r"file/data: cannot be written \(Not a directory\)\.\n.*another --root"):
+            get_benchmark(source, tmp_path / "file" / "data", given=given, reporter=quiet)
+
+
+def test_a_disk_that_fills_up_during_a_download_is_named(server, tmp_path, quiet):
+    archive = Archive("data.bin", makes="cub", urls=(server.url("data.bin"),))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written \(File too large\)"):
+            get_benchmark(replace(BENCHMARKS["cub"], archives=(archive,)), tmp_path, reporter=quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_command(packed_cub, tmp_path, capsys, monkeypatch):

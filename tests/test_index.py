@@ -143,6 +143,25 @@ def test_add_and_remove_pictures(model, photo_folder):
         index.add([Image.open(paths[0])])
 
 
+def test_a_relative_path_is_one_from_where_we_are(model, tmp_path, monkeypatch):
+    """Ids are relative to where the index was built; the same name may be another picture there."""
+    for place, colour in (("a", "blue"), ("b", "red")):
+        (tmp_path / place / "more").mkdir(parents=True)
+        for name in ("old.png", "new.png", "more/one.png"):
+            Image.new("RGB", (24, 24), colour).save(tmp_path / place / name)
+    monkeypatch.chdir(tmp_path / "a")
+    index = Index.build(model, ["./old.png"])
+    index.add(["./new.png"])
+    monkeypatch.chdir(tmp_path / "a" / "more")
+    index.add(["one.png"])
+    monkeypatch.chdir(tmp_path / "b")
+    index.add(["new.png"])
+    assert index.ids == ["./old.png", "./new.png", "more/one.png", str(tmp_path / "b" / "new.png")]
+    assert index.path_of(index.ids[2]).samefile(tmp_path / "a" / "more" / "one.png")
+    with pytest.raises(DataError, match="is in the index already"):
+        index.add(["new.png"])
+
+
 def test_another_model_is_refused(model, photo_folder, tmp_path):
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     Index.build(model, paths).save(tmp_path / "index")
@@ -209,10 +228,22 @@ def test_queries_that_do_not_fit(query, message):
         random_index().search(query)
 
 
+def test_half_precision_is_taken():
+    exact = np.array([[1, 0.5], [0.25, -2]], np.float32)  # these bfloat16 holds exactly
+    for kind in (torch.bfloat16, torch.float16, torch.float64):
+        index = Index(torch.tensor(exact, dtype=kind), ["a", "b"])
+        np.testing.assert_array_equal(index.vectors, exact)
+        assert index.search(torch.tensor(exact[1], dtype=kind))[0].id == "b"
+
+
 @pytest.mark.parametrize("k", [0, -1, 2.5])
 def test_k_must_be_a_number_of_items(k):
+    index = random_index()
+    for ask in (index.search, index.search_many):
+        with pytest.raises(ConfigError, match="expected a whole number from 1"):
+            ask(np.ones(6) if ask == index.search else np.ones((1, 6)), k)
     with pytest.raises(ConfigError, match="expected a whole number from 1"):
-        random_index().search(np.ones(6), k)
+        index.search_item("item 0", k)
 
 
 @pytest.mark.parametrize(
@@ -415,37 +446,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot write the index"):
         random_index().save(tmp_path / "file" / "index")
-
-
-# --- the graph -------------------------------------------------------------------------------------------------------
-
-
-def test_the_graph_finds_nearly_all_and_is_kept(tmp_path):
-    # As pytorch-metric-learning does: it puts another `search`, with fewer arguments, into every index of this process.
-    pytest.importorskip("faiss.contrib.torch_utils", reason="faiss is not installed (nearkin[dev])")
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(1000, 16)).astype(np.float32)
-    index = Index(vectors, names(1000))
-    facts = index.make_graph()
-    queries = rng.normal(size=(50, 16)).astype(np.float32)
-    truth, _ = index.search_many(queries, 10)
-
-    def recall(graph: nk.Index) -> float:
-        found = [{hit.row for hit in graph.search(query, 10)} for query in queries]
-        return float(np.mean([len(f & set(t)) / 10 for f, t in zip(found, truth.tolist(), strict=True)]))
-
-    assert facts.recall >= 0.99
-    assert facts.low <= facts.recall <= facts.high
-    assert recall(index) >= 0.97
-    assert [hit.row for hit in index.search(queries[0], 10, exact=True)] == truth[0].tolist()
-    assert index.search_item("item 5", 3)[0].id != "item 5"
-    index.save(tmp_path / "index")
-    again = Index.load(tmp_path / "index")
-    assert again.graph is not None
-    assert again.graph.facts == facts
-    assert recall(again) == recall(index)
-    again.remove(["item 1"])
-    assert again.graph is None  # it would find what is gone
 
 
 def test_copies_of_a_folder_can_be_moved(tmp_path):

@@ -1,7 +1,9 @@
+# ruff: noqa: F811  (fixtures by their names)
 """`nearkin index`: embeds what is new, goes on after a kill, reports what it cannot read, removes what is gone."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexing import index, photos, run  # noqa: F401  (fixtures)
 from PIL import Image
 from small_runs import make_run
 from test_index import same
@@ -23,38 +26,12 @@ from nearkin.deploy import building, commands, files
 from nearkin.deploy.building import find_images
 from nearkin.deploy.journal import Journal
 from nearkin.deploy.marks import Stamp
-from nearkin.deploy.trained import trained_labels
+from nearkin.deploy.trained import trained_on
 from nearkin.errors import ConfigError, DataError, UserError
 from nearkin.progress import Reporter
 from tests.oracle import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def run(photo_folder, tmp_path_factory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs"), photo_folder).path
-
-
-@pytest.fixture
-def photos(photo_folder, tmp_path) -> Path:
-    """Five classes of four images, to be changed at will."""
-    for c in range(5):
-        (tmp_path / "photos" / f"class {c}").mkdir(parents=True)
-        for i in range(4):
-            shutil.copy(photo_folder / f"class {c}" / f"{i:02d}.png", tmp_path / "photos" / f"class {c}")
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def index(run, tmp_path, capsys):
-    """Run the command on a folder; gives the index and what was printed."""
-
-    def call(source, *flags: str, out: str = "index"):
-        commands.index([str(run), str(source), "-o", str(tmp_path / out), "--quiet", "--device", "cpu", *flags])
-        return nk.Index.load(tmp_path / out), capsys.readouterr().out
-
-    return call
 
 
 # --- what is listed --------------------------------------------------------------------------------------------------
@@ -86,6 +63,29 @@ def test_loose_images_and_one_class_folder(index, photos, tmp_path):
     made, _ = index(tmp_path / "mixed", out="b")
     assert dict(zip(made.ids, made.labels, strict=True))["loose.png"] is None
     assert len(made) == 5
+
+
+def test_every_image_below_train_and_test_is_indexed(photos, tmp_path):
+    """As in training the classes lie below the parts; what lies in no class folder has no label, as anywhere."""
+    root = tmp_path / "parts"
+    for name in ("train/x/0.png", "test/y/0.png", "train/0.png", "test/1.png", "top.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / "class 0" / "00.png", root / name)
+    assert find_images(root).labels == {
+        "top.png": None,
+        "train/0.png": None,
+        "test/1.png": None,
+        "train/x/0.png": "x",
+        "test/y/0.png": "y",
+    }
+    shutil.rmtree(root / "train" / "x")
+    shutil.rmtree(root / "test" / "y")
+    assert list(find_images(root).labels.values()) == [None] * 3
+
+
+def test_a_table_of_one_class(photos, tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 0/01.png,a\n")
+    assert list(find_images(tmp_path / "list.csv").labels.values()) == ["a", "a"]
 
 
 def test_a_table_with_repeated_and_missing_rows(index, photos, tmp_path):
@@ -131,12 +131,14 @@ def test_odd_file_names(index, photos, tmp_path):
     commands.search([str(tmp_path / "index"), "-k", "5", "--item", odd[0]])
 
 
-def test_one_image(index, photos, tmp_path):
+def test_one_image(index, photos, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     shutil.copy(photos / "class 0" / "00.png", tmp_path / "one")
     made, _ = index(tmp_path / "one")
     assert len(made) == 1
     assert made.search(tmp_path / "one" / "00.png", 10)[0].id == "00.png"
+    commands.search([str(tmp_path / "index"), "--item", "00.png"])
+    assert "nothing else: it is the only item" in capsys.readouterr().out
 
 
 # --- a second time ---------------------------------------------------------------------------------------------------
@@ -181,6 +183,25 @@ def test_files_that_are_gone_are_kept_until_pruned(index, photos):
     assert "class 3/00.png" not in made
 
 
+def test_prune_keeps_what_lies_in_folders_that_cannot_be_opened(index, photos, monkeypatch):
+    """A mount that does not answer must not cost its vectors. (root may open anything, so scandir refuses here.)"""
+    index(photos)
+    (photos / "class 2" / "01.png").unlink()
+    real = os.scandir
+
+    def refusing(path="."):
+        if os.fspath(path).endswith("class 1"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    made, said = index(photos, "--prune")
+    assert len(made) == 19
+    assert "1 removed" in said
+    assert "1 folders cannot be opened" in said
+    assert "4 items in folders that cannot be opened are kept" in said
+
+
 def test_another_label_is_taken_over_without_embedding(index, photos, tmp_path):
     (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
     index(tmp_path / "list.csv")
@@ -209,6 +230,22 @@ def test_files_that_cannot_be_read_are_reported_and_passed_over(index, photos):
     assert "class 3/00.png" in made  # with the vector of what it was
     assert "1 embedded" not in said
     assert "3 could not be read" in index(photos)[1]  # and is tried again
+
+
+def test_long_looks_show_progress(run, photos, tmp_path):
+    said: list[str] = []
+
+    class Listening(Reporter):
+        def track(self, label: str, total: int, unit: str = "it"):
+            said.append(f"{label} {total}")
+            return super().track(label, total, unit)
+
+    out = tmp_path / "index"
+    with files.writing(out):
+        building.update(nk.load(run), find_images(photos), out, reporter=Listening(quiet=True))
+    assert said == ["looking at the files 20", "embedding 20"]
+    trained_on(nk.Run(run), Listening(quiet=True))
+    assert said[2:] == ["looking at what was trained on 120"]
 
 
 def test_a_folder_of_nothing_readable(index, tmp_path):
@@ -243,6 +280,19 @@ def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
     recipe = replace(run.recipe, data=replace(run.recipe.data, boxes=True))
     (run.path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.raises(ConfigError, match="cut to boxes"):
+        commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+    commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index"), "--already-cut", "--quiet"])
+    assert len(nk.Index.load(tmp_path / "index")) == 20
+
+
+def test_a_run_on_features_is_refused(photos, tmp_path):
+    from nearkin.models.embedder import Embedder
+
+    recipe = nk.recipes.features_default()
+    run = nk.Run.create(tmp_path, "features", replace(recipe, data=replace(recipe.data, root=tmp_path / "f.npz")))
+    model = Embedder(recipe.model, (32, 1, 1))
+    run.save("best.pt", {"model": model.state_dict(), "image_shape": [32, 1, 1]})
+    with pytest.raises(ConfigError, match="takes ready features, not pictures"):
         commands.index([str(run.path), str(photos), "-o", str(tmp_path / "index")])
 
 
@@ -289,7 +339,7 @@ def test_a_killed_run_goes_on_where_it_stopped(index, run, photos, tmp_path):
     assert same(again, whole)
 
 
-def test_the_journal_drops_what_is_cut_or_of_another_model(tmp_path):
+def test_the_journal_drops_what_is_cut_and_keeps_that_of_another_model(tmp_path):
     rng = np.random.default_rng(0)
     stamp = Stamp(1, 2, "3")
     journal = Journal(tmp_path, "model a", 4)
@@ -310,6 +360,10 @@ def test_the_journal_drops_what_is_cut_or_of_another_model(tmp_path):
     assert len(Journal(tmp_path, "model a", 4).records) == 1
     journal.path.write_bytes(whole)
     assert len(Journal(tmp_path, "model a", 4).records) == 3
+    with pytest.raises(DataError, match="holds the unfinished index of another model"):
+        Journal(tmp_path, "model b", 4)
+    assert journal.path.read_bytes() == whole
+    journal.path.write_bytes(whole[: whole.index(b"\n") + 1])  # with nothing embedded yet
     assert Journal(tmp_path, "model b", 4).records == []
 
 
@@ -348,91 +402,24 @@ def test_a_full_disk_keeps_the_old_index_and_what_was_embedded(run, index, photo
     assert "taken over from the interrupted run" in said
 
 
+def test_a_drive_without_locks_is_named(index, photos, monkeypatch):
+    """It is not another process that holds the folder there."""
+    from nearkin import files as shared
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(shared.fcntl, "flock", none)
+    with pytest.raises(DataError, match="cannot write the index \\(No locks available\\)"):
+        index(photos)
+
+
 def test_a_second_process_is_told(index, photos, tmp_path):
     with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         index(photos)
 
 
-# --- what is worked out at the end -----------------------------------------------------------------------------------
-
-
-def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
-    made, said = index(photo_folder, "--calibrate", "--false-accept", "0.1")
-    trained = trained_labels(nk.Run(run), made)
-    assert len(trained) == 4  # of ten: four are sealed, two validate
-    assert "4 indexed classes were trained on" in said
-    assert "the chance that an image of a class that is\nmissing here passes as known" in said
-    asking = [row for row, label in enumerate(made.labels) if label not in trained]
-    assert made.threshold.unknown == len(asking) == 72
-    # By hand: the nearest item of another class, for each that asks.
-    units = made.vectors.astype(np.float64)
-    units /= np.linalg.norm(units, axis=1, keepdims=True)
-    cosines, labels = units @ units.T, np.array(made.labels)
-    foreign = np.array([cosines[row][labels != labels[row]].max() for row in asking])
-    assert made.threshold.value == pytest.approx(np.sort(foreign)[::-1][7])
-    again, _ = index(photo_folder)
-    assert again.threshold == made.threshold
-
-
-def test_changed_items_keep_their_threshold_and_say_so(index, photos):
-    made, _ = index(photos, "--calibrate", "--assume-unseen")
-    (photos / "class 0" / "00.png").unlink()
-    again, said = index(photos, "--prune")
-    assert again.threshold == made.threshold
-    assert "is kept, and made anew by: --calibrate" in said
-
-
-def test_trained_images_are_known_by_their_content(run, photo_folder, tmp_path):
-    """Under other class names, in another folder."""
-    for c in range(10):
-        shutil.copytree(photo_folder / f"class {c}", tmp_path / "renamed" / f"sort {c}")
-    commands.index([str(run), str(tmp_path / "renamed"), "-o", str(tmp_path / "index"), "--quiet"])
-    made = nk.Index.load(tmp_path / "index")
-    plain = {f"class {str(label)[-1]}" for label in trained_labels(nk.Run(run), made)}
-    commands.index([str(run), str(photo_folder), "-o", str(tmp_path / "second"), "--quiet"])
-    assert plain == trained_labels(nk.Run(run), nk.Index.load(tmp_path / "second"))
-
-
-def test_changed_training_data_is_noticed(photo_folder, tmp_path):
-    """One class more, and the same seed deals the classes otherwise."""
-    shutil.copytree(photo_folder, tmp_path / "data")
-    trained = make_run(tmp_path, tmp_path / "data", name="changed")
-    from nearkin.data.sources import load
-
-    now = load(replace(trained.recipe.data, cache=False), Reporter(quiet=True)).fingerprint
-    trained.finish({"protocol": {"fingerprint": now}})
-    index = nk.Index(np.eye(2), ["a", "b"], ["class 0", "x"])
-    everything = nk.Index(np.eye(10), [str(c) for c in range(10)], [f"class {c}" for c in range(10)])
-    assert len(trained_labels(trained, everything)) == 4
-    shutil.copytree(photo_folder / "class 0", tmp_path / "data" / "class new")
-    with pytest.raises(ConfigError, match="is not what it was when the run was trained"):
-        trained_labels(trained, index)
-
-
-def test_without_the_training_data_nothing_is_calibrated(photo_folder, photos, tmp_path, capsys):
-    shutil.copytree(photo_folder, tmp_path / "trained on")
-    lost = make_run(tmp_path, tmp_path / "trained on", name="lost")
-    shutil.rmtree(tmp_path / "trained on")
-    flags = [str(lost.path), str(photos), "-o", str(tmp_path / "index"), "--quiet", "--calibrate"]
-    with pytest.raises(ConfigError, match="cannot tell which classes"):
-        commands.index(flags)
-    assert len(nk.Index.load(tmp_path / "index")) == 20  # the index itself is there
-    commands.index([*flags, "--assume-unseen"])
-    assert "20 unknown queries are too few for that rate" in capsys.readouterr().out
-
-
-def test_the_graph_and_rerank_flags(index, photos):
-    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
-    _, said = index(photos, "--hnsw")
-    assert "graph: none; 20 items are fewer than 200,000 and searched exactly" in said
-    made, said = index(photos, "--hnsw", "--hnsw-from", "10", "--choose-rerank", "--assume-unseen")
-    assert "graph: recall@10" in said
-    assert made.graph is not None
-    assert "re-ranking: " in said
-    (photos / "class 0" / "00.png").unlink()
-    made, said = index(photos, "--prune")
-    assert made.graph is None
-    assert "the graph is dropped, and made anew by: --hnsw" in said
+# --- layouts and mistakes --------------------------------------------------------------------------------------------
 
 
 def test_official_layouts_are_recognised():

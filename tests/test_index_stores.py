@@ -174,10 +174,25 @@ def test_an_engine_that_is_not_there_is_one_line():
         open_store("qdrant://127.0.0.1:9/birds", 4, "m")
 
 
-@pytest.mark.parametrize("url", ["birds", "mysql://x/y", "qdrant://host", "qdrant:///birds"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("birds", "mysql://x/y", "qdrant://host", "qdrant:///birds", "postgres://me:secret@db/x"),
+        *("qdrant://:secret@host:abc/c", "qdrant://host:99999/c", "qdrant://me:secret@[::1/c", "pgvector://[::1/db"),
+    ],
+)
 def test_addresses_that_make_no_sense(url):
-    with pytest.raises(ConfigError, match="store: expected"):
+    with pytest.raises(ConfigError, match="store: expected") as said:
         open_store(url, 4, "m")
+    assert "secret" not in str(said.value)
+
+
+def test_settings_that_qdrant_does_not_have_are_refused():
+    """A mistyped https would send the key over the open network."""
+    with pytest.raises(ConfigError, match=r"no setting named 'htps'\. Did you mean 'https'"):
+        open_store("qdrant://host/birds?htps=true", 4, "m")
+    with pytest.raises(ConfigError, match="https: expected true or false, got 'yes'"):
+        open_store("qdrant://host/birds?https=yes", 4, "m")
 
 
 def test_secrets_are_not_kept():

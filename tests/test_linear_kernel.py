@@ -134,3 +134,17 @@ def test_a_kernel_solves_xor_and_the_picture_shows_it(xor, tmp_path):
     assert found["kernel"].quality > 0.98
     xor.draw(found, tmp_path / "xor.png")
     assert 5_000 < (tmp_path / "xor.png").stat().st_size < 100_000
+
+
+def test_the_gaussian_kernel_far_from_the_origin():
+    x = np.random.default_rng(0).normal(size=(50, 4))
+    want = np.exp(-((x[:, None] - x[None]) ** 2).sum(-1) / 2)
+    far = (x + 5000).astype(np.float32)
+    np.testing.assert_allclose(gaussian(far, far), want, atol=2e-3)  # what rounding x to float32 does
+
+
+def test_constraints_need_a_learner_that_takes_them():
+    x = np.random.default_rng(0).normal(size=(8, 2))
+    given = Constraints(similar=np.array([[0, 1]]), dissimilar=np.array([[0, 2]]))
+    with pytest.raises(ConfigError, match="WithinClassWhitening learns from labels"):
+        KernelMetricLearner(metric=WithinClassWhitening()).fit(x, constraints=given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from sklearn.datasets import load_iris, load_wine
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -232,11 +232,25 @@ def test_pipelines_searches_and_pickles(iris):
     x, y = load_wine(return_X_y=True)
     pipe = make_pipeline(StandardScaler(), MetricLearner("lmnn", max_iter=60), KNeighborsClassifier(3))
     assert cross_val_score(pipe, x, y, cv=3).mean() > 0.93
-    search = GridSearchCV(WithinClassWhitening(), {"shrinkage": [0.01, 1.0], "dim": [1, 3]}, cv=3).fit(*iris)
-    assert search.best_params_["dim"] in (1, 3)
+    settings, folds = {"shrinkage": [0.01, 1.0], "dim": [1, 3]}, StratifiedKFold(3)
+    for labels in (iris[1], iris[1].astype(float)):
+        search = GridSearchCV(WithinClassWhitening(), settings, cv=folds, error_score="raise").fit(iris[0], labels)
+        assert 0.9 < search.best_score_ < 1.0
     metric = MetricLearner(max_iter=5).fit(*iris)
     assert np.array_equal(pickle.loads(pickle.dumps(metric)).transform(iris[0]), metric.transform(iris[0]))
     assert list(metric.get_feature_names_out()) == [f"metriclearner{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_no_more_steps_than_asked_for(iris, steps):
+    assert 1 <= MetricLearner(max_iter=steps, tol=1e-12).fit(*iris).n_iter_ <= steps
+
+
+def test_data_far_from_the_origin(iris):
+    x, y = iris
+    near, far = MetricLearner(max_iter=20).fit(x, y), MetricLearner(max_iter=20).fit(x + 1e6, y)
+    np.testing.assert_allclose(far.distance(x + 1e6), near.distance(x), atol=1e-3)
+    assert MetricLearner(max_iter=20).fit(x + 1e9, y).score(x + 1e9, y) > 0.9
 
 
 def test_the_same_seed_gives_the_same_metric(iris):

@@ -33,6 +33,16 @@ def test_pages_are_up_to_date() -> None:
         assert (ROOT / "docs" / "losses" / f"{name}.png").exists()
 
 
+def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
+    """A stray "|" in a docstring or a setting would open a new column."""
+    for name, text in generate().pages().items():
+        cells = 0
+        for line in text.splitlines():
+            here = line.count("|") if line.startswith("|") else 0
+            assert not (cells and here) or here == cells, f"{name}: {line}"
+            cells = here
+
+
 def test_add_a_loss_in_five_minutes() -> None:
     page = (ROOT / "docs" / "add-a-loss.md").read_text()
     known, scope = set(LOSSES), {"__name__": "added"}

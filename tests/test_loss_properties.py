@@ -299,6 +299,46 @@ def test_gradient_is_that_of_the_value(row: Row, classes: int) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: objective(x, labels, *probabilities), inputs, fast_mode=True)
 
 
+SETTINGS = [(name, key) for name, entry in LOSSES.items() for key, v in entry.own.items() if isinstance(v, float)]
+
+
+@pytest.mark.parametrize(("name", "key"), SETTINGS)
+def test_a_learned_setting_gets_its_gradient_or_is_refused(name: str, key: str) -> None:
+    """Against finite differences of the value, with few classes (dense sums) and with many (lists)."""
+    value = torch.tensor(LOSSES[name].own[key], dtype=DOUBLE, requires_grad=True)
+    if key not in LOSSES[name].learned:
+        with pytest.raises(nk.UserError, match=f"{name}: {key} cannot be learned; give a number"):
+            nk.Objective(name, num_classes=3, dim=4, **{key: value})
+        plain = nk.Objective(name, num_classes=3, dim=4, **{key: value.detach()})
+        assert isinstance(plain.settings[key], float)
+        return
+    for classes in (2, 12):
+        emb, labels = batch(26, classes, dim=4, seed=3)
+        for options in ({}, {"miner": "multi_similarity"}, {"normalize": False}):
+            if "normalize" in options and "normalize" not in LOSSES[name].settings:
+                continue
+
+            def at(
+                x: Tensor, options: dict[str, object] = options, pair: tuple[Tensor, Tensor] = (emb, labels)
+            ) -> Tensor:
+                return nk.Objective(name, **{key: x}, **options)(*pair)
+
+            assert torch.autograd.gradcheck(at, (value,))
+            assert float(torch.autograd.grad(at(value), value)[0]) != 0, "the test would not see a lost gradient"
+
+
+def test_which_settings_may_be_learned() -> None:
+    learned = {name: sorted(entry.learned) for name, entry in LOSSES.items() if entry.learned}
+    assert learned == {
+        "contrastive": ["margin"],
+        "contrastive_l2": ["margin"],
+        "margin": ["alpha", "beta"],
+        "margin_similarity": ["beta", "margin"],
+        "lifted_structure": ["margin"],
+        "lifted_song": ["margin"],
+    }
+
+
 @pytest.mark.parametrize("name", [*PAIR_LOSSES, "nca"])
 def test_lists_and_masks_agree(name: str) -> None:
     """Pairs without the list of kin, and pairs built by hand, give the same values and gradients."""
@@ -448,6 +488,26 @@ def test_pairs_by_hand() -> None:
     want = (math.log1p(math.exp(0.2 - 0.9)) + math.log1p(math.exp(0.1 - 0.8))) / 2
     assert float(value.detach()) == pytest.approx(want, rel=1e-6)
     value.backward()
+
+
+def test_lifted_song_of_pairs_met_from_one_end_only() -> None:
+    """A pair seen once weighs half of one seen twice, so the mean over pairs alike in all else is the same."""
+    sim = torch.tensor([[1.0, 0.8, 0.6], [0.8, 1.0, 0.6], [0.6, 0.6, 1.0]], dtype=DOUBLE)
+    pos, neg = torch.zeros(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
+    neg[:2, 2] = pos[0, 1] = True
+    once = float(nk.losses.lifted_song(Pairs(sim, pos.clone(), neg)))
+    pos[1, 0] = True
+    assert once == pytest.approx(float(nk.losses.lifted_song(Pairs(sim, pos, neg))), rel=1e-12)
+    distance = (2 - 2 * 0.8) ** 0.5
+    want = (distance + _lse([1 - (2 - 2 * 0.6) ** 0.5] * 2)) ** 2 / 2
+    assert once == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("m", [4, 16])
+def test_lifted_song_of_a_batch_against_references_is_refused(m: int) -> None:
+    (emb, labels), (refs, ref_labels) = batch(8, 3), batch(m, 3, seed=1)
+    with pytest.raises(nk.UserError, match=rf"takes Pairs \[N, N\], got \[8, {m}\]"):
+        nk.losses.lifted_song(nk.pair_up(emb, labels, refs, ref_labels))
 
 
 @pytest.mark.parametrize("margin", [0.5, -0.2], ids=["few active", "most active"])

@@ -253,14 +253,39 @@ def test_score_file(tmp_path):
         metrics.score_file(tmp_path / "f.npy")
 
 
+def test_a_cut_or_damaged_file_is_named(tmp_path):
+    x, labels = clustered(300, 4, per_class=3, noise=1.0)
+    np.savez_compressed(tmp_path / "f.npz", features=x, labels=labels)
+    whole = (tmp_path / "f.npz").read_bytes()
+    for n, damaged in enumerate([whole[:-30], whole[:200], whole[:300] + bytes(50) + whole[350:], b""]):
+        path = tmp_path / f"{n}.npz"
+        path.write_bytes(damaged)
+        for read in (metrics.score_file, nk.Scores.load):
+            with pytest.raises(DataError, match=f"{n}.npz: cannot be read"):
+                read(path)
+
+
+def test_scores_are_walked_by_metric(tmp_path):
+    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    scores = nk.score(x, labels, ks=np.array([1, 5]))
+    assert "R@5" in scores
+    assert "R@7" not in scores
+    assert {"R@1", "R@5", "MAP@R"} <= set(scores)
+    scores.save(tmp_path / "s.npz")
+    assert nk.Scores.load(tmp_path / "s.npz").ks == (1, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.npz"]
+
+
 @pytest.mark.parametrize("lone", ["auto", "drop", "keep"])
 def test_few_huge_classes_are_measured_part_by_part(lone):
     x, labels = clustered(300, 4, per_class=100, noise=2.0)
     labels[7] = 9  # a lone query
     x[50:60] = x[250:260]
     whole, parts = nk.score(x, labels, lone=lone), nk.score(x, labels, lone=lone, memory="1MB")
-    with pytest.raises(ConfigError, match="bounds"):
+    with pytest.raises(ConfigError, match="larger memory="):
         parts.bounds("R@1")  # the ranking was not kept, as meant
+    with pytest.raises(UnknownName, match="other k need ks="):
+        parts["R@16"]
     assert parts.notes == whole.notes
     for name in whole.per_query:
         np.testing.assert_array_equal(parts.per_query[name], whole.per_query[name], err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning import miners as pml_miners
@@ -100,3 +101,32 @@ def test_unknown_settings_are_refused() -> None:
         miners.multi_similarity(pairs(), epsilom=0.1)
     with pytest.raises(AttributeError, match="Did you mean 'hard'"):
         _ = miners.hardd
+
+
+@pytest.mark.parametrize(
+    ("miner", "settings", "message"),
+    [
+        ("multi_similarity", {"epsilom": 0.1}, "no setting 'epsilom'. Did you mean 'epsilon'"),
+        ("multi_similarity", {"epsilon": float("nan")}, "epsilon must be a finite number, got nan"),
+        ("multi_similarity", {"epsilon": None}, "epsilon must be a finite number, got None"),
+        ("semihard", {"band": True}, "band must be a finite number, got True"),
+        ("distance_weighted", {"dim": 2.5}, "dim must be a whole number, got 2.5"),
+        ("random", {"generator": 3}, "generator must be a torch.Generator, got 3"),
+        (miners.hard, {"band": 0.1}, "miner hard: no setting 'band'. It has none"),
+        (None, {"epsilon": 0.1}, "miner_settings: there is no miner to take epsilon"),
+    ],
+)
+def test_wrong_settings_are_refused_before_there_are_pairs(miner: object, settings: dict, message: str) -> None:
+    with pytest.raises(nk.UserError, match=message):
+        nk.Objective("triplet", miner=miner, miner_settings=settings)
+
+
+def test_settings_that_are_numbers_of_another_kind() -> None:
+    p = pairs()
+    want = miners.semihard(p, band=0.5).triplets
+    for band in (np.float32(0.5), torch.tensor(0.5), np.array(0.5)):
+        assert torch.equal(miners.semihard(p, band=band).triplets, want)
+    assert torch.equal(miners.semihard(p, band=None).triplets, miners.semihard(p).triplets)
+    assert miners.semihard(p, band=1).triplets.shape[1] == 3
+    own = nk.Objective("triplet", miner=lambda p, *, share: p, miner_settings={"share": [1, 2]})
+    assert own.miner_settings == {"share": [1, 2]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +121,13 @@ def test_weighted_sum() -> None:
     assert len(list(both.parameters())) == 2
 
 
+def test_prefixes_longer_than_the_embeddings() -> None:
+    """Without dim it shows only when a batch comes."""
+    emb, labels = batch()
+    with pytest.raises(nk.UserError, match="prefixes: 100 is more than the 6 dimensions given"):
+        nk.Objective("contrastive", prefixes=(2, 100))(emb, labels)
+
+
 # --- learned state ----------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +144,24 @@ def test_learned_beta_moves() -> None:
     far = int(((1.4 - distance > 0) & pairs.neg).sum())
     assert float(objective.beta.grad) == pytest.approx((far - near) / (far + near), rel=1e-6)
     assert not list(nk.Objective("margin").parameters())
+
+
+def test_proxies_start_at_the_means_of_their_classes() -> None:
+    emb = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [1.0, 2.0, 0.0], [-1.0, -2.0, 0.0]])
+    labels = torch.tensor([0, 0, 1, 3, 3])  # none of class 2, and those of class 3 cancel
+    objective = nk.Objective("proxy_anchor", num_classes=4, dim=3)
+    several = nk.Objective("mpa", num_classes=4, dim=3, centers=2)
+    both = WeightedSum((1.0, objective), (1.0, several), (1.0, nk.Objective("contrastive")))
+    before = objective.proxies.detach().clone()
+    both.start_at(emb, labels)
+    want = torch.tensor([[0.5**0.5, 0.5**0.5, 0.0], [0.0, 0.0, 1.0]])
+    torch.testing.assert_close(objective.proxies.detach()[:2], want)
+    assert torch.equal(objective.proxies.detach()[2:], before[2:])
+    near = torch.einsum("ckd,cd->ck", several.proxies.detach()[:2], want)
+    assert near.min() > 0.99
+    both(emb, torch.tensor([2, 2, 1, 3, 3])).backward()
+    for part in (objective, several):
+        assert part.proxies.grad.flatten(1).norm(dim=1).min() > 0, "a proxy that can never move"
 
 
 def test_shapes_of_class_parameters() -> None:
@@ -193,6 +219,16 @@ def test_proxies_learn() -> None:
 def test_sizes_that_make_no_sense(options: dict[str, object], message: str) -> None:
     with pytest.raises(nk.UserError, match=message):
         nk.Objective("contrastive", **options)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    sizes = {"num_classes": np.int64(3), "dim": np.int32(6), "memory": np.int64(5), "prefixes": np.array([2, 6])}
+    objective = nk.Objective("contrastive", **sizes, margin=np.float32(0.25))
+    assert (objective.num_classes, objective.dim, objective.memory_size, objective.prefixes) == (3, 6, 5, (2, 6))
+    assert torch.isfinite(objective(*batch()))
+    for wrong in (np.float64(3), True, np.True_, "3", -1, torch.tensor([3, 4])):
+        with pytest.raises(nk.UserError, match="dim: expected a whole number above 0"):
+            nk.Objective("contrastive", dim=wrong)
 
 
 def test_memory_needs_the_dimension() -> None:

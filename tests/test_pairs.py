@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,23 @@ def test_masks_by_list_and_by_comparison(classes: int, n: int) -> None:
 def test_labels_that_float32_cannot_tell_apart() -> None:
     labels = torch.tensor([2**24, 2**24 + 1, 2**62, 2**62 + 1])
     assert not nk.pair_up(randn(4, 3), labels).pos.any()
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["a", "a", "b"],
+        np.array(["a", "a", "b"]),
+        np.array(["a", "a", "b"], dtype=object),
+        [None] * 3,
+        None,
+        [2**70] * 3,
+    ],
+    ids=["names", "array of names", "array of objects", "none", "nothing", "beyond 64 bits"],
+)
+def test_labels_that_are_no_integers(labels: object) -> None:
+    with pytest.raises(nk.UserError, match=r"labels: expected integers, got .* Number the classes: np\.unique"):
+        nk.pair_up(randn(3, 2), labels)
 
 
 def test_a_changed_mask_is_believed() -> None:
@@ -80,6 +98,23 @@ def test_distances_of_near_duplicates_are_zero_with_zero_gradient() -> None:
     distance.sum().backward()
     assert torch.equal(distance, torch.zeros(4, 4))
     assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_one_long_vector_does_not_blot_out_the_distances_of_others() -> None:
+    """In float32, against the differences themselves in float64; values and gradients."""
+    x = randn(9, 3) * 0.5
+    x[4] *= 2000
+    x[8] = x[7]
+    leaf, exact = x.float().requires_grad_(), x.float().double().requires_grad_()
+    distance = nk.pair_up(leaf, torch.arange(9), metric="dot").distance()
+    differ = (exact[:, None] - exact).square().sum(2)
+    far = differ > 0
+    torch.testing.assert_close(distance.double()[far], differ[far].sqrt(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(distance[~far], torch.zeros(11))  # each from itself, and rows 7 and 8 from each other
+    far[4] = far[:, 4] = False
+    distance[far].sum().backward()
+    differ[far].sqrt().sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_one_pair_per_class() -> None:

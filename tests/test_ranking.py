@@ -309,6 +309,21 @@ def test_neighbours_against_exact_fractions(similarity):
     check()
 
 
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_neighbours_among_many_copies(k):
+    """Of copies the first by index; itself is left out though it is none of the first."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 3))[rng.integers(0, 4, 60)]
+    near = x @ x.T / np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(x, axis=1))
+    everyone = np.arange(60)
+    for i, got in enumerate(neighbours(x, k=k)[0].tolist()):
+        assert got == sorted(everyone[everyone != i].tolist(), key=lambda j, i=i: (-near[i, j].round(9), j))[:k]
+    for i, got in enumerate(neighbours(x[:9], x, k=k)[0].tolist()):
+        assert got == sorted(everyone.tolist(), key=lambda j, i=i: (-near[i, j].round(9), j))[:k]
+    same = neighbours(np.ones((5, 2)), k=4)[0].tolist()
+    assert same == [[j for j in range(5) if j != i] for i in range(5)]
+
+
 def test_neighbours_of_a_gallery_match_the_golden_order():
     if not (SHARED / "golden" / "golden.json").exists():
         pytest.skip("needs ../shared/golden/golden.json")
@@ -334,6 +349,14 @@ def test_what_may_be_given():
     assert_same(rank(x.tolist(), labels.tolist()), rank(x.astype(np.float64), labels))
     assert_same(base, rank(np.asfortranarray(x), [f"class {c}" for c in labels]))
     assert_same(base, rank(x, torch.tensor(labels, dtype=torch.int16)))
+    assert_same(base, rank(x[::-1][::-1], labels[::-1][::-1]))
+    assert_same(base, rank(np.ascontiguousarray(x[::-1])[::-1], labels))  # strides below 0
+    assert_same(base, rank(x.astype(">f4"), labels.astype(">i8")))
+    fixed = x.copy()
+    fixed.setflags(write=False)
+    assert_same(base, rank(fixed, labels))
+    names = [f"klass é{c}" for c in labels]
+    assert_same(rank(x, names, x, names), rank(x, names, x, [name.encode() for name in names]))
     half = x.astype(np.float16)
     assert_same(rank(half, labels), rank(half.astype(np.float32), labels))
     whole = np.round(10 * x).astype(np.int32)

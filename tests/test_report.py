@@ -4,7 +4,9 @@ import base64
 import csv
 import io
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import nearkin as nk
 from nearkin import cli, recipes
 from nearkin.errors import RunError
 from nearkin.progress import Reporter
-from nearkin.report import gallery, projection
+from nearkin.report import gallery, lists, projection
 from nearkin.report.compare import verdict
 from nearkin.report.contents import Shown
 from nearkin.report.page import gather, render, safe_json, write_page, write_report
@@ -48,16 +50,19 @@ def features_report(features_run):
     return gather([features_run], reporter=QUIET)
 
 
-def vectors(run) -> tuple[np.ndarray, np.ndarray]:
+def vectors(run, first=10) -> tuple[np.ndarray, np.ndarray]:
     stored = np.load(run.recipe.data.root)
     labels = stored["labels"].astype(int)
-    test = labels >= 10
+    test = labels >= first
     return run.embedder().embed(stored["features"][test]).double().numpy(), labels[test]
 
 
-def cosines(run) -> tuple[np.ndarray, np.ndarray]:
-    """By brute force in float64: similarities of the test rows, the row itself at the end of the order; and labels."""
-    emb, labels = vectors(run)
+def cosines(run, first=10) -> tuple[np.ndarray, np.ndarray]:
+    """By brute force in float64: similarities of the test rows, the row itself at the end of the order; and labels.
+
+    first   of the test classes
+    """
+    emb, labels = vectors(run, first)
     emb /= np.linalg.norm(emb, axis=1, keepdims=True)
     sim = emb @ emb.T
     np.fill_diagonal(sim, -np.inf)
@@ -81,8 +86,8 @@ def test_neighbours_classes_and_confusions_are_those_of_brute_force(features_run
         taken = labels[order[mine, 0]][~right[mine]]
         if len(taken):
             assert row["times"] == np.bincount(taken).max()
-    total = sum(pair["count"] for pair in found["pairs"])
-    assert total == min(total, int((~right).sum()))
+    _, times = np.unique(np.stack([labels, labels[order[:, 0]]])[:, ~right], axis=1, return_counts=True)
+    assert [pair["count"] for pair in found["pairs"]] == sorted(times.tolist(), reverse=True)[: lists.PAIRS]
     for pair in found["pairs"]:
         a, b = int(names[pair["class"]]), int(names[pair["taken_for"]])
         expected = np.flatnonzero((labels == a) & (labels[order[:, 0]] == b))
@@ -192,6 +197,43 @@ def test_data_that_are_gone_or_changed_leave_a_page_with_the_numbers(features_ru
         hidden.rename(root)
 
 
+def test_a_run_that_lost_its_environment_has_a_page(features_run, tmp_path):
+    kept = (features_run.path / "env.json").rename(tmp_path / "env.json")
+    try:
+        report = gather([features_run], reporter=QUIET)
+    finally:
+        kept.rename(features_run.path / "env.json")
+    assert report.stories[0]["environment"] == {}
+    assert "Environment" not in render(report)
+
+
+def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder, tmp_path):
+    """From a folder and from a table in it; those of a table that point elsewhere by their own folder only."""
+    data = tmp_path / "data"
+    shutil.copytree(photo_folder, data)
+    for folder in sorted(data.iterdir()):
+        (folder / "deep").mkdir()
+        for path in sorted(folder.glob("*.png"))[::2]:
+            path.rename(folder / "deep" / path.name)
+    files = sorted(path.relative_to(data) for path in data.rglob("*.png"))
+    (data / "here.csv").write_text("path,label\n" + "".join(f"{file},{file.parts[0]}\n" for file in files))
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "t.csv").write_text("path,label\n" + "".join(f"{data / f},{f.parts[0]}\n" for f in files))
+    for source, root in (("folder", data), ("table", data / "here.csv"), ("table", tmp_path / "away" / "t.csv")):
+        recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_share=0.0))
+        recipe = replace(recipe, train=replace(recipe.train, epochs=1))
+        report = gather([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
+        suspects = report.findings[0]["suspects"]
+        told = list(csv.DictReader(io.StringIO(base64.b64decode(suspects["csv"].partition(",")[2]).decode())))
+        assert len(told) == 48  # four classes of twelve
+        assert {row["path"] for row in told} == set(report.items["name"])
+        if root.parent.name == "away":
+            assert all(len(Path(row["path"]).parts) == 2 for row in told)
+        else:
+            assert all((data / row["path"]).is_file() and row["path"].startswith(row["label"]) for row in told)
+        assert str(tmp_path) not in render(report)
+
+
 def test_an_unfinished_run_is_refused(features_run, tmp_path):
     (tmp_path / "recipe.toml").write_text((features_run.path / "recipe.toml").read_text())
     with pytest.raises(RunError, match="not finished"):
@@ -245,6 +287,76 @@ def test_the_verdict_says_no_more_than_the_interval():
     assert "B is worse than A: 1.0 to 3.0 points" in verdict(row(-0.03, -0.01), "A", "B")
     assert "not settled" in verdict(row(-0.01, 0.01), "A", "B")
     assert "too few classes" in verdict(row(None, None), "A", "B")
+
+
+# --- more images than a page holds ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_runs(tmp_path_factory):
+    """Two runs that judge 600 rows, of classes that are hard to tell apart."""
+    folder = tmp_path_factory.mktemp("wide")
+    rng = np.random.default_rng(2)
+    labels = np.repeat(np.arange(120), 10)
+    features = (rng.normal(size=(120, 12))[labels] + 0.9 * rng.normal(size=(1200, 12))).astype(np.float32)
+    features[1191], features[645] = features[1100], features[630]
+    np.savez(folder / "f.npz", features=features, labels=np.array([f"{c:03d}" for c in labels]))
+    recipe = recipes.features_default()
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, root=folder / "f.npz", split="half", val_share=0.1),
+        train=replace(recipe.train, epochs=1),
+    )
+    models = (replace(recipe.model, dim=8), replace(recipe.model, dim=6))
+    return [nk.fit(replace(recipe, model=model), folder / "runs", reporter=QUIET) for model in models]
+
+
+def named(report, things):
+    """The same with the names of the rows instead of items, which differ from page to page."""
+    return [report.items["name"][item] for item in things]
+
+
+def test_what_a_page_lists_is_on_it(wide_runs, monkeypatch):
+    monkeypatch.setattr(gallery, "EACH", 20)
+    whole = gather(wide_runs, reporter=QUIET)
+    monkeypatch.setattr(gallery, "MOST", 560)
+    part = gather(wide_runs, reporter=QUIET)
+    assert (len(whole.items["name"]), len(part.items["name"])) == (600, 560)
+    for was, now in zip(whole.findings, part.findings, strict=True):
+        for name in ("sure", "hardest", "random"):
+            assert named(part, now["views"][name]) == named(whole, was["views"][name])
+        for listed in (lambda found: found["hubs"], lambda found: found["suspects"]["rows"]):
+            assert named(part, [o["item"] for o in listed(now)]) == named(whole, [o["item"] for o in listed(was)])
+        for listed in (lambda found: found["pairs"], lambda found: found["copies"]["rows"]):
+            assert [named(part, o["items"]) for o in listed(now)] == [named(whole, o["items"]) for o in listed(was)]
+    for kind in ("mended", "broken"):
+        assert len(whole.against[0][kind]["items"]) > 20
+        assert named(part, part.against[0][kind]["items"]) == named(whole, whole.against[0][kind]["items"])
+
+
+def test_neighbours_that_are_not_on_the_page_are_known_by_their_class(wide_runs, monkeypatch):
+    monkeypatch.setattr(gallery, "EACH", 20)
+    monkeypatch.setattr(gallery, "MOST", 400)
+    report = gather(wide_runs[:1], reporter=QUIET)
+    sim, labels = cosines(wide_runs[0], first=60)
+    order = np.argsort(-np.round(sim, 9), axis=1, kind="stable")[:, :8]
+    found, rows = report.findings[0], [int(name.removeprefix("row ")) - 600 for name in report.items["name"]]
+    away = 0
+    for item, row in enumerate(rows):
+        for near, other in zip(found["near"][item], order[row], strict=True):
+            away += near < 0
+            if near < 0:
+                assert int(report.items["classes"][-1 - near]) == labels[other]
+                assert other not in rows
+            else:
+                assert rows[near] == other
+        first = found["near"][item][0]
+        label = report.items["label"][first] if first >= 0 else -1 - first
+        assert (label == report.items["label"][item]) == found["recall"][item] == (labels[order[row, 0]] == labels[row])
+    assert away > 100
+    assert all(near >= 0 for view in found["views"].values() for item in view for near in found["near"][item])
+    assert report.items["sizes"] == [10] * 60
+    assert "This page holds 400 of the images" in render(report)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -341,6 +453,9 @@ def test_charts_leave_out_what_has_no_values_and_take_single_points():
     assert "<b>" not in one
     assert one.count("<circle") == 1
     assert "nan" not in one
+    gaps = line_chart([Series("a", [1, 2, 3], [np.nan, 2.0, 4.0]), Series("b", [1, 2], [np.nan, np.inf])], "gaps")
+    assert gaps == line_chart([Series("a", [2, 3], [2.0, 4.0]), Series("b", [1, 2], [None, None])], "gaps")
+    assert "nan" not in gaps
 
 
 def test_an_in_shop_split_asks_queries_of_the_gallery(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import nearkin as nk
 from nearkin import cli, recipes
 from nearkin.progress import Reporter
+from nearkin.report import gallery
 from nearkin.report.page import gather, write_report
 
 pytestmark = pytest.mark.slow
@@ -44,15 +45,18 @@ def glyphs_page(tmp_path_factory, glyphs_table):
 def pair_page(tmp_path_factory, photo_folder):
     """Two short runs on colour pictures, A against B."""
     folder = tmp_path_factory.mktemp("pair")
+    runs = [nk.fit(replace(photo_recipe(photo_folder), seed=seed), folder, reporter=QUIET) for seed in (0, 1)]
+    return write_report(gather(runs, reporter=QUIET), folder / "page.html")
+
+
+def photo_recipe(photo_folder):
     recipe = recipes.from_scratch()
-    recipe = replace(
+    return replace(
         recipe,
         data=replace(recipe.data, root=photo_folder, image_size=16, test_share=0.6, val_share=0.2),
         model=replace(recipe.model, width=4, dim=8),
         train=replace(recipe.train, epochs=1, batch_size=8, per_class=2),
     )
-    runs = [nk.fit(replace(recipe, seed=seed), folder, reporter=QUIET) for seed in (0, 1)]
-    return write_report(gather(runs, reporter=QUIET), folder / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +210,47 @@ def test_a_against_b(visit, pair_page):
     assert page.locator("#learning .of-run[data-run='0']").is_hidden()
     assert page.locator("#class-table tbody").inner_text() != first
     assert page.evaluate("document.activeElement.textContent").startswith("B: ")
+
+
+def test_a_page_that_holds_a_part_of_the_images(visit, photo_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "MOST", 40)
+    report = gather([nk.fit(photo_recipe(photo_folder), tmp_path, reporter=QUIET)], reporter=QUIET)
+    page = visit(write_report(report, tmp_path / "page.html"))
+    # The map: a dot where the nearest neighbour is right, a cross of two lines where it is wrong.
+    drawn = page.evaluate("""() => {
+        const counts = { arc: 0, moveTo: 0 }, pen = CanvasRenderingContext2D.prototype;
+        for (const name of Object.keys(counts)) {
+            const before = pen[name];
+            pen[name] = function (...given) { counts[name] += 1; return before.apply(this, given); };
+        }
+        document.getElementById("map-class").dispatchEvent(new Event("input"));
+        return counts;
+    }""")
+    recall = report.findings[0]["recall"]
+    assert drawn == {"arc": recall.count(1), "moveTo": 2 * recall.count(0)}
+    assert len(recall) == 40
+    assert 0 < recall.count(0) < 40
+    # Neighbours that are not on the page have a place, a class and a similarity, but cannot be chosen.
+    rows = page.locator("#shown .row")
+    away = page.locator("#shown .tile.away")
+    assert rows.first.locator(".tile").count() == 9
+    assert away.count() > 0
+    assert "not on this page" in away.first.inner_text()
+    assert away.first.locator(".pic").evaluate("box => getComputedStyle(box).backgroundImage") == "none"
+    before = page.locator("#shown").inner_text()
+    away.first.click()
+    assert page.locator("#shown").inner_text() == before
+    # Keys pass over them.
+    line = rows.filter(has=page.locator(".away")).first
+    line.locator("button.tile").first.focus()
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+    last = line.locator("button.tile").last
+    assert page.evaluate("document.activeElement.title") == last.get_attribute("title")
+    on_page = np.bincount(report.items["label"], minlength=6)
+    fewest = int(on_page.argmin())
+    page.locator("#class-choice").fill(report.items["classes"][fewest])
+    assert page.locator("#said").inner_text().startswith(f"{on_page[fewest]} of the 12 images of this class")
 
 
 def test_names_are_text_and_run_nothing(visit, nasty_page):

@@ -1,6 +1,7 @@
 """The page of a study, from real trials, in a real browser."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from nearkin.cli import main
 from nearkin.errors import RunError
 from nearkin.metrics import Scores
 from nearkin.progress import Reporter
-from nearkin.report.study import gather_study, write_study_page
+from nearkin.report.study import gather_study, lead, render_study, write_study_page
 
 NASTY = "<img src=x onerror=\"document.title='run'\"> & 'quotes'"
 
@@ -78,6 +79,16 @@ def test_nothing_done_yet_is_said(tmp_path):
     begun = Folder.begin(tmp_path / "s", small_study(write_features(tmp_path / "clouds.npz")))
     with pytest.raises(RunError, match="nothing of this study is done yet"):
         gather_study(begun.path)
+
+
+def test_too_few_values_to_rank_are_not_taken_for_too_few_entrants(study):
+    report = gather_study(study.path)
+    some = {place: cell for place, cell in report.cells.items() if place[1] == "triplet"}
+    early = replace(report, tournament=None, cells=some, left=5)
+    assert lead(early) == "1 of the 4 entrants has a value so far: there is nothing to rank."
+    assert lead(replace(early, cells={}, left=0)) == "None of the 4 entrants has a value: there is nothing to rank."
+    assert lead(replace(early, entrants=["triplet"])) == "One entrant alone: there is nothing to rank."
+    assert lead(early) in render_study(early)
 
 
 @pytest.mark.slow

@@ -178,6 +178,20 @@ def test_an_unknown_class_is_told_apart():
     assert index.answer(vectors[0]).nearest == pytest.approx(1)
 
 
+def test_items_without_a_label_are_searched_when_calibrating():
+    """They are found like any other, so a rate that left them out would not hold."""
+    rng = np.random.default_rng(0)
+    vectors, labels = clustered(200, 8, 20, 0.4)
+    loose = rng.normal(size=(2000, 8)).astype(np.float32)
+    kinds = [f"kind {c}" for c in labels] + [None] * 2000
+    index = nk.Index(np.concatenate([vectors, loose]), [str(n) for n in range(2200)], kinds)
+    index.calibrate(0.05)
+    assert np.mean([index.answer(v).known for v in rng.normal(size=(300, 8)).astype(np.float32)]) < 0.1
+    # A class that happens to be called "None" is one of its own.
+    _, unknown = leave_class_out(np.eye(2, dtype=np.float32) + 1, ["None", None], np.array([0]))
+    assert unknown[0] == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -142,17 +142,21 @@ def test_rerank_flags(indexed, photo_folder, capsys):
         (["--vector", "nan.npy"], "NaN or infinity"),
         (["--vector", "pickled.npy"], "cannot be read as an .npy file"),
         (["--vector", "cube.npy"], "expected one vector"),
+        (["--vector", "damaged.npz"], "cannot be read as an .npy file"),
         (["--item", "class 1/00.png", "--rerank", "expandion"], "Did you mean 'expansion'"),
         (["--item", "class 1/00.png", "--store", "mysql://x"], "expected qdrant://"),
         (["--item", "class 1/00.png", "--shet", "x"], "Did you mean '--sheet'"),
         (["--duplicates", "--item", "a"], "give it no query"),
         (["--duplicates", "--at-least", "2"], "expected a cosine"),
+        (["--item", "class 1/00.png", "--at-least", "0.9"], "--at-least: is for --duplicates"),
+        (["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"], "--exact: is for the vectors"),
         (["x.jpg", "--run", "nowhere"], "no trained model here"),
     ],
 )
 def test_mistakes_get_the_cure(indexed, args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("wrong.npy", np.ones(3))
+    Path("damaged.npz").write_bytes(b"PK\3\4 no more than that")
     np.save("nan.npy", np.full(16, np.nan))
     np.save("pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     np.save("cube.npy", np.ones((2, 2, 16)))
@@ -205,7 +209,7 @@ def test_the_commands_of_the_page_run(photo_folder, tmp_path, monkeypatch, capsy
         if "://" in line:  # needs an engine: tests/test_index_stores.py
             continue
         if "--hnsw-from" in line:
-            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[dev])")
+            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
         {"index": commands.index, "search": commands.search}[command](rest)
         assert capsys.readouterr().out
     assert (tmp_path / "found.png").exists()

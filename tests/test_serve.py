@@ -21,6 +21,7 @@ import nearkin as nk
 from nearkin.arguments import parse
 from nearkin.deploy.serve import public_names
 from nearkin.deploy.serve_flags import ServeArgs
+from nearkin.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -189,6 +190,20 @@ def test_browsers_are_told_what_the_page_may_do(server):
         assert "server" not in headers
 
 
+def test_a_kept_thumbnail_is_asked_for_again(asking, served):
+    """Another index under the same address has other pictures under the same names."""
+    client, name = asking(), {"id": "class 0/1.png"}
+    first = client.get("/items/thumbnail", params=name)
+    assert first.headers["cache-control"] == "private, no-cache"
+    again = client.get("/items/thumbnail", params=name, headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = client.get(
+        "/items/thumbnail", params={"id": "class 0/2.png"}, headers={"If-None-Match": first.headers["etag"]}
+    )
+    assert other.status_code == 200
+    assert other.headers["etag"] != first.headers["etag"]
+
+
 # --- who may ask -----------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +221,47 @@ def test_without_the_token_there_is_no_data(locked):
         assert locked.ask("GET", "/info", headers=right)[0] == 200
         assert locked.ask("POST", "/search", picture(), JPEG | right)[0] == 200
     assert locked.ask("GET", "/info", headers={"Authorization": "Bearer \xe9\xff"})[0] == 401
+
+
+@pytest.fixture
+def asking(served):
+    """A client of an application made with these settings, in this process."""
+    from starlette.testclient import TestClient
+
+    from nearkin.deploy.serve import Service, make_app
+
+    opened = []
+
+    def make(url: str = "http://testserver", **settings):
+        index = nk.Index.load(served.folder, nk.load(served.run))
+        opened.append(Service(index, **settings))
+        return TestClient(make_app(opened[-1]), base_url=url)
+
+    yield make
+    for service in opened:
+        service.close()
+
+
+def test_an_allowed_host_may_be_given_with_its_port(asking):
+    client = asking("http://photos.example:8443", hosts=["Photos.example:8443", "::1"])
+    assert client.get("/info").status_code == 200
+    assert client.get("/info", headers={"Host": "[::1]:9"}).status_code == 200
+    assert client.get("/info", headers={"Host": ""}).status_code == 421
+    with pytest.raises(ConfigError, match="--allow-host: expected the name of a host"):
+        asking(hosts=["https://photos.example"])
+
+
+def test_a_token_that_nobody_could_send_is_refused(asking, monkeypatch):
+    from nearkin.deploy.serve_commands import _token
+
+    for token in ("clé secrète de la maison", "correct horse battery staple", "long enough to be one "):
+        with pytest.raises(ConfigError, match="token: expected ASCII characters without blanks"):
+            asking(token=token)
+    monkeypatch.setenv("NEARKIN_TOKEN", f" {TOKEN}\r\n")
+    assert _token(None) == TOKEN
+    monkeypatch.setenv("NEARKIN_TOKEN", " ")
+    with pytest.raises(ConfigError, match="NEARKIN_TOKEN: is blank"):
+        _token(None)
 
 
 def test_a_foreign_name_is_refused_on_a_loopback_address(server):
@@ -240,6 +296,7 @@ def test_a_port_in_use_is_named(served):
         (["--host", "256.0.0.1"], "--host 256.0.0.1"),
         (["--workers", "0"], "--workers: expected at least 1"),
         (["--pixels", "0"], "--pixels: expected more than 0"),
+        (["--pixels", "400000000"], "--pixels: expected at most 178,956,970"),
         (["--token-file", "/none"], "--token-file /none: cannot be read"),
         (["--run", "/none"], "/none"),
     ],

@@ -1,5 +1,6 @@
 """The benchmarks in their official layouts, folders, tables and features: read as they are, refused with the reason."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -121,7 +122,9 @@ def test_damaged_lists_are_named(tmp_path, small_cub):
     (root / "classes.txt").unlink()
     with pytest.raises(DataError, match=r"classes.txt: is missing. Unpack"):
         cub.list(root)
-    with pytest.raises(DataError, match=r"looked for .*nowhere/images.txt or .*nowhere/CUB_200_2011/images.txt"):
+    with pytest.raises(
+        DataError, match=r"looked for .*nowhere/image_class_labels.txt or .*CUB_200_2011/image_class_labels"
+    ):
         cub.list(tmp_path / "nowhere")
 
 
@@ -332,6 +335,49 @@ def test_tables_that_cannot_serve_say_why(tmp_path, quiet):
         list_table(tmp_path)
 
 
+@pytest.mark.parametrize("count", [10, 20_000])  # the second is longer than a field may be
+def test_a_quote_that_is_never_closed_is_named(tmp_path, count):
+    rows = [f"{i}.png,class {i}" for i in range(count)]
+    rows[5] = '5.png,"class 5'
+    with pytest.raises(DataError, match=r"t\.csv: row 7 cannot be read \(.*\)\. Is a quote never closed\?"):
+        list_table(write_csv(tmp_path / "t.csv", "path,label", *rows))
+
+
+def test_rows_are_numbered_as_an_editor_shows_them(tmp_path):
+    for lines, message in (
+        (["path,label", "", "a.png,x", "b.png,y", "", "c.png"], "row 6 has 1 values"),
+        (["", "path,label", "a.png,x", "", "b.png,"], "row 5 has no label"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,2,5", "", "b.png,y,1,1,0,1"], "row 4 has no proper box"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list_table(write_csv(tmp_path / "t.csv", *lines))
+
+
+def test_parquet_may_hold_vectors_beside_and_gaps(tmp_path, monkeypatch):
+    """Its columns through a stand-in for the reader, which needs a package that may not be there."""
+    pandas = pytest.importorskip("pandas")
+    columns = {"path": ["a.png", "b.png"], "label": [1, 2], "vector": [np.ones(3), np.zeros(3)], "gap": [pandas.NA, 1]}
+    (tmp_path / "t.parquet").touch()
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    monkeypatch.setattr(pandas, "read_parquet", lambda path: pandas.DataFrame(columns))
+    assert list_table(tmp_path / "t.parquet").class_names == ("1", "2")
+    with pytest.raises(DataError, match=r"row 1 has no label"):
+        list_table(tmp_path / "t.parquet", label_column="gap")
+    with pytest.raises(DataError, match=r"column 'vector' holds a ndarray in row 1, expected one word or number"):
+        list_table(tmp_path / "t.parquet", label_column="vector")
+
+
+def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet):
+    for name in "ab":
+        picture(tmp_path / name / "1.png")
+    (tmp_path / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    data = Data(source="folder", root=tmp_path, image_size=8, cache=False)
+    with pytest.raises(DataError, match=r"b/lost\.png: cannot be read \(No such file.*--data\.skip-broken"):
+        load(data, quiet)
+    assert len(load(replace(data, skip_broken=True), quiet)) == 2
+
+
 def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
     file = tmp_path / "t.parquet"
     pandas = pytest.importorskip("pandas")
@@ -353,6 +399,15 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
 def test_numbers_sort_by_value_and_words_by_letter():
     assert number_classes(["b", "10", "a"])[1] == ("10", "a", "b")
     assert number_classes(["2", "10", "2"])[1] == ("2", "10")
+    long = "1" * 5000  # more digits than Python turns into a number
+    assert number_classes([long, "007", "7"])[1] == ("007", "7", long)
+
+
+def test_numbers_of_one_value_have_an_order_too():
+    """A set's own order changes from process to process, and with it labels, split and fingerprint would."""
+    names = [f"{value:0{width}d}" for value in range(1, 12) for width in (3, 2, 4)]
+    expected = [name for value in range(1, 12) for name in (f"{value:04d}", f"{value:03d}", f"{value:02d}")]
+    assert number_classes(names)[1] == tuple(expected)
 
 
 def test_unknown_sources_and_missing_roots_say_what_there_is():
@@ -389,6 +444,33 @@ def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_p
     assert len({fingerprint(*one) for one in given}) == 4
 
 
+def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
+    """A finished cache is believed as long as sizes and times stay, so its files are not read again at every start."""
+    for name in "ab":
+        Image.new("RGB", (8, 8), "red").save(picture(tmp_path / name / "1.bmp"))
+    data = Data(source="folder", root=tmp_path, image_size=8)
+    first = load(data, quiet)
+    assert first.fingerprint == load(replace(data, cache=False), quiet).fingerprint
+    changed = tmp_path / "a" / "1.bmp"
+    before = changed.stat()
+    Image.new("RGB", (8, 8), "blue").save(changed)
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert changed.stat().st_size == before.st_size
+    again = load(data, quiet)
+    assert np.array_equal(again.images.read(np.arange(2)), first.images.read(np.arange(2)))
+    assert again.fingerprint == first.fingerprint
+    assert load(replace(data, cache=False), quiet).fingerprint != first.fingerprint
+    os.utime(changed)
+    assert load(data, quiet).fingerprint != first.fingerprint
+
+
+def test_a_folder_of_ones_own_is_not_taken_for_a_benchmark(tmp_path):
+    for name in "abc":
+        picture(tmp_path / name / "1.png", ord(name))
+    (tmp_path / "images.txt").write_text("a note on my images\n")
+    assert recognise(tmp_path) == "folder"
+
+
 def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / name / "1.png")
@@ -409,7 +491,7 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert table.features.dtype == np.float32
     assert table.class_names == ("1", "2", "3", "7", "30", "200")
     assert [table.class_names[c] for c in table.labels] == [str(v) for v in labels]
-    test = table.of_part("test").compact()
+    test = table.of_classes(np.unique(table.of_part("test").labels))
     assert (len(test), test.num_classes, test.features.shape) == (6, 3, (6, 5))
     with pytest.raises(DataError, match="holds features, not images"):
         test.images.read(np.array([0]))
@@ -420,10 +502,36 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert np.array_equal(load_features(tmp_path / "g.npy", tmp_path / "other.npy").labels, table.labels)
 
 
+def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
+    words = ["Training"] * 8 + ["Test"] * 4
+    for part in (np.array(words), np.array(words, np.bytes_)):
+        np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
+        table = load_features(tmp_path / "f.npz")
+        assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
+        assert split_for(table, Data())[1].num_images == 4
+
+
+def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):
+    np.savez(tmp_path / "F.NPZ", features=np.arange(6).reshape(2, 3), labels=np.array(["é", "b"]))
+    (tmp_path / "F.NPZ.npz").rename(tmp_path / "F.NPZ")
+    table = load_features(tmp_path / "F.NPZ")
+    assert table.features.tolist() == [[0, 1, 2], [3, 4, 5]]
+    np.savez(tmp_path / "g.npz", features=np.arange(6).reshape(2, 3), labels=np.array(["é".encode(), b"b"]))
+    assert load_features(tmp_path / "g.npz").class_names == table.class_names == ("b", "é")
+
+
 def test_features_that_cannot_serve_say_why(tmp_path):
     good = {"features": np.ones((2, 3)), "labels": np.array([0, 1])}
     for change, message in (
         ({"features": np.ones(3)}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([["a"], ["b"]])}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features hold NaN or infinity, first row 1"),
+        ({"labels": np.array([0, np.nan])}, "row 1 has no label"),
+        ({"labels": np.array(["a", ""])}, "row 1 has no label"),
+        ({"labels": np.array([b"a", b"\xff"])}, r"f\.npz: labels are bytes that are not UTF-8"),
+        ({"part": np.array(["train", "tst"])}, "part 'tst' is none of train, val, test"),
+        ({"part": np.array([0, 1])}, "part '0' is none of train, val, test"),
+        ({"part": np.array(["train"])}, r"2 features and part of shape \[1\]; expected one each"),
         ({"labels": np.arange(3)}, r"2 features and labels of shape \[3\]"),
         ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features hold NaN or infinity, first row 0"),
         ({"features": np.array([[object()], [None]])}, "cannot be read as features"),

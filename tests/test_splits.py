@@ -181,7 +181,16 @@ def test_too_few_classes_say_how_many_are_needed():
     for make, message in (
         (lambda: split_by_class(make_table(5), val_share=0.1, test_share=0.4, seed=0), "too few to split by class"),
         (lambda: kfold(make_table(10), folds=6, seed=0), "Use at most 5 folds"),
-        (lambda: fixed(make_table(3), seed=0), "at least 4 needed"),
+        (lambda: fixed(make_table(3), seed=0), "at least 4 are needed"),
+        (
+            lambda: split_by_class(make_table(10), val_share=0.4, test_share=0.5, seed=0),
+            r"of 10 classes 5 to test and 4 to validate leave 1 .*\n.*lower --data.test-share or --data.val-share",
+        ),
+        (
+            lambda: split_for(make_table(10), Data(test_share=0.8, folds=2)),
+            r"of 10 classes 8 to test leave 2 .*\n.*lower --data.test-share",
+        ),
+        (lambda: fixed(make_table(10), ratio=0.1, seed=0), r"9 to validate leave 1 .*\n.*lower --data.val-share"),
         (lambda: half_half(make_table(5)), "at least 6 are needed"),
         (lambda: official(with_parts("train", "train", "test")), "2 classes to train and 1 to test"),
         (lambda: split_for(make_table(5), Data(folds=2)), "at least 6 are needed"),

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
 from studies import small_study, write_features
 
-import nearkin as nk
 from nearkin.bench import presets
 from nearkin.bench.estimates import Estimate, costs, measured_speed
 from nearkin.bench.protocols import Protocol
@@ -89,6 +87,27 @@ def test_all_losses_and_the_presets(features):
     assert (sop.recipe.loss.settings["centers"], sop.recipe.train.step_factor) == (2, 0.25)
 
 
+def test_a_base_below_a_folder_with_braces_in_its_name(features, tmp_path):
+    study = small_study(features, sizes=(4,), seeds=(0,))
+    place = tmp_path / "{x"
+    place.mkdir()
+    (place / "triplet.toml").write_text(study.trials()[1].recipe.to_toml())
+    text = dataclasses.replace(study, base="{loss}.toml", losses=("triplet",)).to_toml()
+    (place / "s.toml").write_text(text)
+    read = Study.from_toml(place / "s.toml")
+    (place / "again.toml").write_text(read.to_toml())
+    assert [t.id for t in Study.from_toml(place / "again.toml").trials()] == [study.trials()[1].id]
+
+
+def test_entrants_that_bring_their_own_size_meet(features):
+    entrants = {f"triplet {dim}": {"loss": {"name": "triplet"}, "model": {"dim": dim}} for dim in (32, 64)}
+    trials = small_study(features, losses=(), sizes=(), seeds=(0,), entrants=entrants).trials()
+    assert [(t.experiment, t.entrant, t.size) for t in trials] == [
+        ("clouds", "triplet 32", 32),
+        ("clouds", "triplet 64", 64),
+    ]
+
+
 def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
     recipe = study.trials()[0].recipe
@@ -110,6 +129,14 @@ def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
         ({"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()}, "no queries and gallery"),
         ({"protocol": Protocol("kfold"), "val_shares": (0.1, 0.2)}, "none to vary"),
+        ({"change": {"data": {"val_share": 0.3}}}, "change.data.val_share: the study decides this, by val_shares"),
+        ({"change": {"data": {"folds": 5}}}, "change.data.folds: the study decides this, by protocol.folds"),
+        ({"change": {"seed": 7}}, "change.seed: the study decides this, by seeds"),
+        ({"entrants": {"triplet": {"model": {"dim": 64}}}}, "entrants.triplet.model.dim: .* by sizes"),
+        ({"change": {"model": "resnet50"}}, "change.model: expected settings by name, as in a recipe; got 'resnet50'"),
+        ({"entrants": {"triplet": 3}}, "entrants.triplet: expected settings by name, as in a recipe; got 3"),
+        ({"base": "thesis_{loss"}, "base: 'thesis_{loss' is no pattern"),
+        ({"base": "thesis_{}"}, "base: 'thesis_{}' is no pattern"),
     ],
 )
 def test_a_wrong_study_is_refused_with_the_cure(features, changed, said):
@@ -221,22 +248,19 @@ def test_refitting_trains_on_all_training_classes(features, tmp_path):
     assert outcome.val is not None  # of the training that chose
 
 
+def test_refitting_for_fewer_epochs_than_the_backbone_was_held(features):
+    recipe = small_study(features).trials()[0].recipe
+    held = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, epochs=5, frozen_epochs=3))
+    again = Protocol("fixed", refit=True).refitted(held, 2)
+    assert (again.train.epochs, again.train.frozen_epochs) == (2, 2)
+
+
 def test_a_study_of_the_ratio_keeps_its_experiments_apart(features):
     study = small_study(features, val_shares=(0.3, 0.2), losses=("triplet",), sizes=(4,), seeds=(0,))
     assert [t.experiment for t in study.trials()] == ["clouds 4 val 0.3", "clouds 4 val 0.2"]
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_was_there_before_the_study_stays(features, tmp_path):
-    study = small_study(features, sizes=(4,))
-    folder = Folder.begin(tmp_path / "study", study)
-    trial, runs = folder.trials[0], tmp_path / "runs"
-    before = nk.fit(trial.recipe, runs, device="cpu", reporter=QUIET, final=not study.protocol.refit)
-    os.utime(before.path / "result.json", (1e9, 1e9))
-    assert run_trial(trial, folder, runs, "cpu").status == "done"
-    assert (before.path / "best.pt").exists()
 
 
 def test_outcomes_match_the_runs_and_are_not_made_twice(features, tmp_path):
@@ -312,7 +336,7 @@ def test_a_folder_of_another_study_is_refused_and_seeds_can_be_added(features, t
     more = Folder.begin(tmp_path / "study", dataclasses.replace(study, seeds=(0, 1)))
     assert [more.outcome(t) is not None for t in more.trials] == [True, False]
     with pytest.raises(ConfigError, match="outcomes of another study"):
-        Folder.begin(tmp_path / "study", dataclasses.replace(study, sizes=(8,)))
+        Folder.begin(tmp_path / "study", dataclasses.replace(study, change={"train": {"epochs": 1}}))
     with pytest.raises(RunError, match="not the folder of a study"):
         Folder.open(tmp_path)
     outcome = next((tmp_path / "study" / "trials").glob("*.json"))
@@ -373,6 +397,7 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
     assert "the study has no entrant 'tripet'. Did you mean 'triplet'?" in nearkin(
         "bench", "plan", "s.toml", "--losses", "tripet", code=2
     )
+    assert "--tflops: expected a speed above 0, got 0." in nearkin("bench", "plan", "s.toml", "--tflops", "0", code=2)
     outcomes = [json.loads(p.read_text()) for p in (tmp_path / "studies/small/trials").glob("*.json")]
     assert {o["status"] for o in outcomes} == {"done"}
 

@@ -13,7 +13,7 @@ from conftest import SHARED
 
 from nearkin.bench import papers
 from nearkin.bench.results import DIGITS
-from nearkin.bench.tournament import Result, judge, standings, tabulate
+from nearkin.bench.tournament import Result, judge, tabulate
 from nearkin.bench.verdict import notes, sentence, verdict
 from nearkin.errors import ConfigError, DataError
 
@@ -95,7 +95,7 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
 
 
 def test_equals_share_ranks_and_medals():
-    first, second, third, fourth = standings(tabulate(made([[70, 70, 60, 50], [70, 60, 60, 60]])))
+    first, second, third, fourth = judge(made([[70, 70, 60, 50], [70, 60, 60, 60]])).standings
     assert (first.entrant, first.total, first.medals) == ("a", 2.5, (2, 0, 0))
     assert (second.entrant, second.total, second.medals) == ("b", 4.5, (1, 1, 0))
     assert (third.entrant, third.total, third.medals) == ("c", 6.0, (0, 1, 1))

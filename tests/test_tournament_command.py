@@ -102,6 +102,12 @@ def test_files_that_cannot_be_used(tmp_path, name, text, message):
     assert len(str(caught.value).splitlines()) <= 2
 
 
+def test_large_seeds_are_told_apart(tmp_path):
+    rows = [f"x,a,{seed},1.5" for seed in (2**60, 2**60 + 1, "3.0")]
+    (tmp_path / "r.csv").write_text("\n".join(["experiment,entrant,seed,value", *rows]))
+    assert [result.seed for result in read_results(tmp_path / "r.csv")] == [2**60, 2**60 + 1, 3]
+
+
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes(b"\xff\xfe\x00\x01")

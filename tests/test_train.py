@@ -169,7 +169,14 @@ def test_the_test_classes_stay_sealed_until_the_epoch_is_chosen(tiny_recipe, tmp
     [
         ({"loss": Choice("proxyanchor")}, "Did you mean 'proxy_anchor'"),
         ({"loss": Choice("proxy_anchor", {"alfa": 1.0})}, "Did you mean 'alpha'"),
+        ({"loss": Choice("norm_softmax", {"temperature": 0})}, r"temperature must be in \(0, inf\), got 0"),
+        ({"loss": Choice("mpa", {"centers": -1})}, r"centers must be in \[1, inf\), got -1"),
         ({"miner": Choice("semihard")}, "takes no miner"),
+        ({"loss": Choice("triplet"), "miner": Choice("hard", {"epsilon": 0.1})}, "miner hard: no setting 'epsilon'"),
+        (
+            {"loss": Choice("triplet"), "miner": Choice("multi_similarity", {"epsilon": "much"})},
+            "miner multi_similarity: epsilon must be a finite number, got 'much'",
+        ),
     ],
 )
 def test_a_wrong_name_is_refused_before_the_data_is_read(tiny_recipe, tmp_path, quiet, change, message):

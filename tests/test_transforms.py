@@ -207,6 +207,17 @@ def test_an_image_looks_the_same_on_whichever_rank():
         assert torch.equal(torch.cat([rank[step] for rank in ranks]), batch)
 
 
+@pytest.mark.parametrize("name", PAPERS)
+def test_pictures_of_a_few_pixels_can_be_cut_too(name):
+    augment = AUGMENTS[name]
+    drawn = [chance(), *([edge] * CHANCES for edge in (0.0, 0.999)), *chances(0, 0, 0, 100).tolist()]
+    for height, width in ((1, 1), (1, 4), (4, 1), (2, 2), (3, 3)):
+        tiny = picture(height, width)
+        assert augment.view(tiny, 8).shape == (3, 8, 8)
+        for one in drawn:
+            assert augment.train(tiny, one, 8).shape == (3, 8, 8)
+
+
 def test_an_unknown_augmentation_is_named():
     with pytest.raises(UnknownName, match="Did you mean 'ce_cub'"):
         AUGMENTS["cecub"]

@@ -13,6 +13,7 @@ import pytest
 from searches import QUIET, small_recipe, trials_of, write_vectors
 
 import nearkin as nk
+import nearkin.train
 from nearkin.bench import coordinate, sharing, tune
 from nearkin.bench.space import apply, defaults, space, suggest
 from nearkin.bench.tune_command import closing, parse_tune, table
@@ -102,7 +103,8 @@ TABLE_15 = {
         ("loss.margin", SHARES),
         ("loss.scale", EVEN),
         ("train.lr", [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4]),
-        ("loss.gamma", [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]),
+        # Printed as 10 to 100, in the unit of table 4: that has 10 where the loss's own paper has a temperature of 0.1.
+        ("loss.gamma", [1 / 10, 1 / 20, 1 / 30, 1 / 40, 1 / 50, 1 / 60, 1 / 70, 1 / 80, 1 / 90, 1 / 100]),
         ("loss.tau", SHARES),
     ],
     "proxy_anchor": [("loss.margin", SHARES), ("loss.alpha", EVEN)],
@@ -118,6 +120,13 @@ def test_the_grids_are_the_listed_points_exactly(loss, recipe):
     for number in (0, len(listed) - 1):
         settings = coordinate.settings_at(recipe, loss, number, [None] * len(listed))
         make_objective(apply(base, loss, settings), dim=8, num_classes=3)
+
+
+def test_the_thesis_searched_around_the_gamma_that_its_recipe_has():
+    """Its table 4 prints 10 and its grid starts there: the recipe's temperature of 0.1."""
+    assert (
+        nk.recipes.find("thesis_soft_triple").loss.settings["gamma"] == coordinate.GRIDS["soft_triple"]["loss.gamma"][0]
+    )
 
 
 def test_one_setting_at_a_time_the_best_is_held(recipe):
@@ -204,8 +213,8 @@ def test_equal_budget_sealed_test_classes_and_a_replay_to_the_last_digit(recipe,
     prolonged = tune.plan(recipe, tmp_path / "out", losses=losses, trials=4, reporter=QUIET)
     assert [s.left for s in tune.standings(prolonged)] == [1, 1]
     assert tune.plan(recipe, tmp_path / "out", losses=["snca", "npair"], reporter=QUIET).trials == 4
-    with pytest.raises(ConfigError, match="has 4 of each loss already"):
-        tune.plan(recipe, tmp_path / "out", losses=losses, trials=3, reporter=QUIET)
+    with pytest.raises(ConfigError, match="3 of a loss were begun already"):
+        tune.plan(recipe, tmp_path / "out", losses=losses, trials=2, reporter=QUIET)
     with pytest.raises(ConfigError, match="holds a search with another recipe"):
         tune.plan(replace(recipe, seed=1), tmp_path / "out", losses=losses, reporter=QUIET)
 
@@ -230,6 +239,15 @@ def test_losing_trials_are_pruned_and_counted(recipe, tmp_path):
     assert (whole.done, whole.pruned) == (7, 0)
 
 
+def test_a_budget_can_be_lowered_as_long_as_nothing_of_it_was_begun(recipe, tmp_path):
+    tune.plan(recipe, tmp_path, trials=5, reporter=QUIET)
+    search, (found,) = searched(recipe, tmp_path, trials=2)
+    assert (found.done, found.left) == (2, 0)
+    assert table(search, [replace(found, classes=0)]).caption is None  # of an interval that there is not
+    with pytest.raises(ConfigError, match="--trials 1: 2 of a loss were begun already"):
+        tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
+
+
 def test_a_trial_that_fails_is_shown_with_its_reason_never_scored(recipe, tmp_path):
     wild = replace(recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, schedule="constant"))
     search, (found,) = searched(wild, tmp_path, trials=2)
@@ -241,6 +259,24 @@ def test_a_trial_that_fails_is_shown_with_its_reason_never_scored(recipe, tmp_pa
     assert "proxy_anchor: 2 of 2 trials failed, first:" in text
     assert all(trial.value is None for trial in trials_of(search, "proxy_anchor"))
     assert table(search, [found]).row_count == 1
+
+
+def test_a_trial_that_fails_in_an_unforeseen_way_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
+    fit = nearkin.train.fit
+    begun = []
+
+    def once_broken(*given, **asked):
+        begun.append(given)
+        if len(begun) == 2:
+            raise RuntimeError("not enough memory: you tried to allocate 8 GB\nmore")
+        return fit(*given, **asked)
+
+    monkeypatch.setattr(nearkin.train, "fit", once_broken)
+    _, (found,) = searched(recipe, tmp_path, trials=3)
+    assert (found.done, found.failed, found.left) == (2, 1, 0)
+    (reason,) = found.reasons
+    assert reason == "RuntimeError: not enough memory: you tried to allocate 8 GB (see proxy_anchor-1.log)"
+    assert "Traceback" in (tmp_path / "proxy_anchor-1.log").read_text()
 
 
 def test_a_writer_killed_within_a_line_does_not_spoil_the_journal(recipe, tmp_path):
@@ -280,14 +316,19 @@ def test_what_a_search_keeps(recipe, tmp_path):
 def test_the_command_searches_says_what_it_found_and_says_done(features, tmp_path, capsys):
     asked = ["tune", "features_default", "--data", str(features), "--losses", "norm_softmax", "triplet", "--trials=2"]
     asked += ["--model.dim", "8", "--train.epochs", "1", "--device", "cpu", "--out", str(tmp_path / "a b")]
-    main([*asked, "--workers", "0"])
-    assert "2 left" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([*asked, "--workers", "0"])
+    assert "there is no such search yet" in capsys.readouterr().err
+    assert not (tmp_path / "a b").exists()
     main(asked)
     out, err = capsys.readouterr()
     assert "Chosen on 3 validation classes" in out
     assert "over only 3 it says little" in out
     assert f"nearkin train '{tmp_path}/a b/triplet.toml'" in out
     assert re.search(r"trial 4/4 .* left", err)
+    main([*asked, "--quiet", "--workers", "0", "--trials", "7"])  # looks, and prolongs nothing
+    looked, err = capsys.readouterr()
+    assert (looked, err) == (out, "")
     main([*asked, "--quiet"])
     again, err = capsys.readouterr()
     assert (again, err) == (out, "")
@@ -300,6 +341,8 @@ def test_the_command_searches_says_what_it_found_and_says_done(features, tmp_pat
     [
         (["--losses", "proxyanchor"], "Did you mean 'proxy_anchor'?"),
         (["--data.val-share", "0"], "no validation classes to choose by"),
+        (["--data.choose-on", "test"], "--data.choose-on test: a search may not see the test classes"),
+        (["--device", "xpu:7"], "device 'xpu:7' cannot be used here"),
         (["--storage", "mysql://host/db"], "'mysql://' is not supported"),
         (["--storage", "postgresql://host"], "names no database"),
         (["--storage", "postgresql+psycopg://u@127.0.0.1:1/db"], "cannot be reached"),

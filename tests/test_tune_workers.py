@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -166,6 +168,22 @@ def test_workers_of_one_command_share_the_work(features, tmp_path, capfd):
     out, _ = capfd.readouterr()
     assert "6 done" in out
     assert len(list((tmp_path / "runs").iterdir())) == 6
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_command_alone_stops_its_workers(features, tmp_path):
+    command = [sys.executable, "-m", "nearkin", "tune", "features_default", "--data", str(features), "--model.dim=8"]
+    command += ["--train.epochs", "2000", "--trials", "2", "--device", "cpu", "--workers", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 90
+    while len(list(tmp_path.glob("runs/*/last.pt"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)  # which also waits for the workers: they hold the other end
+    assert process.returncode == 130
+    assert "stopped; the checkpoint is written. To go on:" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -117,6 +117,8 @@ def plan(argv: list[str]) -> None:
     prog = "nearkin bench plan STUDY"
     target, flags = leading(argv, "a study's name or .toml file", prog, PlanArgs)
     args = parse(PlanArgs, flags, prog)
+    if args.tflops is not None and not args.tflops > 0:
+        raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.overview import plan_grid, plan_totals
     from nearkin.bench.running import Folder
@@ -138,9 +140,11 @@ def run(argv: list[str]) -> None:
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.overview import plan_totals, write_outcome
     from nearkin.bench.running import Folder
+    from nearkin.building import choose_device
     from nearkin.data import sources
     from nearkin.progress import Reporter
 
+    choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     study = _study(target, args)
     folder = Folder.begin(args.out or _place(target, study), study)
@@ -150,7 +154,7 @@ def run(argv: list[str]) -> None:
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time)
     reporter.say(plan_totals(folder, estimate, workers=at_a_time))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
-        study.protocol.check_table(sources.load(data, Reporter(quiet=True)))  # what is amiss is said once, now
+        study.protocol.check_table(sources.load(data, reporter))  # what is amiss is said once, now
     workers.run(folder, args.runs, estimate, workers=at_a_time, device=args.device, reporter=reporter)
     _show_outcome(folder, write_outcome(folder))
 
@@ -169,14 +173,13 @@ def status(argv: list[str]) -> None:
     prog = "nearkin bench status FOLDER"
     target, flags = leading(argv, "the folder of a study", prog, StatusArgs)
     parse(StatusArgs, flags, prog)
-    from nearkin.bench.estimates import Estimate
     from nearkin.bench.overview import status_grid, status_lines
     from nearkin.bench.running import Folder
     from nearkin.bench.tables import rich_table
 
     folder = Folder.open(target)
     show(rich_table(status_grid(folder)))
-    print(status_lines(folder, Estimate(folder.trials, folder.outcomes())))
+    print(status_lines(folder))
 
 
 def _study(target: str, args: StudyArgs) -> Study:
@@ -195,7 +198,10 @@ def _study(target: str, args: StudyArgs) -> Study:
 
 
 def _place(target: str, study: Study) -> Path:
-    return Path(target) if Path(target).is_dir() else Path("studies") / study.name.replace("/", "-")
+    from nearkin.bench.presets import PRESETS
+
+    begun = target not in PRESETS and Path(target).is_dir()
+    return Path(target) if begun else Path("studies") / study.name.replace("/", "-")
 
 
 def _workers(asked: int, device: str) -> int:
@@ -255,14 +261,18 @@ def tournament(argv: list[str]) -> None:
     from nearkin.bench.tournament import judge, read_results
     from nearkin.bench.verdict import verdict
 
+    if target != "papers" and (args.dataset or args.metric):
+        flag = "dataset" if args.dataset else "metric"
+        raise ConfigError(f"--{flag}: only with 'papers'; a study or a file is ranked by its own metric.")
+    failures = ""
     if target == "papers":
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")
     elif Path(target).is_dir():
+        from nearkin.bench.overview import failure_line, present
         from nearkin.bench.running import Folder
 
-        results = Folder.open(target).results()
-    elif args.dataset or args.metric:
-        raise ConfigError(f"--{'dataset' if args.dataset else 'metric'}: only with 'papers'; a file holds one metric.")
+        folder = Folder.open(target)
+        results, failures = present(folder), failure_line(folder)
     else:
         results = read_results(Path(target))
     judged = judge(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
@@ -271,5 +281,7 @@ def tournament(argv: list[str]) -> None:
     if args.pairs:
         show(rich_table(pairs_grid(judged)))
     print(verdict(judged))
+    if failures:
+        print(failures)
     for path in written:
         print(path)

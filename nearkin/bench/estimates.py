@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nearkin.bench.machine import threads_for
@@ -34,10 +33,9 @@ GPU_STEP = 0.02  # seconds per step on a fast device, where small steps are boun
 
 @dataclass(frozen=True)
 class Size:
-    """Images and classes of a source, and the shape of one."""
+    """How many images a source has, and the shape of one."""
 
     images: int
-    classes: int
     shape: tuple[int, int, int]
 
 
@@ -93,19 +91,18 @@ def _size_of(source: str, root: Path | None, side: int, path_column: str | None,
 
     if source == "glyphs":
         table = glyphs.load()
-        return Size(len(table), table.num_classes, _three(table.images.shape))
+        return Size(len(table), _three(table.images.shape))
     if source == "features" and root is not None:
         features = sources.load_features(root).features
         assert features is not None
-        return Size(len(features), 0, (features.shape[1], 1, 1))
+        return Size(len(features), (features.shape[1], 1, 1))
     if source in BENCHMARKS:
-        total = BENCHMARKS[source].total
-        return Size(total.images, total.classes, (3, side, side))
+        return Size(BENCHMARKS[source].total.images, (3, side, side))
     data = Data(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
     listing = sources.list_source(data)
     if not len(listing):
         raise DataError(f"{root}: holds no images.")
-    return Size(len(listing), len(np.unique(listing.labels)), (3, side, side))
+    return Size(len(listing), (3, side, side))
 
 
 def _three(shape: Any) -> tuple[int, int, int]:

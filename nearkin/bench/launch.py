@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.bench.machine import device_of, threads_for
-from nearkin.bench.tune import Search, work
 from nearkin.errors import ConfigError, ProcessLost, UserError, need
 from nearkin.progress import Reporter
+
+if TYPE_CHECKING:
+    from nearkin.bench.tune import Search
 
 STOPPED = 130  # exit code of a worker that Ctrl-C ended
 
@@ -43,6 +48,8 @@ class Worker:
     threads: int = 0  # of torch; 0 leaves them as they are
 
     def __call__(self) -> None:
+        from nearkin.bench.tune import work
+
         if self.threads:
             import torch
 
@@ -67,14 +74,18 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
         spawn.Process(target=_child, args=(Worker(search, device_of(device, k), quiet, threads),))
         for k in range(workers)
     ]
-    for process in processes:
-        process.start()
     try:
         for process in processes:
-            process.join()
-    except KeyboardInterrupt:  # they were told as well, and write their checkpoints
+            process.start()
         for process in processes:
             process.join()
+    except KeyboardInterrupt:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)  # and it writes its checkpoint
+        for process in processes:
+            if process.pid is not None:
+                process.join()
         raise KeyboardInterrupt("stopped") from None
     ended = [process.exitcode or 0 for process in processes]
     if all(code == STOPPED for code in ended):
@@ -89,6 +100,9 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
 
 
 def _child(worker: Worker) -> None:
+    os.setsid()  # Ctrl-C goes to the command alone, which passes it on once: a second would cut the checkpoint off
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background deaf
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         worker()
     except UserError as error:
@@ -96,6 +110,13 @@ def _child(worker: Worker) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
+
+
+def _stop_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def submit(

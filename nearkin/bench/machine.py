@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 
 def workers_for(asked: int, device: str) -> int:
     """How many trainings at a time: as asked; for 0 one per GPU where training is on GPUs, else one per core.
@@ -15,12 +13,12 @@ def workers_for(asked: int, device: str) -> int:
         return asked
     if device in ("auto", "cuda") and _gpus():
         return _gpus()
-    return (os.cpu_count() or 1) if device in ("auto", "cpu") else 1  # else one device that is named
+    return _cores() if device in ("auto", "cpu") else 1  # else one device that is named
 
 
 def threads_for(workers: int) -> int:
     """Cores of each of so many workers."""
-    return max(1, (os.cpu_count() or 1) // workers)
+    return max(1, _cores() // workers)
 
 
 def device_of(device: str, worker: int) -> str:
@@ -29,6 +27,12 @@ def device_of(device: str, worker: int) -> str:
         return device
     count = _gpus()
     return f"cuda:{worker % count}" if count else device
+
+
+def _cores() -> int:
+    from nearkin.data.loading import usable_cores
+
+    return usable_cores()  # of a job with 4 of 64 cores: 4
 
 
 def _gpus() -> int:

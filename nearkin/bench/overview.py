@@ -12,10 +12,12 @@ from typing import Any
 
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.repeats import Cell, cells
+from nearkin.bench.results import Result
 from nearkin.bench.running import Folder
 from nearkin.bench.tables import Grid, markdown, rich_table, standings_grid, write_files
 from nearkin.bench.tournament import Tournament, judge
 from nearkin.bench.verdict import verdict
+from nearkin.errors import DataError
 from nearkin.files import write_aside
 from nearkin.progress import duration
 
@@ -77,8 +79,8 @@ def status_grid(folder: Folder) -> Grid:
     return Grid(f"'{folder.study.name}'", ("experiment", *states), rows)
 
 
-def status_lines(folder: Folder, estimate: Estimate) -> str:
-    """Failures with their reasons, and the time that is left."""
+def status_lines(folder: Folder) -> str:
+    """Failures with their reasons, and the time that is left. What is done can be told when the data are gone."""
     outcomes = folder.outcomes()
     lines = [
         f"FAILED {trial}: {outcomes[trial.id].reason}"
@@ -89,9 +91,13 @@ def status_lines(folder: Folder, estimate: Estimate) -> str:
     if not left:
         return "\n".join([*lines, f"finished: {len(outcomes)} trials, {len(lines)} of them failed"])
     at_a_time = max(1, len(folder.running()))
+    done = f"{len(outcomes)} of {len(folder.trials)} done"
+    try:
+        estimate = Estimate(folder.trials, outcomes)
+    except DataError as error:
+        return "\n".join([*lines, f"{done}; the rest cannot be run: {error}"])
     seconds = sum(estimate.seconds(trial) for trial in left) / at_a_time
-    lines.append(f"{len(outcomes)} of {len(folder.trials)} done; about {duration(seconds)} with {at_a_time} at a time")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{done}; about {duration(seconds)} with {at_a_time} at a time"])
 
 
 # --- what came out ---------------------------------------------------------------------------------------------------
@@ -114,14 +120,27 @@ def outcome_grid(folder: Folder, found: dict[tuple[str, str], Cell], order: list
     return Grid(title, ("entrant", *heads), tuple(rows))
 
 
-def judged(folder: Folder) -> Tournament | None:
-    """The tournament of those that have a value somewhere; None with fewer than two of them.
+def present(folder: Folder) -> list[Result]:
+    """Results of the entrants that have a value somewhere.
 
-    An entrant that failed everywhere has withdrawn: it is listed among the failures, and the others are still ranked.
+    One that failed everywhere has withdrawn: it is listed among the failures, and the others are still ranked.
     """
     results = folder.results()
-    present = {result.entrant for result in results if result.value is not None}
-    return judge([r for r in results if r.entrant in present]) if len(present) > 1 else None
+    there = {result.entrant for result in results if result.value is not None}
+    return [result for result in results if result.entrant in there]
+
+
+def judged(folder: Folder) -> Tournament | None:
+    """The tournament of those that have a value somewhere; None with fewer than two of them."""
+    results = present(folder)
+    return judge(results) if len({result.entrant for result in results}) > 1 else None
+
+
+def failure_line(folder: Folder) -> str:
+    """How many trials failed and where to read why; empty if none did."""
+    failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
+    see = f"nearkin bench status {shlex.quote(str(folder.path))}"
+    return f"{len(failed)} trials failed and are left out of every rank: {see}" if failed else ""
 
 
 def in_order(folder: Folder, tournament: Tournament | None) -> list[str]:
@@ -137,10 +156,8 @@ def outcome_parts(folder: Folder) -> list[Any]:
     parts: list[Any] = [rich_table(outcome_grid(folder, found, order))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), verdict(tournament)]
-    failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
-    if failed:
-        see = f"nearkin bench status {shlex.quote(str(folder.path))}"
-        parts.append(f"{len(failed)} trials failed and are left out of every rank: {see}")
+    if failures := failure_line(folder):
+        parts.append(failures)
     return [*parts, *(f"protocol: {badge}" for badge in dict.fromkeys(trial.badge for trial in folder.trials))]
 
 

@@ -104,12 +104,6 @@ class Published:
         return self.printed if self.usable else None
 
     @property
-    def k(self) -> int | None:
-        """The k of R@k and nDCG@k; None for MAP@R."""
-        tail = self.metric.partition("@")[2]
-        return int(tail) if tail.isdigit() else None
-
-    @property
     def source(self) -> str:
         """Where it stands, for a table of ours: "thesis, table 7c"."""
         return f"{self.paper}, {self.table}" if " " in self.table else f"{self.paper}, table {self.table}"
@@ -143,12 +137,6 @@ class Searched:
     low_included: bool
     step: float
     best: float
-
-    @property
-    def on_grid(self) -> bool:
-        """Whether the best value is one that the printed steps reach."""
-        steps = (self.best - self.low) / self.step
-        return abs(steps - round(steps)) < 1e-6
 
 
 @dataclass(frozen=True)

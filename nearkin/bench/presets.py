@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nearkin.bench.protocols import Protocol
-from nearkin.bench.study import Dataset, Study
 from nearkin.errors import ConfigError
 from nearkin.recipes import THESIS
 from nearkin.registry import Registry
+
+if TYPE_CHECKING:
+    from nearkin.bench.study import Study
 
 PRESETS: Registry[Callable[[Path | None], Study]] = Registry("study")
 
@@ -30,6 +32,9 @@ def tiny(data: Path | None) -> Study:
     """Every loss on the built-in glyphs, two sizes, two seeds: the whole machinery in minutes on two cores."""
     if data is not None:
         raise ConfigError("--data: tiny has its own data. Write a study file for yours (see docs/bench.md).")
+    from nearkin.bench.protocols import Protocol
+    from nearkin.bench.study import Study
+
     return Study(
         name="tiny",
         base="glyphs_small",
@@ -48,6 +53,9 @@ def features(data: Path | None) -> Study:
     """Every loss as a head on ready features (--data FILE.npz, first half of the classes trains), 4 sizes, 3 seeds."""
     if data is None:
         raise ConfigError("features: an .npz file with `features` [N, F] and `labels` [N] is needed: --data FILE.npz.")
+    from nearkin.bench.protocols import Protocol
+    from nearkin.bench.study import Dataset, Study
+
     return Study(
         name="features",
         base="features_default",
@@ -70,6 +78,9 @@ def features(data: Path | None) -> Study:
 @_preset
 def thesis(data: Path | None) -> Study:
     """The thesis's matrix: 3 data sets (below --data) x 3 networks x 10 losses x 4 sizes. Made for GPUs."""
+    from nearkin.bench.protocols import Protocol
+    from nearkin.bench.study import Dataset, Study
+
     root = Path("data") if data is None else data
     return Study(
         name="thesis",
@@ -92,6 +103,8 @@ def find(name: str, data: Path | None = None) -> Study:
     if path.suffix == ".toml":
         if data is not None:
             raise ConfigError("--data: only with a study by name; a study file names its data itself.")
+        from nearkin.bench.study import Study
+
         return Study.from_toml(path)
     _ = PRESETS[name]
     raise AssertionError

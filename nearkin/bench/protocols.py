@@ -75,7 +75,9 @@ class Protocol:
     def refitted(self, recipe: Recipe, epochs: int) -> Recipe:
         """The recipe of the second training: all training classes, the number of epochs that was chosen."""
         data = replace(recipe.data, val_share=0.0, folds=0, fold=0)
-        return replace(recipe, data=data, train=replace(recipe.train, epochs=max(1, epochs)))
+        epochs = max(1, epochs)
+        train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+        return replace(recipe, data=data, train=train)
 
     def badge(self, val_share: float) -> str:
         """What must be known to read a number, in a few words."""

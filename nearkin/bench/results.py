@@ -172,21 +172,29 @@ def _result(where: str, row: dict[Any, Any]) -> Result:
         raise DataError(f"{where}: more cells than the head has columns.")
     cells = {str(name): "" if cell is None else " ".join(str(cell).split()) for name, cell in row.items()}
     value = _number(where, "value", cells["value"])
-    seed = _number(where, "seed", cells.get("seed", ""))
-    if seed is not None and not seed.is_integer():
-        raise DataError(f"{where}: seed: expected a whole number, got '{cells['seed']}'.")
+    seed = _seed(where, cells.get("seed") or "0")
     failed = value is None or not math.isfinite(value)
     reason = cells.get("reason") or (f"the value is {value}" if value is not None else "no reason given")
     try:
         return Result(
             experiment=cells["experiment"],
             entrant=cells["entrant"],
-            seed=int(seed or 0),
+            seed=seed,
             value=None if failed else value,
             reason=reason if failed else cells.get("reason") or None,
         )
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def _seed(where: str, text: str) -> int:
+    try:
+        return int(text)  # of any size; a fraction would round large ones
+    except ValueError:
+        number = _number(where, "seed", text)
+    if number is None or not number.is_integer():
+        raise DataError(f"{where}: seed: expected a whole number, got '{text}'.")
+    return int(number)
 
 
 def _number(where: str, column: str, text: str) -> float | None:

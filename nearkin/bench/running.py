@@ -3,6 +3,7 @@
     STUDY/study.toml          what is to be done
     STUDY/trials/ID.json      one outcome each, written last: its existence means done (or failed, with the reason)
     STUDY/trials/ID.lock      held by the worker that runs the trial; a killed worker lets go by itself
+    STUDY/trials/ID.begun     what lay in RUNS before: of those runs nothing is ever deleted
     RUNS/<key>/               the run folders, which studies share
 
 There is no queue and no master: a worker walks the plan, skips what has an outcome, takes what nobody holds, and waits
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,9 +24,11 @@ from pathlib import Path
 
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
-from nearkin.errors import ConfigError, DataError, RunBusy, RunError, TrainingFailed
+from nearkin.errors import ConfigError, DataError, MissingExtra, RunBusy, RunError, TrainingFailed
 from nearkin.files import held, write_aside
 from nearkin.progress import Reporter
+from nearkin.recipe import Recipe
+from nearkin.runs import Run
 
 WAIT = 0.5  # seconds between looks at trials that other workers hold
 
@@ -39,7 +43,7 @@ class Outcome:
     reason: str | None = None
     """Why it failed."""
     run: str | None = None
-    """The run folder that was judged, relative to the study's folder where it lies below or beside it."""
+    """The run folder that was judged, as an absolute path."""
     test: dict[str, float] | None = None
     """Metrics on the test classes, as shares."""
     intervals: dict[str, list[float]] | None = None
@@ -54,6 +58,29 @@ class Outcome:
     badge: str = ""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """What a trial found when it was first begun; tells the runs that it made from those of others."""
+
+    command: list[str]
+    runs: list[str]
+    """Names of the run folders that were there."""
+
+    @staticmethod
+    def note(file: Path, runs: Path) -> Begun:
+        """Written down once, so that a trial that was cut off still knows its own run."""
+        if not file.exists():
+            write_aside(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
+        return Begun(**json.loads(file.read_text(encoding="utf-8")))
+
+    def made(self, run: Run) -> bool:
+        try:
+            environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return run.path.name not in self.runs and environment["command"] == self.command
+
+
 class Folder:
     """The folder of a study."""
 
@@ -64,6 +91,7 @@ class Folder:
     @staticmethod
     def begin(path: Path, study: Study) -> Folder:
         """Make the folder, or go on with it; another study under the same name is refused."""
+        study = study.below(Path.cwd())  # workers read it from its own folder
         for trial in (folder := Folder(path, study)).trials:
             _check(trial)
         stored = path / "study.toml"
@@ -77,9 +105,14 @@ class Folder:
         before = Folder.open(path)
         gone = {trial.id for trial in before.trials} - {trial.id for trial in folder.trials}
         if gone and any((path / "trials" / f"{id}.json").exists() for id in gone):
+            if left_out := study.leaves_out(before.study):
+                raise ConfigError(
+                    f"{path}: its study also has {left_out}, and outcomes that would be left out. "
+                    "Name those as well (or give no flag), or give another folder with --out."
+                )
             raise ConfigError(
                 f"{path}: holds outcomes of another study '{before.study.name}' that this one has not. "
-                "Give another folder with --out, or remove that one."
+                "Give another folder with --out."
             )
         write_aside(stored, text)
         return folder
@@ -107,6 +140,8 @@ class Folder:
 
     def write(self, trial: Trial, outcome: Outcome) -> None:
         write_aside(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
+        if outcome.status == "done":
+            (self.path / "trials" / f"{trial.id}.begun").unlink(missing_ok=True)
 
     def forget_failures(self) -> int:
         """Let trials that failed run again; how many there are."""
@@ -147,6 +182,9 @@ class Folder:
 
 def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
     """Take trials until every one has an outcome; how many this worker did."""
+    from nearkin.building import choose_device
+
+    choose_device(device)  # one that is not there is no trial's fault
     did = 0
     while True:
         left = [trial for trial in folder.trials if folder.outcome(trial) is None]
@@ -168,26 +206,22 @@ def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter
 
 def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
     """Train and judge one trial. What is its own fault becomes its outcome; what would stop every trial is raised."""
-    from nearkin.train import fit
-
-    began, clock = time.monotonic(), time.time()
-    quiet = Reporter(quiet=True)
+    began = time.monotonic()
     protocol = folder.study.protocol
+    begun = Begun.note(folder.path / "trials" / f"{trial.id}.begun", runs)
+    keep = folder.study.keep_models
     try:
+        chosen = run = _train(trial.recipe, runs, device, begun, final=not protocol.refit, keep=keep)
         if protocol.refit:
-            chosen = fit(trial.recipe, runs, device=device, final=False, reporter=quiet)
             assert chosen.result is not None
-            run = fit(
-                protocol.refitted(trial.recipe, chosen.result["protocol"]["epoch"]), runs, device=device, reporter=quiet
-            )
-        else:
-            chosen = run = fit(trial.recipe, runs, device=device, reporter=quiet)
+            again = protocol.refitted(trial.recipe, chosen.result["protocol"]["epoch"])
+            run = _train(again, runs, device, begun, final=True, keep=keep)
     except (TrainingFailed, ConfigError) as error:
         said = _one_line(error)
         reason = said.partition(": ")[2] if said.startswith(str(runs)) else said  # the run folder is known anyway
         return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
-    except (DataError, RunError, OSError):
-        raise  # no data, no disk: no trial could do better
+    except (DataError, RunError, MissingExtra, OSError):
+        raise  # no data, no disk, no package: no trial could do better
     except Exception as error:
         log = folder.path / "trials" / f"{trial.id}.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
@@ -195,11 +229,6 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
         return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
     assert run.result is not None
     assert chosen.result is not None
-    for made in {chosen.path, run.path}:
-        if (made / "result.json").stat().st_mtime < clock - 1:
-            continue  # done before, perhaps by `nearkin train`: its model may be somebody's
-        for name in ("last.pt", "previous.pt", *(() if folder.study.keep_models else ("best.pt", "vectors.npz"))):
-            (made / name).unlink(missing_ok=True)
     test = run.result["test"]
     return Outcome(
         id=trial.id,
@@ -213,6 +242,18 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
         seconds=time.monotonic() - began,
         badge=trial.badge,
     )
+
+
+def _train(recipe: Recipe, runs: Path, device: str, begun: Begun, *, final: bool, keep: bool) -> Run:
+    """Train, and clear up after it; a run that was found done, or that somebody else had begun, is left as it is."""
+    from nearkin.train import fit
+
+    done = {path.parent.name for path in runs.glob("*/result.json")}
+    run = fit(recipe, runs, device=device, final=final, reporter=Reporter(quiet=True))
+    if run.path.name not in done and begun.made(run):
+        for name in ("last.pt", "previous.pt", *(() if keep else ("best.pt", "vectors.npz"))):
+            (run.path / name).unlink(missing_ok=True)
+    return run
 
 
 def _check(trial: Trial) -> None:

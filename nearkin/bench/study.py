@@ -40,6 +40,8 @@ from nearkin.keys import keyed
 from nearkin.losses.register import LOSSES
 from nearkin.recipe import Recipe, from_dict, parsed
 
+_SECTIONS = ("data", "model", "loss", "miner", "train")
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -61,7 +63,6 @@ class Trial:
     seed: int
     part: int
     """The fold; 0 where there are none."""
-    val_share: float
     experiment: str
     draw: int
     """The number under which a tournament pairs this trial with those of other entrants: seed and fold in one."""
@@ -130,8 +131,47 @@ class Study:
         names = [dataset.name for dataset in self.datasets]
         if len(set(names)) != len(names):
             raise ConfigError(f"datasets: two have the same name ({', '.join(names)}).")
+        for where, values in (("change", self.change), *((f"entrants.{n}", v) for n, v in self.entrants.items())):
+            self._check_settings(where, values)
         if len(self.val_shares) > 1 and self.protocol.name in ("default", "kfold"):
             raise ConfigError(f"val_shares: the protocol {self.protocol.name} has none to vary.")
+
+    def _check_settings(self, where: str, values: Any) -> None:
+        """Refuse what is not settings of a recipe, and what the study would overwrite without a word."""
+        given = {where: values}
+        if isinstance(values, Mapping):
+            given |= {f"{where}.{name}": values[name] for name in _SECTIONS if name in values}
+        for name, settings in given.items():
+            if not isinstance(settings, Mapping):
+                raise ConfigError(f"{name}: expected settings by name, as in a recipe; got {settings!r}.")
+        decided = {
+            "data.val_share": "val_shares",
+            "data.choose_on": "protocol",
+            "data.folds": "protocol.folds",
+            "data.fold": "protocol",
+            "seed": "seeds",
+            "model.dim": "sizes" if self.sizes else "",
+            "model.backbone": "backbones" if self.backbones else "",
+            "data.source": "datasets" if self.datasets else "",
+            "data.root": "datasets" if any(dataset.root for dataset in self.datasets) else "",
+            "data.split_seed": "resplit" if self.resplit else "",
+        }
+        for name, by in decided.items():
+            section, _, setting = name.rpartition(".")
+            if by and setting in (values.get(section, {}) if section else values):
+                raise ConfigError(f"{where}.{name}: the study decides this, by {by}. Change it there.")
+
+    def leaves_out(self, before: Study) -> str:
+        """Entrants, sizes and seeds that an otherwise same study had beside ours; empty where it was another study."""
+        narrowed = dataclasses.replace(
+            before, losses=self.losses, entrants=self.entrants, sizes=self.sizes, seeds=self.seeds
+        )
+        if narrowed.to_toml() != self.to_toml():
+            return ""
+        lists = {"losses": (before.names, self.names)}
+        lists |= {name: (getattr(before, name), getattr(self, name)) for name in ("sizes", "seeds")}
+        missing = {name: [str(value) for value in old if value not in new] for name, (old, new) in lists.items()}
+        return "; ".join(f"{name} {', '.join(values)}" for name, values in missing.items() if values)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -150,7 +190,8 @@ class Study:
         datasets = tuple(
             dataclasses.replace(d, root=folder / d.root) if d.root is not None else d for d in self.datasets
         )
-        base = str(folder / self.base) if self.base.endswith(".toml") else self.base
+        escaped = str(folder).replace("{", "{{").replace("}", "}}")  # the base may be a pattern, its folder is none
+        base = str(Path(escaped) / self.base) if self.base.endswith(".toml") else self.base
         tuned = folder / self.tuned if self.tuned is not None else None
         return dataclasses.replace(self, datasets=datasets, base=base, tuned=tuned)
 
@@ -203,7 +244,11 @@ class Study:
         except ConfigError as error:
             raise ConfigError(f"{entrant}: {error}") from None
         name = dataset.name if dataset is not None else recipe.data.source
-        cell = [name, *([recipe.model.backbone] if len(self.backbones) > 1 else []), str(recipe.model.dim)]
+        cell = [name]
+        if len(self.backbones) > 1:
+            cell.append(recipe.model.backbone)
+        if self.sizes:  # without a list entrants may bring sizes of their own, and meet all the same
+            cell.append(str(recipe.model.dim))
         if len(self.val_shares) > 1:
             cell.append(f"val {val_share:g}")
         return Trial(
@@ -213,7 +258,6 @@ class Study:
             entrant=entrant,
             seed=seed,
             part=part,
-            val_share=val_share,
             experiment=" ".join(cell),
             draw=seed * self.protocol.parts + part,
             recipe=recipe,
@@ -224,13 +268,15 @@ class Study:
         """The base recipe as plain values, with the entrant's loss in it."""
         given = {"loss": entrant, "dataset": dataset and dataset.source, "backbone": backbone, "size": size}
         try:
-            base = recipes.find(self.base.format(**{key: value for key, value in given.items() if value is not None}))
+            base = self.base.format(**{key: value for key, value in given.items() if value is not None})
         except KeyError as error:
             raise ConfigError(f"base: '{self.base}' asks for {error}, which the study does not list.") from None
+        except (ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(f"base: '{self.base}' is no pattern ({error}). Write {{{{ and }}}} for braces.") from None
         own = self.entrants.get(entrant, {}).get("loss", {})
         name = own.get("name", entrant) if isinstance(own, Mapping) else entrant
         _ = LOSSES[name]
-        values = base.to_dict()
+        values = recipes.find(base).to_dict()
         if values["loss"]["name"] != name:
             values["loss"] = {"name": name}
             values.pop("miner", None)  # it was for another loss

@@ -37,7 +37,7 @@ from nearkin.bench.statistics import (
 from nearkin.errors import ConfigError, DataError
 from nearkin.intervals import bootstrap, mean, percentiles
 
-__all__ = ["Pair", "Result", "Standing", "Tournament", "judge", "read_results", "standings", "tabulate"]
+__all__ = ["Pair", "Result", "Standing", "Tournament", "judge", "read_results", "tabulate"]
 
 Unit = Literal["auto", "experiment", "run"]
 
@@ -126,12 +126,6 @@ class Tournament:
     unit: Literal["experiment", "run"]
     """What a pair is compared on: experiments, or runs paired by seed."""
     alpha: float
-
-
-def standings(table: Table, *, level: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[Standing, ...]:
-    """The thesis's tournament: ranks of each experiment added up, best mean first."""
-    ranks = average_ranks(table.means)
-    return _standings(table, ranks, _draw(ranks, draws, seed), level)
 
 
 def judge(

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.bench import coordinate
-from nearkin.bench.sharing import Shared, address_of, open_shared
+from nearkin.bench.sharing import Shared, address_of, is_database, open_shared
 from nearkin.bench.space import Settings, apply, defaults, space, start_of, suggest
-from nearkin.errors import ConfigError, RunError, TrainingFailed, TrainingStopped, need
+from nearkin.errors import ConfigError, DataError, MissingExtra, RunError, TrainingFailed, TrainingStopped, need
 from nearkin.files import write_aside
 from nearkin.losses import LOSSES
 from nearkin.progress import Pace, Reporter
@@ -101,13 +102,16 @@ def plan(
     storage: str | None = None,
     prune: bool = True,
     shorten: float | None = None,
+    begin: bool = True,
     reporter: Reporter | None = None,
 ) -> Search:
     """Check what is asked for and write the trials down, all still to be run; a search that is there is joined.
 
     losses   names, or ("all",); by default the recipe's own
-    trials   of each loss; by default 20, or as many as the search has; more than before prolongs it
+    trials   of each loss; by default 20, or as many as the search has; more than before prolongs it,
+             fewer end it earlier, down to what was begun
     shorten  the share of the recipe's epochs that a trial trains; by default 1, in the mode thesis_grid 1/4
+    begin    False only looks at a search that is there
     """
     from nearkin.building import check_names, make_model, model_fingerprint
     from nearkin.data import sources
@@ -120,6 +124,8 @@ def plan(
         raise ConfigError("--trials: the mode thesis_grid runs the points of its grids, not a number of trials.")
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if recipe.data.choose_on == "test":
+        raise ConfigError("--data.choose-on test: a search may not see the test classes. Leave the flag out.")
     share = shorten if shorten is not None else 0.25 if grid else 1.0
     if not 0 < share <= 1:
         raise ConfigError(f"--shorten: expected a share above 0, up to 1; got {share}.")
@@ -155,23 +161,33 @@ def plan(
     counted = [table.fingerprint, weights, search.mode, search.prune, search.recipe.key("")]
     digest = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:12]
     search = replace(search, name=f"nearkin-tune-{digest}")
+    none = ConfigError(f"--workers 0: there is no such search yet in {out}. Begin it with --workers 1.")
+    if not begin and not is_database(search.address) and not Path(search.address).exists():
+        raise none
     with open_shared(search.address) as shared, shared.claim(f"{search.name}/plan", True):
+        if not begin:
+            there = {study.study_name for study in shared.storage.get_all_studies()}
+            search = replace(search, losses=tuple(loss for loss in chosen if search.study(loss) in there))
+            trials = None
+        if not search.losses:
+            raise none
         _settle_in(search)
         studies = {
             loss: optuna.create_study(
                 study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
             )
-            for loss in chosen
+            for loss in search.losses
         }
         if not grid:
             asked = max(study.user_attrs.get("trials", 0) for study in studies.values())
-            if trials is not None and trials < asked:
-                raise ConfigError(
-                    f"--trials {trials}: the search has {asked} of each loss already. Give as many, or more."
-                )
+            waiting = optuna.trial.TrialState.WAITING
+            begun = max(sum(t.state != waiting for t in study.get_trials(deepcopy=False)) for study in studies.values())
+            if trials is not None and trials < begun:
+                raise ConfigError(f"--trials {trials}: {begun} of a loss were begun already. Give as many, or more.")
             search = replace(search, trials=trials or asked or TRIALS)
-        for loss, study in studies.items():
-            _write_down(search, loss, study)
+        if begin:
+            for loss, study in studies.items():
+                _write_down(search, loss, study)
     return search
 
 
@@ -209,6 +225,9 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
     """Run trials until none is left, and wait for those of other workers, in case one of them dies."""
     from optuna.exceptions import UpdateFinishedTrialError
 
+    from nearkin.building import choose_device
+
+    choose_device(device)  # one that is not there is no trial's fault
     reporter = reporter or Reporter()
     with open_shared(search.address) as shared:
         pace = Pace(done=search.total - len(_unfinished(search, shared)), total=search.total)
@@ -264,7 +283,6 @@ def _may_start(search: Search, loss: str, number: int, shared: Shared) -> bool:
 def run_trial(search: Search, loss: str, number: int, shared: Shared, device: str) -> str:
     """Train one trial to its end, be it a score, a pruning or a failure, and write that down. Returns what to say."""
     import optuna
-    import torch
     from optuna.trial import Trial, TrialState
 
     from nearkin.train import fit
@@ -278,13 +296,18 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     trial = Trial(study, at)
     recipe = apply(search.base(loss), loss, _decide(search, loss, trial, shared))
     reported = set(storage.get_trial(at).intermediate_values)
+    cut_off: list[Exception] = []
 
     def watch(epoch: int, recall: float) -> bool:
-        shared.check()
-        if epoch not in reported:
-            trial.report(recall, epoch)
-            reported.add(epoch)
-        return search.prune and epoch < recipe.train.epochs and trial.should_prune()
+        try:
+            shared.check()
+            if epoch not in reported:
+                trial.report(recall, epoch)
+                reported.add(epoch)
+            return search.prune and epoch < recipe.train.epochs and trial.should_prune()
+        except Exception as error:
+            cut_off.append(error)
+            raise
 
     score: float | None = None
     try:
@@ -292,9 +315,14 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     except TrainingStopped as stopped:
         state, said = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _tidy(stopped.path, keep_best=False)
-    except (TrainingFailed, torch.OutOfMemoryError) as error:
-        state, said = TrialState.FAIL, f"FAILED ({str(error).splitlines()[0]})"
-        trial.set_user_attr("reason", str(error).splitlines()[0])
+    except (DataError, RunError, MissingExtra, OSError):
+        raise  # no data, no disk, no package: no trial could do better
+    except Exception as error:
+        if cut_off:  # from the search, not from the training
+            raise
+        reason = _reason(error, search.out / f"{loss}-{number}.log")
+        state, said = TrialState.FAIL, f"FAILED ({reason})"
+        trial.set_user_attr("reason", reason)
     else:
         assert run.result is not None
         state, score = TrialState.COMPLETE, float(run.result["val_R@1"])
@@ -310,6 +338,15 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     shared.check()
     study.tell(trial, score, state, skip_if_finished=True)
     return said
+
+
+def _reason(error: Exception, log: Path) -> str:
+    """Why a trial failed, in a line; what nobody foresaw is written to a log as well."""
+    said = " ".join(str(error).splitlines()[:1])
+    if isinstance(error, TrainingFailed | ConfigError):
+        return said
+    log.write_text(traceback.format_exc(), encoding="utf-8")
+    return f"{type(error).__name__}: {said} (see {log.name})"
 
 
 def _decide(search: Search, loss: str, trial: Trial, shared: Shared) -> Settings:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Literal
 from nearkin.arguments import parse, show
 from nearkin.bench.launch import Slurm, run_here, submit
 from nearkin.bench.sharing import is_database, without_password
-from nearkin.bench.tune import Search, Standing, plan, standings, write_recipes
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.recipe import Recipe
 from nearkin.train_command import TrainArgs, parse_train
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from nearkin.bench.tune import Search, Standing
 
 FEW = 10  # classes below which an interval over them is itself a guess
 
@@ -45,7 +46,7 @@ class TuneArgs:
     losses: tuple[str, ...] = ()
     """Losses by name, or all; by default the recipe's own."""
     trials: int | None = None
-    """Trials of each loss; by default 20, or as many as the search has. More than before prolongs it."""
+    """Trials of each loss; by default 20, or as many as the search has. More prolong it, fewer shorten it."""
     mode: Literal["optuna", "thesis_grid"] = "optuna"
     """optuna: the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
     prune: bool = True
@@ -68,6 +69,7 @@ class TuneArgs:
 def tune(argv: list[str]) -> None:
     """`nearkin tune [RECIPE]`."""
     recipe, args = parse_tune(argv)
+    from nearkin.bench.tune import plan, standings, write_recipes
     from nearkin.progress import Reporter
 
     reporter = Reporter(quiet=args.quiet)
@@ -80,6 +82,7 @@ def tune(argv: list[str]) -> None:
         storage=args.storage,
         prune=args.prune,
         shorten=args.shorten,
+        begin=args.workers > 0,
         reporter=reporter,
     )
     found = standings(search)
@@ -162,7 +165,9 @@ def table(search: Search, found: Sequence[Standing]) -> Table:
         title=f"Chosen on {classes} validation classes, percent" if classes else "Nothing found yet",
         title_style="bold",
         title_justify="left",
-        caption=f"small: 95 % interval over validation classes{few}. The best of many looks better than it is.",
+        caption=f"small: 95 % interval over validation classes{few}. The best of many looks better than it is."
+        if classes
+        else None,
         caption_justify="left",
     )
     shown.add_column("loss", no_wrap=True)

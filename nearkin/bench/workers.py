@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.machine import device_of, threads_for
@@ -37,15 +40,15 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
         while watch.left:
             time.sleep(LOOK)
             watch.look()
-            for at, process in enumerate(started):
-                code = process.poll()
+            for at, worker in enumerate(started):
+                code = worker.process.poll()
                 if code is None or not watch.left:
                     continue
                 if code >= 0:
                     watch.look()
                     if code == 0 or not watch.left:
                         continue
-                    raise RunError(f"A worker stopped (exit code {code}): {_last_words(process)}")
+                    raise RunError(f"A worker stopped (exit code {code}): {_last_words(worker)}")
                 restarts += 1
                 if restarts > RESTARTS:
                     raise RunError(
@@ -53,13 +56,14 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
                         "use fewer --workers. What is done is kept; the same command goes on."
                     )
                 reporter.say(f"a worker was killed (signal {-code}); its trial is taken up again")
+                worker.said.close()
                 started[at] = _start(folder, runs, device_of(device, at), workers)
     except KeyboardInterrupt:
         done = len(folder.trials) - len(watch.left)
         raise KeyboardInterrupt(f"stopped with {done} of {len(folder.trials)} trials done") from None
     finally:
-        for process in started:
-            _stop(process)
+        for worker in started:
+            _stop(worker)
 
 
 def serve_as_worker(folder: Folder, runs: Path, device: str, *, detached: bool = False) -> None:
@@ -105,36 +109,49 @@ class Watch:
         return f"{duration(ahead * pace)} left"
 
 
-def _start(folder: Folder, runs: Path, device: str, workers: int) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Worker:
+    """A process that was started, and what it writes to its error output."""
+
+    process: subprocess.Popen[bytes]
+    said: IO[bytes]
+
+
+def _start(folder: Folder, runs: Path, device: str, workers: int) -> Worker:
     environment = {"OMP_NUM_THREADS": str(threads_for(workers)), **os.environ} if workers > 1 else dict(os.environ)
     command = [sys.executable, "-m", "nearkin", "bench", "work", str(folder.path), "--runs", str(runs)]
-    return subprocess.Popen(
+    said = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would fill up and stop the worker)
+    process = subprocess.Popen(
         [*command, "--device", device],
         stdin=subprocess.PIPE,  # held open for as long as this process lives
-        stderr=subprocess.PIPE,
+        stderr=said,
         stdout=subprocess.DEVNULL,
         env=environment,
         start_new_session=True,  # Ctrl-C goes to this process alone, which then stops them one by one
     )
+    return Worker(process, said)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(worker: Worker) -> None:
     """Ask a worker to write its checkpoint and end; do not wait for ever."""
+    process = worker.process
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-    for pipe in (process.stdin, process.stderr):
-        if pipe is not None:
-            pipe.close()
+    assert process.stdin is not None
+    process.stdin.close()
+    worker.said.close()
 
 
-def _last_words(process: subprocess.Popen[bytes]) -> str:
-    assert process.stderr is not None
-    lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("nearkin: ") if lines else "it said nothing."
+def _last_words(worker: Worker) -> str:
+    """The error that ended a worker, which may have several lines, without the warnings before it."""
+    worker.said.seek(0)
+    text = worker.said.read().decode(errors="replace").strip()
+    _, named, error = f"\n{text}".rpartition("\nnearkin: ")
+    return error if named else text.rpartition("\n")[2] or "it said nothing."
 
 
 def _stop_with_parent() -> None:

@@ -307,7 +307,7 @@ _add(
         title="CUB-200-2011",
         parts={"train": Counts(5_864, 100), "test": Counts(5_924, 100)},
         folder="CUB_200_2011",
-        needs=("images.txt",),
+        needs=("image_class_labels.txt",),  # an images.txt may lie in anybody's folder
         images="images",
         archives=(
             Archive(

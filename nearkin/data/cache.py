@@ -4,8 +4,10 @@
 
 The pictures keep their proportions, their shorter side at most `side`, so that random crops still vary. The key hashes
 what could change a pixel: each file's name below the common folder, size and time of change, its box, the side, the
-channels, our version of the preprocessing and the decoder's. Contents are not hashed: that would read every byte of a
-data set that the cache exists not to read; a file changed without a new size or time is missed, as with make or rsync.
+channels, our version of the preprocessing and the decoder's. Contents are hashed once, when the cache is built, and
+kept in its index: a data set's fingerprint is made of them, and to read every byte again at each start is what the
+cache exists to save. A file changed without a new size or time is missed, as with make or rsync; the fingerprint is
+then still that of the pixels which the cache gives out.
 
 The file is written aside and renamed whole, under a lock, so that two processes build it once and a crash or a full
 disk leaves nothing. Opening it checks its length, its index and a sample of pictures; every picture's checksum is
@@ -32,24 +34,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data import reading
-from nearkin.data.images import FileImages, Images, Rows, stack_squares
+from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
 from nearkin.data.loading import in_threads
 from nearkin.errors import DataError
 from nearkin.progress import Reporter
 
 OnBroken = Literal["stop", "skip"]
-_MAGIC = b"nearkin pixels 1"
+_MAGIC = b"nearkin pixels 2"
 _SAMPLE = 16  # pictures whose checksum is checked when a cache is opened
+_INDEX_BYTES = 96  # of each picture in the index, roughly
 _SPARE_BYTES = 256 * 2**20  # left free on the disk
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Images that can all be read: the rows `kept` of the given files. `broken` has the others, with the reasons."""
+    """Images that can all be read: the rows `kept` of the given files. `broken` has the others, with the reasons.
+
+    digests: SHA-256 of each kept file as it was when the cache was built; None without a cache.
+    """
 
     images: Images
     kept: Rows
     broken: dict[int, str]
+    digests: list[bytes] | None
 
 
 def open_images(
@@ -72,7 +79,7 @@ def open_images(
     rows = np.arange(len(files))
     if not cache:
         if on_broken == "stop":
-            return Opened(files, rows, {})
+            return Opened(files, rows, {}, None)
         broken = _find_broken(files, reporter)
     else:
         stored = _open_or_build(files, folder or default_folder(), limit_gb, on_broken, reporter)
@@ -81,7 +88,8 @@ def open_images(
         _report_broken(files, broken, on_broken, reporter)
     kept = np.delete(rows, list(broken))
     images: Images = stored if cache else files
-    return Opened(images.take(kept) if broken else images, kept, broken)
+    digests = [stored.digests[row] for row in kept] if cache else None
+    return Opened(images.take(kept) if broken else images, kept, broken, digests)
 
 
 class CachedImages:
@@ -94,9 +102,11 @@ class CachedImages:
         index = _read_index(path)
         self.heights, self.widths, self.checksums = (np.array(index[k], np.int64) for k in ("heights", "widths", "crc"))
         self.broken = {int(row): str(reason) for row, reason in index["broken"].items()}
+        hashes = bytes.fromhex(index["sha256"])
+        self.digests = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
         sizes = self.heights * self.widths * self.shape[0]
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
-        if not len(self.heights) == len(self.widths) == len(self.checksums) == len(files):
+        if not len(self.heights) == len(self.widths) == len(self.checksums) == len(self.digests) == len(files):
             raise ValueError("its index does not fit its files")
         if self.starts[-1] != index["bytes"]:
             raise ValueError("its pixels are not all there")
@@ -152,7 +162,7 @@ def cache_key(files: FileImages) -> str:
     paths = [Path(os.path.abspath(path)) for path in files.paths]
     common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     digest = hashlib.sha256()
-    described = (reading.VERSION, reading.decoder_name(files.decoder), files.side, files.shape[0], len(paths))
+    described = (_MAGIC, reading.VERSION, reading.decoder_name(files.decoder), files.side, files.shape[0], len(paths))
     digest.update(repr(described).encode())
     for path in paths:
         try:
@@ -234,19 +244,22 @@ def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -
     heights: list[int] = []
     widths: list[int] = []
     checksums: list[int] = []
+    digests: list[bytes] = []
     broken: dict[int, str] = {}
     try:
         with open(aside, "wb") as out, reporter.track("building the cache", len(files), unit="img") as bar:
-            for part in in_threads(_read_for_cache(files), range(len(files)), workers=files.workers):
-                for pixels, reason in part:
+            for part in in_threads(_read_and_hash(files), range(len(files)), workers=files.workers):
+                for pixels, reason, digest in part:
                     if reason:
                         broken[len(heights)] = reason
                     heights.append(pixels.shape[0])
                     widths.append(pixels.shape[1])
                     checksums.append(zlib.crc32(pixels.data))
+                    digests.append(digest)
                     out.write(pixels.data)
                 bar.advance(len(part))
-            index = {"heights": heights, "widths": widths, "crc": checksums, "broken": broken, "bytes": out.tell()}
+            index: dict[str, Any] = {"heights": heights, "widths": widths, "crc": checksums}
+            index |= {"sha256": b"".join(digests).hex(), "broken": broken, "bytes": out.tell()}
             encoded = json.dumps(index).encode()
             trailer = [len(encoded).to_bytes(8), zlib.crc32(encoded).to_bytes(8), _MAGIC]
             out.write(encoded + b"".join(trailer))
@@ -265,6 +278,16 @@ def _read_for_cache(files: FileImages) -> Callable[[int], tuple[NDArray[np.uint8
             return np.empty((0, 0, files.shape[0]), np.uint8), str(error)
 
     return read
+
+
+def _read_and_hash(files: FileImages) -> Callable[[int], tuple[NDArray[np.uint8], str, bytes]]:
+    read = _read_for_cache(files)
+
+    def read_and_hash(row: int) -> tuple[NDArray[np.uint8], str, bytes]:
+        pixels, reason = read(row)
+        return pixels, reason, bytes(32) if reason else file_digest(files.paths[row])
+
+    return read_and_hash
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -289,17 +312,20 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _expected_bytes(files: FileImages) -> int:
-    """The size of the cache, from the headers of the files (exact without boxes, an upper bound with them)."""
+    """The size of the cache, from the headers of the files: exact to a pixel or two each, as long as no box is cut out
+    of a file that is stored turned.
+    """
     total = 0
     for part in in_threads(_pixels_of(files), range(len(files)), workers=files.workers):
         total += sum(part)
-    return total * files.shape[0] + 64 * len(files)
+    return total * files.shape[0] + _INDEX_BYTES * len(files)
 
 
 def _pixels_of(files: FileImages) -> Callable[[int], int]:
     def count(row: int) -> int:
         try:
-            height, width = reading.stored_shape(*reading.read_size(files.paths[row]), files.side)
+            box = None if files.boxes is None else files.boxes[row].tolist()
+            height, width = reading.stored_shape(*reading.read_size(files.paths[row]), files.side, box=box)
         except DataError:
             return 0
         return height * width

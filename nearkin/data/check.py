@@ -17,7 +17,7 @@ from nearkin.data.alike import confirm, is_flat, near_pairs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.listing import Listing
 from nearkin.data.looking import HUGE, Look, look_at_all
-from nearkin.data.sources import FEATURE_SUFFIXES, fingerprint, list_source, load_features, recognise
+from nearkin.data.sources import fingerprint, list_source, load_features, recognise
 from nearkin.data.splits import JUDGED
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, did_you_mean
@@ -82,9 +82,10 @@ def check_target(target: str, root: Path, reporter: Reporter) -> Report:
         hint = did_you_mean(target, BENCHMARKS) or f" There are: {', '.join(BENCHMARKS)}; or give a folder or a .csv."
         reason = "is drawn by nearkin itself and needs no check." if target == "glyphs" else "no such name or path."
         raise DataError(f"{target}: {reason}{hint}")
-    if path.suffix in FEATURE_SUFFIXES:
+    source = recognise(path)
+    if source == "features":
         return check_features(load_features(path))
-    return check(list_source(Data(source=recognise(path), root=path, allow_missing=True)), reporter)
+    return check(list_source(Data(source=source, root=path, allow_missing=True)), reporter)
 
 
 def check_features(table: Table) -> Report:
@@ -100,8 +101,8 @@ def check(listing: Listing, reporter: Reporter) -> Report:
     """Look at every file of a listing once and report what is off."""
     looks = look_at_all(listing.paths, reporter, listing.source)
     found = [*_about_listing(listing), *_about_files(listing, looks), *_about_copies(listing, looks, near=True)]
-    whole = all(one.digest for one in looks)
-    # The same as the table's, so that a result can be matched to the report of its data.
+    whole = not any(one.trouble for one in looks)
+    # The same as the table's (without boxes), so that a result can be matched to the report of its data.
     return _report(listing, found, _table_fingerprint(listing, looks) if whole else None)
 
 
@@ -159,6 +160,16 @@ def _about_listing(listing: Listing) -> list[Finding]:
         "Add images or remove the folders; training leaves them out.",
         [*listing.empty, *(names[c] for c in np.flatnonzero(count == 0))],
     )
+    look.add(
+        *("unanswerable", "warning", "classes are queried and not in the gallery"),
+        "Add them to the gallery or remove the queries: they can never be answered.",
+        _unanswerable(listing),
+    )
+    look.add(
+        *("loose", "warning", "images lie in no class folder"),
+        "Move each into the folder of its class; training leaves them out.",
+        map(listing.shown, listing.loose),
+    )
     repeated = Counter(listing.paths)
     look.add(
         *("listed_twice", "warning", "files are listed more than once"),
@@ -183,6 +194,13 @@ def _overlap(listing: Listing) -> list[str]:
     for one, other in ((trained, judged), (trained, validated), (validated, judged)):
         both |= set(np.intersect1d(listing.labels[one], listing.labels[other]).tolist())
     return [listing.class_names[c] for c in sorted(both)]
+
+
+def _unanswerable(listing: Listing) -> list[str]:
+    if listing.part is None or not (listing.part == "gallery").any():
+        return []
+    asked, there = (listing.labels[listing.part == part] for part in ("query", "gallery"))
+    return [listing.class_names[c] for c in np.setdiff1d(asked, there)]
 
 
 def meant(name: str) -> str:
@@ -358,15 +376,17 @@ def render(report: Report, *, cases: int = 3) -> Any:
     from rich.text import Text
 
     text = Text()
-    text.append(f"{report.source}: {report.images:,} images of {report.classes:,} classes", "bold")
+    text.append(f"{_printable(report.source)}: {report.images:,} images of {report.classes:,} classes", "bold")
     for part, count in report.parts.items():
         text.append(f"\n  {part:<8}{count['images']:>9,} images {count['classes']:>7,} classes")
-    text.append(f"\n  in {report.root}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else ""))
+    text.append(
+        f"\n  in {_printable(report.root)}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else "")
+    )
     colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
     for finding in report.findings:
         text.append(f"\n\n{finding.level:<8}", colours[finding.level]).append(f"{len(finding.cases):,} {finding.title}")
         for case in finding.cases[:cases]:
-            text.append(f"\n        {case}", "dim")
+            text.append(f"\n        {_printable(case)}", "dim")
         if len(finding.cases) > cases:
             text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
         text.append(f"\n        {finding.advice}")
@@ -378,5 +398,14 @@ def render(report: Report, *, cases: int = 3) -> Any:
 def write_json(report: Report, file: Path) -> None:
     import json
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_printable(text) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}). Give --json another place.") from None
+
+
+def _printable(text: str) -> str:
+    """Text with the bytes of a file name that is not UTF-8 as \\udce9, which JSON reads back as what it was."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

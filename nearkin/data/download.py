@@ -100,7 +100,10 @@ def check_file(file: Path, checksums: Checksums) -> str:
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
     if isinstance(digest, _Wrong):
-        raise DataError(f"{file}: {digest.message}. It is damaged or another file; fetch it again.")
+        raise DataError(
+            f"{file}: {digest.message}.\nIt is damaged or another file: remove it and fetch it again, or pass another "
+            f"with --from FILE."
+        )
     return digest
 
 
@@ -165,11 +168,13 @@ def _transfer(url: str, part: Path, have: int, reporter: Reporter) -> bool:
             reporter.track(f"getting {part.stem}", max(1, total or 1), unit="B") as bar,
         ):
             bar.advance(have)
-            have += _copy(reply, out, bar)
-    return total is None or have >= total
+            copied, ended = _copy(reply, out, bar)
+            have += copied
+    return ended and (total is None or have >= total)
 
 
-def _copy(reply: Any, out: Any, bar: Bar) -> int:
+def _copy(reply: Any, out: Any, bar: Bar) -> tuple[int, bool]:
+    """How many bytes came, and whether the reply ended by itself (one cut short of its said length seems to)."""
     copied = 0
     while True:
         try:
@@ -177,11 +182,11 @@ def _copy(reply: Any, out: Any, bar: Bar) -> int:
         except http.client.IncompleteRead as error:
             block = error.partial
             out.write(block)
-            return copied + len(block)
-        except (ConnectionError, TimeoutError):
-            return copied
+            return copied + len(block), False
+        except OSError:  # cut, silent for too long, or the net has gone
+            return copied, False
         if not block:
-            return copied
+            return copied, True
         out.write(block)
         copied += len(block)
         bar.advance(len(block))

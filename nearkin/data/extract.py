@@ -49,7 +49,7 @@ def extract(archive: Path, target: Path, reporter: Reporter) -> list[Path]:
             if os.path.lexists(target / top):
                 raise DataError(f"{target / top}: is there already. Move it away, then unpack {archive.name} again.")
         _check_space(archive, target, sum(m.size for m in members))
-        aside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target))
+        aside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target)).resolve()
         try:
             with reporter.track(f"unpacking {archive.name}", len(members), unit="file") as bar:
                 for member in members:
@@ -142,10 +142,11 @@ def _write(member: _Member, aside: Path, read: Any) -> None:
             raise tarfile.TarError(f"'{member.name}' goes up")
         return
     place = aside.joinpath(*steps)
-    # An earlier link may stand where a folder should: what is written must still land inside.
+    # An earlier link may stand where a folder should. What is written through it lands elsewhere than its name was
+    # judged by, where even a link that stays inside by its name may lead out.
     place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.parent.resolve().is_relative_to(aside.resolve()):
-        raise tarfile.TarError(f"'{member.name}' lies behind a link that leads outside")
+    if place.parent.resolve() != place.parent:
+        raise tarfile.TarError(f"'{member.name}' lies behind a link")
     if member.kind == "folder":
         place.mkdir(exist_ok=True)
         return

@@ -63,16 +63,29 @@ def get_benchmark(
             f"--sha256: {benchmark.name} is made of {len(benchmark.archives)} files, one checksum cannot do."
         )
     files = _match(benchmark, given)
+    try:
+        _gather(benchmark, files, root, sha256, reporter)
+    except OSError as error:
+        raise DataError(
+            f"{root}: cannot be written ({error.strerror or error}).\nMake room, or give another --root."
+        ) from None
+    listing = benchmark.list(root)
+    return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
+
+
+def _gather(benchmark: Benchmark, files: dict[str, Path], root: Path, sha256: str | None, reporter: Reporter) -> None:
+    """Fetch and unpack what is not there yet."""
     for archive in benchmark.archives:
         if (root / archive.makes).exists():  # unpacking is all or nothing, so what is there is whole
             continue
         wanted = Checksums(sha256 or archive.sha256, archive.md5)
-        if archive.name in files:
-            _place(archive, files[archive.name], root, wanted, reporter, keep=True)
-        else:
-            _place(archive, _fetched(benchmark, archive, root, wanted, reporter), root, wanted, reporter, keep=False)
-    listing = benchmark.list(root)
-    return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
+        file = files.get(archive.name, root / archive.name)
+        given_or_there = archive.name in files or file.is_file()
+        if not given_or_there:
+            _fetch(benchmark, archive, file, wanted, reporter)
+        _place(archive, file, root, wanted, reporter)
+        if not given_or_there:
+            file.unlink()  # it was fetched for this
 
 
 def _match(benchmark: Benchmark, given: Sequence[Path]) -> dict[str, Path]:
@@ -86,21 +99,18 @@ def _match(benchmark: Benchmark, given: Sequence[Path]) -> dict[str, Path]:
     return {file.name: file for file in given}
 
 
-def _fetched(benchmark: Benchmark, archive: Archive, root: Path, wanted: Checksums, reporter: Reporter) -> Path:
+def _fetch(benchmark: Benchmark, archive: Archive, file: Path, wanted: Checksums, reporter: Reporter) -> None:
     if not archive.urls:
         names = " ".join(a.name for a in benchmark.archives)
         raise DataError(
             f"{benchmark.name}: {archive.name} cannot be downloaded by a program; ask for it at {benchmark.page}.\n"
-            f"Then: nearkin data get {benchmark.name} --root {root} --from {names}"
+            f"Then: nearkin data get {benchmark.name} --root {file.parent} --from {names}"
         )
-    file = root / archive.name
-    if not file.is_file():
-        download(archive.urls, file, checksums=wanted, reporter=reporter)
-    return file
+    download(archive.urls, file, checksums=wanted, reporter=reporter)
 
 
-def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter: Reporter, *, keep: bool) -> None:
-    """Unpack a checked archive where it belongs, or move a plain file there."""
+def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter: Reporter) -> None:
+    """Unpack a checked archive where it belongs, or copy a plain file there."""
     digest = check_file(file, wanted)
     if wanted.sha256 is None:
         found = "its MD5 is the known one, which shows it is undamaged" if wanted.md5 else "no checksum of it is known"
@@ -109,14 +119,12 @@ def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter
     if is_archive(file):
         extract(file, target, reporter)
     elif Path(archive.name).suffix in (".tgz", ".zip"):
-        raise DataError(f"{file}: is not a tar or zip archive. Fetch it again.")
+        raise DataError(f"{file}: is not a tar or zip archive. Remove it and fetch it again.")
     else:
         target.mkdir(parents=True, exist_ok=True)
         aside = target / f".{archive.name}.{os.getpid()}"
         shutil.copyfile(file, aside)
         aside.replace(target / archive.name)
-    if not keep:
-        file.unlink()  # it was fetched for this; what the user gave stays
 
 
 def source_table() -> Any:

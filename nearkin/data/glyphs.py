@@ -15,6 +15,7 @@ import math
 import os
 import unicodedata
 import zipfile
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _DRAWN_AT = 56  # font size in pixels; drawn larger than SIZE so that bending do
 def load(*, seed: int = 0, cache: Path | None = None) -> Table:
     """All glyph images in one table, from the cache when there is one. Drawing them takes about ten seconds."""
     need("PIL.Image", extra="vision")
+    _font_folder()  # also a cache is known by the version of what draws
     target = (cache or cache_dir()) / f"glyphs-{_identity(seed)}.npz"
     stored = _read_cache(target)
     if stored is None:
@@ -97,14 +99,17 @@ def distinct_characters() -> tuple[str, ...]:
 def _faces() -> tuple[Any, ...]:
     from PIL import ImageFont
 
+    files = sorted(p for p in _font_folder().glob("*.ttf") if p.name.startswith(("DejaVuS", "STIXGeneral")))
+    text_faces = [p for p in files if "Display" not in p.name]
+    return tuple(ImageFont.truetype(str(p), _DRAWN_AT) for p in text_faces)
+
+
+def _font_folder() -> Path:
     # Found, not imported: importing matplotlib costs most of a second and only its font files are wanted.
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or spec.origin is None:
         raise MissingExtra("glyphs are drawn with matplotlib's fonts. Run: pip install 'nearkin[report]'")
-    folder = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
-    files = sorted(p for p in folder.glob("*.ttf") if p.name.startswith(("DejaVuS", "STIXGeneral")))
-    text_faces = [p for p in files if "Display" not in p.name]
-    return tuple(ImageFont.truetype(str(p), _DRAWN_AT) for p in text_faces)
+    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
 
 
 def _bitmap(font: Any, char: str) -> tuple[tuple[int, int], bytes]:
@@ -188,7 +193,7 @@ def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArr
         with np.load(path, allow_pickle=False) as stored:
             # np.load checks each member's CRC while reading, so a damaged file raises here and is drawn again.
             return stored["pixels"], stored["labels"], stored["names"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 

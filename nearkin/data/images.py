@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,6 +111,17 @@ class FileImages:
             workers=self.workers,
             decoder=self.decoder,
         )
+
+
+def file_digest(path: Path) -> bytes:
+    """SHA-256 of a file's bytes: the identity of an image, whatever it is called and however it is scaled."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}). Mend or remove it, or leave it out: --data.skip-broken."
+        ) from None
 
 
 def stack_squares(images: Any, rows: Rows) -> Tensor:

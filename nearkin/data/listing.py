@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ class Listing:
     root: what a reader of a message needs to find the files; paths are shown relative to it.
     part, groups, boxes: as in `Table`.
     empty: classes that the source names and that hold no image.
+    loose: images that lie in no class folder, and so have no label.
     ignored: files that lie among the images and are none by their name.
     unopened: folders that could not be opened.
     missing: files that the source lists and that are not on the disk; never among `paths`.
@@ -55,6 +57,7 @@ class Listing:
     groups: NDArray[np.str_] | None = field(default=None, repr=False)
     boxes: NDArray[np.int64] | None = field(default=None, repr=False)
     empty: tuple[str, ...] = ()
+    loose: tuple[Path, ...] = ()
     ignored: tuple[Path, ...] = ()
     unopened: tuple[Path, ...] = ()
     missing: tuple[Path, ...] = field(default=(), repr=False)
@@ -92,9 +95,15 @@ def number_classes(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, 
     """
     known = set(names)
     numeric = all(name.isascii() and name.isdigit() for name in known)
-    order = sorted(known, key=int) if numeric else sorted(known)
+    order = sorted(known, key=_by_value) if numeric else sorted(known)
     number = {name: c for c, name in enumerate(order)}
     return np.array([number[name] for name in names], np.int64), tuple(order)
+
+
+def _by_value(digits: str) -> tuple[int, str, str]:
+    """Sorts like int(digits), also where that is too long for Python; "01" and "1" by their letters."""
+    value = digits.lstrip("0")
+    return len(value), value, digits
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -105,21 +114,22 @@ def list_folder(root: Path) -> Listing:
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder. Give a folder that holds one folder of images per class.")
     try:
-        folders = _folders_in(root)
+        folders, tops = _folders_in(root), [root]
         # A folder that holds only train/ and test/ has its classes one step deeper; two classes "train" and "test"
         # would be nonsense.
         if len(folders) >= 2 and all(part_name(f.name) in PARTS for f in folders):
             folders.sort(key=lambda top: PARTS.index(part_name(top.name)))
+            tops += folders
             classes = [(f, part_name(top.name)) for top in folders for f in _folders_in(top)]
         else:
             classes = [(f, "") for f in folders]
-        loose = [p for p in sorted(root.iterdir()) if _is_image_name(p) and not p.is_dir()]
+        loose = [p for top in tops for p in sorted(top.iterdir()) if _is_image_name(p) and not p.is_dir()]
     except OSError as error:
         raise DataError(f"{root}: cannot be opened ({error.strerror}). Check its permissions.") from None
 
     rows: list[tuple[Path, str, str]] = []
     empty: list[str] = []
-    ignored, unopened = list(loose), list[Path]()
+    ignored, unopened = list[Path](), list[Path]()
     for folder, part in classes:
         images = images_below(folder, ignored, unopened)
         rows += [(path, folder.name, part) for path in images]
@@ -136,6 +146,7 @@ def list_folder(root: Path) -> Listing:
         class_names=names,
         part=np.array([part for *_, part in rows]) if rows[0][2] else None,
         empty=tuple(name for name in empty if name not in names),
+        loose=tuple(loose),
         ignored=tuple(ignored),
         unopened=tuple(unopened),
     )
@@ -177,11 +188,13 @@ def images_below(folder: Path, ignored: list[Path], unopened: list[Path]) -> lis
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def list_table(path: Path, *, path_column: str | None = None, label_column: str | None = None) -> Listing:
+def list_table(
+    path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
+) -> Listing:
     """Rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (also one each in train/ and test/).
 
     Columns: path and label, and where they exist part (or split), group, and x, y, w, h of a box in pixels. Paths
-    are relative to the file that lists them.
+    are relative to the file that lists them. fewest: classes that there must be; to learn from, two.
     """
     if path.is_dir():
         files = metadata_files(path)
@@ -209,15 +222,17 @@ def list_table(path: Path, *, path_column: str | None = None, label_column: str 
             columns.setdefault(name, []).extend(values)
 
     labels, names = number_classes(columns["label"])
-    if len(names) < 2:
-        raise DataError(f"{path}: names {len(names)} classes, need at least 2. Is the label column the right one?")
+    if len(names) < fewest:
+        raise DataError(
+            f"{path}: names {len(names)} classes, need at least {fewest}. Is the label column the right one?"
+        )
     listing = Listing(
         source=path.resolve().stem,
         root=path if path.is_dir() else path.parent,
         paths=tuple(paths),
         labels=labels,
         class_names=names,
-        part=_parts(columns["part"], path) if "part" in columns else None,
+        part=known_parts(columns["part"], path) if "part" in columns else None,
         groups=np.array(columns["group"]) if "group" in columns else None,
         boxes=_boxes(columns, path) if all(side in columns for side in "xywh") else None,
     )
@@ -232,15 +247,19 @@ def metadata_files(root: Path) -> list[Path]:
 
 
 def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
-    """The columns we know, under our names, as text; path and label must be there and filled."""
-    table = _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
-    found: dict[str, list[str]] = {}
+    """The columns we know, under our names, as text; path and label must be there and filled.
+
+    One column is added: "row", the number under which people find each row in their file.
+    """
+    is_parquet = file.suffix.lower() == ".parquet"
+    table, numbers = _read_parquet(file) if is_parquet else _read_csv(file)
+    found = {"row": numbers}
     plain = {name.strip().lower(): name for name in table}
     for ours, known in COLUMNS.items():
         wanted = chosen.get(ours)
         name = wanted if wanted is not None else next((plain[k] for k in known if k in plain), None)
-        if name in table:
-            found[ours] = table[name]
+        if name is not None and name in table:
+            found[ours] = _parquet_words(table[name], name, file) if is_parquet else table[name]
         elif wanted is not None or ours in ("path", "label"):
             hint = did_you_mean(wanted or ours, table)
             raise DataError(
@@ -248,43 +267,67 @@ def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[s
                 f"Name yours with --data.path-column and --data.label-column."
             )
     for ours in ("path", "label"):
-        for row, value in enumerate(found[ours]):
+        for row, value in zip(numbers, found[ours], strict=True):
             if not value:
-                raise DataError(f"{file}: row {row + 2} has no {ours}. Fill it in or remove the row.")
+                raise DataError(f"{file}: row {row} has no {ours}. Fill it in or remove the row.")
     if not found["path"]:
         raise DataError(f"{file}: has a header and no rows.")
     return found
 
 
-def _read_csv(file: Path) -> dict[str, list[str]]:
+def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The columns by name, and the number of each row in the file."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{file}: is not UTF-8 text. Save it as CSV in UTF-8.") from None
-    header = text.partition("\n")[0]
+    header = text.lstrip("\r\n").partition("\n")[0]
     separator = max(",;\t", key=header.count)  # Excel writes ';' where ',' is the decimal point
-    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if row]
+    rows: list[tuple[int, list[str]]] = []
+    number = 0
+    try:
+        # Strict, because a quote that is never closed would otherwise swallow the rows below it.
+        for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True), 1):
+            if row:
+                rows.append((number, row))
+    except csv.Error as error:
+        raise DataError(f"{file}: row {number + 1} cannot be read ({error}). Is a quote never closed?") from None
     if not rows:
         raise DataError(f"{file}: is empty. The first line names the columns: path,label.")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise DataError(f"{file}: row {number} has {len(row)} values, the header names {len(rows[0])}.")
-    return {name.strip(): [row[i].strip() for row in rows[1:]] for i, name in enumerate(rows[0])}
+    (_, names), *rows = rows
+    for number, row in rows:
+        if len(row) != len(names):
+            raise DataError(f"{file}: row {number} has {len(row)} values, the header names {len(names)}.")
+    columns = {name.strip(): [row[i].strip() for _, row in rows] for i, name in enumerate(names)}
+    return columns, [str(number) for number, _ in rows]
 
 
-def _read_parquet(file: Path) -> dict[str, list[str]]:
+def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The columns by name as pandas has them, and the number of each row."""
     try:
         frame = importlib.import_module("pandas").read_parquet(file)
     except ImportError:  # pandas itself, or the pyarrow or fastparquet that it reads with
         raise MissingExtra(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
-    return {str(name): ["" if v is None or v != v else str(v) for v in frame[name].tolist()] for name in frame.columns}
+    return {str(name): frame[name] for name in frame.columns}, [str(row) for row in range(1, len(frame) + 1)]
 
 
-def _parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+def _parquet_words(column: Any, name: str, file: Path) -> list[str]:
+    is_scalar = importlib.import_module("pandas").api.types.is_scalar
+    words = []
+    for row, (value, gap) in enumerate(zip(column.tolist(), column.isna().tolist(), strict=True), start=1):
+        if not is_scalar(value):
+            kind = type(value).__name__
+            raise DataError(f"{file}: column '{name}' holds a {kind} in row {row}, expected one word or number.")
+        words.append("" if gap else str(value))
+    return words
+
+
+def known_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+    """Parts as we name them; a word that is none of them is refused, so that no official split is lost by a typo."""
     parts = [part_name(word) for word in words]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
@@ -300,5 +343,6 @@ def _boxes(columns: dict[str, list[str]], path: Path) -> NDArray[np.int64]:
     proper = (boxes >= [0, 0, 1, 1]) & (boxes < 2**31)  # NaN is neither
     bad = np.flatnonzero(~proper.all(axis=1))
     if len(bad):
-        raise DataError(f"{path}: row {bad[0] + 2} has no proper box: {boxes[bad[0]].tolist()} for x, y, w, h.")
+        first, row = boxes[bad[0]].tolist(), columns["row"][bad[0]]
+        raise DataError(f"{path}: row {row} has no proper box: {first} for x, y, w, h.")
     return np.round(boxes).astype(np.int64)

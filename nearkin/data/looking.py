@@ -16,19 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data.alike import hash_image
+from nearkin.data.reading import MOST_PIXELS, NO_RANGE, ORIENTATION
 from nearkin.errors import need
 from nearkin.progress import Reporter
 
 HUGE = 50_000_000  # pixels above which an image slows reading down for nothing
-# Pixels above which an image is not decoded at all: a small file can unpack to more than the memory there is. It is
-# also what Pillow refuses, so that the check and the training agree on it.
-TOO_MANY = 2 * 89_478_485
-_ORIENTATION = 0x0112  # the EXIF tag
 
 
 @dataclass(frozen=True)
 class Look:
-    """One file. `trouble` is a kind of `TROUBLES` with `reason` in words, or empty for an image that can be used."""
+    """One file. `trouble` is its kind with `reason` in words, or empty for an image that can be used.
+
+    Kinds: broken_link, no_permission, unreadable, too_many_pixels.
+    """
 
     trouble: str = ""
     reason: str = ""
@@ -44,9 +44,6 @@ class Look:
     @property
     def pixels(self) -> int:
         return self.width * self.height
-
-
-TROUBLES = ("broken_link", "no_permission", "unreadable", "too_many_pixels")
 
 
 def look(path: Path) -> Look:
@@ -69,10 +66,12 @@ def look(path: Path) -> Look:
             image = image_module.open(io.BytesIO(content))
         with image:
             (width, height), mode = image.size, image.mode
-            if width * height > TOO_MANY:
-                reason = f"{width} x {height} pixels, more than {TOO_MANY / 1e6:.0f} million"
+            if width * height > MOST_PIXELS:
+                reason = f"{width} x {height} pixels, more than {MOST_PIXELS / 1e6:.0f} million"
                 return Look("too_many_pixels", reason, link, digest, width, height, mode)
-            turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+            if mode == "F":
+                raise ValueError(NO_RANGE)
+            turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
             # A JPEG is decoded at a fraction of its size, which still reads all of it and so finds a cut file.
             image.draft("L", (64, 64))
             grey = ops.exif_transpose(_grey(image))
@@ -96,7 +95,7 @@ def look_at_all(paths: Sequence[Path], reporter: Reporter, name: str) -> list[Lo
 def _grey(image: Any) -> Any:
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA").convert("RGB")
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):  # Pillow would clip these at 255
+    if image.mode.startswith("I"):  # Pillow would clip these at 255
         values = np.asarray(image, np.float64)
         low, high = float(values.min()), float(values.max())
         scaled = (values - low) * (255 / (high - low) if high > low else 0.0)

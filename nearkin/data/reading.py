@@ -31,7 +31,8 @@ MOST_PIXELS = 178_956_970  # of one file; Pillow's own bound against files that 
 MOST_ASPECT = 4  # a longer picture is cut to its middle: a panorama's thin strip would cost a cache many squares
 _DRAFT_FROM = 4  # decode a JPEG at a fraction once it is this many times larger than needed; 2 remain to average over
 _PART = 2_000_000  # pixels converted at a time
-_ORIENTATION = 0x0112  # in EXIF
+ORIENTATION = 0x0112  # in EXIF
+NO_RANGE = "its pixels are fractions without an agreed range; save the picture with 8 or 16 bits"
 
 Decoder = Literal["auto", "pillow"]
 Box = Sequence[float]  # x, y, width, height in pixels of the upright picture
@@ -93,8 +94,11 @@ def read_size(path: Path | str) -> tuple[int, int]:
     return found
 
 
-def stored_shape(width: int, height: int, side: int) -> tuple[int, int]:
-    """Height and width that `read_whole` gives a picture of this size that stands upright and has no box."""
+def stored_shape(width: int, height: int, side: int, *, box: Box | None = None) -> tuple[int, int]:
+    """Height and width that `read_whole` gives a picture of this size that stands upright."""
+    if box is not None:
+        left, top, right, bottom = _inside(box, width, height)
+        width, height = max(0, right - left), max(0, bottom - top)
     height, width = _aspect_bound(height, width)
     return (height, width) if min(height, width) <= side else _short_side(height, width, side)
 
@@ -148,10 +152,10 @@ def _from_pillow(image: Any) -> Tensor:
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million")
     image.load()  # a PNG may say only behind its pixels how it stands
-    if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be copied as it is
+    if image.getexif().get(ORIENTATION, 1) != 1:  # else it would be copied as it is
         image = need("PIL.ImageOps", extra="vision").exif_transpose(image)
     if image.mode == "F":
-        raise ValueError("its pixels are fractions without an agreed range; save the picture with 8 or 16 bits")
+        raise ValueError(NO_RANGE)
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip everything above 255 to white
         values = np.asarray(image)
         return torch.from_numpy((values.clip(0, 65535) >> 8).astype(np.uint8))[None]
@@ -198,13 +202,17 @@ def _as_channels(pixels: Tensor, channels: int) -> Tensor:
 
 def _cut(pixels: Tensor, box: Box) -> Tensor:
     """The part inside a box, which may reach over the edge but not lie outside."""
-    x, y, width, height = box
-    left, top = max(0, round(x)), max(0, round(y))
-    right, bottom = min(pixels.shape[2], round(x + width)), min(pixels.shape[1], round(y + height))
+    left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
     if right <= left or bottom <= top:
         shown = ", ".join(f"{value:g}" for value in box)
         raise ValueError(f"the box ({shown}) holds none of its {pixels.shape[2]} x {pixels.shape[1]} pixels")
     return pixels[:, top:bottom, left:right]
+
+
+def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a box as far as it lies in a picture of this size."""
+    x, y, box_width, box_height = box
+    return max(0, round(x)), max(0, round(y)), min(width, round(x + box_width)), min(height, round(y + box_height))
 
 
 def _at_most_aspect(pixels: Tensor) -> Tensor:

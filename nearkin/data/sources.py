@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
-from nearkin.data.images import FileImages
-from nearkin.data.listing import TABLE_SUFFIXES, Listing, list_folder, list_table, metadata_files, number_classes
+from nearkin.data.images import FileImages, file_digest
+from nearkin.data.listing import (
+    TABLE_SUFFIXES,
+    Listing,
+    known_parts,
+    list_folder,
+    list_table,
+    metadata_files,
+    number_classes,
+)
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError, UserError, did_you_mean
@@ -95,6 +103,9 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
     if listing.empty:
         shown = ", ".join(listing.empty[:3])
         reporter.say(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
+    if listing.loose:
+        shown = ", ".join(map(listing.shown, listing.loose[:3]))
+        reporter.say(f"data: {len(listing.loose)} images lie in no class folder and are left out: {shown}")
     boxes = listing.boxes if data.boxes else None
     opened = images_of(listing.paths, data, reporter, boxes)
     notes = listing.notes
@@ -104,6 +115,7 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         notes += (f"{len(opened.broken):,} images could not be read and were left out",)
         listing = listing.take(opened.kept)
         boxes = None if boxes is None else boxes[opened.kept]
+    digests = file_digests(listing.paths) if opened.digests is None else opened.digests
     present, labels = np.unique(listing.labels, return_inverse=True)
     names_kept = tuple(listing.class_names[c] for c in present)
     return Table(
@@ -111,7 +123,7 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         labels=labels.astype(np.int64),
         class_names=names_kept,
         images=opened.images,
-        fingerprint=fingerprint(file_digests(listing.paths), labels, names_kept, listing.part, boxes),
+        fingerprint=fingerprint(digests, labels, names_kept, listing.part, boxes),
         paths=listing.paths,
         part=listing.part,
         groups=listing.groups,
@@ -133,12 +145,7 @@ def images_of(paths: Sequence[Path], data: Data, reporter: Reporter, boxes: NDAr
 
 
 def file_digests(paths: Iterable[Path]) -> list[bytes]:
-    """SHA-256 of each file's bytes: the identity of an image, whatever it is called and however it is scaled."""
-    digests = []
-    for path in paths:
-        with open(path, "rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").digest())
-    return digests
+    return [file_digest(path) for path in paths]
 
 
 def fingerprint(
@@ -158,11 +165,6 @@ def fingerprint(
     return whole.hexdigest()[:16]
 
 
-def load_folder(root: Path, *, image_size: int, skip_broken: bool, reporter: Reporter) -> Table:
-    """Images of `root/CLASS/...`, one class per folder directly below root, cut to a square and scaled."""
-    return table_of(list_folder(root), Data(source="folder", image_size=image_size, skip_broken=skip_broken), reporter)
-
-
 def load_features(path: Path, labels: Path | None = None) -> Table:
     """Ready vectors of any modality: an .npz with `features` [N, D] and `labels` [N], or an .npy and its labels.
 
@@ -170,31 +172,44 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
     NAME.labels.txt beside it. Labels may be numbers or text. An array `part` in the .npz is taken as the rows' part.
     """
     arrays = _feature_arrays(path, labels)
-    features, given = arrays["features"], arrays["labels"]
-    if features.ndim != 2 or not np.issubdtype(features.dtype, np.floating):
+    features = arrays["features"]
+    if features.ndim != 2 or features.dtype.kind not in "fiu":
         raise DataError(f"{path}: features are {features.dtype} {list(features.shape)}, expected numbers [N, D].")
-    if given.shape != (len(features),):
-        raise DataError(f"{path}: {len(features)} features and labels of shape {list(given.shape)}; expected one each.")
-    bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+    words = {key: _words(arrays[key], key, len(features), path) for key in ("labels", "part") if key in arrays}
+    if "" in words["labels"]:
+        raise DataError(f"{path}: row {words['labels'].index('')} has no label. Fill it in or remove the row.")
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(features, np.float32)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise DataError(f"{path}: {len(bad)} features hold NaN or infinity, first row {bad[0]}.")
-    numbers, names = number_classes([str(label) for label in given.tolist()])
-    part = arrays.get("part")
-    vectors = np.ascontiguousarray(features, np.float32)
+    numbers, names = number_classes(words["labels"])
+    part = known_parts(words["part"], path) if "part" in words else None
     return Table(
         source=path.stem,
         labels=numbers,
         class_names=names,
-        images=NoImages(path.name, len(features)),
+        images=NoImages(path.name, len(vectors)),
         fingerprint=fingerprint([vectors.tobytes()], numbers, names, part),
-        part=None if part is None else part.astype(np.str_),
+        part=part,
         features=vectors,
     )
 
 
+def _words(given: NDArray[Any], key: str, count: int, path: Path) -> list[str]:
+    """One word per row out of an array of numbers, text or bytes; NaN is an empty one."""
+    if given.shape != (count,):
+        raise DataError(f"{path}: {count} features and {key} of shape {list(given.shape)}; expected one each.")
+    try:
+        given = np.char.decode(given, "utf-8") if given.dtype.kind == "S" else given
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: {key} are bytes that are not UTF-8. Save them as text.") from None
+    return ["" if value != value else str(value) for value in given.tolist()]
+
+
 def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
     try:
-        if path.suffix == ".npz":
+        if path.suffix.lower() == ".npz":
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {
                     key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")

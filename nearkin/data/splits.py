@@ -102,10 +102,16 @@ def split_by_class(table: Table, *, val_share: float, test_share: float, seed: i
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_share * len(order)))
     num_val = max(2, round(val_share * len(order)))
-    if len(order) - num_test - num_val < 2:
+    if len(order) < 6:
         raise DataError(
             f"{table.source}: {table.num_classes} classes are too few to split by class; "
             f"at least 6 are needed (2 to train, 2 to validate, 2 to test)."
+        )
+    left = max(0, len(order) - num_test - num_val)
+    if left < 2:
+        raise DataError(
+            f"{table.source}: of {len(order)} classes {num_test} to test and {num_val} to validate leave {left} to "
+            f"train, at least 2 are needed.\nBring more classes, or lower --data.test-share or --data.val-share."
         )
     test, val, train = np.split(order, [num_test, num_test + num_val])
     return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
@@ -115,8 +121,13 @@ def set_aside(table: Table, *, test_share: float, seed: int) -> tuple[Table, Hol
     """Seal a share of the classes, drawn by the seed; the rest is for `kfold` or `fixed`."""
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_share * len(order)))
-    if len(order) - num_test < 4:
+    if len(order) < 6:
         raise DataError(f"{table.source}: {table.num_classes} classes are too few; at least 6 are needed.")
+    if len(order) - num_test < 4:
+        raise DataError(
+            f"{table.source}: of {len(order)} classes {num_test} to test leave {len(order) - num_test} to train and "
+            f"validate, at least 4 are needed.\nBring more classes, or lower --data.test-share."
+        )
     kind = f"by class, seed {seed}"
     return _some(table, order[num_test:], kind), _holdout(table, order[:num_test], kind)
 
@@ -187,8 +198,15 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
         return _own_validation(table)
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_val = max(2, round((1 - ratio) * len(order)))
+    if len(order) < 4:
+        raise DataError(
+            f"{table.source}: {len(order)} classes are too few to train and validate; at least 4 are needed."
+        )
     if len(order) - num_val < 2:
-        raise DataError(f"{table.source}: {len(order)} classes are too few to train and validate; at least 4 needed.")
+        raise DataError(
+            f"{table.source}: of {len(order)} classes {num_val} to validate leave {len(order) - num_val} to train, at "
+            f"least 2 are needed.\nBring more classes, or lower --data.val-share."
+        )
     kind = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
     return _split(table, order[num_val:], order[:num_val], kind)
 

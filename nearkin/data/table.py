@@ -115,10 +115,6 @@ class Table:
             raise DataError(f"{self.source}: the source names no parts, so there is no {' or '.join(parts)} part.")
         return self.take(np.flatnonzero(np.isin(self.part, parts)))
 
-    def compact(self) -> Table:
-        """The same rows with labels renumbered to the classes that have rows: what proxies need."""
-        return self.of_classes(np.unique(self.labels))
-
     def protocol(self) -> dict[str, Any]:
         """What a result must say about its data: the part of the protocol badge that the data decides."""
         badge: dict[str, Any] = {

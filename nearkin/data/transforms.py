@@ -109,9 +109,13 @@ def middle_box(height: int, width: int, *, stored: int, shown: int, squeezed: bo
 
 
 def unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """A box in the picture squeezed to square_side x square_side, as the same part of the picture itself."""
+    """A box in the picture squeezed to square_side x square_side, as the same part of the picture itself.
+
+    It holds at least one pixel, also of a picture so small that the box would be rounded to its edge.
+    """
     top, left, h, w = box
-    first_row, first_column = round(top * height / square_side), round(left * width / square_side)
+    first_row = min(round(top * height / square_side), height - 1)
+    first_column = min(round(left * width / square_side), width - 1)
     last_row, last_column = round((top + h) * height / square_side), round((left + w) * width / square_side)
     return first_row, first_column, max(1, last_row - first_row), max(1, last_column - first_column)
 

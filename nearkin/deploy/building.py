@@ -15,17 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.listing import Listing, images_below, list_folder, list_table
+from nearkin.data.listing import Listing, images_below, list_table, part_name
 from nearkin.data.loading import in_threads
 from nearkin.data.reading import read_whole
 from nearkin.data.sources import recognise
+from nearkin.data.table import PARTS
 from nearkin.deploy import files
 from nearkin.deploy.index import Index
 from nearkin.deploy.journal import Journal
 from nearkin.deploy.marks import Embeds, Stamp, check_model, mark_of
 from nearkin.deploy.search import Label, Vectors, check_vectors
 from nearkin.deploy.stores import Store
-from nearkin.errors import DataError
+from nearkin.errors import ConfigError, DataError
 from nearkin.progress import Reporter
 
 BATCH = 128  # images embedded, then journalled, at a time
@@ -33,11 +34,15 @@ BATCH = 128  # images embedded, then journalled, at a time
 
 @dataclass(frozen=True)
 class Found:
-    """Files to index: names relative to `root` (or whole paths outside it), each with its label or None."""
+    """Files to index: names relative to `root` (or whole paths outside it), each with its label or None.
+
+    unopened: folders that could not be looked into.
+    """
 
     root: Path
     labels: dict[str, Label] = field(repr=False)
     notes: tuple[str, ...] = ()
+    unopened: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -72,10 +77,16 @@ class Summary:
 
 
 def find_images(source: Path, *, path_column: str | None = None, label_column: str | None = None) -> Found:
-    """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout."""
+    """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout.
+
+    Of a folder every image is taken, whatever lies where.
+    """
     kind = recognise(source)
+    for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
+        if column is not None and kind != "table":
+            raise ConfigError(f"{flag}: is for tables, and {source} is none.")
     if kind == "table":
-        return _found(list_table(source, path_column=path_column, label_column=label_column))
+        return _found(list_table(source, path_column=path_column, label_column=label_column, fewest=1))
     if kind in BENCHMARKS:
         return _found(BENCHMARKS[kind].list(source))
     if not source.is_dir():
@@ -84,15 +95,12 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
     below = images_below(source, [], unopened)
     if not below:
         raise DataError(f"{source}: no images below it. Give a folder with image files, or one folder per class.")
-    folders = {path.relative_to(source).parts[0] for path in below if path.parent != source}
-    if len(folders) >= 2 and all(path.parent != source for path in below):
-        return _found(list_folder(source))
-    # Flat, one class folder only, or both: an image that lies in no class folder has no label.
-    labels: dict[str, Label] = {
-        str(path.relative_to(source)): path.relative_to(source).parts[0] if path.parent != source else None
-        for path in below
-    }
-    return Found(source, labels, _unopened(unopened))
+    places = {str(path.relative_to(source)): path.relative_to(source).parts for path in below}
+    folders = {parts[0] for parts in places.values() if len(parts) > 1}
+    # Below train/ and test/ the classes lie one step deeper. An image that lies in no class folder has no label.
+    step = 1 if len(folders) >= 2 and all(part_name(folder) in PARTS for folder in folders) else 0
+    labels: dict[str, Label] = {name: parts[step] if len(parts) > step + 1 else None for name, parts in places.items()}
+    return Found(source, labels, _unopened(unopened), tuple(unopened))
 
 
 def _found(listing: Listing) -> Found:
@@ -110,7 +118,7 @@ def _found(listing: Listing) -> Found:
         notes += (f"{len(listing.missing):,} listed files are not there, first {listing.missing[0]}",)
     if twice:
         notes += (f"{twice:,} rows name a file that was listed before; each file is indexed once",)
-    return Found(listing.root, labels, notes)
+    return Found(listing.root, labels, notes, listing.unopened)
 
 
 def _unopened(folders: Sequence[Path]) -> tuple[str, ...]:
@@ -141,7 +149,7 @@ def update(
     journal = Journal(out, mark.fingerprint, model.embed([]).shape[1])
     known = _Known(old, journal)
     done = Summary(notes=found.notes)
-    fresh, stamps, gone = _sort_out(found, known, done)
+    fresh, stamps, gone = _sort_out(found, known, done, reporter)
     if store is not None:
         _catch_up(old, journal, found, store, reporter)
     elif old is not None and old.store is not None:
@@ -154,6 +162,10 @@ def update(
     rest = {} if old is None else {n: label for n, label in zip(old.ids, old.labels, strict=True) if n not in labels}
     done.relabelled = _relabel(old, labels, fresh, known, store)
     if prune:
+        # What lies in a folder that cannot be opened now may well be there.
+        unseen = [n for n in rest if any((found.root / n).is_relative_to(folder) for folder in found.unopened)]
+        labels |= {name: rest.pop(name) for name in unseen}
+        done.notes += (f"{len(unseen):,} items in folders that cannot be opened are kept",) if unseen else ()
         done.pruned = len(rest)
         if store is not None and rest:
             store.remove(list(rest))
@@ -243,7 +255,9 @@ def _open(out: Path, fingerprint: str, found: Found) -> Index | None:
     return old
 
 
-def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dict[str, Stamp], set[str]]:
+def _sort_out(
+    found: Found, known: _Known, done: Summary, reporter: Reporter
+) -> tuple[set[str], dict[str, Stamp], set[str]]:
     """Which files need no embedding, what marks the files as they are now, and which are listed but not there.
 
     The content is read where the time has changed.
@@ -264,7 +278,11 @@ def _sort_out(found: Found, known: _Known, done: Summary) -> tuple[set[str], dic
     fresh: set[str] = set()
     stamps: dict[str, Stamp] = {}
     gone: set[str] = set()
-    looks = (result for part in in_threads(look, names) for result in part)
+    looks: list[tuple[Stamp | None, bool, OSError | None]] = []
+    with reporter.track("looking at the files", len(names), unit="file") as bar:
+        for part in in_threads(look, names):
+            looks += part
+            bar.advance(len(part))
     for name, (stamp, same, error) in zip(names, looks, strict=True):
         if error is not None:
             done.broken[name] = f"{name}: cannot be read ({error.strerror})."

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.arguments import leading, parse, show
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import ConfigError, DataError, need
 
 if TYPE_CHECKING:  # the flags bring tyro and the others torch, which help must not wait for
     from nearkin.deploy.flags import IndexArgs, SearchArgs
     from nearkin.deploy.index import Answer, Index
+    from nearkin.deploy.trained import Trained
     from nearkin.models.embedder import Embedder
     from nearkin.progress import Reporter
 
@@ -35,16 +37,25 @@ def index(argv: list[str]) -> None:
     from nearkin.deploy.files import writing
     from nearkin.deploy.sheet import printable
     from nearkin.deploy.stores import open_store
+    from nearkin.deploy.trained import Trained, trained_on
     from nearkin.progress import Reporter
     from nearkin.runs import Run
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)
-    if run.recipe.data.boxes:
+    if run.recipe.data.boxes and not args.already_cut:
         raise ConfigError(
-            f"{run.path}: was trained on images cut to boxes, which the index cannot cut. Cut them first."
+            f"{run.path}: was trained on images cut to boxes, which the index cannot cut.\n"
+            "Cut them first, those you will search for too, and say --already-cut."
         )
-    model = _model(run.path, args.device)
+    model = load_model(run.path, args.device)
+    if model.backbone is None:
+        raise ConfigError(
+            f"{run.path}: takes ready features, not pictures. Index its vectors in Python: nk.Index(...)."
+        )
     found = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
+    _check_steps(args, len(found.labels))
+    judged = (args.calibrate or args.choose_rerank) and not args.assume_unseen
+    trained = trained_on(run, reporter) if judged else Trained()
     with writing(args.out):
         store = open_store(args.store, _dim(model), model.fingerprint()) if args.store else None
         made, done = update(
@@ -61,33 +72,52 @@ def index(argv: list[str]) -> None:
         kinds = f" of {classes:,} classes" if classes else " without labels"
         print(*map(printable, done.lines()), sep="\n")
         print(f"index: {len(made):,} items{kinds}, {made.dim} numbers each, in {args.out}")
-        for line in _finish(made, run, args, reporter):
-            print(line)
+        for line in _finish(made, trained, args, reporter):
+            print(line, flush=True)
 
 
-def _finish(made: Index, run: Any, args: IndexArgs, reporter: Reporter) -> list[str]:
-    """What is worked out once the items are there; each is written to the index."""
-    said: list[str] = []
-    if args.calibrate or args.choose_rerank:
-        from nearkin.deploy.trained import trained_labels
+def _check_steps(args: IndexArgs, items: int) -> None:
+    """Refuse what `_finish` could not do, before hours of embedding."""
+    from nearkin.deploy.openset import check_rate
 
-        trained = set() if args.assume_unseen else trained_labels(run, made)
-        if trained:
-            said.append(f"{len(trained):,} indexed classes were trained on: they are searched, but do not ask")
-        if args.calibrate:
-            reporter.say("calibrating")
-            said += [str(made.calibrate(args.false_accept, trained=trained)), ESTIMATED]
-        if args.choose_rerank:
-            reporter.say("trying ways of re-ranking")
-            said.append(str(made.choose_rerank(trained=trained)))
-    if args.hnsw and len(made) >= args.hnsw_from:
-        reporter.say("making the graph")
-        said.append(f"graph: {made.make_graph()}")
-    elif args.hnsw:
-        said.append(f"graph: none; {len(made):,} items are fewer than {args.hnsw_from:,} and searched exactly")
-    if said:
+    if args.false_accept is not None and not args.calibrate:
+        raise ConfigError("--false-accept: is for --calibrate, which is not given.")
+    if args.false_accept is not None:
+        check_rate(args.false_accept, "--false-accept")
+    if args.hnsw and items >= args.hnsw_from:
+        need("faiss", extra="graph")
+
+
+def _finish(made: Index, trained: Trained, args: IndexArgs, reporter: Reporter) -> Iterator[str]:
+    """What is worked out once the items are there; each is in the index before it is said."""
+    from nearkin.deploy.flags import FALSE_ACCEPT
+
+    seen = trained.labels_in(made)
+    unlabelled = made.labels.count(None)
+    if seen:
+        yield f"{len(seen):,} indexed classes were trained on: they are searched, but do not ask"
+    if unlabelled and (args.calibrate or args.choose_rerank):
+        yield f"{unlabelled:,} items without a label are searched and count as of other classes"
+    if args.calibrate:
+        reporter.say("calibrating")
+        rate = FALSE_ACCEPT if args.false_accept is None else args.false_accept
+        threshold = made.calibrate(rate, trained=seen)
         made.write(args.out)
-    return said
+        yield f"{threshold}\n{ESTIMATED}"
+    if args.choose_rerank:
+        reporter.say("trying ways of re-ranking")
+        chosen = made.choose_rerank(trained=seen)
+        made.write(args.out)
+        yield str(chosen)
+    if args.hnsw and len(made) < args.hnsw_from:
+        yield f"graph: none; {len(made):,} items are fewer than {args.hnsw_from:,} and searched exactly"
+    elif args.hnsw and made.graph is not None and made.graph.facts.unlike is not None:
+        yield f"graph: kept, {made.graph.facts}"
+    elif args.hnsw:
+        reporter.say("making the graph")
+        facts = made.make_graph()
+        made.write(args.out)
+        yield f"graph: {facts}"
 
 
 def search(argv: list[str]) -> None:
@@ -102,13 +132,17 @@ def search(argv: list[str]) -> None:
             raise ConfigError("--duplicates: compares the items with each other; give it no query, store or sheet.")
         print(*_duplicates(folder, args), sep="\n")
         return
+    if args.at_least is not None:
+        raise ConfigError("--at-least: is for --duplicates, which is not given.")
+    if args.exact and args.store:
+        raise ConfigError("--exact: is for the vectors in the folder; how a store searches is its own affair.")
     if not (args.images or args.item or args.vector):
         raise ConfigError("nearkin search: give images, --item ID or --vector FILE.npy to search for.")
     from nearkin.deploy.index import Index
 
     opened = Index.load(folder)
     if args.images:
-        opened.use(_model(args.run or _run_of(opened), args.device))
+        opened.use(load_model(args.run or run_of(opened), args.device))
     _set_rerank(opened, args)
     queries = _queries(opened, args)
     answers = _ask(opened, queries, args)
@@ -117,8 +151,10 @@ def search(argv: list[str]) -> None:
     if args.json:
         print(json.dumps(_as_json(opened, folder, queries, answers, args), indent=1))
         return
+    from rich.text import Text
+
     for query, answer in zip(queries, answers, strict=True):
-        show(*_as_lines(opened, query, answer))
+        show(*(Text.from_markup(line) for line in _as_lines(opened, query, answer)))
     if args.sheet is not None:
         print(f"sheet: {args.sheet}")
 
@@ -193,11 +229,13 @@ def _set_rerank(opened: Index, args: SearchArgs) -> None:
 
 
 def _read_vectors(path: Path) -> Any:
+    from zipfile import BadZipFile
+
     import numpy as np
 
     try:
         given = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"{path}: cannot be read as an .npy file ({reason}).") from None
     if not isinstance(given, np.ndarray) or given.ndim not in (1, 2):
@@ -205,7 +243,8 @@ def _read_vectors(path: Path) -> Any:
     return given[None] if given.ndim == 1 else given
 
 
-def _model(run: str | Path, device: str) -> Embedder:
+def load_model(run: str | Path, device: str) -> Embedder:
+    """The model of a run on the device that was asked for."""
     from nearkin.building import choose_device
     from nearkin.models.embedder import load
 
@@ -216,9 +255,10 @@ def _dim(model: Embedder) -> int:
     return int(model.embed([]).shape[1])
 
 
-def _run_of(opened: Index) -> str:
+def run_of(opened: Index) -> str:
+    """The run folder whose model made the index, or how to name another place."""
     if opened.mark is None or opened.mark.run is None:
-        raise ConfigError("nearkin search: the index names no run folder. Give it with --run RUN.")
+        raise ConfigError("the index names no run folder. Give it with --run RUN.")
     if not Path(opened.mark.run).exists():
         raise ConfigError(f"{opened.mark.run}: the run of this index is not there. Give its place with --run RUN.")
     return opened.mark.run
@@ -248,7 +288,8 @@ def _as_lines(opened: Index, query: Query, answer: Answer) -> list[str]:
         if hit.label is not None and query.label is not None:
             shown = f"[{'green' if hit.label == query.label else 'red'}]{shown}[/]"
         lines.append(f"{place:>4}  {hit.similarity:.4f}  {shown}  {escape(printable(hit.id))}")
-    return lines if answer.hits else [*lines, "nothing: the index is empty"]
+    nothing = "nothing: the index is empty" if query.own is None else "nothing else: it is the only item"
+    return lines if answer.hits else [*lines, nothing]
 
 
 def _as_json(
@@ -290,14 +331,16 @@ def _draw(opened: Index, queries: list[Query], answers: list[Answer], out: Path)
 
 
 def _duplicates(folder: str, args: SearchArgs) -> list[str]:
+    from nearkin.deploy.flags import AT_LEAST
     from nearkin.deploy.index import Index
     from nearkin.deploy.sheet import printable
 
     opened = Index.load(folder)
-    pairs, count = opened.duplicates(args.at_least)
+    least = AT_LEAST if args.at_least is None else args.at_least
+    pairs, count = opened.duplicates(least)
     if args.json:
         listed = [{"first": a, "second": b, "similarity": cosine} for a, b, cosine in pairs]
-        return [json.dumps({"index": folder, "at_least": args.at_least, "pairs": count, "listed": listed}, indent=1)]
+        return [json.dumps({"index": folder, "at_least": least, "pairs": count, "listed": listed}, indent=1)]
     lines = [f"{cosine:.6f}  {printable(a)}  {printable(b)}" for a, b, cosine in pairs]
     more = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
-    return [*lines, f"{count:,} pairs with a cosine of at least {args.at_least:g} among {len(opened):,} items{more}"]
+    return [*lines, f"{count:,} pairs with a cosine of at least {least:g} among {len(opened):,} items{more}"]

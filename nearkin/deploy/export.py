@@ -2,14 +2,15 @@
 
     nearkin export runs/<key> --to onnx -o birds.onnx
 
-What goes in is uint8 [B, C, H, W] (red, green, blue), what comes out is one unit vector per picture: scaling, the order
-of the colours and normalisation are inside. How a photo is cut to H x W is written in the file itself, as JSON, and
-once more beside it.
+What goes in is uint8 [B, C, H, W] (red, green, blue), what comes out is one vector per picture, of length 1 unless the
+model was made with `normalize = false`: scaling, the order of the colours and normalisation are inside. How a photo is
+cut to H x W is written in the file itself, as JSON, and once more beside it.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import os
@@ -28,12 +29,12 @@ from torch import Tensor, nn
 from nearkin import __version__
 from nearkin.data import glyphs
 from nearkin.data.listing import images_below
-from nearkin.data.sources import list_source
+from nearkin.data.reading import MOST_ASPECT
 from nearkin.data.splits import split_for
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.pictures import model_input
-from nearkin.deploy.trained import training_part
+from nearkin.deploy.trained import listed_table, training_part
 from nearkin.errors import ConfigError, DataError, RunError, UserError, need
 from nearkin.files import write_aside
 from nearkin.models.embedder import Embedder, load
@@ -106,7 +107,8 @@ def export_run(
     model = load(path)
     run = Run(path) if (path / "recipe.toml").exists() else None
     _refuse_features(model)
-    checks = from_folder(model, images) if images is not None else own_checks(model, run)
+    reporter = reporter or Reporter(quiet=True)
+    checks = from_folder(model, images) if images is not None else own_checks(model, run, reporter)
     return export(model, to, out, checks=checks, run=run, reporter=reporter)
 
 
@@ -126,7 +128,7 @@ def export(
         need(module, extra="export")  # before the work, not after it
     reporter = reporter or Reporter(quiet=True)
     checks = random_checks(model) if checks is None else checks
-    about = facts(model, run)
+    about = facts(model, run, reporter)
     network = Network(model)
     reporter.say("tracing the network")
     with _quietly():
@@ -138,7 +140,9 @@ def export(
                 reporter.say("translating it to ONNX")
                 write_onnx(program, aside, about)
             else:
-                torch.export.save(program, aside, extra_files={f"{KEY}.json": json.dumps(about)})
+                # To the memory first: on a full disk torch's own writer ends the process.
+                torch.export.save(program, packed := io.BytesIO(), extra_files={f"{KEY}.json": json.dumps(about)})
+                aside.write_bytes(packed.getbuffer())
             reporter.say(f"comparing the file with the model on {checks.what}")
             difference = largest_difference(model, aside, to, checks.pixels)
             aside.replace(out)
@@ -153,8 +157,9 @@ def export(
     return Exported(out, beside, about, difference, checks)
 
 
-def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
+def facts(model: Embedder, run: Run | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
     """What one must know to use the file without nearkin, as plain values."""
+    reporter = reporter or Reporter(quiet=True)
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
     return {
@@ -173,9 +178,12 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Shrink to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
+        # Lay over `transparent_over`, cut a side that is more than `most_aspect` times the other to its middle, shrink
+        # to `shorter_side` (never enlarge), take the middle `shown` of every `stored` pixels, scale to `side`.
         "cut": {
             "augment": model.augment,
+            "transparent_over": "white",
+            "most_aspect": MOST_ASPECT,
             "side": side,
             "shorter_side": augment.stored_side(side),
             "stored": augment.stored,
@@ -185,7 +193,7 @@ def facts(model: Embedder, run: Run | None = None) -> dict[str, Any]:
         },
         "model": model.described()["model"],
         "fingerprint": model.fingerprint(),
-        "trained_on": None if run is None else _trained_on(run),
+        "trained_on": None if run is None else _trained_on(run, reporter),
     }
 
 
@@ -274,12 +282,12 @@ def from_folder(model: Embedder, folder: Path, most: int = CHECKED) -> Checks:
     return Checks(pixels, f"{len(pixels)} images of a folder", f", {folder}")
 
 
-def own_checks(model: Embedder, run: Run | None) -> Checks:
+def own_checks(model: Embedder, run: Run | None, reporter: Reporter) -> Checks:
     """The run's validation images (training images where it has none), or random pictures where they are gone."""
     if run is None:
         return random_checks(model, "the folder names no data")
     try:
-        table, name = _pictures_of(run)
+        table, name = _pictures_of(run, reporter)
         rows = np.array(_spread(range(len(table)), CHECKED))
         if not table.paths:
             pixels = table.images.read(rows)
@@ -293,24 +301,10 @@ def own_checks(model: Embedder, run: Run | None) -> Checks:
     return Checks(pixels, f"{len(pixels)} {name} images of the run")
 
 
-def _pictures_of(run: Run) -> tuple[Table, str]:
-    """The run's validation rows, or those it trained on, by their files; none is opened here."""
+def _pictures_of(run: Run, reporter: Reporter) -> tuple[Table, str]:
+    """The run's validation rows, or those it trained on, by their files."""
     data = run.recipe.data
-    if data.source == "glyphs":
-        table = glyphs.load()
-    else:
-        listing = list_source(data)
-        present, codes = np.unique(listing.labels, return_inverse=True)
-        table = Table(
-            source=listing.source,
-            labels=codes.astype(np.int64),
-            class_names=tuple(listing.class_names[c] for c in present),
-            images=NoImages(listing.source, len(listing)),
-            fingerprint="",
-            paths=listing.paths,
-            part=listing.part,
-            boxes=listing.boxes if data.boxes else None,
-        )
+    table = glyphs.load() if data.source == "glyphs" else listed_table(data, reporter)
     split = split_for(table, data)[0]
     return (split.train, "training") if split.val is None else (split.val, "validation")
 
@@ -346,10 +340,10 @@ def _sizes(count: int) -> list[int]:
 # --- refusals and silence --------------------------------------------------------------------------------------------
 
 
-def _trained_on(run: Run) -> dict[str, Any]:
+def _trained_on(run: Run, reporter: Reporter) -> dict[str, Any]:
     """The source, and the names of the classes learned from where the run's data are still there and unchanged."""
     try:
-        names = sorted(training_part(run)[0])
+        names = sorted(training_part(run, reporter).names)
     except (UserError, OSError):
         names = []
     return {"source": run.recipe.data.source, "classes": names or None}

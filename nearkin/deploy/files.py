@@ -14,7 +14,6 @@ names is then removed. Everything is numbers and JSON: nothing is ever unpickled
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -22,7 +21,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import DataError
+from nearkin.files import held
 
 FORMAT, VERSION = "nearkin index", 1
 T = TypeVar("T")
@@ -271,22 +271,20 @@ def sync_folder(folder: Path) -> None:
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Hold the folder for this process, made if it is not there; a killed process lets go by itself."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in folder.iterdir()}
-        others = sorted(n for n in names - {"lock"} if not _OURS.fullmatch(n) and not _ASIDE.fullmatch(n))
-        if others and not names & {"manifest.json", "journal"}:
-            raise DataError(f"{folder}: holds other files ({others[0]}). Give an index a folder of its own.")
-        if "manifest.json" in names:
-            read_manifest(folder)  # that of another program, or of a newer nearkin, is not overwritten
-        lock = open(folder / "lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise cannot_write(folder, error) from None
-    with lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"{folder}: another process is writing this index. Wait for it, or stop it.") from None
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in folder.iterdir()}
+            others = sorted(n for n in names - {"lock"} if not _OURS.fullmatch(n) and not _ASIDE.fullmatch(n))
+            if others and not names & {"manifest.json", "journal"}:
+                raise DataError(f"{folder}: holds other files ({others[0]}). Give an index a folder of its own.")
+            if "manifest.json" in names:
+                read_manifest(folder)  # that of another program, or of a newer nearkin, is not overwritten
+            ours = stack.enter_context(held(folder / "lock"))
+        except OSError as error:  # also where there are no locks, as on some network drives
+            raise cannot_write(folder, error) from None
+        if not ours:
+            raise DataError(f"{folder}: another process is writing this index. Wait for it, or stop it.")
         yield
 
 

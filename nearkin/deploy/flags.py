@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+FALSE_ACCEPT, AT_LEAST = 0.01, 0.99
 HNSW_FROM = 200_000  # items from which a graph is worth its memory; fewer are searched exactly in a blink
 
 
@@ -36,10 +37,12 @@ class IndexArgs:
     """The folder of the index."""
     prune: bool = False
     """Remove items whose files are gone (or no longer listed)."""
+    already_cut: bool = False
+    """For a run that was trained on images cut to boxes: these images are cut already."""
     calibrate: bool = False
     """Set the similarity below which a query is called unknown, from indexed classes that were not trained on."""
-    false_accept: float = 0.01
-    """For --calibrate: the share of queries of unknown classes that may pass as known."""
+    false_accept: float | None = None
+    """For --calibrate: the share of queries of unknown classes that may pass as known; 0.01 unless given."""
     choose_rerank: bool = False
     """Keep a way of re-ranking for searches if indexed classes that were not trained on gain by it."""
     assume_unseen: bool = False
@@ -84,8 +87,8 @@ class SearchArgs:
     """Print JSON instead of tables."""
     duplicates: bool = False
     """List pairs of items that are nearly the same."""
-    at_least: float = 0.99
-    """For --duplicates: the cosine from which a pair is listed."""
+    at_least: float | None = None
+    """For --duplicates: the cosine from which a pair is listed; 0.99 unless given."""
     exact: bool = False
     """Pass over the graph and the re-ranking, where the index has any."""
     rerank: str | None = None

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from nearkin.deploy import files
 from nearkin.deploy.files import Manifest, ModelMark, StoredFile
@@ -33,6 +32,8 @@ from nearkin.deploy.search import (
     Ints,
     Label,
     Vectors,
+    as_array,
+    check_k,
     check_vectors,
     inverse_lengths,
     near_pairs,
@@ -108,8 +109,11 @@ class Index:
         return cls(vectors, names, labels, model=model, mark=mark, root=Path.cwd())
 
     def add(self, images: Sequence[Any], labels: Sequence[Label] | None = None, *, ids: Any = None) -> None:
-        """Embed further pictures and append them; an id that is there already is refused."""
-        names = _ids(images, ids)
+        """Embed further pictures and append them; an id that is there already is refused.
+
+        ids: their names; by default the paths, relative to where the index was built if they are given as relative.
+        """
+        names = _ids(images, ids) if ids is not None else [self._id_of(path) for path in _ids(images, None)]
         self._refuse_known(names)
         self.add_vectors(_embedded(self.model(), images, names), names, labels)
 
@@ -179,6 +183,13 @@ class Index:
         """The file of an item whose id is a path."""
         return Path(id) if self.root is None else self.root / id
 
+    def _id_of(self, path: str) -> str:
+        """The id by which `path_of` finds the file that this path names from the current folder."""
+        if self.root is None or os.path.isabs(path) or self.root == Path.cwd():
+            return path
+        whole = Path(os.path.abspath(path))
+        return str(whole.relative_to(self.root) if whole.is_relative_to(self.root) else whole)
+
     def search(self, query: Any, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """The k nearest items of a picture (a path, a PIL image, bytes [C, H, W]) or of a vector [D], nearest first.
 
@@ -209,8 +220,9 @@ class Index:
         return nearest(check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inverse_lengths())
 
     def _nearest(self, query: Vectors, k: int, own: int | None, exact: bool) -> tuple[Ints, Floats]:
+        check_k(k)
         wanted = k if own is None else k + 1
-        if self.graph is not None and not exact and k >= 1:
+        if self.graph is not None and not exact:
             rows, cosines = self.graph.search(query, self.vectors, wanted)
         else:
             found = nearest(query[None], self.vectors, wanted, self._inverse_lengths())
@@ -223,25 +235,21 @@ class Index:
         """Set the threshold below which a query is unknown, from the labelled items themselves; see openset.py.
 
         trained: classes that the model was trained on. They are searched, but do not ask: a model knows them too well.
+        Items without a label are searched too, and count as of another class than the one that asks.
         """
-        rows, queries = self._judges(trained)
-        labels = [self.labels[row] for row in rows]
-        self.threshold = calibrate_items(np.asarray(self.vectors[rows]), labels, queries, false_accept)
+        self.threshold = calibrate_items(self.vectors, self.labels, self._judges(trained), false_accept)
         return self.threshold
 
     def choose_rerank(self, *, trained: Iterable[Label] = ()) -> Chosen:
         """Keep a way of re-ranking if it surely helps the labelled items find each other; see rerank.py."""
-        rows, queries = self._judges(trained)
-        labels = [self.labels[row] for row in rows]
-        chosen = choose_rerank(np.asarray(self.vectors[rows]), labels, queries=queries.tolist())
+        chosen = choose_rerank(self.vectors, self.labels, queries=self._judges(trained).tolist())
         self.rerank = chosen.option
         return chosen
 
-    def _judges(self, trained: Iterable[Label]) -> tuple[Ints, Ints]:
-        """The labelled rows, and which of those (by their place) are of classes that were not trained on."""
-        rows = np.array([row for row, label in enumerate(self.labels) if label is not None], np.int64)
-        seen = set(trained)
-        return rows, np.array([n for n, row in enumerate(rows) if self.labels[row] not in seen], np.int64)
+    def _judges(self, trained: Iterable[Label]) -> Ints:
+        """The rows that may ask: those with a label, of classes that were not trained on."""
+        seen = {*trained, None}
+        return np.array([row for row, label in enumerate(self.labels) if label not in seen], np.int64)
 
     def duplicates(self, at_least: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
         """Pairs of items with at least this cosine, nearest first (10,000 at most), and how many there are."""
@@ -252,7 +260,7 @@ class Index:
         """A query as a vector [D]: given as one, or embedded by the model that made the index."""
         if isinstance(query, str | os.PathLike) or hasattr(query, "getbands"):  # a path, or a PIL image
             return self._one(self.model().embed([query]))
-        given = query.detach().cpu().numpy() if isinstance(query, Tensor) else np.asarray(query)
+        given = as_array(query)
         if given.dtype == np.uint8 and given.ndim == 3:
             return self._one(self.model().embed(given[None]))
         if given.ndim != 1:
@@ -343,7 +351,7 @@ class Index:
         index.store = manifest.store
         if manifest.graph is not None:
             data = files.checked(folder, manifest.files["graph"]).read_bytes()
-            index.graph = Graph.from_bytes(data, GraphFacts(**manifest.graph))
+            index.graph = Graph(data, GraphFacts(**manifest.graph))
         return index
 
 

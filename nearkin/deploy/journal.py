@@ -21,6 +21,7 @@ import numpy as np
 from nearkin.deploy.files import cannot_write
 from nearkin.deploy.marks import Stamp
 from nearkin.deploy.search import Vectors
+from nearkin.errors import DataError
 
 _MOST_JSON = 1 << 30
 
@@ -35,7 +36,10 @@ class Record:
 
 
 class Journal:
-    """The journal of an index folder; opening it keeps what an earlier process wrote with the same model."""
+    """The journal of an index folder; opening it keeps what an earlier process wrote with the same model.
+
+    One of another model is refused.
+    """
 
     def __init__(self, folder: Path, fingerprint: str, dim: int) -> None:
         self.folder, self.dim = folder, dim
@@ -77,13 +81,27 @@ class Journal:
             return 0
         data = np.memmap(self.path, np.uint8, mode="r")
         head = self._head.encode("ascii")
-        if data[: len(head)].tobytes() != head:  # of another model
+        if data[: len(head)].tobytes() != head:
+            self._refuse_another_model(data)
             return 0
         end = len(head)
         for record, after in self._read(data, end):
             self.records.append(record)
             end = after
         return end
+
+    def _refuse_another_model(self, data: np.memmap[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Hours of embedding may stand here; a journal that is damaged or empty is of no use to anybody."""
+        head, _, records = data.tobytes().partition(b"\n")
+        try:
+            about = json.loads(head)
+        except ValueError:
+            return
+        if records and isinstance(about, dict) and about.get("format") == "nearkin journal":
+            raise DataError(
+                f"{self.folder}: holds the unfinished index of another model. Choose another folder with -o, or remove "
+                f"{self.path}."
+            )
 
     def _read(self, data: np.memmap[tuple[int], np.dtype[np.uint8]], at: int) -> Iterator[tuple[Record, int]]:
         while at + 12 <= len(data):

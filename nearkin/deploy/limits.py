@@ -19,6 +19,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from nearkin.data.reading import MOST_PIXELS
 from nearkin.errors import ConfigError, did_you_mean, need
 
 # Content types that an upload may name, and how Pillow calls what may be inside. What is inside decides.
@@ -52,6 +53,10 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
+        if self.pixels > MOST_PIXELS:
+            raise ConfigError(
+                f"--pixels: expected at most {MOST_PIXELS:,}, as no larger picture is read; got {self.pixels:,}."
+            )
 
 
 class Admission:

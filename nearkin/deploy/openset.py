@@ -63,6 +63,11 @@ def _reach(interval: tuple[float, float] | None, what: str = "") -> str:
     return "" if interval is None else f" ({interval[0]:.2%} to {interval[1]:.2%}{what})"
 
 
+def check_rate(false_accept: float, name: str = "false_accept") -> None:
+    if not 0 <= false_accept < 1:
+        raise ConfigError(f"{name}: expected a share from 0 to below 1, for example 0.01; got {false_accept}.")
+
+
 def calibrate(
     query_sims_known: Any,
     query_sims_unknown: Any,
@@ -85,8 +90,7 @@ def calibrate(
     >>> calibrate([0.9, 0.8], [0.1, 0.2, 0.3, 0.4], false_accept=0.25).value
     0.3
     """
-    if not 0 <= false_accept < 1:
-        raise ConfigError(f"false_accept: expected a share from 0 to below 1, for example 0.01; got {false_accept}.")
+    check_rate(false_accept)
     known, unknown = _similarities(query_sims_known, "known"), _similarities(query_sims_unknown, "unknown")
     known_codes, unknown_codes = _codes(known_classes, len(known)), _codes(unknown_classes, len(unknown))
     value = _value(unknown, false_accept)
@@ -109,9 +113,11 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
     """For each query row, the cosine of its nearest other item, and of its nearest item of another class.
 
     The first is what the query sees (NaN where its class has no other item: then it is not known), the second what it
-    would see were its class not in the index (NaN where there is no other class). Every item is compared.
+    would see were its class not in the index (NaN where there is no other class). Every item is compared; one whose
+    label is None is of another class than any query.
     """
     _, codes = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
+    codes[[label is None for label in labels]] = codes.max(initial=-1) + 1  # a class may be called "None"
     known, unknown = np.full(len(queries), -np.inf), np.full(len(queries), -np.inf)
     asking = unit_rows(vectors[queries])
     for start, block in blocks(vectors):
@@ -131,7 +137,8 @@ def calibrate_items(
 ) -> Threshold:
     """A threshold from labelled items that ask each other; `queries` are rows of classes that were not trained on.
 
-    As known, each query asks all other items. As unknown, it asks all items of other classes. What is estimated is
+    As known, each query asks all other items. As unknown, it asks all items of other classes, those without a label
+    among them: to take one of its own class for another only raises the threshold. What is estimated is
     the chance that an image of a class missing from this index passes for one that is there, if missing classes are
     like those that asked here, and the pictures are taken alike. A draw of `most` queries is asked.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from nearkin._vectors import U32, ZERO_NORM
 from nearkin.errors import ConfigError, DataError, need
+from nearkin.intervals import bootstrap, percentiles
 from nearkin.ranking import neighbours
 
 Vectors = NDArray[np.float32]
@@ -40,12 +41,23 @@ class Hit:
     row: int = -1
 
 
+def as_array(values: Any) -> NDArray[Any]:
+    """An array, a tensor or lists as an array; numpy has no bfloat16, so half-precision tensors become float32."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() and values.element_size() < 4 else values).numpy()
+    return np.asarray(values)
+
+
+def check_k(k: Any) -> None:
+    if not isinstance(k, int | np.integer) or k < 1:
+        raise ConfigError(f"k: expected a whole number from 1, got {k!r}.")
+
+
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
     """Finite float32 rows [N, D] of the right width, or a DataError that says why not."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
     try:
-        given = np.asarray(values)
+        given = as_array(values)
         if given.dtype.kind not in "fiu":
             raise ValueError(f"numbers are needed, got {given.dtype}")
         vectors = np.ascontiguousarray(given, np.float32)
@@ -88,8 +100,7 @@ def nearest(queries: Vectors, items: Vectors, k: int, factors: Vectors | None = 
 
     factors: `inverse_lengths(items)` where the caller keeps them.
     """
-    if not isinstance(k, int | np.integer) or k < 1:
-        raise ConfigError(f"k: expected a whole number from 1, got {k!r}.")
+    check_k(k)
     most = min(int(k), len(items))
     if most == 0 or len(queries) == 0:
         return np.empty((len(queries), most), np.int64), np.empty((len(queries), most))
@@ -177,7 +188,11 @@ def _pair_cosines(vectors: Vectors, i: Ints, j: Ints) -> Floats:
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """How a graph was made, and what share of the true k nearest it finds, measured on stored items as queries."""
+    """How a graph was made, and what share of the true k nearest it finds.
+
+    recall: for stored items, which are not among what they must find. unlike: for queries of no stored kind, which a
+    graph of items in clumps finds harder; None in an index that was made before it was measured.
+    """
 
     links: int
     effort: int  # candidates looked at per query (faiss: efSearch)
@@ -185,12 +200,14 @@ class GraphFacts:
     low: float  # 95 % interval of the recall
     high: float
     k: int
-    queries: int
+    queries: int  # of each sort
+    unlike: float | None = None
 
     def __str__(self) -> str:
+        unlike = "" if self.unlike is None else f"; {100 * self.unlike:.2f} % for queries unlike any item"
         return (
             f"recall@{self.k} {100 * self.recall:.2f} % (95 % interval {100 * self.low:.2f} to {100 * self.high:.2f}, "
-            f"{self.queries:,} stored items as queries, against exact search)"
+            f"{self.queries:,} stored items as queries, against exact search){unlike}"
         )
 
 
@@ -198,13 +215,14 @@ class Graph:
     """A hierarchical small-world graph (Malkov and Yashunin 2018) by faiss over the unit vectors."""
 
     def __init__(self, graph: Any, facts: GraphFacts) -> None:
+        """graph: a faiss index, or its bytes, which are read when it is first searched: exact search needs no faiss."""
         self._graph, self.facts = graph, facts
         self._one_at_a_time = threading.Lock()
 
     @classmethod
     def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> Graph:
-        """Build the graph, then raise its effort until the measured recall is reached (or 1024 candidates)."""
-        faiss = need("faiss", extra="dev")
+        """Build the graph, then raise its effort until both measured recalls are reached (or 1024 candidates)."""
+        faiss = need("faiss", extra="graph")
         if len(vectors) < 2:
             raise ConfigError("graph: at least two items are needed.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], links, faiss.METRIC_INNER_PRODUCT)
@@ -213,16 +231,22 @@ class Graph:
             graph.add((block * factors[start : start + len(block), None]).astype(np.float32))
         k = min(k, len(vectors) - 1)
         rows = np.random.default_rng(0).choice(len(vectors), min(sample, len(vectors)), replace=False)
-        _, cosines = neighbours(np.asarray(vectors[rows]), vectors, k)
+        # An item finds itself in any graph. It is left out, as in `nearest` of an item.
+        asked = [(np.asarray(vectors[row]), row) for row in rows.tolist()]
+        asked += [(query, -1) for query in _unlike(vectors, len(rows))]
+        exact = neighbours(np.stack([query for query, _ in asked]), vectors, k + 1)
+        truth = [without(own, *found)[1][:k] for (_, own), *found in zip(asked, *exact, strict=True)]
         effort = 16
         while True:
             effort *= 2
             made = cls(graph, GraphFacts(links, effort, 0.0, 0.0, 0.0, k, len(rows)))
-            found = [_share(made.search(vectors[r], vectors, k), cosines[n]) for n, r in enumerate(rows)]
-            if np.mean(found) >= recall or effort >= 1024:
+            answers = [without(own, *made.search(query, vectors, k + 1)) for query, own in asked]
+            shares = np.array([_share(answer, cosines) for answer, cosines in zip(answers, truth, strict=True)])
+            stored, unlike = shares[: len(rows)], float(shares[len(rows) :].mean())
+            if min(float(stored.mean()), unlike) >= recall or effort >= 1024:
                 break
-        low, high = _mean_interval(np.array(found))
-        return cls(graph, GraphFacts(links, effort, float(np.mean(found)), low, high, k, len(rows)))
+        low, high = percentiles(bootstrap(stored[None], np.arange(len(stored)))[:, 0], 0.95)
+        return cls(graph, replace(made.facts, recall=float(stored.mean()), low=low, high=high, unlike=unlike))
 
     def search(self, query: Vectors, items: Vectors, k: int) -> tuple[Ints, Floats]:
         """Like `nearest` for one query, among what the graph finds; those are put in exact order."""
@@ -232,29 +256,37 @@ class Graph:
         # Set on the graph, one search at a time: as an argument it is unknown to the `search` that faiss indexes get
         # once anything, such as pytorch-metric-learning, has imported faiss.contrib.torch_utils.
         with self._one_at_a_time:
-            self._graph.hnsw.efSearch = effort
-            _, found = self._graph.search(unit[None], min(effort, len(items)))
+            graph = self._opened()
+            graph.hnsw.efSearch = effort
+            _, found = graph.search(unit[None], min(effort, len(items)))
         candidates = np.unique(found[0][found[0] >= 0]).astype(np.int64)
         return among(query, items, candidates, min(k, len(items)))
 
     def to_bytes(self) -> bytes:
-        serialized: NDArray[np.uint8] = need("faiss", extra="dev").serialize_index(self._graph)
+        if isinstance(self._graph, bytes):
+            return self._graph
+        serialized: NDArray[np.uint8] = need("faiss", extra="graph").serialize_index(self._graph)
         return serialized.tobytes()
 
-    @classmethod
-    def from_bytes(cls, data: bytes, facts: GraphFacts) -> Graph:
-        try:
-            return cls(need("faiss", extra="dev").deserialize_index(np.frombuffer(data, np.uint8)), facts)
-        except RuntimeError as error:
-            raise DataError(f"the graph cannot be read by this faiss ({str(error).splitlines()[0]}).") from None
+    def _opened(self) -> Any:
+        if isinstance(self._graph, bytes):
+            faiss = need("faiss", extra="graph")
+            try:
+                self._graph = faiss.deserialize_index(np.frombuffer(self._graph, np.uint8))
+            except RuntimeError as error:
+                raise DataError(f"the graph cannot be read by this faiss ({str(error).splitlines()[0]}).") from None
+        return self._graph
+
+
+def _unlike(vectors: Vectors, count: int) -> Vectors:
+    """Queries of no stored kind: normal draws with the mean and the spread that (a sample of) the items have."""
+    rng = np.random.default_rng(1)
+    units = unit_rows(vectors[rng.choice(len(vectors), min(2000, len(vectors)), replace=False)])
+    mean = units.mean(axis=0)
+    drawn = mean + rng.normal(size=(count, len(units))) @ (units - mean) / math.sqrt(len(units))
+    return np.asarray(drawn, np.float32)
 
 
 def _share(found: tuple[Ints, Floats], truth: Floats) -> float:
     """The share of the true k nearest that was found; an item as near as the last of them counts as one of them."""
-    return float((found[1] >= truth[-1] - 1e-12).sum() / len(truth))
-
-
-def _mean_interval(values: Floats) -> tuple[float, float]:
-    drawn = np.random.default_rng(0).choice(values, (2000, len(values))).mean(axis=1)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(low), float(high)
+    return float((found[1][: len(truth)] >= truth[-1] - 1e-12).sum() / len(truth))

@@ -85,12 +85,18 @@ class Service:
             raise ConfigError(f"--workers: expected at least 1, got {workers}.")
         if token is not None and len(token) < SHORTEST_TOKEN:
             raise ConfigError(f"token: {len(token)} characters are soon guessed; give at least {SHORTEST_TOKEN}.")
+        if token is not None and not re.fullmatch(r"[!-~]+", token):
+            raise ConfigError("token: expected ASCII characters without blanks; others do not pass through a header.")
+        wrong = next((host for host in hosts or () if "/" in host), None)
+        if wrong is not None:
+            raise ConfigError(f"--allow-host: expected the name of a host, got {wrong!r}.")
         model = index.model()
         if not isinstance(model, Embedder):  # which also says how a picture is cut
             raise ConfigError(f"serve: needs a nearkin.Embedder to read pictures with, got {type(model).__name__}.")
         self.index, self.model, self.token = index, model.eval(), token
         self.limits = limits or Limits()
-        self.hosts = None if hosts is None else {host.lower() for host in hosts}
+        # As given, which may be a bare IPv6 address, and without a port, as they are asked for.
+        self.hosts = None if hosts is None else {n for host in hosts for n in (host.lower(), host_name(host)) if n}
         self.admission = Admission(self.limits)
         self.names = public_names(index.ids)
         self.rows = {name: row for row, name in enumerate(self.names)}
@@ -277,7 +283,11 @@ def make_app(service: Service) -> ASGIApp:
             made = await service.work(service.thumbnail, row)
         if made is None:
             raise Refused(404, "There is no picture of this item: its file is gone, or cannot be read.")
-        return Response(made, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
+        # Asked for again each time: another index may be served under this address, with other pictures.
+        kept = {"Cache-Control": "private, no-cache", "ETag": f'"{hashlib.sha256(made).hexdigest()[:32]}"'}
+        if request.headers.get("if-none-match") == kept["ETag"]:
+            return Response(status_code=304, headers=kept)
+        return Response(made, media_type="image/jpeg", headers=kept)
 
     def _row(asked: dict[str, Any]) -> int:
         if "id" not in asked:

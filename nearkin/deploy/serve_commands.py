@@ -20,7 +20,7 @@ def serve(argv: list[str]) -> None:
     args = parse(ServeArgs, flags, SERVE)
     for module in ("starlette", "uvicorn"):
         need(module, extra="serve")
-    from nearkin.deploy.commands import _model, _run_of
+    from nearkin.deploy.commands import load_model, run_of
     from nearkin.deploy.index import Index
     from nearkin.deploy.limits import Limits
     from nearkin.deploy.listening import answer_until_stopped, bind, url_of
@@ -38,7 +38,7 @@ def serve(argv: list[str]) -> None:
         waiting=args.waiting,
     )
     opened = Index.load(folder)
-    opened.use(_model(args.run or _run_of(opened), args.device))
+    opened.use(load_model(args.run or run_of(opened), args.device))
     service = Service(
         opened,
         limits=limits,
@@ -62,7 +62,10 @@ def serve(argv: list[str]) -> None:
 def _token(file: Path | None) -> str | None:
     """From a file or the environment: on the command line other users of the machine could read it."""
     if file is None:
-        return os.environ.get("NEARKIN_TOKEN") or None
+        given = os.environ.get("NEARKIN_TOKEN") or None
+        if given is not None and not given.strip():
+            raise ConfigError("NEARKIN_TOKEN: is blank. Unset it, or give a token.")
+        return given and given.strip()
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -55,8 +55,8 @@ class ExportArgs:
 
     nearkin export runs/<key> --to torch -o birds.pt2
 
-    The file takes pictures as uint8 [B, 3, H, W] (red, green, blue) and gives unit vectors. It is compared with the
-    model before it is kept.
+    The file takes pictures as uint8 [B, 3, H, W] (red, green, blue) and gives the model's vectors. It is compared
+    with the model before it is kept.
     """
 
     to: Literal["onnx", "torch"]

@@ -107,11 +107,11 @@ def _mark(pen: Any, right: int, top: int, judged: bool) -> None:
 def _words(pen: Any, left: int, top: int, first: str, second: str, bold: bool = False) -> None:
     width = TILE + 2 * EDGE
     y = top + width + 4
-    pen.text((left, y), shortened(printable(first), width, pen, font(13, bold)), fill=INK, font=font(13, bold))
-    pen.text((left, y + 17), shortened(second, width, pen, font(12)), fill=FAINT, font=font(12))
+    pen.text((left, y), fitted(printable(first), width, pen, font(13, bold)), fill=INK, font=font(13, bold))
+    pen.text((left, y + 17), fitted(second, width, pen, font(12)), fill=FAINT, font=font(12))
 
 
-def shortened(text: str, width: int, pen: Any, with_font: Any) -> str:
+def fitted(text: str, width: int, pen: Any, with_font: Any) -> str:
     """The text with its middle left out until it fits: names differ at both ends."""
     if pen.textlength(text, font=with_font) <= width:
         return text

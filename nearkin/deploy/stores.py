@@ -22,9 +22,11 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import numpy as np
 
 from nearkin.deploy.search import Hit, Vectors, check_vectors
-from nearkin.errors import ConfigError, DataError, need
+from nearkin.errors import ConfigError, DataError, did_you_mean, need
 
 Payload = dict[str, Any]
+EXPECTED = "qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME"
+_AT_ONCE = 256  # items sent to Qdrant in one request
 _NAMES = uuid.UUID("6f0f8f2e-6f6b-4c0e-9f61-6e6561726b69")  # Qdrant's points are numbers; ours come from names by this
 
 
@@ -51,12 +53,19 @@ def open_store(url: str, dim: int, model: str) -> Store:
 
     model: the fingerprint of the model that makes the vectors.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "qdrant":
+            _ = parts.port  # which is looked at only now
+    except ValueError:
+        raise ConfigError(f"store: expected {EXPECTED}; the host or port of this one cannot be read.") from None
     if parts.scheme == "qdrant":
         return _open_qdrant(url, dim, model)
     if parts.scheme == "pgvector":
         return _open_pgvector(url, dim, model)
-    raise ConfigError(f"store: expected qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME, got {url!r}.")
+    # Of what we do not know we cannot tell where its password stands.
+    given = f"one that starts with {parts.scheme}:" if parts.scheme else "neither"
+    raise ConfigError(f"store: expected {EXPECTED}, got {given}.")
 
 
 def without_secrets(url: str) -> str:
@@ -123,8 +132,8 @@ class QdrantStore:
             for id, row, about in zip(_as_text(ids), rows.tolist(), payload, strict=True)
         ]
         with _said(self.name):
-            for start in range(0, len(points), 256):
-                self._client.upsert(self._collection, points[start : start + 256], wait=True)
+            for start in range(0, len(points), _AT_ONCE):
+                self._client.upsert(self._collection, points[start : start + _AT_ONCE], wait=True)
 
     def search(self, vector: Vectors, k: int) -> list[Hit]:
         query = check_vectors(np.asarray(vector)[None], self._dim, "query")[0]
@@ -134,9 +143,11 @@ class QdrantStore:
         return sorted(hits, key=lambda hit: -hit.similarity)
 
     def remove(self, ids: Sequence[str]) -> None:
-        points = self._models.PointIdsList(points=[_point(id) for id in _as_text(ids)])
+        points = [_point(id) for id in _as_text(ids)]
         with _said(self.name):
-            self._client.delete(self._collection, points_selector=points, wait=True)
+            for start in range(0, len(points), _AT_ONCE):
+                some = self._models.PointIdsList(points=points[start : start + _AT_ONCE])
+                self._client.delete(self._collection, points_selector=some, wait=True)
 
     def count(self) -> int:
         with _said(self.name):
@@ -152,7 +163,13 @@ def _open_qdrant(url: str, dim: int, model: str) -> QdrantStore:
     collection = parts.path.strip("/")
     if not parts.hostname or not re.fullmatch(r"[\w.-]+", collection):
         raise ConfigError(f"store: expected qdrant://HOST:PORT/COLLECTION, got {without_secrets(url)!r}.")
-    https = dict(parse_qsl(parts.query)).get("https", "").lower() == "true"
+    for name, value in (settings := dict(parse_qsl(parts.query, keep_blank_values=True))).items():
+        if name != "https":  # a mistyped one would send the key over the open network
+            hint = did_you_mean(name, ["https"]) or " There is https=true; the key comes from QDRANT_API_KEY."
+            raise ConfigError(f"store: an address of Qdrant has no setting named {name!r}.{hint}")
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"store: https: expected true or false, got {value!r}.")
+    https = settings.get("https", "").lower() == "true"
     key = os.environ.get("QDRANT_API_KEY") or parts.password
     client = need("qdrant_client", extra="stores").QdrantClient(
         host=parts.hostname, port=parts.port or 6333, https=https, api_key=key, timeout=60, check_compatibility=False

@@ -48,7 +48,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
         """R@1: the share of samples whose nearest other sample is of their class. Works for classes never seen."""
-        return score(self.transform(X), np.asarray(y), similarity=similarity, ks=(1,), verbose=False)["R@1"]
+        return score(self.transform(X), as_codes(np.ravel(y)), similarity=similarity, ks=(1,), verbose=False)["R@1"]
 
     @property
     def weight(self) -> Tensor:

@@ -72,6 +72,8 @@ def _diagonal(kernel: Kernel, x: Array) -> Array:
 
 
 def _squares(x: Array, y: Array) -> Array:
+    middle = y.mean(0)  # far from the origin the squares would drown the differences
+    x, y = x - middle, y - middle
     squared: Array = (x**2).sum(1)[:, None] - 2 * (x @ y.T) + (y**2).sum(1)
     return np.maximum(squared, 0, out=squared)
 
@@ -135,8 +137,10 @@ class KernelMetricLearner(LinearMetric):
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
         if constraints is None:
             self.metric_.fit(columns @ span, y)
-        else:
+        elif isinstance(self.metric_, MetricLearner):
             self.metric_.fit(columns @ span, y, constraints=constraints)
+        else:
+            raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Give a MetricLearner.")
         self.weight_, self.bias_ = self.metric_.weight_ @ span.T, self.metric_.bias_
         return self
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError, TrainingFailed
@@ -22,6 +20,9 @@ from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods,
 from nearkin.linear.solver import Project, descend, descend_parts, project_psd
 from nearkin.linear.whitening import covariance_whitening, within_class_whitening
 from nearkin.progress import Reporter
+
+from sklearn.utils import check_random_state  # isort: skip
+from sklearn.utils.validation import validate_data  # isort: skip
 
 Objective = Literal["hinge", "nca", "lmnn"]
 WHOLE = 1 << 22  # numbers that a step on the whole objective may hold at once: 32 MB
@@ -129,9 +130,12 @@ class MetricLearner(LinearMetric):
         check_name("objective", self.objective, ("hinge", "nca", "lmnn"))
         check_name("regulariser", self.regulariser or "none", REGULARISERS)
         check_name("form", self.form, ("A", "G"))
-        for name in ("lam", "margin", "tol", "rate", "max_iter", "neighbours"):
+        for name in ("lam", "margin", "tol", "rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
+        for name in ("max_iter", "neighbours"):
+            if not isinstance(getattr(self, name), int | np.integer) or getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected a whole number from 1, got {getattr(self, name)!r}.")
         if not 0 <= self.upper < self.lower:
             raise ConfigError(f"upper, lower: expected 0 <= upper < lower, got {self.upper} and {self.lower}.")
         size = self.batch_size
@@ -142,17 +146,18 @@ class MetricLearner(LinearMetric):
         """The data around their mean in units of their spread, the mean, and the unit."""
         if self.dim is not None and not 1 <= self.dim <= X.shape[1]:
             raise ConfigError(f"dim: expected 1 to {X.shape[1]}, the number of features, got {self.dim}.")
-        # The largest entry first, so that squares neither overflow nor vanish.
-        top = float(np.abs(X).max()) or 1.0
-        x = as_tensor(X) / top
-        mean = x.mean(0)
-        x = x - mean
+        # Around the mean first, which may be far off, then by the largest entry: squares neither overflow nor vanish.
+        big = float(np.abs(X).max()) or 1.0
+        mean = (as_tensor(X) / big).mean(0) * big
+        x = as_tensor(X) - mean
+        top = float(x.abs().max()) or 1.0
+        x = x / top
         # The mean squared distance over all pairs is twice the variance.
         spread = float(2 * x.square().sum(1).mean()) ** 0.5
         if spread <= 1e-7:
             raise DataError(f"All {len(X):,} samples are the same vector, so there are no distances to learn.")
         unit = spread if self.scale else 1.0 / top
-        return x / unit, mean * top, unit * top
+        return x / unit, mean, unit * top
 
     def _asked(self, x: Tensor, codes: Tensor | None, given: Constraints | None, seed: int) -> Constraints:
         """The constraints given or drawn; for NCA and LMNN the target neighbours, as similar pairs."""
@@ -252,9 +257,10 @@ def _whole(
 ) -> Iterator[tuple[Tensor, float]]:
     """All terms in every step. Corners are rounded, less and less, and the value yielded is that of the sharp ones."""
     stages = [replace(problem, width=w * problem.unit) for w in WIDTHS] if isinstance(problem, Hinges) else [problem]
+    stages = stages[-most:]
     matrix = start
     for stage in stages:
-        for reached, _ in islice(descend(stage.value, matrix, project, tol=tol), max(1, most // len(stages))):
+        for reached, _ in islice(descend(stage.value, matrix, project, tol=tol), most // len(stages)):
             matrix = reached
             with torch.no_grad():
                 yield matrix, float(problem.value(matrix))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearkin.errors import need
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.register import LOSSES, ONE_PER_CLASS, PRODUCTS, Loss
+from nearkin.losses.register import LOSSES, Loss
 from nearkin.pairs import Pairs
 
 FAMILIES = {
@@ -37,7 +37,7 @@ def list_losses() -> str:
             lines.append(f"  {'':{width}}  {entry.paper}. Cost {entry.cost}.")
     lines += [
         "",
-        "N batch, M references, C classes, K centres, P positives, D dimensions.",
+        "N batch, M references, C classes (C' with two samples in the batch), K centres, P positives, D dimensions.",
         "nearkin losses NAME explains one.",
     ]
     return "\n".join(lines).lstrip()
@@ -55,7 +55,7 @@ def explain(name: str, picture: Path | None = None) -> str:
         _block("when", entry.use),
         _block("paper", entry.paper),
         _block("cost", f"{entry.cost} for a batch"),
-        _block("takes", takes(entry)),
+        _block("takes", entry.takes),
         _block("reduction", ", ".join(entry.reductions)),
     ]
     if entry.settings:
@@ -72,20 +72,6 @@ def explain(name: str, picture: Path | None = None) -> str:
 
 def _block(title: str, text: str) -> str:
     return textwrap.fill(text, 100, initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-
-
-def takes(entry: Loss) -> str:
-    """How the function is called."""
-    if entry.inputs is PRODUCTS:
-        return f'nk.losses.{entry.name}(nk.pair_up(emb, labels, metric="dot"))'
-    if entry.inputs is ONE_PER_CLASS:
-        return f"nk.losses.{entry.name}(nearkin.pairs.one_pair_per_class(emb, labels))"
-    if entry.inputs.pairs:
-        return f"nk.losses.{entry.name}(nk.pair_up(emb, labels))"
-    given = ["emb", "labels", *(spec.name for spec in entry.inputs.params)]
-    if entry.inputs.counts_classes:
-        given.append("probabilities" if entry.name == "pce" else "num_classes")
-    return f"nk.losses.{entry.name}({', '.join(given)})"
 
 
 def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:

@@ -28,7 +28,7 @@ from nearkin.sums import hinge_sum, log_sums, pick, row_sum
     use="A plain, robust baseline, and the usual choice with a cross-batch memory.",
     space={"margin": linear(0.0, 1.0)},
 )
-def contrastive(p: Pairs, *, margin: float = 0.5) -> tuple[Tensor, Tensor]:
+def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tensor]:
     """Pull every pair of one class; push pairs of two classes that are nearer than a margin.
 
     p        cosines [N, M] with masks; returns totals per anchor [N] and the number of pairs
@@ -57,7 +57,7 @@ def _l2_pairs(*given: Any, normalize: bool = True, **options: Any) -> Pairs:
     space={"margin": linear(0.2, 1.4)},
     inputs=Inputs(_l2_pairs, outer={"normalize": True}, pairs=True, memory=True),
 )
-def contrastive_l2(p: Pairs, *, margin: float = 1.0) -> Tensor:
+def contrastive_l2(p: Pairs, *, margin: float | Tensor = 1.0) -> Tensor:
     """Squared distances within a class, squared margin violations between classes; summed, divided by N.
 
     p        similarities [N, M] with masks; plain products (`metric="dot"`) keep the lengths of the vectors
@@ -82,7 +82,7 @@ def contrastive_l2(p: Pairs, *, margin: float = 1.0) -> Tensor:
     space={"alpha": linear(0.05, 0.5), "beta": linear(0.6, 1.4)},
     inputs=Inputs(pair_up, outer={"learn_beta": False}, pairs=True, memory=True),
 )
-def margin(p: Pairs, *, alpha: float = 0.2, beta: float | Tensor = 1.2) -> tuple[Tensor, Tensor]:
+def margin(p: Pairs, *, alpha: float | Tensor = 0.2, beta: float | Tensor = 1.2) -> tuple[Tensor, Tensor]:
     """Keep positives nearer than beta - alpha and negatives farther than beta + alpha (Euclidean, unit vectors).
 
     p       cosines [N, M] with masks; returns totals per anchor [N] and the number of non-zero terms
@@ -106,7 +106,7 @@ def margin(p: Pairs, *, alpha: float = 0.2, beta: float | Tensor = 1.2) -> tuple
     use="Margin loss for those who think in cosines; not the same loss as `margin`, even with matched beta.",
     space={"margin": linear(0.05, 0.5), "beta": linear(0.0, 0.8)},
 )
-def margin_similarity(p: Pairs, *, margin: float = 0.2, beta: float = 0.28) -> tuple[Tensor, Tensor]:
+def margin_similarity(p: Pairs, *, margin: float | Tensor = 0.2, beta: float | Tensor = 0.28) -> tuple[Tensor, Tensor]:
     """Keep positives above the cosine beta + margin and negatives below beta - margin.
 
     p        cosines [N, M] with masks; returns totals per anchor [N] and the number of non-zero terms

@@ -30,7 +30,7 @@ from nearkin.vectors import check_finite, full_precision
     paper="Boudiaf et al. 2020",
     formula="mean_i of  -sum_c t_ic log softmax(W x_i + b)_c,  t = 1 - smoothing (own), smoothing/(C - 1) (others)",
     use="The plainest baseline, and a hard one to beat when tuned; it needs neither pairs nor a special sampler.",
-    space={"smoothing": linear(0.0, 0.3), "dropout": linear(0.0, 0.6)},
+    space={"smoothing": linear(0.0, 0.3, legal="[0, 1]"), "dropout": linear(0.0, 0.6, legal="[0, 1)")},
     inputs=HEAD,
     cost="N C D",
 )
@@ -121,7 +121,7 @@ def _to_head_and_centers(
     paper="Wen et al. 2016",
     formula="mean_i of  -log softmax(W x_i + b)_y  +  (strength / 2) |x_i - center_y|^2",
     use="Cross entropy with tighter classes; strength sets the compromise.",
-    space={"strength": log(1e-4, 0.1)},
+    space={"strength": log(1e-4, 0.1, legal="[0, inf)")},
     inputs=Inputs(
         _to_head_and_centers,
         (*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
@@ -146,7 +146,7 @@ def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
 
 
 def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
-    """Labels counted from 0, and (1/N) times the sum of each class [K, D]; classes absent from the batch are 0."""
+    """Labels counted from 0, and (1/N) times the sum of each class [C, D]; classes absent from the batch are 0."""
     check_finite(emb)
     if num_classes is None:
         present, labels = torch.unique(labels, return_inverse=True)
@@ -191,12 +191,12 @@ def _to_soft_means(
     use="To study cross entropy as a pairwise loss; for training, spce is simpler.",
     space={"lam": log(0.05, 20)},
     inputs=Inputs(_to_soft_means, counts_classes=True),
-    cost="N K D",
+    cost="N C D",
 )
 def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     """Pairwise cross entropy: tightness of the classes against soft class means. No parameters, raw embeddings.
 
-    c     products with the soft means [N, K], with the own class sum [N], and p [N, K]; one value per sample [N]
+    c     products with the soft means [N, C], with the own class sum [N], and p [N, C]; one value per sample [N]
     lam   inverse size of the implied head; 1
 
     Called as pce(emb, labels, probabilities): p is held constant. Without it p is the softmax of the `spce` logits.
@@ -218,12 +218,12 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     formula="mean_i of  -log softmax(theta x_i)_y,  theta_k = (1/N) sum_{j in k} x_j",
     use="Cross entropy without a head to learn: the classes of the batch are their own weights. Large batches.",
     inputs=Inputs(_to_class_sums, counts_classes=True),
-    cost="N K D",
+    cost="N C D",
 )
 def spce(c: ToClasses) -> Tensor:
     """Simplified pairwise cross entropy: cross entropy at the head made of the batch's class sums. Raw embeddings.
 
-    c   products with the class sums divided by N [N, K]; returns one value per sample [N]
+    c   products with the class sums divided by N [N, C]; returns one value per sample [N]
 
     Called as spce(emb, labels, num_classes); classes absent from the batch give the logit 0. Without num_classes
     only those present count.

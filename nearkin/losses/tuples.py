@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nearkin.errors import ConfigError
 from nearkin.losses.register import ONE_PER_CLASS, Inputs, linear, log, loss
 from nearkin.pairs import Pairs, pair_up
 from nearkin.sums import Side, log_sum_exp, log_sums, pick, rank_positives, softplus
@@ -87,11 +88,11 @@ class _AllTriplets(torch.autograd.Function):
     use="A smooth all-pairs loss; with more than four (positive, negative) pairs per anchor its hinge never closes.",
     space={"margin": linear(0.0, 1.0)},
 )
-def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
+def lifted_structure(p: Pairs, *, margin: float | Tensor = 0.5) -> Tensor:
     """The soft maximum over positives of their dissimilarity plus the soft maximum over negatives of their similarity.
 
     p        cosines [N, M] with masks; returns one value per anchor [N], 0 without positives or without negatives
-    margin   in cosine; it only moves the hinge, which on the unit sphere is open as soon as |P| |N| > e^(2 - margin)
+    margin   in cosine; it only moves the hinge, which on the unit sphere is open as soon as P N > e^(2 - margin)
 
     >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
     >>> float(lifted_structure(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
@@ -110,7 +111,7 @@ def lifted_structure(p: Pairs, *, margin: float = 0.5) -> Tensor:
     space={"margin": linear(0.2, 1.5)},
     inputs=Inputs(pair_up, pairs=True),
 )
-def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
+def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Each positive pair against all negatives of both its ends, on Euclidean distances, squared.
 
     p        cosines [N, N] with masks; returns totals per anchor [N] and the number of unordered positive pairs
@@ -120,13 +121,17 @@ def lifted_song(p: Pairs, *, margin: float = 1.0) -> tuple[Tensor, Tensor]:
     >>> float(lifted_song(pair_up(emb, torch.tensor([0, 0, 1]))))
     1.5895...
     """
+    if p.sim.shape[0] != p.sim.shape[1]:
+        raise ConfigError(
+            f"lifted_song looks from both ends of a pair: it takes Pairs [N, N], got {list(p.sim.shape)}."
+        )
     distance = p.distance()
     # Anchors without negatives have mass -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
     mass = (margin + log_sum_exp(distance, p.negatives, -1.0)).clamp(min=-1e30)
     i, j = p.positives.listed()
     violation = torch.relu(pick(distance, i, j) + torch.logaddexp(mass[i], mass[j])).square()
-    # Every unordered pair is met twice, from either end.
-    return p.sim.new_zeros(len(p.sim)).index_add(0, i, violation / 4), torch.tensor(len(i) // 2)
+    # Every unordered pair is met twice, from either end; of one that a miner left from one end only, a half counts.
+    return p.sim.new_zeros(len(p.sim)).index_add(0, i, violation / 4), torch.tensor(len(i) / 2)
 
 
 @loss(
@@ -155,7 +160,7 @@ def npair(p: Pairs) -> Tensor:
     paper="Sohn 2016",
     formula="mean over classes of  log(1 + sum_{c' != c} exp(a_c.p_c' - a_c.p_c))  +  l2 * mean |x|^2",
     use="Two samples of many classes per batch; embeddings are not normalised, l2 keeps them short.",
-    space={"l2": log(1e-4, 0.1)},
+    space={"l2": log(1e-4, 0.1, legal="[0, inf)")},
     inputs=ONE_PER_CLASS,
     cost="C'^2 D",
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nearkin.data.images import Rows
 from nearkin.difficulty import class_table
 from nearkin.errors import RunError
 from nearkin.evaluate import HEADLINE
@@ -37,15 +38,20 @@ def check_same_images(runs: Sequence[Run], views: Sequence[View]) -> None:
         )
 
 
-def difference(first: View, second: View, shown: Shown) -> dict[str, Any]:
-    """What the second run gains over the first: metrics with paired intervals, queries mended and broken, classes."""
-    metrics = [compare(first.scores, second.scores, name) for name in HEADLINE if name in first.scores.per_query]
+def changed(first: View, second: View) -> tuple[Rows, Rows]:
+    """The rows whose nearest neighbour became right with the second run, and wrong; the greatest change first."""
     before, after = first.scores.per_query["R@1"], second.scores.per_query["R@1"]
     change = second.scores.per_query["MAP@R"] - first.scores.per_query["MAP@R"]
     change = np.where(np.isnan(change), 0.0, change)  # lone queries, which MAP@R leaves out
     mended = np.flatnonzero((before == 0) & (after == 1))
     broken = np.flatnonzero((before == 1) & (after == 0))
-    mended, broken = mended[np.argsort(-change[mended])], broken[np.argsort(change[broken])]
+    return first.asking[mended[np.argsort(-change[mended])]], first.asking[broken[np.argsort(change[broken])]]
+
+
+def difference(first: View, second: View, shown: Shown) -> dict[str, Any]:
+    """What the second run gains over the first: metrics with paired intervals, queries mended and broken, classes."""
+    metrics = [compare(first.scores, second.scores, name) for name in HEADLINE if name in first.scores.per_query]
+    mended, broken = changed(first, second)
     old = {row.label: row for row in class_table(first.scores)}
     classes = []
     for row in class_table(second.scores):
@@ -63,9 +69,9 @@ def difference(first: View, second: View, shown: Shown) -> dict[str, Any]:
             | {"low": rounded(d.low, 6), "high": rounded(d.high, 6), "p": rounded(d.p_value)}
             for d in metrics
         ],
-        "queries": len(before),
-        "mended": {"count": len(mended), "items": shown.items_of(first.asking[mended[:EACH]])},
-        "broken": {"count": len(broken), "items": shown.items_of(first.asking[broken[:EACH]])},
+        "queries": len(first.asking),
+        "mended": {"count": len(mended), "items": shown.items_of(mended[:EACH])},
+        "broken": {"count": len(broken), "items": shown.items_of(broken[:EACH])},
         "classes": sorted(classes, key=lambda row: row["gain"]),
     }
 

@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,18 @@ from numpy.typing import NDArray
 
 from nearkin.data.images import Rows
 from nearkin.diagnostics import diagnose
-from nearkin.difficulty import class_table, confused_pairs, hubness, hubs
-from nearkin.errors import DataError
+from nearkin.difficulty import class_table, confused_pairs, hubness
 from nearkin.evaluate import scores_of
 from nearkin.pairs import pair_up
 from nearkin.progress import Reporter
-from nearkin.report import gallery, projection
+from nearkin.report import projection
+from nearkin.report.lists import COPIES, SUSPECTS, Copies, Lists
 from nearkin.report.view import View
 from nearkin.runs import Run
-from nearkin.suspects import Duplicate, find_duplicates, find_suspects
 
-PAIRS, HUBS, SUSPECTS, COPIES = 30, 20, 100, 60  # how many of each a page lists
 CSV_ROWS = 1000
-LIKELY, FEWEST = 0.05, 12  # chance from which a label is listed as suspect, and how many are listed in any case
 PAIRED, BINS = 1000, 50  # rows whose pairs are looked at, and bins of their similarities
 SIZES_UP_TO = 12_000  # rows for which recall by embedding size is still cheap
-MANY = 200  # pairs above a threshold that cannot all be copies
-THRESHOLDS = (0.96, 0.98, 0.99, 0.995, 0.999)  # cosines above which rows pass for copies
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,8 @@ def story(run: Run) -> dict[str, Any]:
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
     recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
-    environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+    stored = run.path / "env.json"
+    environment = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     environment.pop("command", None)
     return {
         "key": run.path.resolve().name,
@@ -119,42 +114,42 @@ def items(view: View, shown: Shown) -> dict[str, Any]:
         "part": view.part,
         "total": len(view),
         "classes": list(view.table.class_names),
+        "sizes": np.bincount(view.table.labels, minlength=len(view.table.class_names)).tolist(),
         "label": view.table.labels[shown.rows].tolist(),
         "name": [view.row_name(int(row)) for row in shown.rows],
     }
 
 
-def findings(view: View, shown: Shown, *, tsne: bool, reporter: Reporter) -> dict[str, Any]:
-    """All that a page tells of one run's images. Items stand for rows; numbers are rounded to what is shown."""
-    labels = view.table.labels
-    recall, precision = view.per_row("R@1")[shown.rows], view.per_row("MAP@R")[shown.rows]
-    near = shown.place[view.near[shown.rows]]
-    whole: list[bool] = np.all(
-        near >= 0, axis=1
-    ).tolist()  # only items whose neighbours are all on the page can be asked for
-    asked = view.near[view.asking]
+def findings(view: View, lists: Lists, shown: Shown, *, tsne: bool, reporter: Reporter) -> dict[str, Any]:
+    """All that a page tells of one run's images. Items stand for rows; numbers are rounded to what is shown.
+
+    A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
+    """
+    near = view.near[shown.rows]
+    place = shown.place[near]
     return {
-        "near": [row.tolist() if full else None for row, full in zip(near, whole, strict=True)],
-        "similar": [
-            np.rint(1000 * row).astype(int).tolist() if full else None
-            for row, full in zip(view.similar[shown.rows], whole, strict=True)
-        ],
-        "recall": [None if math.isnan(v) else int(v) for v in recall],
-        "precision": [rounded(v, 3) for v in precision],
-        "views": {name: shown.items_of(rows) for name, rows in gallery.views(view).items()},
+        "near": np.where(place < 0, -1 - view.table.labels[near], place).tolist(),
+        "similar": np.rint(1000 * view.similar[shown.rows]).astype(int).tolist(),
+        "recall": [None if math.isnan(v) else int(v) for v in view.per_row("R@1")[shown.rows]],
+        "precision": [rounded(v, 3) for v in view.per_row("MAP@R")[shown.rows]],
+        "views": {name: shown.items_of(rows) for name, rows in lists.views.items()},
         "classes": _classes(view),
-        "pairs": _pairs(view, shown),
+        "pairs": [
+            {"class": int(pair.label), "taken_for": int(pair.taken_for), "count": pair.count}
+            | {"share": round(pair.share, 4), "items": shown.items_of(rows)}
+            for pair, rows in lists.pairs
+        ],
         "hubs": [
             {"item": item, "lists": hub.lists, "wrong": hub.wrong}
-            for hub in hubs(asked, labels[view.asking], labels, top=HUBS)
+            for hub in lists.hubs
             for item in shown.items_of([hub.item])
         ],
-        "hubness": round(hubness(asked, len(view)), 2),
+        "hubness": round(hubness(view.near[view.asking], len(view)), 2),
         "similarity": _similarity(view),
         "sizes": _sizes(view, reporter),
         "map": _map(view, shown, tsne, reporter),
-        "suspects": _suspects(view, shown),
-        "copies": _copies(view, shown),
+        "suspects": _suspects(view, lists, shown),
+        "copies": _copies(lists.copies, shown),
     }
 
 
@@ -194,24 +189,6 @@ def _classes(view: View) -> list[dict[str, Any]]:
     return rows
 
 
-def _pairs(view: View, shown: Shown) -> list[dict[str, Any]]:
-    labels, asking = view.table.labels, view.asking
-    first = labels[view.near[asking, 0]]
-    found = []
-    for pair in confused_pairs(view.near[asking], labels[asking], labels, top=PAIRS):
-        rows = asking[(labels[asking] == pair.label) & (first == pair.taken_for)]
-        found.append(
-            {
-                "class": int(pair.label),
-                "taken_for": int(pair.taken_for),
-                "count": pair.count,
-                "share": round(pair.share, 4),
-                "items": shown.items_of(rows[: gallery.EACH]),
-            }
-        )
-    return found
-
-
 def _sizes(view: View, reporter: Reporter) -> list[dict[str, Any]]:
     """R@1 of the first 8, 16, 32, ... numbers of each vector, and of all."""
     dim = view.emb.shape[1]
@@ -235,55 +212,40 @@ def _map(view: View, shown: Shown, tsne: bool, reporter: Reporter) -> dict[str, 
     return {"items": shown.items_of(rows), "kinds": {name: points.tolist() for name, points in made.items()}}
 
 
-def _suspects(view: View, shown: Shown) -> dict[str, Any]:
+def _suspects(view: View, lists: Lists, shown: Shown) -> dict[str, Any]:
     """Labels that look wrong, with all of the first ones as a CSV file to work through."""
-    try:
-        found = find_suspects(view.emb, view.table.labels)
-    except DataError as error:  # each class has one row
-        return {"why": str(error), "rows": [], "csv": ""}
+    found = lists.suspects
+    if isinstance(found, str):
+        return {"why": found, "rows": [], "csv": ""}
     names = [view.row_name(row) for row in range(len(view))]
     top = min(CSV_ROWS, int(np.isfinite(found.score).sum()))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "suspects.csv"
         found.to_csv(path, paths=names, class_names=view.table.class_names, top=top)
         written = path.read_bytes()
-    listed = max(FEWEST, int((found.probability[found.order[: min(top, SUSPECTS)]] >= LIKELY).sum()))
-    rows = [row for row in found.order[: min(top, listed)].tolist() if shown.place[row] >= 0]
     return {
         "why": "",
         "share": rounded(found.share),
         "expected": rounded(found.expected(SUSPECTS), 1),
         "rows": [
-            {
-                "item": int(shown.place[row]),
-                "suggested": int(found.suggested[row]),
-                "probability": rounded(found.probability[row]),
-            }
-            for row in rows
+            {"item": item, "suggested": int(found.suggested[row]), "probability": rounded(found.probability[row])}
+            for row in lists.listed
+            for item in shown.items_of([row])
         ],
         "csv": "data:text/csv;charset=utf-8;base64," + base64.b64encode(written).decode(),
         "csv_rows": top,
     }
 
 
-def _copies(view: View, shown: Shown) -> dict[str, Any]:
-    """Rows that are the same or nearly, by the features of a backbone that was not trained where there are those."""
-    by_features = view.table.features is not None
-    vectors = view.table.features if by_features else view.emb
-    for threshold in THRESHOLDS:
-        try:
-            found: Sequence[Duplicate] = find_duplicates(vectors, view.table.labels, threshold=threshold, most=MANY)
-        except DataError:
-            continue
-        listed = found[:COPIES]
-        return {
-            "threshold": threshold,
-            "by_features": by_features,
-            "count": len(found),
-            "rows": [
-                {"items": shown.items_of([d.first, d.second]), "similarity": round(d.similarity, 4), "exact": d.exact}
-                for d in listed
-                if len(shown.items_of([d.first, d.second])) == 2
-            ],
-        }
-    return {"threshold": None, "by_features": by_features, "count": None, "rows": []}
+def _copies(found: Copies, shown: Shown) -> dict[str, Any]:
+    pairs = [(shown.items_of([pair.first, pair.second]), pair) for pair in (found.pairs or [])[:COPIES]]
+    return {
+        "threshold": found.threshold,
+        "by_features": found.by_features,
+        "count": None if found.pairs is None else len(found.pairs),
+        "rows": [
+            {"items": items, "similarity": round(pair.similarity, 4), "exact": pair.exact}
+            for items, pair in pairs
+            if len(items) == 2
+        ],
+    }

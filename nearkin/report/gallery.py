@@ -25,7 +25,7 @@ BYTES = 6_000_000  # of the sheet, before base64
 QUALITIES = (78, 60, 45, 30)
 
 
-def views(view: View, *, each: int = EACH, seed: int = 0) -> dict[str, Rows]:
+def views(view: View, *, each: int, seed: int = 0) -> dict[str, Rows]:
     """Rows to ask for, by what they show; the draw is seeded, so that a page shows the same each time.
 
     sure      the nearest is of another class, and nearer than the nearest of its own by most
@@ -48,21 +48,29 @@ def views(view: View, *, each: int = EACH, seed: int = 0) -> dict[str, Rows]:
     }
 
 
-def choose(near: Sequence[Rows], first: Rows, *, most: int = MOST) -> Rows:
-    """The rows that get a picture, in order: all where they fit, else the first ones and outwards along neighbours.
+def choose(near: Sequence[Rows], first: Rows, *, most: int) -> Rows:
+    """The rows that get a picture, in order: all where they fit, else the first ones and, as a query wants all of its
+    neighbours, whole lists of them: those of the first ones, then always of the rows that lack the fewest.
 
     near   [N, k] for each of the runs on the page
     """
-    total = len(near[0])
-    if total <= most:
-        return np.arange(total)
-    known = np.zeros(total, dtype=bool)
-    fresh = np.unique(first)[:most]
-    known[fresh] = True
-    while len(fresh) and known.sum() < most:
-        reached = np.unique(np.concatenate([lists[fresh].ravel() for lists in near]))
-        fresh = reached[~known[reached]][: most - int(known.sum())]
-        known[fresh] = True
+    around = np.concatenate(near, axis=1)
+    if len(around) <= most:
+        return np.arange(len(around))
+    rows = np.array(list(dict.fromkeys(first.tolist())), np.int64)[:most]
+    known = np.zeros(len(around), dtype=bool)
+    known[rows] = True
+    left = most - len(rows)
+    while len(rows):
+        for row in rows:
+            lacking = np.unique(around[row][~known[around[row]]])
+            if len(lacking) <= left:
+                known[lacking] = True
+                left -= len(lacking)
+        inside = np.flatnonzero(known)
+        lacks = (~known[around[inside]]).sum(1)
+        lacks[lacks == 0] = left + 1
+        rows = inside[(lacks == lacks.min()) & (lacks <= left)]
     return np.flatnonzero(known)
 
 

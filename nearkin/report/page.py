@@ -17,10 +17,11 @@ from nearkin.errors import DataError, RunError
 from nearkin.files import without_nan
 from nearkin.progress import Reporter
 from nearkin.report import gallery
-from nearkin.report.compare import check_same_images, difference, settings_that_differ, verdict
+from nearkin.report.compare import EACH, changed, check_same_images, difference, settings_that_differ, verdict
 from nearkin.report.contents import Shown, findings, items, story
 from nearkin.report.gallery import Sheet, sheet
 from nearkin.report.html import fill, write_html
+from nearkin.report.lists import Lists, lists_of
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
 from nearkin.report.view import NEIGHBOURS, View, look
@@ -85,12 +86,15 @@ def gather(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Re
         reporter.say(f"no images on the page: {error}")
         return Report(names, stories, why=_without_folders(str(error), runs[0]))
     check_same_images(runs, views)
-    shown = _shown(views)
+    lists = [lists_of(view) for view in views]
+    shown = _shown(views, lists)
     return Report(
         names,
         stories,
         items=items(views[0], shown),
-        findings=[findings(view, shown, tsne=tsne, reporter=reporter) for view in views],
+        findings=[
+            findings(view, one, shown, tsne=tsne, reporter=reporter) for view, one in zip(views, lists, strict=True)
+        ],
         against=[difference(views[0], view, shown) for view in views[1:]],
         differ=differ,
         pictures=sheet(views[0].table.images, shown.rows, reporter=reporter) if views[0].has_images else None,
@@ -108,9 +112,10 @@ def _letters() -> Sequence[str]:
     return [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
 
 
-def _shown(views: Sequence[View]) -> Shown:
-    first = np.concatenate([rows for view in views for rows in gallery.views(view).values()])
-    return Shown.of(gallery.choose([view.near for view in views], first), len(views[0]))
+def _shown(views: Sequence[View], lists: Sequence[Lists]) -> Shown:
+    changes = [rows[:EACH] for view in views[1:] for rows in changed(views[0], view)]
+    first = np.concatenate([*changes, *(one.rows for one in lists)])
+    return Shown.of(gallery.choose([view.near for view in views], first, most=gallery.MOST), len(views[0]))
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,15 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 26
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, and its points from left to right; None leaves a gap."""
+    """A line: its name, and its points from left to right; None and what is not finite leave a gap."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None and math.isfinite(y)]
 
 
 def line_chart(
@@ -40,8 +44,7 @@ def line_chart(
     logarithmic  spaces the x by their logarithms
     span         of the y axis; by default what the values take
     """
-    xs = [x for one in series for x, y in zip(one.x, one.y, strict=True) if y is not None]
-    ys = [y for one in series for y in one.y if y is not None]
+    xs, ys = ([point[axis] for one in series for point in one.points] for axis in (0, 1))
     if not ys:
         return ""
     ticks = _ticks(*(span or (min(ys), max(ys))))
@@ -70,10 +73,9 @@ def line_chart(
         at = x_at(mark)
         parts.append(f'<line class="chosen" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
     for order, one in enumerate(series):
-        points = [(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
-        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in points)
+        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in one.points)
         parts.append(f'<polyline class="line c{order % 4}" points="{path}"/>')
-        for x, y in points if len(points) <= 60 else ():
+        for x, y in one.points if len(one.points) <= 60 else ():
             title = f"<title>{escape(one.name)}, {escape(x_name)} {x:g}: {y:.4g}</title>"
             parts.append(
                 f'<circle class="dot c{order % 4}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3">{title}</circle>'

@@ -204,7 +204,12 @@ def _known(report: StudyReport, experiment: str) -> list[float]:
 def lead(report: StudyReport) -> str:
     """The sentence the page opens with: who leads, and of whom that is certain."""
     if report.tournament is None:
-        return "One entrant alone: there is nothing to rank."
+        count = len(report.entrants)
+        if count == 1:
+            return "One entrant alone: there is nothing to rank."
+        known = sum(any(not math.isnan(_mean(report, e, name)) for e in report.experiments) for name in report.entrants)
+        so_far = " so far" if report.left else ""
+        return f"{known or 'None'} of the {count} entrants has a value{so_far}: there is nothing to rank."
     first = report.tournament.standings[0].entrant
     pairs = [pair for pair in report.tournament.pairs if first in (pair.first, pair.second)]
     beaten = sum(pair.settled and pair.leader == first for pair in pairs)
@@ -228,7 +233,7 @@ def diagram(tournament: Tournament | None) -> str | None:
 
 
 def charts(report: StudyReport) -> list[tuple[str, str]]:
-    """The metric over embedding sizes and over networks, of the leading entrants, for every data set and network."""
+    """The metric over embedding sizes, of the leading entrants, for every data set and network."""
     drawn = []
     shown = report.entrants[:LINES]
     for dataset, network in dict.fromkeys(place[:2] for place in report.places.values()):

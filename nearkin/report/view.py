@@ -39,6 +39,7 @@ class View:
     scores    of the asking rows, in their order
     near      [N, k] the nearest rows of each among those that are searched, itself left out
     similar   [N, k] their cosines
+    root      the folder of the data
     """
 
     part: str
@@ -48,6 +49,7 @@ class View:
     scores: Scores = field(repr=False)
     near: Rows = field(repr=False)
     similar: Floats = field(repr=False)
+    root: Path | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -59,11 +61,15 @@ class View:
         return values
 
     def row_name(self, row: int) -> str:
-        """What a person can find the row by: its file below the data's folder, or its number."""
+        """What a person can find the row by: its file below the data's folder, or its number.
+
+        Of a file elsewhere only its own folder is told: a page is shared, and the folders above are this machine's.
+        """
         if not self.table.paths:
             return f"row {self.table.row_numbers[row]}"
         path = self.table.paths[row]
-        return str(Path(path.parent.name) / path.name)
+        above = self.root if self.root is not None and path.is_relative_to(self.root) else path.parent.parent
+        return path.relative_to(above).as_posix()
 
     @property
     def has_images(self) -> bool:
@@ -103,7 +109,10 @@ def look(run: Run, *, reporter: Reporter) -> View:
     asking = np.arange(len(part)) if asking is None else asking
     if not np.array_equal(scores.labels, part.labels[asking]):
         raise DataError(f"{stored}: not the values of these images.")
-    return View(name, part, emb, asking, scores, *_nearest(part, emb))
+    near, similar = _nearest(part, emb)
+    root = recipe.data.root
+    folder = root.parent if root is not None and root.is_file() else root
+    return View(name, part, emb, asking, scores, near, similar, folder)
 
 
 def _nearest(part: Table, emb: Tensor) -> tuple[Rows, Floats]:

@@ -19,7 +19,11 @@ function make(tag, settings = {}, ...children) {
 
 // A name of unknown direction, kept from turning the text around it; a line may end after its underscores and dashes.
 const named = (text) => make("bdi", {}, ...(text.match(/[^_/-]+[_/-]*|[_/-]+/g) ?? []).flatMap((part) => [part, make("wbr")]));
-const className = (item) => items.classes[items.label[item]];
+// A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
+const labelOf = (item) => item < 0 ? -1 - item : items.label[item];
+const className = (item) => items.classes[labelOf(item)];
+// The file alone: its folders would leave no room for it, and the picture beside it tells them.
+const fileName = (item) => make("div", { class: "soft" }, named(items.name[item].split("/").at(-1)));
 const percent = (value) => value === null ? "–" : (100 * value).toFixed(1);
 
 function choices(box, options, chosen, choose) {
@@ -31,8 +35,9 @@ function choices(box, options, chosen, choose) {
 }
 
 function picture(item) {
-  const box = make("span", { class: sheet ? "pic" : "pic none" });
-  if (sheet) {
+  const box = make("span", { class: sheet && item >= 0 ? "pic" : "pic none" });
+  if (item < 0) box.append("not on this page");
+  else if (sheet) {
     const [columns, rows] = sheet;
     const x = columns > 1 ? item % columns / (columns - 1) : 0, y = rows > 1 ? Math.floor(item / columns) / (rows - 1) : 0;
     box.style.backgroundPosition = `${100 * x}% ${100 * y}%`;
@@ -40,13 +45,14 @@ function picture(item) {
   return box;
 }
 
-// One picture: kind is "query", "right" or "wrong"; choosing it makes it the query.
+// One picture: kind is "query", "right" or "wrong"; choosing it makes it the query, if it is on the page.
 function tile(item, kind, similarity) {
   const mark = { right: "✓", wrong: "✗" }[kind];
-  const said = `${kind === "query" ? "query" : kind ?? "image"}: ${className(item)}, ${items.name[item]}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
+  const said = `${kind === "query" ? "query" : kind ?? "image"}: ${className(item)}, ${items.name[item] ?? "not on this page"}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
   const note = make("span", { class: "note" });
   if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(similarity > 0.98 ? 3 : 2)} `);
   note.append(named(className(item)));
+  if (item < 0) return make("span", { class: `tile away ${kind}`, title: said }, picture(item), note);
   return make("button", { type: "button", class: `tile ${kind ?? ""}`, "aria-label": said, title: said, onclick: () => ask(item) }, picture(item), note);
 }
 
@@ -54,9 +60,8 @@ function row(item, run, who) {
   const found = findings[run], line = make("div", { class: who && who !== "A" ? "row second" : "row" });
   if (who) line.append(make("span", { class: "who", title: names[run] }, who));
   line.append(tile(item, "query"));
-  (found.near[item] ?? []).forEach((other, place) =>
-    line.append(tile(other, items.label[other] === items.label[item] ? "right" : "wrong", found.similar[item][place] / 1000)));
-  if (!found.near[item]) line.append(make("p", { class: "soft" }, "Its neighbours are not on this page: it holds a part of the images."));
+  found.near[item].forEach((other, place) =>
+    line.append(tile(other, labelOf(other) === labelOf(item) ? "right" : "wrong", found.similar[item][place] / 1000)));
   return line;
 }
 
@@ -149,13 +154,16 @@ function gallery() {
     select.replaceChildren(...found.pairs.map((pair, at) =>
       make("option", { value: at, selected: at === state.pair }, `${items.classes[pair.class]} → ${items.classes[pair.taken_for]} (${pair.count})`)));
     state.pair = Math.min(state.pair, found.pairs.length - 1);
-    list = found.pairs[state.pair].items;
+    const pair = found.pairs[state.pair];
+    list = pair.items;
+    if (list.length < pair.count) said += ` ${list.length} of the ${pair.count} are listed.`;
   } else if (state.view === "asked") {
     list = state.asked;
     said = "Pictures that you chose, the last one first.";
   } else if (state.view === "class") {
-    list = items.label.flatMap((label, item) => label === index && found.near[item] ? [item] : []);
-    said = index < 0 ? "No class of that name." : `All ${list.length} images of this class.`;
+    list = items.label.flatMap((label, item) => label === index ? [item] : []);
+    const all = items.sizes[index];
+    said = index < 0 ? "No class of that name." : list.length === all ? `All ${all} images of this class.` : `${list.length} of the ${all} images of this class; the others are not on this page.`;
   } else list = found.views[state.view];
   byId("said").textContent = said;
   listing(byId("shown"), byId("shown-more"), list, (item) => [row(item, state.run)], 8);
@@ -166,10 +174,10 @@ function arrows(box) {
   box.addEventListener("keydown", (event) => {
     const here = event.target.closest(".tile");
     if (!here || !event.key.startsWith("Arrow")) return;
-    const rows = [...box.querySelectorAll(".row")], line = here.closest(".row"), tiles = [...line.querySelectorAll(".tile")];
+    const rows = [...box.querySelectorAll(".row")], line = here.closest(".row"), tiles = [...line.querySelectorAll("button.tile")];
     const [at, place] = [rows.indexOf(line), tiles.indexOf(here)];
     const next = { ArrowRight: tiles[place + 1], ArrowLeft: tiles[place - 1],
-      ArrowDown: rows[at + 1]?.querySelectorAll(".tile")[place], ArrowUp: rows[at - 1]?.querySelectorAll(".tile")[place] }[event.key];
+      ArrowDown: rows[at + 1]?.querySelectorAll("button.tile")[place], ArrowUp: rows[at - 1]?.querySelectorAll("button.tile")[place] }[event.key];
     if (next) { event.preventDefault(); next.focus(); }
   });
 }
@@ -204,7 +212,7 @@ function drawMap() {
   const size = points.length > 1500 ? 2 : 3;
   const draw = (at, radius) => {
     const item = map.points[at];
-    const good = found.near[item] ? items.label[found.near[item][0]] === items.label[item] : true;
+    const good = labelOf(found.near[item][0]) === labelOf(item);
     pen.fillStyle = pen.strokeStyle = good ? right : wrong;
     pen.beginPath();
     if (good) { pen.arc(map.x[at], map.y[at], radius, 0, 7); pen.fill(); }
@@ -306,7 +314,7 @@ function confusions() {
   ], pairs, { sort: 2, down: true, first: 30 });
   byId("hubs").replaceChildren(...hubs.slice(0, 12).map(({ item, lists, wrong }) =>
     make("div", { class: "card" }, tile(item), make("div", { class: "about" },
-      make("div", {}, named(className(item))), make("div", {}, `in ${lists} lists, ${wrong} of another class`), make("div", { class: "soft" }, named(items.name[item]))))));
+      make("div", {}, named(className(item))), make("div", {}, `in ${lists} lists, ${wrong} of another class`), fileName(item)))));
 }
 
 function suspects() {
@@ -315,7 +323,7 @@ function suspects() {
     `About ${percent(found.share)} % of the labels of these images look wrong; among the first 100, ${found.expected} are to be expected. Look before you change one: a hard image looks like a wrong label.`;
   listing(byId("suspect-list"), byId("suspect-more"), found.rows, (one) => [make("div", { class: "card" }, tile(one.item),
     make("div", { class: "about" }, make("div", {}, "is ", named(className(one.item))), make("div", {}, "or ", named(items.classes[one.suggested]), "?"),
-      make("div", {}, `chance of being wrong ${percent(one.probability)} %`), make("div", { class: "soft" }, named(items.name[one.item]))))], 12);
+      make("div", {}, `chance of being wrong ${percent(one.probability)} %`), fileName(one.item)))], 12);
 }
 
 function copies() {

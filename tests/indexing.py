@@ -1,0 +1,38 @@
+"""Fixtures of the tests of `nearkin index`: a run, photos to change at will, and the command itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from small_runs import make_run
+
+import nearkin as nk
+from nearkin.deploy import commands
+
+
+@pytest.fixture(scope="module")
+def run(photo_folder, tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), photo_folder).path
+
+
+@pytest.fixture
+def photos(photo_folder, tmp_path) -> Path:
+    """Five classes of four images, to be changed at will."""
+    for c in range(5):
+        (tmp_path / "photos" / f"class {c}").mkdir(parents=True)
+        for i in range(4):
+            shutil.copy(photo_folder / f"class {c}" / f"{i:02d}.png", tmp_path / "photos" / f"class {c}")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def index(run, tmp_path, capsys):
+    """Run the command on a folder; gives the index and what was printed."""
+
+    def call(source, *flags: str, out: str = "index"):
+        commands.index([str(run), str(source), "-o", str(tmp_path / out), "--quiet", "--device", "cpu", *flags])
+        return nk.Index.load(tmp_path / out), capsys.readouterr().out
+
+    return call
