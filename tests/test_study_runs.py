@@ -151,6 +151,20 @@ def test_a_worker_that_warns_a_lot_is_not_held_up(folder, tmp_path):
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_a_worker_that_stops_by_itself_says_why(folder, tmp_path):
+    """Its parent lives, so its input stays open; the error must not be drowned by an abort of Python."""
+    command = [sys.executable, "-m", "nearkin", "bench", "work", str(folder.path), "--runs", str(tmp_path / "runs")]
+    process = subprocess.Popen(
+        [*command, "--device", "nonsense"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    said = process.stderr.read()
+    assert process.wait(60) == 2, said
+    assert said.startswith("nearkin: device 'nonsense'")
+    process.stdin.close()
+    process.stderr.close()
+
+
 def test_a_folder_named_like_a_preset_is_not_taken_for_a_study(features, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "features").mkdir()

@@ -155,5 +155,8 @@ def _last_words(worker: Worker) -> str:
 
 
 def _stop_with_parent() -> None:
-    sys.stdin.buffer.read()  # ends when the other side is closed, by its will or by its death
+    # Ends when the other side is closed, by its will or by its death. Not through sys.stdin: a thread that waits in its
+    # buffer makes Python abort when the worker ends first, and an error of its own would look like a kill.
+    while os.read(0, 1):
+        pass
     os.kill(os.getpid(), signal.SIGINT)
