@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -216,6 +217,8 @@ def test_wandb_offline_keeps_everything_in_the_run_folder(tiny_recipe, tmp_path,
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = nk.fit(tiny_recipe, tmp_path, reporter=quiet, trackers=("wandb",))
     [stored] = (run.path / "wandb").glob("offline-run-*/*.wandb")
-    content = stored.read_bytes()
+    end = time.monotonic() + 30  # W&B writes in a process of its own, which on a busy machine comes later
+    while b"diagnosis/effective_rank" not in (content := stored.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.1)
     assert b"val/R@1" in content
     assert b"diagnosis/effective_rank" in content
