@@ -1,15 +1,29 @@
-"""Fixtures of the tests of `nearkin index`: a run, photos to change at will, and the command itself."""
+"""For the tests of indexes: small random ones; a run, photos to change at will, and the command itself."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_runs import make_run
 
 import nearkin as nk
 from nearkin.deploy import commands
+
+
+def names(count: int, prefix: str = "item") -> list[str]:
+    return [f"{prefix} {i}" for i in range(count)]
+
+
+def random_index(count: int = 20, dim: int = 6, seed: int = 0) -> nk.Index:
+    rng = np.random.default_rng(seed)
+    return nk.Index(rng.normal(size=(count, dim)), names(count), (np.arange(count) % 4).tolist())
+
+
+def same(a: nk.Index, b: nk.Index) -> bool:
+    return a.ids == b.ids and a.labels == b.labels and np.array_equal(a.vectors, b.vectors)
 
 
 @pytest.fixture(scope="module")

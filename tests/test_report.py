@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from judged import QUIET, clouds, cosines, vectors
 
 import nearkin as nk
 from nearkin import cli, recipes
 from nearkin.errors import RunError
-from nearkin.progress import Reporter
 from nearkin.report import gallery, lists, projection
 from nearkin.report.compare import verdict
 from nearkin.report.contents import Shown
@@ -23,50 +23,19 @@ from nearkin.report.page import gather, render, safe_json, write_page, write_rep
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.view import look
 
-QUIET = Reporter(quiet=True)
-
 
 @pytest.fixture(scope="module")
 def features_run(tmp_path_factory):
     """Twenty classes of twelve rows; of the first test class two rows are copies and one is of another class."""
     folder = tmp_path_factory.mktemp("features")
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(20), 12)
-    features = (rng.normal(size=(20, 24))[labels] + 0.9 * rng.normal(size=(240, 24))).astype(np.float32)
-    features[121] = features[120]
-    np.savez(folder / "f.npz", features=features, labels=np.array([f"{c:02d}" for c in labels]))
-    recipe = recipes.features_default()
-    recipe = replace(
-        recipe,
-        data=replace(recipe.data, root=folder / "f.npz", split="half"),
-        model=replace(recipe.model, dim=16),
-        train=replace(recipe.train, epochs=2),
-    )
+    recipe = clouds(folder, classes=20, each=12, dim=24, seed=0, copies={121: 120})
+    recipe = replace(recipe, model=replace(recipe.model, dim=16), train=replace(recipe.train, epochs=2))
     return nk.fit(recipe, folder / "runs", reporter=QUIET)
 
 
 @pytest.fixture(scope="module")
 def features_report(features_run):
     return gather([features_run], reporter=QUIET)
-
-
-def vectors(run, first=10) -> tuple[np.ndarray, np.ndarray]:
-    stored = np.load(run.recipe.data.root)
-    labels = stored["labels"].astype(int)
-    test = labels >= first
-    return run.embedder().embed(stored["features"][test]).double().numpy(), labels[test]
-
-
-def cosines(run, first=10) -> tuple[np.ndarray, np.ndarray]:
-    """By brute force in float64: similarities of the test rows, the row itself at the end of the order; and labels.
-
-    first   of the test classes
-    """
-    emb, labels = vectors(run, first)
-    emb /= np.linalg.norm(emb, axis=1, keepdims=True)
-    sim = emb @ emb.T
-    np.fill_diagonal(sim, -np.inf)
-    return sim, labels
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
@@ -287,76 +256,6 @@ def test_the_verdict_says_no_more_than_the_interval():
     assert "B is worse than A: 1.0 to 3.0 points" in verdict(row(-0.03, -0.01), "A", "B")
     assert "not settled" in verdict(row(-0.01, 0.01), "A", "B")
     assert "too few classes" in verdict(row(None, None), "A", "B")
-
-
-# --- more images than a page holds ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def wide_runs(tmp_path_factory):
-    """Two runs that judge 600 rows, of classes that are hard to tell apart."""
-    folder = tmp_path_factory.mktemp("wide")
-    rng = np.random.default_rng(2)
-    labels = np.repeat(np.arange(120), 10)
-    features = (rng.normal(size=(120, 12))[labels] + 0.9 * rng.normal(size=(1200, 12))).astype(np.float32)
-    features[1191], features[645] = features[1100], features[630]
-    np.savez(folder / "f.npz", features=features, labels=np.array([f"{c:03d}" for c in labels]))
-    recipe = recipes.features_default()
-    recipe = replace(
-        recipe,
-        data=replace(recipe.data, root=folder / "f.npz", split="half", val_share=0.1),
-        train=replace(recipe.train, epochs=1),
-    )
-    models = (replace(recipe.model, dim=8), replace(recipe.model, dim=6))
-    return [nk.fit(replace(recipe, model=model), folder / "runs", reporter=QUIET) for model in models]
-
-
-def named(report, things):
-    """The same with the names of the rows instead of items, which differ from page to page."""
-    return [report.items["name"][item] for item in things]
-
-
-def test_what_a_page_lists_is_on_it(wide_runs, monkeypatch):
-    monkeypatch.setattr(gallery, "EACH", 20)
-    whole = gather(wide_runs, reporter=QUIET)
-    monkeypatch.setattr(gallery, "MOST", 560)
-    part = gather(wide_runs, reporter=QUIET)
-    assert (len(whole.items["name"]), len(part.items["name"])) == (600, 560)
-    for was, now in zip(whole.findings, part.findings, strict=True):
-        for name in ("sure", "hardest", "random"):
-            assert named(part, now["views"][name]) == named(whole, was["views"][name])
-        for listed in (lambda found: found["hubs"], lambda found: found["suspects"]["rows"]):
-            assert named(part, [o["item"] for o in listed(now)]) == named(whole, [o["item"] for o in listed(was)])
-        for listed in (lambda found: found["pairs"], lambda found: found["copies"]["rows"]):
-            assert [named(part, o["items"]) for o in listed(now)] == [named(whole, o["items"]) for o in listed(was)]
-    for kind in ("mended", "broken"):
-        assert len(whole.against[0][kind]["items"]) > 20
-        assert named(part, part.against[0][kind]["items"]) == named(whole, whole.against[0][kind]["items"])
-
-
-def test_neighbours_that_are_not_on_the_page_are_known_by_their_class(wide_runs, monkeypatch):
-    monkeypatch.setattr(gallery, "EACH", 20)
-    monkeypatch.setattr(gallery, "MOST", 400)
-    report = gather(wide_runs[:1], reporter=QUIET)
-    sim, labels = cosines(wide_runs[0], first=60)
-    order = np.argsort(-np.round(sim, 9), axis=1, kind="stable")[:, :8]
-    found, rows = report.findings[0], [int(name.removeprefix("row ")) - 600 for name in report.items["name"]]
-    away = 0
-    for item, row in enumerate(rows):
-        for near, other in zip(found["near"][item], order[row], strict=True):
-            away += near < 0
-            if near < 0:
-                assert int(report.items["classes"][-1 - near]) == labels[other]
-                assert other not in rows
-            else:
-                assert rows[near] == other
-        first = found["near"][item][0]
-        label = report.items["label"][first] if first >= 0 else -1 - first
-        assert (label == report.items["label"][item]) == found["recall"][item] == (labels[order[row, 0]] == labels[row])
-    assert away > 100
-    assert all(near >= 0 for view in found["views"].values() for item in view for near in found["near"][item])
-    assert report.items["sizes"] == [10] * 60
-    assert "This page holds 400 of the images" in render(report)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
