@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import nearkin as nk
+from nearkin._common.progress import Reporter
 from nearkin.bench.presets import SCALES
+from nearkin.config.recipe import Choice, Recipe
 from nearkin.errors import UserError
-from nearkin.losses.register import LOSSES
-from nearkin.progress import Reporter
-from nearkin.recipe import Choice, Recipe
+from nearkin.losses.registry import LOSSES
 
 RATES = (2e-4, 1e-3)
 # Pair losses see classes several times in a batch; so do those that compare with classes, to no harm.

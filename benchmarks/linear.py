@@ -37,7 +37,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from nearkin.linear import Mahalanobis, MetricLearner, WithinClassWhitening
-from nearkin.metrics import score
+from nearkin.metrics.scores import score
 
 HERE = Path(__file__).parent
 FOLDS = 3

@@ -22,7 +22,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, Normalizer
 
 from nearkin.linear import KernelMetricLearner, Mahalanobis, MetricLearner, WithinClassWhitening
-from nearkin.metrics import Scores, compare, score
+from nearkin.metrics.scores import Scores, compare, score
 
 
 def candidates(dim: int) -> dict[str, dict[str, Any]]:

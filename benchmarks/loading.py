@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from nearkin._common.progress import Reporter
 from nearkin.data.cache import open_images
 from nearkin.data.images import FileImages
 from nearkin.data.loading import in_threads, usable_cores
 from nearkin.data.reading import decoder_name, read_size
 from nearkin.data.transforms import AUGMENTS, training_batches
-from nearkin.progress import Reporter
 
 BATCH = 128
 AUGMENTATIONS = {

@@ -21,16 +21,16 @@ from unittest import mock
 import numpy as np
 import torch
 
-from nearkin import recipes, train
-from nearkin.building import make_model, make_objective
+from nearkin._common.progress import Reporter
+from nearkin.analysis.diagnostics import diagnose
+from nearkin.config.recipe import Recipe
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
+from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import split_for
-from nearkin.diagnostics import diagnose
-from nearkin.evaluate import embedded
-from nearkin.progress import Reporter
-from nearkin.recipe import Recipe
-from nearkin.samplers import make_sampler
+from nearkin.training import loop, recipes
+from nearkin.training.evaluation import embedded
+from nearkin.training.factory import make_model, make_objective
 
 QUIET = Reporter(quiet=True)
 
@@ -62,7 +62,7 @@ def bare_epoch(recipe: Recipe, part: int | None) -> float:
 def fit_epoch(recipe: Recipe, part: int | None) -> float:
     """Seconds of the steps inside `fit`: from the first learning rate that is set to the end of the last step."""
     seen: list[float] = []
-    real_rate, real_judge = train.set_learning_rate, train.judge_epoch
+    real_rate, real_judge = loop.set_learning_rate, loop.judge_epoch
 
     def rate(*given: object) -> None:
         seen.append(time.perf_counter())
@@ -84,11 +84,11 @@ def fit_epoch(recipe: Recipe, part: int | None) -> float:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(train, "set_learning_rate", rate),
-        mock.patch.object(train, "judge_epoch", judged),
-        mock.patch.object(train, "make_sampler", make),
+        mock.patch.object(loop, "set_learning_rate", rate),
+        mock.patch.object(loop, "judge_epoch", judged),
+        mock.patch.object(loop, "make_sampler", make),
     ):
-        train.fit(recipe, folder, final=False, device="cpu", reporter=QUIET)
+        loop.fit(recipe, folder, final=False, device="cpu", reporter=QUIET)
     return seen[-1] - seen[0]
 
 

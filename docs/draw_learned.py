@@ -13,11 +13,11 @@ import torch
 from matplotlib.figure import Figure
 
 import nearkin as nk
-from nearkin.building import make_model
+from nearkin._common.progress import Reporter
 from nearkin.data import sources
 from nearkin.data.splits import split_for
-from nearkin.progress import Reporter
-from nearkin.runs import Run
+from nearkin.training.factory import make_model
+from nearkin.training.run import Run
 
 KINDS = 8
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#222222", "#8a6d00")

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from nearkin.losses import LOSSES, Loss
-from nearkin.losses.explain import FAMILIES, draw, settings_table
+from nearkin.report.losses import FAMILIES, draw, settings_table
 
 HERE = Path(__file__).parent / "losses"
 TITLES = {

@@ -9,8 +9,8 @@ from itertools import combinations
 from pathlib import Path
 
 import nearkin as nk
-from nearkin.progress import Reporter
-from nearkin.recipe import Choice
+from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Choice
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import nearkin as nk
-from nearkin.building import choose_device
-from nearkin.distributed import gathered, is_first, process_group, rank, reduce_gradients, share
+from nearkin.training.distributed import gathered, is_first, process_group, rank, reduce_gradients, share
+from nearkin.training.factory import choose_device
 
 
 def main() -> None:

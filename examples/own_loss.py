@@ -8,8 +8,8 @@ from torch import Tensor
 
 import nearkin as nk
 from nearkin.losses import linear, log, loss
-from nearkin.pairs import Pairs
-from nearkin.sums import log_sum_exp, softplus
+from nearkin.ops.pairs import Pairs
+from nearkin.ops.reductions import log_sum_exp, softplus
 
 
 @loss(

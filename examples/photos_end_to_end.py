@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import nearkin as nk
-from nearkin.choosing import recipe_for
+from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Data
 from nearkin.data.check import check_target, render
 from nearkin.deploy.export import export_run
-from nearkin.progress import Reporter
-from nearkin.recipe import Data
 from nearkin.report.page import write_page
+from nearkin.training.auto_recipe import recipe_for
 
 
 def main() -> None:

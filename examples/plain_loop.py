@@ -10,7 +10,7 @@ from torch import nn
 
 import nearkin as nk
 from nearkin.data import glyphs
-from nearkin.samplers import make_sampler
+from nearkin.data.samplers import make_sampler
 
 
 def main() -> None:

@@ -15,44 +15,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from nearkin._common.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from nearkin import losses, miners, recipes
-    from nearkin.deploy.index import Index
+    from nearkin import losses
+    from nearkin.config.recipe import Recipe
+    from nearkin.deploy.index.index import Index
     from nearkin.errors import UserError
-    from nearkin.evaluate import evaluate_final
-    from nearkin.metrics import Scores, compare, score
+    from nearkin.losses import miners
+    from nearkin.losses.objective import Objective
+    from nearkin.metrics.ranking import Ranking, neighbours, rank
+    from nearkin.metrics.scores import Scores, compare, score
     from nearkin.models.embedder import Embedder, load
-    from nearkin.objective import Objective
-    from nearkin.pairs import Pairs, pair_up
-    from nearkin.ranking import Ranking, neighbours, rank
-    from nearkin.recipe import Recipe
-    from nearkin.runs import Run
-    from nearkin.train import fit
+    from nearkin.ops.pairs import Pairs, pair_up
+    from nearkin.training import recipes
+    from nearkin.training.evaluation import evaluate_final
+    from nearkin.training.loop import fit
+    from nearkin.training.run import Run
 
 # Public name -> the module that holds it. A module of the same name is the public name itself.
 _HOME = {
     "Embedder": "nearkin.models.embedder",
-    "Index": "nearkin.deploy.index",
-    "Objective": "nearkin.objective",
-    "Pairs": "nearkin.pairs",
-    "Ranking": "nearkin.ranking",
-    "Recipe": "nearkin.recipe",
-    "Run": "nearkin.runs",
-    "Scores": "nearkin.metrics",
+    "Index": "nearkin.deploy.index.index",
+    "Objective": "nearkin.losses.objective",
+    "Pairs": "nearkin.ops.pairs",
+    "Ranking": "nearkin.metrics.ranking",
+    "Recipe": "nearkin.config.recipe",
+    "Run": "nearkin.training.run",
+    "Scores": "nearkin.metrics.scores",
     "UserError": "nearkin.errors",
-    "compare": "nearkin.metrics",
-    "evaluate_final": "nearkin.evaluate",
-    "fit": "nearkin.train",
+    "compare": "nearkin.metrics.scores",
+    "evaluate_final": "nearkin.training.evaluation",
+    "fit": "nearkin.training.loop",
     "load": "nearkin.models.embedder",
     "losses": "nearkin.losses",
-    "miners": "nearkin.miners",
-    "neighbours": "nearkin.ranking",
-    "pair_up": "nearkin.pairs",
-    "rank": "nearkin.ranking",
-    "recipes": "nearkin.recipes",
-    "score": "nearkin.metrics",
+    "miners": "nearkin.losses.miners",
+    "neighbours": "nearkin.metrics.ranking",
+    "pair_up": "nearkin.ops.pairs",
+    "rank": "nearkin.metrics.ranking",
+    "recipes": "nearkin.training.recipes",
+    "score": "nearkin.metrics.scores",
 }
 
 __all__ = [
@@ -83,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'nearkin' has no attribute {name!r}")
     home = importlib.import_module(_HOME[name])
-    value = home if home.__name__ == f"nearkin.{name}" else getattr(home, name)
+    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
     globals()[name] = value
     return value
 

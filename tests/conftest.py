@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from postgres import pgvector_url, postgres_server, postgres_url  # noqa: F401  (fixtures)
+from helpers.postgres import pgvector_url, postgres_server, postgres_url  # noqa: F401  (fixtures)
 
 # Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it.
 _CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
@@ -27,7 +27,6 @@ BROWSER_FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 
 def pytest_sessionfinish() -> None:
@@ -62,7 +61,7 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_recipe(photo_folder: Path):
     """A run of a second or two on `photo_folder`."""
-    from nearkin import recipes
+    from nearkin.training import recipes
 
     recipe = recipes.from_scratch()
     return replace(
@@ -75,7 +74,7 @@ def tiny_recipe(photo_folder: Path):
 
 @pytest.fixture
 def quiet():
-    from nearkin.progress import Reporter
+    from nearkin._common.progress import Reporter
 
     return Reporter(quiet=True)
 
@@ -92,7 +91,7 @@ def chromium() -> Path:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path):
     """An index on the disk, for `server` and `locked`."""
-    from serving import make_index
+    from helpers.serving import make_index
 
     return make_index(tmp_path_factory.mktemp("served"), photo_folder)
 
@@ -101,7 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path):
 def server(served):
     """`nearkin serve` in a process of its own, for all tests that leave it as it is."""
     pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-    from serving import serving
+    from helpers.serving import serving
 
     with serving(served.folder, "--upload-seconds", "1.5", "--upload-bytes", "4000000") as running:
         yield running
@@ -112,7 +111,7 @@ def server(served):
 def locked(served):
     """One that asks for a token."""
     pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-    from serving import TOKEN, serving
+    from helpers.serving import TOKEN, serving
 
     with serving(served.folder, NEARKIN_TOKEN=TOKEN) as running:
         yield running

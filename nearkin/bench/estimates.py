@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from nearkin.bench.machine import threads_for
-from nearkin.bench.running import Outcome
 from nearkin.bench.study import Trial
+from nearkin.bench.trials import Outcome
+from nearkin.config.recipe import Data, Model
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError
 from nearkin.models.embedder import Embedder
-from nearkin.recipe import Data, Model
 
 SHARE_OF_PEAK = 0.4  # of a plain matrix product's speed that training reaches; seen with small networks on two cores
 STEP = 0.008  # seconds per step beside the arithmetic: sampling, loss, optimiser

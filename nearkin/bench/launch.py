@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from nearkin._common.progress import Reporter
 from nearkin.bench.machine import device_of, threads_for
 from nearkin.errors import ConfigError, ProcessLost, UserError, need
-from nearkin.progress import Reporter
 
 if TYPE_CHECKING:
     from nearkin.bench.tune import Search

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearkin._common.registry import Registry
 from nearkin.errors import ConfigError
-from nearkin.recipes import THESIS
-from nearkin.registry import Registry
+from nearkin.training.recipes import THESIS
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from nearkin.config.recipe import Recipe
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError
-from nearkin.recipe import Recipe
 
 Name = Literal["default", "kfold", "fixed", "query_gallery"]
 

@@ -32,13 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nearkin import recipes
 from nearkin.bench.protocols import Protocol
+from nearkin.config.recipe import Recipe, from_dict, parsed
 from nearkin.errors import ConfigError
-from nearkin.evaluate import HEADLINE
-from nearkin.keys import keyed
-from nearkin.losses.register import LOSSES
-from nearkin.recipe import Recipe, from_dict, parsed
+from nearkin.losses.registry import LOSSES
+from nearkin.training import recipes
+from nearkin.training.evaluation import HEADLINE
+from nearkin.training.run_key import keyed
 
 _SECTIONS = ("data", "model", "loss", "miner", "train")
 

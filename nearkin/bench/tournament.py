@@ -35,7 +35,7 @@ from nearkin.bench.statistics import (
     wilcoxon,
 )
 from nearkin.errors import ConfigError, DataError
-from nearkin.intervals import bootstrap, mean, percentiles
+from nearkin.metrics.bootstrap import bootstrap, mean, percentiles
 
 __all__ = ["Pair", "Result", "Standing", "Tournament", "judge", "read_results", "tabulate"]
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearkin.bench import coordinate
-from nearkin.bench.sharing import Shared, address_of, is_database, open_shared
-from nearkin.bench.space import Settings, apply, defaults, space, start_of, suggest
+from nearkin._common.files import write_aside
+from nearkin._common.progress import Pace, Reporter
+from nearkin.bench import grid_search
+from nearkin.bench.search_space import Settings, apply, defaults, space, start_of, suggest
+from nearkin.bench.storage import Shared, address_of, is_database, open_shared
+from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, DataError, MissingExtra, RunError, TrainingFailed, TrainingStopped, need
-from nearkin.files import write_aside
 from nearkin.losses import LOSSES
-from nearkin.progress import Pace, Reporter
-from nearkin.recipe import Recipe
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -54,7 +54,7 @@ class Search:
     address: str
 
     def budget(self, loss: str) -> int:
-        return len(coordinate.points(loss)) if self.mode == "thesis_grid" else self.trials
+        return len(grid_search.points(loss)) if self.mode == "thesis_grid" else self.trials
 
     @property
     def total(self) -> int:
@@ -62,7 +62,7 @@ class Search:
 
     def base(self, loss: str) -> Recipe:
         grid = self.mode == "thesis_grid"
-        return coordinate.start_for_grid(self.recipe, loss) if grid else start_of(self.recipe, loss)
+        return grid_search.start_for_grid(self.recipe, loss) if grid else start_of(self.recipe, loss)
 
     def study(self, loss: str) -> str:
         return f"{self.name}/{loss}"
@@ -113,9 +113,9 @@ def plan(
     shorten  the share of the recipe's epochs that a trial trains; by default 1, in the mode thesis_grid 1/4
     begin    False only looks at a search that is there
     """
-    from nearkin.building import check_names, make_model, model_fingerprint
     from nearkin.data import sources
     from nearkin.data.splits import split_for
+    from nearkin.training.factory import check_names, make_model, model_fingerprint
 
     optuna: Any = need("optuna", "bench")
     out = Path(out)
@@ -131,7 +131,7 @@ def plan(
         raise ConfigError(f"--shorten: expected a share above 0, up to 1; got {share}.")
     chosen = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
     if chosen == ("all",):
-        chosen = tuple(coordinate.GRIDS) if grid else tuple(LOSSES)
+        chosen = tuple(grid_search.GRIDS) if grid else tuple(LOSSES)
     epochs = max(1, round(share * recipe.train.epochs))
     train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
     search = Search(
@@ -147,7 +147,7 @@ def plan(
     )
     for loss in chosen:  # before the time is spent to read the data
         if grid:
-            coordinate.points(loss)
+            grid_search.points(loss)
         else:
             space(search.recipe, LOSSES[loss].name)
         check_names(search.base(loss))
@@ -158,7 +158,7 @@ def plan(
             "tune: there are no validation classes to choose by. Give --data.val-share 0.1, or --data.folds 10."
         )
     weights = model_fingerprint(recipe, make_model(recipe, table, reporter)) if recipe.model.weights != "none" else ""
-    counted = [table.fingerprint, weights, search.mode, search.prune, search.recipe.key("")]
+    counted = [table.fingerprint, weights, search.mode, search.prune, run_key(search.recipe, "")]
     digest = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:12]
     search = replace(search, name=f"nearkin-tune-{digest}")
     none = ConfigError(f"--workers 0: there is no such search yet in {out}. Begin it with --workers 1.")
@@ -225,7 +225,7 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
     """Run trials until none is left, and wait for those of other workers, in case one of them dies."""
     from optuna.exceptions import UpdateFinishedTrialError
 
-    from nearkin.building import choose_device
+    from nearkin.training.factory import choose_device
 
     choose_device(device)  # one that is not there is no trial's fault
     reporter = reporter or Reporter()
@@ -276,7 +276,7 @@ def _may_start(search: Search, loss: str, number: int, shared: Shared) -> bool:
     trials = _trials(search, loss, shared)
     if trials[number].state.is_finished():
         return False
-    before = coordinate.points(loss)[number].first if search.mode == "thesis_grid" else 0
+    before = grid_search.points(loss)[number].first if search.mode == "thesis_grid" else 0
     return all(trial.state.is_finished() for trial in trials[:before])
 
 
@@ -285,7 +285,7 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     import optuna
     from optuna.trial import Trial, TrialState
 
-    from nearkin.train import fit
+    from nearkin.training.loop import fit
 
     storage = shared.storage
     quarter = max(1, round(search.recipe.train.epochs / 4))  # a slow start is no verdict
@@ -359,7 +359,7 @@ def _decide(search: Search, loss: str, trial: Trial, shared: Shared) -> Settings
     settings: Settings = {}
     if search.mode == "thesis_grid":
         scores = [t.values[0] if t.state == TrialState.COMPLETE else None for t in _trials(search, loss, shared)]
-        settings = coordinate.settings_at(search.recipe, loss, trial.number, scores)
+        settings = grid_search.settings_at(search.recipe, loss, trial.number, scores)
     else:
         for name, where in space(search.recipe, loss).items():
             # A seed for each setting of each trial: one worker finds the same, killed in between or not.

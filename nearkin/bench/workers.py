@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from nearkin._common.progress import Reporter, duration
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.machine import device_of, threads_for
-from nearkin.bench.running import Folder, Outcome, work
 from nearkin.bench.study import Trial
+from nearkin.bench.trials import Folder, Outcome, work
 from nearkin.errors import RunError
-from nearkin.progress import Reporter, duration
 
 LOOK = 0.5  # seconds between looks at what is done
 RESTARTS = 20  # of workers that were killed, over a whole run

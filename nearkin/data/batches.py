@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearkin.config.recipe import Recipe
 from nearkin.data.images import Rows
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS, training_batches
-from nearkin.recipe import Recipe
 
 
 def training_inputs(

@@ -15,9 +15,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._common.registry import Registry
 from nearkin.data.listing import Listing, list_folder
 from nearkin.errors import DataError, need
-from nearkin.registry import Registry
 
 CLOSED_SET = (
     "it puts images of the same classes on both sides, so it measures recognition of known classes, "

@@ -33,11 +33,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nearkin._common.progress import Reporter
 from nearkin.data import reading
 from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
 from nearkin.data.loading import in_threads
 from nearkin.errors import DataError
-from nearkin.progress import Reporter
 
 OnBroken = Literal["stop", "skip"]
 _MAGIC = b"nearkin pixels 2"

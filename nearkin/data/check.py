@@ -13,16 +13,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.alike import confirm, is_flat, near_pairs
+from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Data
 from nearkin.data.benchmarks import BENCHMARKS
+from nearkin.data.image_info import HUGE, Look, look_at_all
 from nearkin.data.listing import Listing
-from nearkin.data.looking import HUGE, Look, look_at_all
+from nearkin.data.perceptual_hash import confirm, is_flat, near_pairs
 from nearkin.data.sources import fingerprint, list_source, load_features, recognise
 from nearkin.data.splits import JUDGED
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, did_you_mean
-from nearkin.progress import Reporter
-from nearkin.recipe import Data
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearkin._common.progress import Bar, Reporter
 from nearkin.errors import DataError
-from nearkin.progress import Bar, Reporter
 
 CHUNK = 2**18
 TRIES = 5  # cuts in a row, without a byte gained, after which an address is given up

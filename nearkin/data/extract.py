@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from nearkin._common.progress import Reporter
 from nearkin.errors import DataError
-from nearkin.progress import Reporter
 
 
 @dataclass(frozen=True)

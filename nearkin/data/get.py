@@ -5,38 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import tyro
-
+from nearkin._common.progress import Reporter
 from nearkin.data.download import Checksums, check_file, download
 from nearkin.data.extract import extract, is_archive
 from nearkin.errors import DataError
-from nearkin.progress import Reporter
 
 if TYPE_CHECKING:  # the registry brings torch with it, which help must not wait for
     from nearkin.data.benchmarks import Archive, Benchmark
-
-
-@dataclass(frozen=True)
-class GetArgs:
-    """Download and unpack a benchmark, or unpack archives that you have. Run again, it goes on where it stopped.
-
-    nearkin data get cub --root data
-
-    nearkin data get inshop --from img.zip list_eval_partition.txt
-    """
-
-    root: Path = Path("data")
-    """The folder in which the benchmark's own folder is made."""
-    from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
-    """Archives that are on the disk already, instead of a download."""
-    sha256: str | None = None
-    """Refuse an archive whose SHA-256 differs from this one (for a source of one archive)."""
-    quiet: bool = False
-    """Say nothing but the result."""
 
 
 def get(
@@ -125,22 +103,3 @@ def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter
         aside = target / f".{archive.name}.{os.getpid()}"
         shutil.copyfile(file, aside)
         aside.replace(target / archive.name)
-
-
-def source_table() -> Any:
-    """What `nearkin data list` shows."""
-    from rich.table import Table as RichTable
-
-    from nearkin.data.benchmarks import BENCHMARKS
-
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("source", "images", "classes", "where to get it"):
-        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
-    table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
-    for name, benchmark in BENCHMARKS.items():
-        by_hand = not all(archive.urls for archive in benchmark.archives)
-        how = f"nearkin data get {name}" + (" (tells whom to ask)" if by_hand else "")
-        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", how)
-    table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
-    table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
-    return table

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Data
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
@@ -26,8 +28,6 @@ from nearkin.data.listing import (
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError, UserError, did_you_mean
-from nearkin.progress import Reporter
-from nearkin.recipe import Data
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}

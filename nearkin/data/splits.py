@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.config.recipe import Data
 from nearkin.data.benchmarks import CLOSED_SET
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
-from nearkin.recipe import Data
 
 JUDGED = ("test", "query", "gallery")  # the parts that only `evaluate_final` may open
 SPLITS = ("auto", "half", "by_class")

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearkin._common.registry import Registry
 from nearkin.data.images import Images, Rows, whole_of
 from nearkin.data.loading import ahead, empty_batch
 from nearkin.data.reading import scale, square
 from nearkin.errors import need
-from nearkin.registry import Registry
 
 Chance = Sequence[float]
 CHANCES = 32  # numbers per picture; who uses which: 0-19 crop tries, 20-21 place, 22 mirror, 23-26 order, 27-30 colour

@@ -26,21 +26,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin import __version__
+from nearkin._common.files import write_aside
+from nearkin._common.progress import Reporter
+from nearkin._common.version import __version__
 from nearkin.data import glyphs
 from nearkin.data.listing import images_below
 from nearkin.data.reading import MOST_ASPECT
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.pictures import model_input
-from nearkin.deploy.trained import listed_table, training_part
+from nearkin.deploy.images import model_input
+from nearkin.deploy.index.trained import listed_table, training_part
 from nearkin.errors import ConfigError, DataError, RunError, UserError, need
-from nearkin.files import write_aside
 from nearkin.models.embedder import Embedder, load
 from nearkin.models.heads import unit
-from nearkin.progress import Reporter
-from nearkin.runs import Run
+from nearkin.training.run import Run
 
 FORMAT, VERSION = "nearkin export", 1
 KEY = "nearkin"  # under which the facts stand in an ONNX file; in a .pt2 file it is nearkin.json

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 
-from nearkin.deploy.search import Hit, Vectors, check_vectors
+from nearkin.deploy.index.search import Hit, Vectors, check_vectors
 from nearkin.errors import ConfigError, DataError, did_you_mean, need
 
 Payload = dict[str, Any]

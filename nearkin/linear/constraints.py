@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.pairs import as_labels
+from nearkin.ops.pairs import as_labels
 
 Draw = Literal["pairs", "triplets", "both"]
 

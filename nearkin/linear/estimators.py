@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import need
-from nearkin.linear.whitening import covariance_whitening, within_class_whitening
-from nearkin.metrics import score
+from nearkin.metrics.scores import score
+from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 need("sklearn", extra="bench")
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin  # noqa: E402
@@ -126,7 +126,7 @@ class WithinClassWhitening(LinearMetric):
     dim         output dimensions; all when left out
     shrinkage   times the mean variance within classes, added to every variance; 0.1 to 1, more with few samples
 
-    The same function, `nearkin.linear.whitening.within_class_whitening`, makes the heads of networks.
+    The same function, `nearkin.ops.whitening.within_class_whitening`, makes the heads of networks.
 
     >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
     >>> metric = WithinClassWhitening(shrinkage=0.01).fit(x, ["a", "a", "b", "b"])

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, DataError, TrainingFailed
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
 from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name, in_basis
 from nearkin.linear.solver import Project, descend, descend_parts, project_psd
-from nearkin.linear.whitening import covariance_whitening, within_class_whitening
-from nearkin.progress import Reporter
+from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 from sklearn.utils import check_random_state  # isort: skip
 from sklearn.utils.validation import validate_data  # isort: skip

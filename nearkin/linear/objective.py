@@ -16,7 +16,7 @@ from nearkin.errors import ConfigError, did_you_mean
 from nearkin.linear.constraints import Constraints
 from nearkin.losses.neighbour import nca
 from nearkin.losses.tuples import triplet
-from nearkin.pairs import Pairs
+from nearkin.ops.pairs import Pairs
 
 Form = Literal["A", "G"]
 Regulariser = Literal["frobenius", "trace", "scatter", "none"]

@@ -21,7 +21,7 @@ from nearkin.losses.proxy import (
     proxy_repulsion_batch,
     soft_triple,
 )
-from nearkin.losses.register import LOSSES, Loss, Range, choice, integer, linear, log, loss
+from nearkin.losses.registry import LOSSES, Loss, Range, choice, integer, linear, log, loss
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 

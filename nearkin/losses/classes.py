@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.errors import DataError
-from nearkin.losses.register import Inputs, Param
-from nearkin.pairs import as_batch
-from nearkin.sums import exp_
-from nearkin.vectors import check_finite, full_precision, unit
+from nearkin.losses.registry import Inputs, Param
+from nearkin.ops.geometry import check_finite, full_precision, unit
+from nearkin.ops.pairs import as_batch
+from nearkin.ops.reductions import exp_
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.losses.register import PRODUCTS, Inputs, log, loss
-from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import Side, log_sums, shifted_exp, softplus
+from nearkin.losses.registry import PRODUCTS, Inputs, log, loss
+from nearkin.ops.pairs import Pairs, pair_up
+from nearkin.ops.reductions import Side, log_sums, shifted_exp, softplus
 
 
 @loss(

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nearkin.losses.register import Inputs, linear, log, loss
-from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import hinge_sum, log_sums, pick, row_sum
+from nearkin.losses.registry import Inputs, linear, log, loss
+from nearkin.ops.pairs import Pairs, pair_up
+from nearkin.ops.reductions import hinge_sum, log_sums, pick, row_sum
 
 
 @loss(

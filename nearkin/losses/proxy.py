@@ -24,9 +24,9 @@ from nearkin.losses.classes import (
     own_and_others,
     own_and_strangers,
 )
-from nearkin.losses.register import choice, integer, linear, log, loss
-from nearkin.sums import Side, log1p_sum_exp, softplus
-from nearkin.vectors import gram, safe_sqrt, unit
+from nearkin.losses.registry import choice, integer, linear, log, loss
+from nearkin.ops.geometry import gram, safe_sqrt, unit
+from nearkin.ops.reductions import Side, log1p_sum_exp, softplus
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nearkin.errors import DataError
 from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, to_logits
-from nearkin.losses.register import Inputs, Param, linear, log, loss
-from nearkin.pairs import as_batch
-from nearkin.sums import softplus
-from nearkin.vectors import check_finite, full_precision
+from nearkin.losses.registry import Inputs, Param, linear, log, loss
+from nearkin.ops.geometry import check_finite, full_precision
+from nearkin.ops.pairs import as_batch
+from nearkin.ops.reductions import softplus
 
 
 @loss(

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.errors import ConfigError
-from nearkin.losses.register import ONE_PER_CLASS, Inputs, linear, log, loss
-from nearkin.pairs import Pairs, pair_up
-from nearkin.sums import Side, log_sum_exp, log_sums, pick, rank_positives, softplus
+from nearkin.losses.registry import ONE_PER_CLASS, Inputs, linear, log, loss
+from nearkin.ops.pairs import Pairs, pair_up
+from nearkin.ops.reductions import Side, log_sum_exp, log_sums, pick, rank_positives, softplus
 
 
 @loss(
@@ -172,7 +172,7 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
 
     Of other Pairs every anchor with a positive is used, with its first positive.
 
-    >>> from nearkin.pairs import one_pair_per_class
+    >>> from nearkin.ops.pairs import one_pair_per_class
     >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 2.0]])
     >>> float(npair_mc(one_pair_per_class(emb, torch.tensor([0, 0, 1, 1])), l2=0.0))
     0.2957...

@@ -7,40 +7,15 @@ other name timm's. Each says how it wants its pixels, so that the weights it may
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from nearkin._common.registry import Registry
+from nearkin.config.recipe import Model
 from nearkin.errors import ConfigError, did_you_mean, need
-from nearkin.recipe import Model
-from nearkin.registry import Registry
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """How a network wants its pixels: (x / 255 - mean) / std per channel, channels as RGB or BGR."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    bgr: bool = False
-
-
-IMAGENET = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-HALF = Pixels(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-
-
-class Backbone(nn.Module):
-    """A feature extractor. `num_features` are the channels of its maps; `pixels` is None where the data decide."""
-
-    num_features: int
-    pixels: Pixels | None = None
-    usual_side: int | None = None  # of the images it was made for, where it may take no other
-
-    def stages(self, images: Tensor) -> dict[str, Tensor]:
-        """Feature maps at three depths: "low", "mid" and "high". The last is what `forward` gives."""
-        raise ConfigError(f"model.taps: {type(self).__name__} has no taps at three depths. Use --model.taps high.")
-
+from nearkin.models._base import HALF, IMAGENET, Backbone, Pixels
+from nearkin.models.bn_inception import MEAN, STD, BNInception
 
 # backbone(model, in_channels) -> Backbone
 BACKBONES: Registry[Callable[[Model, int], Backbone]] = Registry("backbone")
@@ -159,8 +134,6 @@ def googlenet(model: Model, in_channels: int) -> Backbone:
 
 
 def bn_inception(model: Model, in_channels: int) -> Backbone:
-    from nearkin.models.bn_inception import MEAN, STD, BNInception
-
     _three_channels("bn_inception", in_channels)
     backbone = BNInception()
     # Its public weights come from Caffe: pixels from 0 to 255, blue first.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearkin.errors import DataError
-from nearkin.models.backbones import Backbone
+from nearkin.models._base import Backbone
 
 # What the public weights were trained on: bytes as they are (no division by 255), blue first, less a mean per channel.
 MEAN = (104.0, 117.0, 128.0)  # of blue, green, red

@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from nearkin._common.files import write_aside
+from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Model, Recipe, from_dict
 from nearkin.data.images import FileImages, Images
 from nearkin.data.transforms import AUGMENTS, viewing_batches
 from nearkin.errors import ConfigError, DataError, RunError
-from nearkin.files import write_aside
-from nearkin.models.backbones import Backbone, Pixels, make_backbone
+from nearkin.models._base import Backbone, Pixels
+from nearkin.models.backbones import make_backbone
 from nearkin.models.heads import Head, unit
 from nearkin.models.pooling import Pool
 from nearkin.models.weights import fingerprint, load_checkpoint
-from nearkin.progress import Reporter
-from nearkin.recipe import Model, Recipe, from_dict
 
 Given = Images | Tensor | NDArray[Any] | Sequence[Any]
 FORMAT = 1  # of model.json

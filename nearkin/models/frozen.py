@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._common.files import held
+from nearkin._common.progress import Reporter
 from nearkin.data import reading
 from nearkin.data.glyphs import cache_dir
 from nearkin.data.images import Rows
 from nearkin.data.table import Table
 from nearkin.errors import DataError
-from nearkin.files import held
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import fingerprint
-from nearkin.progress import Reporter
 
 _CHUNK = 1024  # images whose features are computed before they are written
 

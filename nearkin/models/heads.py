@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nearkin.config.recipe import Model
 from nearkin.errors import ConfigError
-from nearkin.linear.whitening import within_class_whitening
-from nearkin.recipe import Model
+from nearkin.ops.whitening import within_class_whitening
 
 
 class Head(nn.Module):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nearkin.recipe import Model
-from nearkin.registry import Registry
+from nearkin._common.registry import Registry
+from nearkin.config.recipe import Model
 
 POOLINGS: Registry[Callable[[Tensor], Tensor]] = Registry("pooling")
 

@@ -12,9 +12,10 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, RunError, need
-from nearkin.models.backbones import Backbone, TimmBackbone
-from nearkin.progress import Reporter
+from nearkin.models._base import Backbone
+from nearkin.models.backbones import TimmBackbone
 
 # What a file may hold beyond the trunk: classifiers, which are not used, and counters that old files lack.
 _CLASSIFIERS = ("fc.", "classifier.", "last_linear.", "head.", "aux1.", "aux2.", "_fc.")

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from nearkin.analysis.hardness import class_table
 from nearkin.data.images import Rows
-from nearkin.difficulty import class_table
 from nearkin.errors import RunError
-from nearkin.evaluate import HEADLINE
-from nearkin.metrics import compare
+from nearkin.metrics.scores import compare
 from nearkin.report.contents import Shown, rounded
 from nearkin.report.view import View
-from nearkin.runs import Run
+from nearkin.training.evaluation import HEADLINE
+from nearkin.training.run import Run
 
 EACH = 120  # queries listed as mended and as broken
 

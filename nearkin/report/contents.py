@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nearkin._common.progress import Reporter
+from nearkin.analysis.diagnostics import diagnose
+from nearkin.analysis.hardness import class_table, confused_pairs, hubness
 from nearkin.data.images import Rows
-from nearkin.diagnostics import diagnose
-from nearkin.difficulty import class_table, confused_pairs, hubness
-from nearkin.evaluate import scores_of
-from nearkin.pairs import pair_up
-from nearkin.progress import Reporter
+from nearkin.ops.pairs import pair_up
 from nearkin.report import projection
 from nearkin.report.lists import COPIES, SUSPECTS, Copies, Lists
 from nearkin.report.view import View
-from nearkin.runs import Run
+from nearkin.training.evaluation import scores_of
+from nearkin.training.run import Run
 
 CSV_ROWS = 1000
 PAIRED, BINS = 1000, 50  # rows whose pairs are looked at, and bins of their similarities

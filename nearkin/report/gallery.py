@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from nearkin._common.progress import Reporter
+from nearkin.analysis.hardness import hardest
 from nearkin.data.images import Images, Rows
-from nearkin.difficulty import hardest
 from nearkin.errors import need
-from nearkin.progress import Reporter
 from nearkin.report.view import View
 
 EACH = 120  # queries of each view

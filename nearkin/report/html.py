@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nearkin import __version__
+from nearkin._common.files import write_aside
+from nearkin._common.version import __version__
 from nearkin.errors import RunError, need
-from nearkin.files import write_aside
 
 
 def fill(template: str, script: str, styles: Sequence[str], values: Mapping[str, Any], **filters: Any) -> str:

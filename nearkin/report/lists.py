@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nearkin.analysis.hardness import Confusion, Hub, confused_pairs, hubs
+from nearkin.analysis.label_errors import Duplicate, Suspects, find_duplicates, find_suspects
 from nearkin.data.images import Rows
-from nearkin.difficulty import Confusion, Hub, confused_pairs, hubs
 from nearkin.errors import DataError
 from nearkin.report import gallery
 from nearkin.report.view import View
-from nearkin.suspects import Duplicate, Suspects, find_duplicates, find_suspects
 
 PAIRS, OF_PAIR, HUBS, SUSPECTS, COPIES = 30, 40, 20, 100, 60  # how many of each a page lists
 LIKELY, FEWEST = 0.05, 12  # chance from which a label is listed as suspect, and how many are listed in any case

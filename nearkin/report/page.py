@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nearkin import __version__
+from nearkin._common.files import without_nan
+from nearkin._common.progress import Reporter
+from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
-from nearkin.files import without_nan
-from nearkin.progress import Reporter
 from nearkin.report import gallery
 from nearkin.report.compare import EACH, changed, check_same_images, difference, settings_that_differ, verdict
 from nearkin.report.contents import Shown, findings, items, story
@@ -25,7 +25,7 @@ from nearkin.report.lists import Lists, lists_of
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
 from nearkin.report.view import NEIGHBOURS, View, look
-from nearkin.runs import Run
+from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)

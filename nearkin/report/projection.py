@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearkin.data.images import Rows
 from nearkin.errors import need
-from nearkin.vectors import unit
+from nearkin.ops.geometry import unit
 
 MOST = 6800  # points of a map: as many as a page has pictures
 GRID = 1000  # coordinates are whole numbers up to this

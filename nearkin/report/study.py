@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from nearkin import __version__
-from nearkin.bench.diagram import draw
-from nearkin.bench.overview import in_order, judged
+from nearkin._common.files import without_nan
+from nearkin._common.progress import duration
+from nearkin._common.version import __version__
+from nearkin.bench.aggregate import Cell, cells, paired_difference
 from nearkin.bench.papers import Published, published
-from nearkin.bench.repeats import Cell, cells, paired_difference
-from nearkin.bench.running import Folder
 from nearkin.bench.statistics import holm
+from nearkin.bench.summary import verdict
 from nearkin.bench.tournament import Pair, Tournament
-from nearkin.bench.verdict import verdict
+from nearkin.bench.trials import Folder
 from nearkin.errors import DataError, RunError
-from nearkin.files import without_nan
-from nearkin.intervals import Difference
-from nearkin.progress import duration
+from nearkin.metrics.bootstrap import Difference
+from nearkin.report.critical_difference import draw
 from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, line_chart
+from nearkin.report.study_overview import in_order, judged
 
 LINES = 4  # entrants on a chart: more cannot be told apart
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.bench.diagram import draw
+from nearkin.report.critical_difference import draw
 from nearkin.report.figures import COLOURS, DASHES, WIDTH, write_drawings
 from nearkin.report.study import StudyReport
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearkin.bench.tables import Grid, latex, markdown
 from nearkin.errors import RunError
 from nearkin.report.page import Report, percent
+from nearkin.report.study_tables import Grid, latex, markdown
 
 
 def headline_grid(report: Report) -> Grid:

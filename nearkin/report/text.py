@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nearkin.runs import Run
+from nearkin.training.run import Run
 
 
 def result_table(run: Run) -> RichTable:

@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.building import choose_device
+from nearkin._common.progress import Reporter
 from nearkin.data import sources
 from nearkin.data.images import Rows
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.errors import DataError, RunError
-from nearkin.evaluate import embedded, query_and_gallery_rows, scores_of
-from nearkin.kept import keep_vectors, kept_vectors
-from nearkin.metrics import Scores
+from nearkin.metrics.ranking import neighbours
+from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.progress import Reporter
-from nearkin.ranking import neighbours
-from nearkin.runs import Run
+from nearkin.training.embedding_cache import keep_vectors, kept_vectors
+from nearkin.training.evaluation import embedded, query_and_gallery_rows, scores_of
+from nearkin.training.factory import choose_device
+from nearkin.training.run import Run
 
 NEIGHBOURS = 8
 

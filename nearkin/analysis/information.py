@@ -1,0 +1,213 @@
+"""What a loss does to the embeddings: its tightness and contrast, its pull on every similarity, and the entropies.
+
+    decompose("multi_similarity", emb, labels)             Parts(tightness, contrastive), two 0-dim tensors
+    similarity_gradient("triplet", emb, labels)            Weights(sim, grad): d loss / d similarity, pair by pair
+    feature_entropy(emb), conditional_entropy(emb, labels), label_entropy(labels), mutual_information(emb, labels)
+
+The parts and the entropies are those of Boudiaf et al. 2020, "A unifying mutual information view of metric learning:
+cross-entropy vs. pairwise losses". Entropies are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearkin import losses as _losses
+from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses.classes import ToClasses
+from nearkin.losses.registry import LOSSES
+from nearkin.ops.geometry import full_precision
+from nearkin.ops.pairs import Pairs, as_batch, as_labels
+from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
+
+assert _losses  # importing the package registers every loss
+
+
+class Parts(NamedTuple):
+    """A loss as the sum of what pulls a class together and what pushes classes apart."""
+
+    tightness: Tensor
+    contrastive: Tensor
+
+
+class Weights(NamedTuple):
+    """Similarities and the gradient of the loss on each of them, both [N, M], [N, C] or [N, C, K]."""
+
+    sim: Tensor
+    grad: Tensor
+
+
+# --- tightness and contrast -------------------------------------------------------------------------------------------
+
+
+def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, **settings: Any) -> Parts:
+    """The tightness and the contrastive part of a loss; they sum to it.
+
+    name       contrastive_l2, snca, multi_similarity, pce, spce or center
+    params     what the loss itself takes after the labels: (probabilities) for pce, (weight, bias) for center
+    settings   of the loss; `strength` of center is 1 here, and its centres are the class means of the batch
+
+    >>> emb, labels = torch.eye(4), torch.tensor([0, 0, 1, 1])
+    >>> [round(float(part), 3) for part in decompose("snca", emb, labels, sigma=1.0)]
+    [-0.0, 1.099]
+    """
+    if name not in _PARTS:
+        LOSSES[name]  # a name that is no loss at all gets its own suggestion
+        raise ConfigError(f"{name} has no two parts.{did_you_mean(name, _PARTS)} There are: {', '.join(_PARTS)}.")
+    entry = LOSSES[name]
+    settings = entry.check(settings)
+    emb, labels = as_batch(emb, labels)
+    with full_precision(emb):
+        if name == "center":
+            return _center_parts(emb, labels, *params)
+        outer = {k: settings.pop(k) for k in list(settings) if k in entry.inputs.outer}
+        read = entry.inputs.build(emb, labels, *params, **outer)
+        return _PARTS[name](read, **{**entry.own, **settings})
+
+
+def _contrastive_parts(p: Pairs, margin: float) -> Parts:
+    slack, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
+    return Parts(row_sum(p.sq_distance(), p.positives).mean(), slack.mean())
+
+
+def snca_parts(p: Pairs, sigma: float) -> Parts:
+    """`decompose("snca", ...)` of pairs made already; the sum is the cross entropy of soft nearest neighbours."""
+    near, far = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
+    alone = near == float("-inf")  # an anchor without positives is in neither part
+    everyone = torch.logaddexp(near.masked_fill(alone, 0.0), far)
+    return Parts(-near.masked_fill(alone, 0.0).mean(), everyone.masked_fill(alone, 0.0).mean())
+
+
+def _multi_similarity_parts(p: Pairs, alpha: float, beta: float, base: float) -> Parts:
+    pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
+    push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta
+    return Parts(pull.mean(), push.mean())
+
+
+def _pce_parts(c: ToClasses, lam: float) -> Parts:
+    assert c.own is not None
+    assert c.probs is not None
+    spread = torch.logsumexp(c.sim / lam, 1) - (c.probs * c.sim).sum(1) / (2 * lam)
+    return Parts(-c.own.mean() / (2 * lam), spread.mean())
+
+
+def _spce_parts(c: ToClasses) -> Parts:
+    own = c.sim.gather(1, c.labels[:, None])
+    return Parts(-own.mean(), torch.logsumexp(c.sim, 1).mean())
+
+
+def _center_parts(emb: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> Parts:
+    logits = torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t())
+    return Parts(_scatter(emb, labels).sum() / 2, torch.nn.functional.cross_entropy(logits, labels))
+
+
+_PARTS: dict[str, Callable[..., Parts]] = {
+    "contrastive_l2": _contrastive_parts,
+    "snca": snca_parts,
+    "multi_similarity": _multi_similarity_parts,
+    "pce": _pce_parts,
+    "spce": _spce_parts,
+    "center": _center_parts,
+}
+
+
+def _scatter(emb: Tensor, labels: Tensor) -> Tensor:
+    """Squared distance of every sample to the mean of its class in the batch [N]."""
+    present, index, count = torch.unique(labels, return_inverse=True, return_counts=True)
+    means = emb.new_zeros(len(present), emb.shape[1]).index_add(0, index, emb) / count[:, None]
+    gap: Tensor = emb - means[index]
+    return gap.square().sum(1)
+
+
+# --- the pull on every similarity -------------------------------------------------------------------------------------
+
+
+def similarity_gradient(
+    name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, miner: Any = None, **settings: Any
+) -> Weights:
+    """d loss / d similarity: what general pair weighting calls the weights of a loss.
+
+    params   proxies, or the parameters of the head, as the loss itself takes them
+    miner    a function Pairs -> Pairs, for pair losses
+
+    >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
+    >>> float(w.grad[0, 1])  # the one positive of anchor 0, one of six ordered pairs
+    -0.1666...
+    """
+    entry = LOSSES[name]
+    settings = entry.check(settings)
+    outer = {k: v for k, v in settings.items() if k in entry.inputs.outer and k not in ("centers", "dropout")}
+    outer.pop("learn_beta", None)
+    own = {k: v for k, v in settings.items() if k in entry.own}
+    emb, labels = as_batch(emb.detach(), labels)
+    read = entry.inputs.build(emb, labels, *params, **outer)
+    if miner is not None:
+        read = miner(read)
+    sim = read.sim.detach().requires_grad_()
+    with torch.enable_grad():
+        value = entry.reduce(entry.function(replace(read, sim=sim), **own), "mean")
+        (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
+    return Weights(sim.detach(), torch.zeros_like(sim) if grad is None else grad)
+
+
+# --- entropies --------------------------------------------------------------------------------------------------------
+
+
+def label_entropy(labels: Tensor | Sequence[int]) -> float:
+    """H(Y) of the labels as they are, in nats.
+
+    >>> round(label_entropy(torch.tensor([0, 0, 1, 1])), 4)
+    0.6931
+    """
+    share = torch.unique(as_labels(labels), return_counts=True)[1].double() / len(labels)
+    return abs(float((share * share.log()).sum()))
+
+
+def feature_entropy(emb: Tensor, *, literal: bool = False) -> float:
+    """Differential entropy of the features from their pairwise distances, up to a constant; nan below two samples.
+
+    D times the mean of log distance over pairs: scaling the features by c adds D log c, as it must. `literal` doubles
+    it, as printed in the paper (log of the squared distance). Coincident points are clamped, with a warning.
+    """
+    n, dim = emb.shape
+    if n < 2:
+        return math.nan
+    x = emb.detach().double()
+    distance = torch.nn.functional.pdist(x)
+    if bool((distance < 1e-12).any()):
+        warnings.warn("feature_entropy: coincident features, taken as 1e-12 apart", stacklevel=2)
+    value = dim * float(distance.clamp(min=1e-12).log().mean())
+    return 2 * value if literal else value
+
+
+def conditional_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
+    """H(Z | Y): `feature_entropy` within the classes, each weighted by its size; a class of one sample adds 0."""
+    emb, labels = as_batch(emb, labels)
+    present, count = torch.unique(labels, return_counts=True)
+    sizes = {int(k): int(c) for k, c in zip(present, count, strict=True) if c > 1}
+    within = sum(size * feature_entropy(emb[labels == k]) for k, size in sizes.items())
+    return within / len(emb) if sizes else math.nan
+
+
+def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
+    """Cross entropy to unit Gaussians at the class means: an upper bound of H(Z | Y), and the tightness of center."""
+    emb, labels = as_batch(emb, labels)
+    scatter = _scatter(emb.detach().double(), labels)
+    return float(scatter.mean()) / 2 + emb.shape[1] / 2 * math.log(2 * math.pi)
+
+
+def mutual_information(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
+    """I(Z; Y) = H(Z) - H(Z | Y) by the pairwise estimators, in nats."""
+    return feature_entropy(emb) - conditional_entropy(emb, labels)
+
+
+def mutual_information_bound(labels: Tensor | Sequence[int], cross_entropy: float) -> float:
+    """A lower bound of I(Z; Y): H(Y) less the cross entropy of any classifier on Z."""
+    return label_entropy(labels) - cross_entropy

@@ -1,0 +1,76 @@
+"""`nearkin tournament`: rank losses over experiments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nearkin.cli._arguments import leading, parse, show
+from nearkin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TournamentArgs:
+    """Rank entrants over experiments, and say which differences are settled and which are not.
+
+    nearkin tournament papers                        (the thesis's tables of CUB: ten losses, 12 experiments)
+
+    nearkin tournament studies/tiny                  (what `nearkin bench run` has done so far)
+
+    nearkin tournament papers --dataset cars --metric R@2
+
+    nearkin tournament results.csv --out tournament  (columns experiment, entrant, seed, value, reason; or .json)
+
+    A row without a value is a run that failed; it is counted and shown, never scored.
+    """
+
+    out: Path | None = None
+    """Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG)."""
+    alpha: float = 0.05
+    """The chance of calling any difference settled that is none."""
+    draws: int = 10_000
+    """Bootstrap draws of the experiments."""
+    seed: int = 0
+    """Draws the bootstrap."""
+    pairs: bool = False
+    """Print the table of all pairs too."""
+    dataset: str | None = None
+    """With `papers`: cub (the default), cars or sop."""
+    metric: str | None = None
+    """With `papers`: R@1 (the default), R@2 ..."""
+
+
+def run(argv: list[str]) -> None:
+    """`nearkin tournament papers|STUDY|FILE`."""
+    prog = "nearkin tournament papers|STUDY|FILE"
+    target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
+    args = parse(TournamentArgs, flags, prog)
+    from nearkin.bench.papers import thesis_results
+    from nearkin.bench.summary import verdict
+    from nearkin.bench.tournament import judge, read_results
+    from nearkin.report.study_tables import pairs_grid, rich_table, standings_grid, write_files
+
+    if target != "papers" and (args.dataset or args.metric):
+        flag = "dataset" if args.dataset else "metric"
+        raise ConfigError(f"--{flag}: only with 'papers'; a study or a file is ranked by its own metric.")
+    failures = ""
+    if target == "papers":
+        results = thesis_results(args.dataset or "cub", args.metric or "R@1")
+    elif Path(target).is_dir():
+        from nearkin.bench.trials import Folder
+        from nearkin.report.study_overview import failure_line, present
+
+        folder = Folder.open(target)
+        results, failures = present(folder), failure_line(folder)
+    else:
+        results = read_results(Path(target))
+    judged = judge(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
+    written = write_files(judged, args.out) if args.out is not None else []
+    show(rich_table(standings_grid(judged)))
+    if args.pairs:
+        show(rich_table(pairs_grid(judged)))
+    print(verdict(judged))
+    if failures:
+        print(failures)
+    for path in written:
+        print(path)

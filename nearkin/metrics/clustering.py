@@ -1,0 +1,175 @@
+"""Clustering metrics: how well k-means on the embeddings recovers the classes.
+
+Pairs of labelings are compared by their contingency table, so that each measure works alone, for any labels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import ConfigError, MissingExtra
+from nearkin.metrics._vectors import as_labels, as_matrix, check_similarity, encode, prepare
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:
+    """Mutual information of two labelings divided by the mean of their entropies ("arithmetic" or "geometric").
+
+    1 for equal partitions. Two partitions without any information (one class, one cluster) count as equal.
+
+    >>> nmi(["a", "a", "b", "b"], [1, 1, 0, 0])
+    1.0
+    """
+    if average not in ("arithmetic", "geometric"):
+        raise ConfigError(f"average: expected 'arithmetic' or 'geometric', got {average!r}.")
+    joint, a, b = _contingency(labels, clusters)
+    if len(joint[0]) == len(a) == len(b):
+        return 1.0  # one cluster per class
+    h, g = _entropy(a), _entropy(b)
+    below = (h + g) / 2 if average == "arithmetic" else float(np.sqrt(h * g))
+    return min(1.0, max(0.0, _information(joint, a, b) / below)) if below > 0 else 0.0
+
+
+def ami(labels: Any, clusters: Any) -> float:
+    """Mutual information adjusted for chance (Vinh et al. 2010, arithmetic mean): 0 is what random clusters get.
+
+    >>> ami(["a", "a", "b", "b"], [1, 1, 0, 0])
+    1.0
+    """
+    joint, a, b = _contingency(labels, clusters)
+    if len(joint[0]) == len(a) == len(b):
+        return 1.0  # one cluster per class
+    expected = _expected_information(a, b)
+    top = _information(joint, a, b) - expected
+    below = (_entropy(a) + _entropy(b)) / 2 - expected
+    tiny = np.finfo(np.float64).eps
+    return float(top / (min(below, -tiny) if below < 0 else max(below, tiny)))
+
+
+def pair_f1(labels: Any, clusters: Any) -> float:
+    """F1 over pairs of items: a pair in one cluster should be a pair of one class.
+
+    >>> pair_f1([0, 0, 1, 1], [0, 0, 0, 1])
+    0.4
+    """
+    joint, a, b = _contingency(labels, clusters)
+    together = float((joint[2] * (joint[2] - 1)).sum())
+    pairs = float((a * (a - 1)).sum() + (b * (b - 1)).sum())
+    return 2 * together / pairs if pairs else 1.0
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Agreement of k-means clusters with the classes."""
+
+    nmi: float
+    ami: float
+    f1: float
+    clusters: Ints
+    backend: str
+
+
+def cluster_scores(
+    embeddings: Any,
+    labels: Any,
+    *,
+    clusters: int | None = None,
+    similarity: str = "cosine",
+    seed: int = 0,
+    tries: int = 3,
+    backend: str = "auto",
+) -> Clustering:
+    """Run k-means (as many clusters as classes unless said; the best of some tries) and compare with the labels.
+
+    backend: "faiss", "sklearn", or "auto" for the first that is installed. The backends start differently, so scores
+    are comparable only within one of them; the result says which it was.
+    """
+    check_similarity(similarity)
+    x = as_matrix(embeddings, "embeddings")
+    names = as_labels(labels, len(x), "labels", "embeddings")
+    codes, _, classes = encode(names, None, "labels")
+    count = len(classes) if clusters is None else clusters
+    if not 1 <= count <= len(x):
+        raise ConfigError(f"clusters: expected 1 to {len(x)} (the number of items), got {count}.")
+    points, _ = prepare(x, None, similarity)
+    z = (points.x.double() * points.shrink[:, None]).float().cpu().numpy()
+    found, used = _kmeans(z, count, seed, tries, backend)
+    return Clustering(nmi(codes, found), ami(codes, found), pair_f1(codes, found), found, used)
+
+
+def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: str) -> tuple[Ints, str]:
+    if backend not in ("auto", "faiss", "sklearn"):
+        raise ConfigError(f"backend: expected 'auto', 'faiss' or 'sklearn', got {backend!r}.")
+    installed = [name for name in ("faiss", "sklearn") if importlib.util.find_spec(name)]
+    chosen = next(iter(installed), None) if backend == "auto" else backend
+    if chosen not in installed:
+        raise MissingExtra(
+            "k-means needs faiss or scikit-learn. Run: pip install faiss-cpu, or pip install scikit-learn"
+        )
+    if chosen == "faiss":
+        import faiss
+
+        # Every item counts: by default faiss trains on a sample of 256 items per cluster, and warns below 39.
+        means = faiss.Kmeans(
+            z.shape[1], count, niter=30, nredo=tries, seed=seed + 1, min_points_per_centroid=1,
+            max_points_per_centroid=len(z),
+        )  # fmt: skip
+        means.train(z)
+        return means.index.search(z, 1)[1].ravel().astype(np.int64), chosen
+    from sklearn.cluster import KMeans
+
+    return KMeans(count, n_init=tries, random_state=seed).fit_predict(z).astype(np.int64), "sklearn"
+
+
+# -------------------------------------------------------------------------------------------------- contingency table
+
+
+def _contingency(labels: Any, clusters: Any) -> tuple[tuple[Ints, Ints, Ints], Ints, Ints]:
+    """((row, column, count) of the cells that are not empty, row sums, column sums)."""
+    length = len(labels)
+    first = as_labels(labels, length, "labels", "the data")
+    second = as_labels(clusters, length, "clusters", "the data")
+    if length == 0:
+        raise ConfigError("labels: nothing to compare, got no items.")
+    _, row = np.unique(first, return_inverse=True)
+    b, col = np.unique(second, return_inverse=True)
+    cell, count = np.unique(row.astype(np.int64) * len(b) + col, return_counts=True)
+    return (cell // len(b), cell % len(b), count), np.bincount(row), np.bincount(col)
+
+
+def _entropy(counts: Ints) -> float:
+    p = counts / counts.sum()
+    return float(-(p * np.log(p)).sum()) if len(counts) > 1 else 0.0
+
+
+def _information(joint: tuple[Ints, Ints, Ints], a: Ints, b: Ints) -> float:
+    row, col, count = joint
+    n = count.sum()
+    return float((count / n * (np.log(count) + np.log(n) - np.log(a[row]) - np.log(b[col]))).sum())
+
+
+def _expected_information(a: Ints, b: Ints) -> float:
+    """Mutual information expected when the clusters are dealt at random, their sizes fixed.
+
+    The overlap of a class of size s with a cluster of size t is hypergeometric; equal sizes are computed once, which
+    makes ten thousand classes of a few items quick.
+    """
+    n = int(a.sum())
+    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    total = 0.0
+    for s, classes in zip(*np.unique(a, return_counts=True), strict=True):
+        for t, groups in zip(*np.unique(b, return_counts=True), strict=True):
+            k = np.arange(max(1, s + t - n), min(s, t) + 1)
+            chance = np.exp(
+                factorial[s] + factorial[t] + factorial[n - s] + factorial[n - t] - factorial[n]
+                - factorial[k] - factorial[s - k] - factorial[t - k] - factorial[n - s - t + k]
+            )  # fmt: skip
+            total += classes * groups * float((k / n * (np.log(n * k) - np.log(s * t)) * chance).sum())
+    return total

@@ -1,0 +1,299 @@
+"""The certificate behind `nearkin doctor --distributed`: gradients of N processes are those of one, for every loss.
+
+The same small training step runs here, alone, and in N processes of this machine that share its batches: evenly,
+unevenly, and with nothing for the last. Every registered loss is tried as it is, with every miner and with a memory.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nearkin._common.progress import Reporter
+from nearkin.data.samplers import share_of
+from nearkin.errors import ConfigError, ProcessLost
+from nearkin.losses import LOSSES
+from nearkin.losses.miners import MINERS
+from nearkin.losses.objective import Objective
+from nearkin.training import distributed
+
+TOLERANCE = 1e-5  # relative; float32 rounds at 6e-8, and a loss with scale 64 makes that 4e-6
+BATCH, PIXELS, DIM, CLASSES = 24, 12, 8, 5
+
+Split = Literal["even shares", "uneven shares", "one rank idle"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with what may be put around it, and how its batches are shared."""
+
+    loss: str
+    miner: str | None = None
+    memory: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
+    split: Split = "even shares"
+
+    def __str__(self) -> str:
+        extras = [f"miner {self.miner}"] if self.miner else []
+        extras += [f"memory {self.memory}"] if self.memory else []
+        extras += [f"{key}={value}" for key, value in self.settings]
+        return ", ".join([self.loss, *extras, self.split])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest difference between N processes and one, relative to the largest entry of one process's tensor.
+
+    embeddings   the gradient of each embedding
+    network      the gradient of the network's parameters, after the mean over the ranks
+    parameters   the gradient of the class parameters, and what the memory holds; None where there is neither
+    """
+
+    case: Case
+    embeddings: float
+    network: float
+    parameters: float | None
+
+    @property
+    def worst(self) -> float:
+        return max(self.embeddings, self.network, self.parameters or 0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= TOLERANCE
+
+
+def certificate(
+    processes: int = 2,
+    *,
+    dtype: torch.dtype = torch.float32,
+    timeout: float = 300.0,
+    reporter: Reporter | None = None,
+) -> list[Row]:
+    """Compare one process with `processes` local ones (gloo, loopback only) on every case. No process outlives it."""
+    if processes < 2:
+        raise ConfigError(f"processes: expected 2 or more to compare with one, got {processes}.")
+    reporter = reporter or Reporter(quiet=True)
+    every = cases()
+    with tempfile.TemporaryDirectory(prefix="nearkin-") as name:
+        folder = Path(name)
+        with reporter.track(f"gradients of {processes} processes", len(every), unit="case") as bar:
+
+            def watch() -> None:
+                if (new := _done(folder) - bar.done) > 0:
+                    bar.advance(new)
+
+            command = [
+                sys.executable,
+                "-m",
+                "nearkin.training.distributed_check",
+                name,
+                str(dtype).removeprefix("torch."),
+            ]
+            launch(command, processes, folder, timeout=timeout, watch=watch)
+        ranks = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(processes)]
+    alone = of_one_process(every, dtype, reporter)
+    return [
+        compare(case, alone[replace(case, split="even shares")], [r[i] for r in ranks]) for i, case in enumerate(every)
+    ]
+
+
+def of_one_process(every: Sequence[Case], dtype: torch.dtype, reporter: Reporter) -> dict[Case, dict[str, Tensor]]:
+    """The gradients of this process alone; how the batches would be shared makes no difference to them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these tensors are too small to share among threads
+    try:
+        distinct = list(dict.fromkeys(replace(case, split="even shares") for case in every))
+        found = {}
+        with reporter.track("gradients of one process", len(distinct), unit="case") as bar:
+            for case in distinct:
+                found[case] = gradients(case, 1, dtype)
+                bar.advance()
+        return found
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cases() -> list[Case]:
+    """Every loss of ours, alone, with every miner, with a memory, and with both; each with every way of sharing."""
+    found: list[Case] = []
+    for name, entry in LOSSES.items():
+        if not entry.function.__module__.startswith("nearkin."):
+            continue  # registered by the caller: the other processes would not know it
+        miners = [None, *(m for m in MINERS if m != "all")] if entry.inputs.pairs else [None]
+        found += [Case(name, miner) for miner in miners]
+        if entry.inputs.memory:
+            found += [Case(name, miner, memory=40) for miner in miners]
+        if "learn_beta" in entry.settings:
+            found += [Case(name, miner, settings=(("learn_beta", True),)) for miner in miners]
+    splits: tuple[Split, ...] = ("even shares", "uneven shares", "one rank idle")
+    return [replace(case, split=split) for split in splits for case in found]
+
+
+def own_rows(count: int, split: Split, rank: int, world: int) -> slice:
+    """Which rows of a batch a rank holds."""
+    if world == 1:
+        return slice(0, count)
+    if split == "even shares":
+        return share_of(count, rank, world)
+    if split == "one rank idle":
+        return slice(count, count) if rank == world - 1 else share_of(count, rank, world - 1)
+    ends = [count * r * (r + 1) // (world * (world + 1)) for r in range(world + 1)]  # rank r holds about r + 1 parts
+    return slice(*list(pairwise(ends))[rank])
+
+
+def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a rank has after a batch, or two with a memory: gradients of embeddings, network and class parameters.
+
+    Ranks begin with different weights and different random numbers, so that it shows if they are not told.
+    """
+    torch.default_generator.manual_seed(distributed.rank())
+    network = nn.Linear(PIXELS, DIM, dtype=dtype)
+    objective = Objective(
+        case.loss, num_classes=CLASSES, dim=DIM, miner=case.miner, memory=case.memory, **dict(case.settings)
+    ).to(dtype)
+    for value in objective.parameters():
+        if value.dim():  # a head begins at zero, which would hide mistakes
+            nn.init.normal_(value)
+    both = nn.ModuleList([network, objective])
+    distributed.broadcast_state(both)
+
+    found: dict[str, Tensor] = {}
+    for step in range(2 if case.memory else 1):
+        chance = torch.Generator().manual_seed(step)
+        x = torch.randn(BATCH, PIXELS, generator=chance, dtype=torch.float64).to(dtype)
+        labels = torch.randint(CLASSES, (BATCH,), generator=chance)
+        own = own_rows(BATCH, case.split, distributed.rank(), world)
+        emb = network(x[own])
+        emb.retain_grad()
+        whole_emb, whole_labels = distributed.gathered(emb, labels[own])
+        with distributed.seeded(0, 0, step):
+            loss = objective(whole_emb, whole_labels)
+        loss.backward()
+        assert emb.grad is not None
+        found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world
+    distributed.reduce_gradients(both.parameters())
+    # As one vector: some losses do not see a shift of all embeddings, and the bias alone would be rounding noise.
+    found["network"] = torch.cat([value.grad.flatten() for value in network.parameters() if value.grad is not None])
+    found |= {f"parameters {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
+    found |= {f"parameters {name}": value for name, value in objective.named_buffers()}
+    return found
+
+
+def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tensor]]) -> Row:
+    """The worst over ranks and tensors of each kind."""
+    worst: dict[str, float] = {}
+    for found in ranks:
+        if found.keys() != alone.keys():
+            raise AssertionError(f"{case}: tensors {sorted(found)} where one process has {sorted(alone)}")
+        for name, tensor in alone.items():
+            kind = name.partition(" ")[0]
+            worst[kind] = max(worst.get(kind, 0.0), relative(found[name], tensor))
+    return Row(case, worst["embeddings"], worst["network"], worst.get("parameters"))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """The largest difference over the largest entry; infinite where the shapes differ or something is not finite."""
+    if got.shape != want.shape:
+        return float("inf")
+    difference, size = float((got - want).abs().max()), float(want.abs().max())
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size > 0.0 and difference < float("inf") else float("inf")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    folder: Path,
+    *,
+    timeout: float,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command once per rank on this machine, as torchrun does, and wait for all. None outlives this call.
+
+    folder    where each rank's output goes (rank0.log, ...)
+    timeout   seconds for all of it; then, or when one fails, all are ended and `ProcessLost` says why
+    watch     called several times a second meanwhile
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    logs = [folder / f"rank{r}.log" for r in range(processes)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for r, log in enumerate(logs):
+            with open(log, "wb") as out:
+                env = {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}
+                started.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+        deadline = time.monotonic() + timeout
+        while None in (codes := [process.poll() for process in started]):
+            watch()
+            if any(codes):
+                break
+            if time.monotonic() > deadline:
+                busy = [str(r) for r, code in enumerate(codes) if code is None]
+                raise ProcessLost(f"process {' and '.join(busy)} of {processes} did not end within {timeout:g} s.")
+            time.sleep(0.05)
+        failed = [r for r, code in enumerate(codes) if code]
+        if failed:
+            # The cause first: a process that only noticed the loss of another is not it.
+            first = min(failed, key=lambda r: "ProcessLost" in _last_line(logs[r]))
+            code = started[first].returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise ProcessLost(f"process {first} of {processes} {how}: {_last_line(logs[first]) or 'it said nothing'}")
+        watch()
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _done(folder: Path) -> int:
+    """How many cases rank 0 has finished: it writes a byte for each."""
+    path = folder / "done"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _work(folder: Path, dtype: torch.dtype) -> None:
+    """What each of the processes does: every case, then its findings into a file."""
+    found = []
+    with (
+        distributed.process_group("cpu", timeout=60.0, meeting_file=folder / "meeting"),
+        open(folder / "done", "ab") as done,
+    ):
+        for case in cases():
+            found.append(gradients(case, distributed.world(), dtype))
+            if distributed.is_first():
+                done.write(b".")
+                done.flush()
+    torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    _work(Path(sys.argv[1]), getattr(torch, sys.argv[2]))

@@ -1,0 +1,362 @@
+"""Named recipes: `nearkin train NAME`, or `nk.recipes.NAME()`.
+
+Each is a function that returns a frozen `Recipe`; vary one with `dataclasses.replace`. The papers' own set-ups follow
+the papers' texts and published code (docs/recipes.md says which field comes from where, and where the two disagree).
+All of them choose the epoch on validation classes, which none of the papers had.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from nearkin._common.registry import Registry
+from nearkin.config.recipe import Choice, Data, Model, Recipe, Train
+from nearkin.errors import ConfigError, did_you_mean
+
+RECIPES: Registry[Callable[..., Recipe]] = Registry("recipe")
+
+
+def _recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    return RECIPES.add(make.__name__, make)
+
+
+# A head on frozen features: few steps, since the start is good already.
+HEAD_ONLY = Train(epochs=10, batch_size=128, per_class=0, lr=1e-3, class_lr=1e-3, schedule="cosine")
+# A pretrained network as a whole. Its batch-norm statistics are ImageNet's, better than those of small batches.
+_LITE0 = Model(
+    backbone="efficientnet_lite0",
+    weights="default",
+    pool="average",
+    dim=512,
+    start="whitened",
+    freeze_norm="statistics",
+)
+_FINE_TUNE = Train(batch_size=96, per_class=0, lr=4e-4, class_lr=0.03)
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+@_recipe
+def glyphs_small() -> Recipe:
+    """The built-in glyphs with proxy_anchor: what `nearkin demo` runs, about a minute on two cores."""
+    return Recipe(
+        data=Data(source="glyphs", test_share=0.4, val_share=0.1),
+        model=Model(backbone="small_conv", width=24, dim=128),
+        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=Train(epochs=6, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
+    )
+
+
+@_recipe
+def folder_default() -> Recipe:
+    """Your own images (--data FOLDER): a head on the frozen features of EfficientNet-Lite0, minutes without a GPU."""
+    return Recipe(
+        data=Data(source="folder", image_size=224, augment="thesis", test_share=0.4, val_share=0.1),
+        model=replace(_LITE0, freeze="backbone"),
+        loss=Choice("norm_softmax", {"temperature": 0.1}),
+        train=HEAD_ONLY,
+    )
+
+
+@_recipe
+def folder_finetune() -> Recipe:
+    """Your own images (--data FOLDER) and a GPU, or patience: EfficientNet-Lite0 fine-tuned with proxy_anchor."""
+    return Recipe(
+        data=Data(source="folder", image_size=224, augment="thesis", test_share=0.4, val_share=0.1),
+        model=_LITE0,
+        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=replace(_FINE_TUNE, epochs=20, patience=6),
+    )
+
+
+@_recipe
+def features_default() -> Recipe:
+    """Ready features of any kind (--data FILE.npz): a whitened linear head, trained with norm_softmax in seconds."""
+    return Recipe(
+        data=Data(source="features", split="auto", test_share=0.4, val_share=0.1),
+        model=Model(backbone="none", dim=512, start="whitened", freeze="backbone"),
+        loss=Choice("norm_softmax", {"temperature": 0.1}),
+        train=HEAD_ONLY,
+    )
+
+
+@_recipe
+def from_scratch() -> Recipe:
+    """Small pictures of your own (--data FOLDER), many of them: a small network from scratch at 64 pixels."""
+    return Recipe(
+        data=Data(source="folder", image_size=64, augment="light", test_share=0.4, val_share=0.1),
+        model=Model(backbone="small_conv", width=32, dim=128),
+        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=Train(epochs=30, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
+    )
+
+
+@_recipe
+def cub_lite() -> Recipe:
+    """CUB-200-2011 at 128 pixels, EfficientNet-Lite0 fine-tuned with proxy_anchor: minutes on two cores."""
+    return Recipe(
+        data=Data(source="cub", image_size=128, augment="thesis"),
+        model=_LITE0,
+        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=replace(_FINE_TUNE, epochs=5),
+    )
+
+
+# --- instance cross entropy (Wang et al. 2019) -----------------------------------------------------------------------
+
+
+def _ice(source: str, *, batch_size: int, per_class: int, epochs: int) -> Recipe:
+    return Recipe(
+        data=Data(source=source, image_size=227, augment="ice"),
+        model=Model(backbone="bn_inception", weights="default", pool="average", dim=512),
+        loss=Choice("ice", {"scale": 64.0}),
+        train=Train(
+            epochs=epochs,
+            batch_size=batch_size,
+            per_class=per_class,
+            optimizer="sgd",
+            momentum=0.8,
+            nesterov=False,
+            lr=1e-3,
+            head_lr=1e-2,
+            weight_decay=1e-5,
+            schedule="constant",
+            clip_norm=0.0,
+        ),
+    )
+
+
+@_recipe
+def ice_cub() -> Recipe:
+    """Instance cross entropy on CUB: BN-Inception, 512 dimensions, 6 classes of 10 images, about 4,000 steps."""
+    return _ice("cub", batch_size=60, per_class=10, epochs=41)
+
+
+@_recipe
+def ice_cars() -> Recipe:
+    """Instance cross entropy on Cars196: as on CUB; 30 epochs are the paper's 4,000 steps there."""
+    return _ice("cars", batch_size=60, per_class=10, epochs=30)
+
+
+@_recipe
+def ice_sop() -> Recipe:
+    """Instance cross entropy on Stanford Online Products: 90 classes of 2 images, about 20,000 steps."""
+    return _ice("sop", batch_size=180, per_class=2, epochs=61)
+
+
+# --- cross-entropy (Boudiaf et al. 2020) -----------------------------------------------------------------------------
+
+
+def _ce(source: str, *, lr: float, momentum: float, epochs: int, norm: Literal["none", "batch"]) -> Recipe:
+    return Recipe(
+        data=Data(source=source, image_size=224, augment=f"ce_{source}"),
+        # The paper's features are the pooled 2048 numbers of ResNet-50 themselves: there is no head.
+        model=Model(backbone="resnet50", weights="default", pool="average", dim=0, norm=norm, freeze_norm="statistics"),
+        loss=Choice("softmax", {"smoothing": 0.1, "dropout": 0.5}),
+        train=Train(
+            epochs=epochs,
+            batch_size=128,
+            per_class=0,
+            optimizer="sgd",
+            momentum=momentum,
+            nesterov=momentum > 0,
+            lr=lr,
+            class_lr=lr,
+            weight_decay=5e-4,
+            class_decay=True,
+            schedule="cosine",
+            warm_up_steps=100,
+            clip_norm=0.0,
+        ),
+    )
+
+
+@_recipe
+def ce_cub() -> Recipe:
+    """Plain cross-entropy on CUB: ResNet-50, 2048 dimensions."""
+    return _ce("cub", lr=0.02, momentum=0.0, epochs=30, norm="none")
+
+
+@_recipe
+def ce_cars() -> Recipe:
+    """Plain cross-entropy on Cars196."""
+    return _ce("cars", lr=0.05, momentum=0.0, epochs=100, norm="batch")
+
+
+@_recipe
+def ce_sop() -> Recipe:
+    """Plain cross-entropy on Stanford Online Products."""
+    return _ce("sop", lr=0.003, momentum=0.99, epochs=100, norm="batch")
+
+
+@_recipe
+def ce_inshop() -> Recipe:
+    """Plain cross-entropy on In-Shop Clothes."""
+    return _ce("inshop", lr=0.003, momentum=0.99, epochs=100, norm="batch")
+
+
+# --- the thesis "Metric Learning: A Deep Dive" -----------------------------------------------------------------------
+
+Dataset = Literal["cub", "cars", "sop"]
+Network = Literal["googlenet", "bn_inception", "resnet50"]
+
+# Tables 4 and 5: loss and settings, miner, learning rate of the class parameters, images per class (0: random).
+# Where a table contradicts the published code and the original paper, the ruling of docs/recipes.md is taken.
+THESIS: dict[str, tuple[dict[str, Any], Choice | None, float | None, int]] = {
+    "contrastive": ({"margin": 0.5}, None, None, 5),
+    "triplet": ({"margin": 0.1}, Choice("semihard"), None, 5),
+    "lifted_structure": ({"margin": 0.5}, Choice("hard"), None, 5),
+    "npair": ({}, None, None, 5),
+    "margin": ({"alpha": 0.2, "beta": 1.2, "learn_beta": True}, Choice("distance_weighted"), 5e-5, 5),
+    "multi_similarity": (
+        {"alpha": 2.0, "beta": 50.0, "base": 0.5},
+        Choice("multi_similarity", {"epsilon": 0.1}),
+        None,
+        5,
+    ),
+    "proxy_nca": ({}, None, 1e-5, 0),
+    "arcface": ({"margin_degrees": 28.6, "scale": 64.0}, None, 1e-4, 0),
+    "soft_triple": ({"scale": 20.0, "gamma": 0.1, "margin": 0.01, "tau": 0.2}, None, 1e-4, 0),
+    "proxy_anchor": ({"alpha": 32.0, "margin": 0.1}, None, 1e-2, 0),
+}
+
+
+def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", dim: int = 512) -> Recipe:
+    """One of the thesis's experiments: a loss on a data set (cub, cars, sop) through a network at a size.
+
+    >>> thesis("proxy_anchor", "cars", "googlenet", 128).train.step_epochs
+    20
+    """
+    if loss not in THESIS:
+        raise ConfigError(f"The thesis has no loss named '{loss}'.{did_you_mean(loss, THESIS)}")
+    _one_of("data set", dataset, ("cub", "cars", "sop"))
+    _one_of("network", network, ("googlenet", "bn_inception", "resnet50"))
+    settings, miner, class_lr, per_class = THESIS[loss]
+    if loss == "soft_triple":
+        settings = {**settings, "centers": 2 if dataset == "sop" else 10}
+    # Table 3. Its steps are longer for the two smaller networks.
+    steps = {"cub": 5, "cars": 10, "sop": 10}[dataset] * (1 if network == "resnet50" else 2)
+    return Recipe(
+        data=Data(source=dataset, image_size=224, augment="thesis"),
+        model=Model(backbone=network, weights="default", pool="average_maximum", dim=dim, freeze_norm="statistics"),
+        loss=Choice(loss, settings),
+        miner=miner,
+        train=Train(
+            epochs=100,
+            batch_size=100 if network == "resnet50" else 180,
+            per_class=per_class,
+            optimizer="adamw",
+            lr=6e-4 if dataset == "sop" else 1e-4,
+            class_lr=class_lr,
+            weight_decay=1e-4,
+            class_decay=True,
+            schedule="step",
+            step_epochs=steps,
+            step_factor=0.25 if dataset == "sop" else 0.1,
+            frozen_epochs=1,
+            clip_norm=10.0,
+        ),
+    )
+
+
+def _add_thesis(loss: str) -> None:
+    def make(dataset: Any = "cub", network: Any = "resnet50", dim: int | str = 512) -> Recipe:
+        return thesis(loss, dataset, network, _whole(dim))
+
+    make.__doc__ = f"The thesis's {loss}; as thesis_{loss}:DATA:NETWORK:SIZE for another data set, network or size."
+    RECIPES.add(f"thesis_{loss}", make)
+
+
+for _loss in THESIS:
+    _add_thesis(_loss)
+
+
+# --- multi-proxy anchor (Saeki et al. 2021) --------------------------------------------------------------------------
+
+
+def mpa(
+    dataset: Dataset = "cub", *, loss: Literal["mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"] = "mpa"
+) -> Recipe:
+    """The multi-proxy-anchor family, and the two losses it is compared with in the paper, in the paper's set-up."""
+    _one_of("data set", dataset, ("cub", "cars", "sop"))
+    several = {"gamma": 0.1, "tau": 0.2, "centers": 2 if dataset == "sop" else 10}
+    settings: dict[str, dict[str, Any]] = {
+        "soft_triple": {"scale": 20.0, "margin": 0.01, **several},
+        "proxy_anchor": {"alpha": 32.0, "margin": 0.1},
+    }
+    return Recipe(
+        data=Data(source=dataset, image_size=224, augment="mpa"),
+        model=Model(backbone="bn_inception", weights="default", pool="gem", gem_p=3.0, dim=512),
+        loss=Choice(loss, settings.get(loss, {"alpha": 32.0, "margin": 0.1, **several})),
+        train=Train(
+            epochs=100 if dataset == "sop" else 60,
+            batch_size={"cub": 180, "cars": 64, "sop": 32}[dataset],
+            per_class=0,
+            optimizer="adamw",
+            lr=1e-4,
+            class_lr=1e-2,
+            class_decay=True,
+            schedule="step",
+            step_epochs=20,
+            step_factor=0.5,
+            clip_norm=0.0,
+        ),
+    )
+
+
+def _add_mpa(dataset: Dataset) -> None:
+    def make(loss: Any = "mpa") -> Recipe:
+        _one_of("loss", loss, ("mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"))
+        return mpa(dataset, loss=loss)
+
+    make.__doc__ = f"Multi-proxy anchor on {dataset}; mpa_{dataset}:LOSS for mpa_dw, mpa_ap, soft_triple, proxy_anchor."
+    RECIPES.add(f"mpa_{dataset}", make)
+
+
+for _dataset in ("cub", "cars", "sop"):
+    _add_mpa(_dataset)
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+def _one_of(what: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ConfigError(f"No {what} named '{got}' in these recipes. There are: {', '.join(allowed)}.")
+
+
+def _whole(text: int | str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"The size of the embedding is a whole number, got '{text}'.") from None
+
+
+def find(name: str) -> Recipe:
+    """A recipe by its name here (`name:choice:choice` where it takes some), or from a TOML file or a run folder."""
+    from nearkin.data.sources import recognise
+
+    plain, *choices = name.split(":")
+    if plain in RECIPES:
+        try:
+            return RECIPES[plain](*choices)
+        except TypeError:
+            raise ConfigError(f"The recipe '{plain}' does not take {len(choices)} choices: '{name}'.") from None
+    path = Path(name)
+    what = ""
+    if path.is_dir():
+        what = "" if (path / "recipe.toml").exists() else "not a run folder (it holds no recipe.toml)"
+        path = path / "recipe.toml"
+    elif path.is_file() and path.suffix != ".toml":
+        what = "" if recognise(path) == "folder" else "data, not a recipe"
+    if what:
+        raise ConfigError(f"{name}: {what}. To train on it: nearkin train --data {shlex.quote(name)}")
+    if path.suffix == ".toml" or path.exists():
+        return Recipe.from_toml(path)
+    hint = did_you_mean(name, RECIPES) or f" There are: {', '.join(RECIPES)}; or give a .toml file."
+    raise ConfigError(f"No recipe or recipe file named '{name}'.{hint}")

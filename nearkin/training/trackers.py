@@ -1,0 +1,90 @@
+"""Where the numbers of each epoch go besides events.jsonl: TensorBoard and Weights & Biases, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from nearkin.errors import ConfigError, did_you_mean, need
+from nearkin.training.run import Run
+
+TRACKERS = ("tensorboard", "wandb")
+
+
+class Tracker:
+    """Passes an epoch's numbers on to every place that was asked for."""
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        self.places = places
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        for place in self.places:
+            place(int(event["epoch"]), scalars(event))
+
+
+def scalars(event: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers of an epoch's event, by a path-like name.
+
+    >>> scalars({"epoch": 2, "loss": 0.5, "val": {"R@1": 0.7}, "diagnosis": {"hubness": 1.0, "histogram": [1]}})
+    {'loss': 0.5, 'val/R@1': 0.7, 'diagnosis/hubness': 1.0}
+    """
+    flat: dict[str, float] = {}
+    for name, value in event.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": v for inner, v in scalars(value).items()}
+        elif isinstance(value, int | float) and name != "epoch":
+            flat[name] = float(value)
+    return flat
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            hint = did_you_mean(name, TRACKERS) or f" There are: {', '.join(TRACKERS)}."
+            raise ConfigError(f"No tracker named '{name}'.{hint}")
+
+
+@contextmanager
+def open_trackers(names: Sequence[str], run: Run) -> Iterator[Tracker]:
+    """The trackers by these names, for this run; closed at the end. Only the process that writes the run has any."""
+    check_trackers(names)
+    with ExitStack() as stack:
+        places = [stack.enter_context(_OPEN[name](run)) for name in names] if run.writes else []
+        yield Tracker(places)
+
+
+@contextmanager
+def _tensorboard(run: Run) -> Iterator[Any]:
+    need("tensorboard", extra="tensorboard")
+    writer = need("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard")
+
+    def log(epoch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, epoch)
+
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _wandb(run: Run) -> Iterator[Any]:
+    """Online or offline as W&B's own settings say (WANDB_MODE=offline keeps everything in the run folder)."""
+    wandb = need("wandb", extra="wandb")
+    session = wandb.init(
+        project="nearkin",
+        name=run.path.name,
+        id=run.path.name,
+        dir=run.path,
+        resume="allow",
+        config=run.recipe.to_dict(),
+    )
+    try:
+        yield lambda epoch, values: session.log(dict(values), step=epoch)
+    finally:
+        session.finish()
+
+
+_OPEN = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -1,0 +1,117 @@
+"""Killed runners and workers: no trial lost, none done twice, the same table as an undisturbed study."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.studies import small_study, write_features
+
+from nearkin.bench.trials import Folder
+from nearkin.training.run import Run
+
+pytestmark = pytest.mark.slow
+
+EPOCHS = 30
+
+
+@pytest.fixture
+def study_file(tmp_path):
+    features = write_features(tmp_path / "clouds.npz", classes=40, per_class=20)
+    change = {"data": {"split": "half"}, "train": {"epochs": EPOCHS, "batch_size": 32}}
+    study = small_study(features, losses=("norm_softmax", "triplet", "proxy_anchor"), sizes=(8,), change=change)
+    (tmp_path / "s.toml").write_text(study.to_toml())
+    return tmp_path / "s.toml"
+
+
+def start(study: Path, out: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "nearkin", "bench", "run", str(study), "--out", out, "--runs", f"{out}/runs"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--workers", "2", "--device", "cpu"],
+        cwd=study.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def wait_for(what, seconds: float = 90.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def wait_for_end(pids: list[int]) -> None:
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc to find the workers")
+def test_killed_workers_and_runners_change_nothing(study_file):
+    folder = study_file.parent
+    calm = start(study_file, "calm")
+    said, _ = calm.communicate(timeout=300)
+    assert calm.returncode == 0, said
+
+    chance = random.Random(0)
+    process = start(study_file, "stormy")
+    stormy = folder / "stormy"
+    for victim in ("worker", "runner", "worker"):
+        wait_for(lambda: (stormy / "study.toml").exists() and Folder.open(stormy).running())
+        time.sleep(chance.uniform(0.0, 0.5))
+        pids = workers_of(process)
+        if victim == "worker":
+            os.kill(chance.choice(pids), signal.SIGKILL)
+        else:
+            process.kill()
+            process.communicate(timeout=60)
+            wait_for_end(pids)  # they do not outlive the one that started them
+            process = start(study_file, "stormy")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+
+    assert (stormy / "results.csv").read_text() == (folder / "calm" / "results.csv").read_text()
+    made = Folder.open(stormy)
+    assert len(made.outcomes()) == len(made.trials) == 6
+    runs = [Run(path) for path in (stormy / "runs").iterdir()]
+    assert len(runs) == 6  # none under two names
+    for run in runs:
+        seen = [event["epoch"] for event in run.events() if event["event"] == "epoch"]
+        assert seen == list(range(EPOCHS + 1))  # every epoch once
+        assert sum(event["event"] == "holdout_opened" for event in run.events()) == 1
+        assert run.result["test"] is not None
+    for outcome in made.outcomes().values():
+        calm_run = folder / "calm" / "runs" / Path(outcome.run).name
+        mine, theirs = (json.loads((path / "result.json").read_text()) for path in (Path(outcome.run), calm_run))
+        assert mine["test"] == theirs["test"]
+
+
+def test_ctrl_c_stops_the_workers_and_says_how_to_go_on(study_file):
+    process = start(study_file, "study")
+    folder = study_file.parent / "study"
+    wait_for(lambda: (folder / "study.toml").exists() and Folder.open(folder).running())
+    pids = workers_of(process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "of 6 trials done; the checkpoint is written. To go on:" in said
+    assert not any(alive(pid) for pid in pids)

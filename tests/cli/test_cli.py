@@ -1,0 +1,204 @@
+"""The command line: one or two lines and exit code 2 for what a person can mend, never a traceback."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.small_runs import make_run
+
+import nearkin as nk
+from nearkin import cli
+from nearkin.cli._arguments import show
+from nearkin.cli.train import parse_train
+from nearkin.config.recipe import Choice
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        cli.main([str(a) for a in args])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "No command named 'trian'. Did you mean 'train'?"),
+        (["train", "glyps_small"], "Did you mean 'glyphs_small'?"),
+        (["train", "nosuch.toml"], "nosuch.toml: there is no such recipe file"),
+        (["train", "--loss", "proxyanchor"], "No loss named 'proxyanchor'. Did you mean 'proxy_anchor'?"),
+        (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
+        (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
+        (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
+        (["train", "--data", "/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["train", "--data"], "--data: a value is needed"),
+        (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
+        (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
+        (["train", "--model.pool", "averag"], "Did you mean 'average'?"),
+        (["train", "--miner.epsilon", "1"], "no miner is chosen"),
+        (["evaluate"], "is needed first"),
+        (["evaluate", "none.npz"], "none.npz"),
+        (["report", "."], "not a run folder"),
+        (["losses", "tripplet"], "Did you mean 'triplet'?"),
+        (["losses", "--picture", "x.png"], "--picture: name a loss to draw"),
+        (["demo", "more"], "more: no such argument"),
+    ],
+)
+def test_mistakes_get_the_cure(capsys, args, message):
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert len(err.strip().splitlines()) <= 2
+    assert "Traceback" not in err
+
+
+def test_a_wrong_value_names_the_flag(capsys):
+    code, _, err = run(capsys, "train", "--train.epochs", "ten")
+    assert code == 2
+    assert "--train.epochs" in err
+    code, _, err = run(capsys, "train", "--train.epochs", "0")
+    assert code == 2
+    assert "expected at least 1, got 0" in err
+
+
+def test_a_runs_folder_that_cannot_be_written_is_named(capsys, tmp_path, glyphs_table):
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, "train", "--runs", tmp_path / "file")
+    assert code == 2
+    assert "cannot write the run folder" in err
+    assert "--runs DIR" in err
+
+
+def test_help_teaches_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert f"nearkin {name}" in out
+        code, shown, _ = run(capsys, name, "--help")
+        assert code == 0
+        assert "usage" in shown.lower()
+    assert run(capsys)[1] == out
+    assert run(capsys, "--version")[1].startswith("nearkin ")
+
+
+def test_flags_change_the_recipe():
+    recipe, args = parse_train(
+        ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
+    )
+    assert recipe.loss == Choice("proxy_anchor", {"alpha": 8, "margin": 0.1})
+    assert (recipe.train.epochs, recipe.model.dim, recipe.seed, args.runs) == (2, 16, 4, Path("x"))
+    recipe, _ = parse_train(["--loss", "triplet", "--loss.margin", "0.2", "--miner.name", "semihard"])
+    assert recipe.loss == Choice("triplet", {"margin": 0.2})  # another loss does not inherit alpha
+    assert recipe.miner == Choice("semihard")
+    recipe, _ = parse_train(["from_scratch", "--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
+    assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos").resolve(), 32)
+    assert recipe.train.class_lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["photos", "photos.csv", "features.npz"])
+def test_data_given_as_the_recipe_gets_the_flag(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch() if "." in name else Path(name).mkdir()
+    code, _, err = run(capsys, "train", name)
+    assert code == 2
+    assert f"To train on it: nearkin train --data {name}\n" in err
+
+
+def test_another_loss_leaves_the_recipes_miner_behind_where_it_takes_none():
+    assert parse_train(["thesis_triplet"])[0].miner is not None
+    assert parse_train(["thesis_triplet", "--loss", "proxy_anchor"])[0].miner is None
+    assert parse_train(["thesis_triplet", "--loss", "contrastive"])[0].miner is not None
+    assert parse_train(["thesis_triplet", "--miner", "none"])[0].miner is None
+    recipe, _ = parse_train(["thesis_triplet", "--loss", "proxy_anchor", "--miner", "semihard"])
+    assert recipe.miner == Choice("semihard")  # asked for, so the loss will refuse it
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(capsys, monkeypatch):
+    def pressed(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "train", pressed)
+    code, out, err = run(capsys, "train")
+    assert (code, out) == (130, "")
+    assert "the same command goes on" in err
+    monkeypatch.setenv("RANK", "1")  # of several processes one talks
+    assert run(capsys, "train")[2] == ""
+
+
+def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
+    from nearkin.losses.registry import LOSSES
+
+    code, out, _ = run(capsys, "losses")
+    assert code == 0
+    assert all(name in out for name in LOSSES)
+    code, out, _ = run(capsys, "losses", "proxy_anchor", "--picture", tmp_path / "p.png")
+    assert code == 0
+    assert "alpha" in out
+    assert "Kim" in out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_names_versions_extras_and_devices(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for word in ("python", "torch", "cores", "cpu", "extra vision", "extra bench"):
+        assert word in out
+
+
+def test_evaluate_reads_features(capsys, tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(5), 4)
+    np.savez(tmp_path / "f.npz", features=np.eye(5)[labels] + 0.01 * rng.normal(size=(20, 5)), labels=labels)
+    code, out, _ = run(capsys, "evaluate", tmp_path / "f.npz", "--out", tmp_path / "per.npz")
+    assert code == 0
+    assert "R@1" in out
+    assert "100.0" in out
+    assert (tmp_path / "per.npz").exists()
+
+
+def test_evaluate_shows_what_a_run_stored(capsys, tmp_path, photo_folder):
+    made = make_run(tmp_path, photo_folder)
+    code, _, err = run(capsys, "evaluate", made.path)
+    assert code == 2
+    assert "this run is not finished" in err
+    rng = np.random.default_rng(0)
+    scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
+    scores.save(made.path / "perquery.npz")
+    made.finish({})
+    assert run(capsys, "evaluate", made.path)[1] == scores.table() + "\n"
+    code, out, _ = run(capsys, "evaluate", made.path, "--ks", "1", "4")
+    assert [line.split()[0] for line in out.splitlines() if "R@" in line] == ["R@1", "R@4"]
+    code, _, err = run(capsys, "evaluate", made.path, "--ks", "1", "16")
+    assert code == 2
+    assert "the run stored k = 1 2 4 8" in err
+
+
+@pytest.mark.parametrize("args", [["evaluate", "f.npz", "--out"], ["losses", "triplet", "--picture"]])
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path, monkeypatch, args):
+    monkeypatch.chdir(tmp_path)
+    np.savez("f.npz", features=np.eye(4), labels=[0, 0, 1, 1])
+    code, _, err = run(capsys, *args, "/proc/nearkin/x.png")
+    assert code == 2
+    assert "/proc/nearkin" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_brackets_in_names_are_shown_as_they_are(capsys):
+    show("run: old [runs]/x [/b]")
+    assert capsys.readouterr().out == "run: old [runs]/x [/b]\n"
+
+
+def test_the_installed_command_and_the_module_answer_alike():
+    script = shutil.which("nearkin", path=str(Path(sys.executable).parent))
+    assert script, "nearkin is not installed beside this Python"
+    by_script = subprocess.run([script, "--help"], capture_output=True, text=True)
+    by_module = subprocess.run([sys.executable, "-m", "nearkin", "--help"], capture_output=True, text=True)
+    assert by_script.returncode == by_module.returncode == 0
+    assert by_script.stdout == by_module.stdout

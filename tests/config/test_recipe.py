@@ -1,0 +1,134 @@
+"""Recipes: typed, refusing what they do not know, and named by what counts."""
+
+import inspect
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearkin.config.recipe import Choice, Recipe
+from nearkin.errors import ConfigError
+from nearkin.losses.miners import MINERS
+from nearkin.losses.registry import LOSSES, loss
+from nearkin.training import recipes
+from nearkin.training.run_key import run_key
+
+
+@pytest.mark.parametrize("name", list(recipes.RECIPES))
+def test_toml_round_trip(name, tmp_path):
+    recipe = replace(recipes.find(name), miner=Choice("semihard", {"band": True}), seed=7)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.to_toml())
+    assert Recipe.from_toml(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nbatchsize = 8", "train.batchsize: no such setting. Did you mean 'train.batch_size'?"),
+        ("lr = 0.1", "lr: no such setting. Did you mean 'train.lr'?"),
+        ("[trian]\nlr = 1", "trian: no such setting. Did you mean 'train'?"),
+        ("[train]\nepochs = 'ten'", "train.epochs: expected a whole number, got 'ten'"),
+        ("[train]\nepochs = true", "train.epochs: expected a whole number, got True"),
+        ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
+        ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.per_class (4), got 10"),
+        ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
+        ("[train]\noptimizer = 'adam'", "train.optimizer: expected one of 'adamw', 'sgd', got 'adam'"),
+        ("[data]\nval_share = 0.7\ntest_share = 0.6", "data.val_share + data.test_share: expected below 1"),
+        ("train = 3", "train: expected a section [train], got 3"),
+        ("[loss]\nalpha = 3.0", "loss.name: expected a name"),
+        ("[loss]\nname = 'ice'\nscale = [1]", "loss.scale: expected a number"),
+        ("seed = -1", "seed: expected 0 to 2**63 - 1, got -1"),
+        (f"seed = {2**70}", f"seed: expected 0 to 2**63 - 1, got {2**70}"),
+        ("[data]\nsplit_seed = -1", "data.split_seed: expected 0 to 2**63 - 1, got -1"),
+        ("not toml", "not valid TOML"),
+    ],
+)
+def test_a_wrong_recipe_file_says_where_and_how_to_mend_it(text, message, tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        Recipe.from_toml(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_whole_numbers_are_fine_where_a_number_is_wanted():
+    assert Recipe.from_dict({"train": {"lr": 1}}).train.lr == 1.0
+
+
+def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
+    base = recipes.glyphs_small()
+    same = replace(base, data=replace(base.data, root=Path("elsewhere")))
+    assert run_key(same, "f") == run_key(base, "f")
+    others = [
+        replace(base, seed=1),
+        replace(base, memory=64),
+        replace(base, loss=Choice("proxy_anchor", {"alpha": 16.0})),
+        replace(base, miner=Choice("hard")),
+        replace(base, model=replace(base.model, dim=64)),
+        replace(base, train=replace(base.train, lr=1e-4)),
+        replace(base, data=replace(base.data, split_seed=1)),
+    ]
+    keys = {run_key(base, "f"), run_key(base, "g"), *(run_key(other, "f") for other in others)}
+    assert len(keys) == 2 + len(others)
+
+
+@pytest.mark.parametrize("same", [
+    {"loss": Choice("proxy_anchor")},
+    {"loss": Choice("proxy_anchor", {"margin": 0.1})},
+    {"loss": Choice("proxy_anchor", {"alpha": 32, "margin": 0.1})},
+    {"train": replace(recipes.glyphs_small().train, clip_norm=10)},
+])  # fmt: skip
+def test_the_same_training_has_one_key_however_it_is_written(same):
+    base = recipes.glyphs_small()
+    assert LOSSES["proxy_anchor"].settings == {"alpha": 32.0, "margin": 0.1}
+    assert (base.loss.name, base.train.clip_norm) == ("proxy_anchor", 10.0)
+    assert run_key(replace(base, **same), "f") == run_key(base, "f")
+
+
+def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
+    base = replace(recipes.glyphs_small(), loss=Choice("multi_similarity"), miner=Choice("multi_similarity"))
+    [(setting, default)] = [
+        (name, p.default)
+        for name, p in inspect.signature(MINERS["multi_similarity"]).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    spelt = replace(base, miner=Choice("multi_similarity", {setting: default}))
+    assert run_key(spelt, "f") == run_key(base, "f")
+    assert run_key(replace(base, miner=Choice("multi_similarity", {setting: 2 * default})), "f") != run_key(base, "f")
+    assert run_key(replace(base, miner=None), "f") != run_key(base, "f")
+
+    mine = replace(base, loss=Choice("mine"), miner=None)  # not registered: what is given must do
+    assert run_key(replace(mine, loss=Choice("mine", {"a": 1})), "f") == run_key(
+        replace(mine, loss=Choice("mine", {"a": 1.0})), "f"
+    )
+    monkeypatch.setattr(LOSSES, "_items", dict(LOSSES._items))
+
+    @loss(family="pair", paper="none", formula="none", use="none")
+    def mine_too(p, *, a: float = 1.0, shape: tuple[int, ...] = (1, 2)):
+        return p.sim.mean(1)
+
+    given = replace(mine, loss=Choice("mine_too", {"a": 1}))
+    assert run_key(given, "f") == run_key(replace(mine, loss=Choice("mine_too")), "f")
+    assert run_key(given, "f") != run_key(replace(mine, loss=Choice("mine_too", {"a": 2})), "f")
+
+
+def test_find_takes_names_files_and_run_folders(tmp_path):
+    recipe = replace(recipes.glyphs_small(), seed=3)
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    assert recipes.find(str(tmp_path)) == recipe
+    assert recipes.find(str(tmp_path / "recipe.toml")) == recipe
+    assert recipes.find("glyphs_small").seed == 0
+    with pytest.raises(ConfigError, match="Did you mean 'glyphs_small'"):
+        recipes.find("glyph_small")
+
+
+@pytest.mark.parametrize("change", [
+    {"data": replace(Recipe().data, root=Path(os.fsdecode(b"ph\xffotos")))},
+    {"model": replace(Recipe().model, weights=os.fsdecode(b"w\xff.pth"))},
+])  # fmt: skip
+def test_a_path_that_no_recipe_file_could_hold_is_refused(change):
+    with pytest.raises(ConfigError, match="valid Unicode"):
+        replace(Recipe(), **change)

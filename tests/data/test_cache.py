@@ -1,0 +1,286 @@
+"""The cache holds the same pixels as the files, is built once, and is never believed when damaged."""
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nearkin._common.progress import Reporter
+from nearkin.data import cache
+from nearkin.data.cache import CachedImages, cache_key, open_images
+from nearkin.data.images import FileImages
+from nearkin.errors import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+
+
+@pytest.fixture
+def photos(tmp_path) -> list[Path]:
+    """Twenty-five pictures of different sizes and proportions."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "photos é"
+    (folder / "sub").mkdir(parents=True)
+    paths = [folder / ("sub" if i % 2 else ".") / f"{i:02d}.{'png' if i % 3 else 'jpg'}" for i in range(25)]
+    for path in paths:
+        height, width = rng.integers(12, 60, 2)
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8)).save(path)
+    return paths
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def heard():
+    return Reporter(out=io.StringIO())
+
+
+def said(reporter) -> str:
+    return reporter._out.getvalue()
+
+
+def wholes(images) -> list[bytes]:
+    return [images.whole(row).contiguous().numpy().tobytes() for row in range(len(images))]
+
+
+def the_file(folder: Path) -> Path:
+    [path] = folder.glob("*.pixels")
+    return path
+
+
+def flip_byte(path: Path, at: int) -> None:
+    with open(path, "r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)
+        handle.seek(at)
+        handle.write(bytes([byte[0] ^ 255]))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_cache_holds_what_the_files_hold(photos, folder, heard, channels):
+    files = FileImages(photos, 24, channels=channels)
+    images = open_images(files, folder=folder, reporter=heard).images
+    assert isinstance(images, CachedImages)
+    assert wholes(images) == wholes(files)
+    rows = np.array([24, 0, 3, 3, 11])
+    assert torch.equal(images.read(rows), files.read(rows))
+    assert torch.equal(images.take(rows).take(np.array([4, 1])).read(np.array([0])), files.read(rows[4:]))
+    assert images.damaged() == []
+
+
+def test_no_file_is_decoded_after_the_first_time(photos, folder, monkeypatch, quiet):
+    files = FileImages(photos, 24)
+    first = wholes(open_images(files, folder=folder, reporter=quiet).images)
+    monkeypatch.setattr(FileImages, "whole", lambda self, row: pytest.fail("decoded again"))
+    assert wholes(open_images(files, folder=folder, reporter=quiet).images) == first
+
+
+def test_the_size_is_said_before_and_is_what_is_written(photos, folder, heard):
+    files = FileImages(photos, 24)
+    expected = sum(files.whole(row).numel() for row in range(len(files)))
+    open_images(files, folder=folder, reporter=heard)
+    assert "cache: 25 images at 24 pixels, " in said(heard)
+    assert "free)" in said(heard)
+    estimate = cache._expected_bytes(files)
+    assert expected <= estimate
+    assert abs(the_file(folder).stat().st_size - estimate) < 64 * len(files)
+    assert {path.suffix for path in folder.iterdir()} == {".pixels", ".lock"}
+
+
+def test_the_size_of_pictures_cut_to_boxes_is_foreseen(tmp_path, folder, quiet):
+    Image.new("RGB", (200, 200)).save(tmp_path / "1.png")
+    boxes = np.array([[10, 10, 80, 20], [0, 0, 200, 200], [190, 0, 100, 100], [0, 0, 30, 200]], np.float64)
+    files = FileImages([tmp_path / "1.png"] * len(boxes), 13, boxes=boxes)
+    expected = sum(files.whole(row).numel() for row in range(len(files)))
+    assert expected > 13 * 13 * 3 * len(boxes)
+    assert 0 <= cache._expected_bytes(files) - expected < 100 * len(files)
+
+
+def test_whatever_could_change_a_pixel_changes_the_key(photos, tmp_path):
+    key = cache_key(FileImages(photos, 24))
+    boxes = np.tile([0.0, 0.0, 5.0, 5.0], (25, 1))
+    others = [
+        FileImages(photos, 25),
+        FileImages(photos, 24, channels=1),
+        FileImages(photos, 24, boxes=boxes),
+        FileImages(photos, 24, boxes=boxes + 1),
+        FileImages(photos[::-1], 24),
+        FileImages(photos, 24, decoder="pillow"),
+    ]
+    assert len({key, *map(cache_key, others)}) == 7
+    assert cache_key(FileImages(photos, 24, workers=7)) == key
+    moved = photos[0].parents[0].rename(tmp_path / "moved")
+    again = [moved / path.relative_to(photos[0].parent) for path in photos]
+    assert cache_key(FileImages(again, 24)) == key
+    os.utime(again[3], ns=(1, 1))
+    assert cache_key(FileImages(again, 24)) != key
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "index", "sampled pixel", "foreign"])
+def test_a_damaged_cache_is_noticed_and_built_again(photos, folder, heard, quiet, harm):
+    files = FileImages(photos, 24)
+    open_images(files, folder=folder, reporter=quiet)
+    path = the_file(folder)
+    data = path.read_bytes()
+    if harm == "index":
+        flip_byte(path, data.index(b'"heights"') + 15)
+    elif harm == "sampled pixel":
+        flip_byte(path, 5)
+    else:
+        path.write_bytes({"cut": data[:-100], "empty": b"", "foreign": b"x" * 5000}[harm])
+    assert wholes(open_images(files, folder=folder, reporter=heard).images) == wholes(files)
+    assert "building it again" in said(heard)
+    assert path.read_bytes() == data
+
+
+def test_a_pixel_damaged_anywhere_is_noticed_when_read_and_the_file_read_instead(photos, folder, heard, quiet):
+    files = FileImages(photos * 3, 24)  # more than are sampled when a cache is opened
+    images = open_images(files, folder=folder, reporter=quiet).images
+    row = 40
+    sampled = np.linspace(0, len(files) - 1, 16).astype(int)
+    assert row not in sampled
+    flip_byte(images.path, int(images.starts[row]) + 7)
+    again = open_images(files, folder=folder, reporter=heard).images
+    assert said(heard) == ""
+    assert again.damaged() == [row]
+    assert wholes(again) == wholes(files)
+    assert f"is damaged at {files.paths[row]}" in said(heard)
+
+
+def test_a_cache_beyond_the_limit_or_the_disk_is_refused_before_it_is_written(photos, folder, quiet, monkeypatch):
+    files = FileImages(photos, 24)
+    with pytest.raises(DataError, match=r"need 0\.0\d MB, more than the limit of 1e-06 GB.\nRaise --data.cache-gb"):
+        open_images(files, folder=folder, limit_gb=1e-6, reporter=quiet)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError, match=r"has 0\.00 MB free.\nMake room"):
+        open_images(files, folder=folder, reporter=quiet)
+    assert not list(folder.glob("*.pixels")) + list(folder.glob("*.part"))
+
+
+def run_python(code: str, **kwargs) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_disk_that_fills_up_leaves_nothing(photos, folder):
+    code = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+from pathlib import Path
+from nearkin.data.cache import open_images
+from nearkin.data.images import FileImages
+open_images(FileImages({[str(p) for p in photos]!r}, 24, decoder="pillow"), folder=Path({str(folder)!r}))
+"""
+    _, err = run_python(code).communicate()
+    assert "cannot write the cache of 25 images (File too large); nothing is left of it" in err
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+
+
+def test_two_processes_build_it_once(photos, folder):
+    code = f"""
+import sys, time
+from pathlib import Path
+from nearkin.data import cache, images
+from nearkin.progress import Reporter
+real = images.FileImages.whole
+def slow(self, row):
+    print("decoded")
+    time.sleep(0.02)
+    return real(self, row)
+images.FileImages.whole = slow
+files = images.FileImages({[str(p) for p in photos]!r}, 24, workers=1, decoder="pillow")
+store = cache.open_images(files, folder=Path({str(folder)!r}), reporter=Reporter(out=sys.stderr)).images
+print("sum", sum(int(store.whole(row).sum()) for row in range(len(store))))
+"""
+    ends = [process.communicate() for process in [run_python(code), run_python(code)]]
+    sums = {line for out, _ in ends for line in out.splitlines() if line.startswith("sum")}
+    files = FileImages(photos, 24)
+    assert sums == {f"sum {sum(int(files.whole(row).sum()) for row in range(25))}"}, ends
+    assert sorted(out.count("decoded") for out, _ in ends) == [0, 25]
+    assert not list(folder.glob("*.part"))
+
+
+def test_what_a_killed_builder_left_is_swept_away(photos, folder, quiet):
+    files = FileImages(photos, 24)
+    folder.mkdir()
+    leftover = folder / f"{cache_key(files)}.4242.part"
+    leftover.write_bytes(b"half")
+    open_images(files, folder=folder, reporter=quiet)
+    assert not leftover.exists()
+
+
+def test_an_interrupted_build_leaves_nothing(photos, folder, quiet, monkeypatch):
+    files, real = FileImages(photos, 24), FileImages.whole
+
+    def interrupted(self, row):
+        if row == 20:
+            raise KeyboardInterrupt
+        return real(self, row)
+
+    monkeypatch.setattr(FileImages, "whole", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_images(files, folder=folder, reporter=quiet)
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def with_broken(photos) -> list[Path]:
+    photos[3].write_bytes(photos[3].read_bytes()[:60])
+    photos[12].write_text("words")
+    return photos
+
+
+def test_a_cache_knows_the_contents_of_its_files(with_broken, folder, quiet):
+    files = FileImages(with_broken, 24)
+    for _ in range(2):  # building, then from the cache
+        opened = open_images(files, folder=folder, on_broken="skip", reporter=quiet)
+        kept = [with_broken[row] for row in opened.kept]
+        assert opened.digests == [hashlib.sha256(path.read_bytes()).digest() for path in kept]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_broken_files_are_left_out_only_when_asked_and_never_silently(with_broken, folder, heard, use_cache):
+    files = FileImages(with_broken, 24)
+    for _ in range(2):  # building, then from the cache
+        opened = open_images(files, cache=use_cache, folder=folder, on_broken="skip", reporter=heard)
+        assert opened.kept.tolist() == [row for row in range(25) if row not in (3, 12)]
+        assert set(opened.broken) == {3, 12}
+        assert str(with_broken[3]) in opened.broken[3]
+        assert wholes(opened.images) == wholes(files.take(opened.kept))
+        assert "2 of 25 images cannot be read and are left out" in said(heard)
+    if use_cache:
+        with pytest.raises(DataError, match=r"2 of 25 images cannot be read:\n.*03\.jpg.*\n.*12\.jpg.*\nMend"):
+            open_images(files, folder=folder, on_broken="stop", reporter=heard)
+    else:
+        with pytest.raises(DataError, match=r"03\.jpg: cannot be read"):
+            open_images(files, cache=False, on_broken="stop").images.read(np.arange(25))
+
+
+def test_a_file_that_may_be_read_again_is_no_longer_left_out(photos, folder, quiet, monkeypatch):
+    files, real = FileImages(photos, 24), FileImages.whole
+
+    def forbidden(self, row):
+        if row == 7:
+            raise DataError("07.png: cannot be read (Permission denied).")
+        return real(self, row)
+
+    monkeypatch.setattr(FileImages, "whole", forbidden)
+    assert 7 in open_images(files, folder=folder, on_broken="skip", reporter=quiet).broken
+    monkeypatch.undo()
+    assert open_images(files, folder=folder, on_broken="skip", reporter=quiet).broken == {}
+
+
+def test_no_readable_file_at_all_is_an_error(tmp_path, folder, quiet):
+    (tmp_path / "a.png").write_text("words")
+    with pytest.raises(DataError, match="none of the 1 images can be read"):
+        open_images(FileImages([tmp_path / "a.png"], 8), folder=folder, on_broken="skip", reporter=quiet)

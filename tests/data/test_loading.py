@@ -1,0 +1,151 @@
+"""Training, embedding and the page read image files through one store, with a cache or without, to the same digits."""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import nearkin as nk
+from nearkin.config.recipe import Model
+from nearkin.data import sources
+from nearkin.data.cache import open_images
+from nearkin.data.images import FileImages
+from nearkin.data.loading import ahead, in_threads
+from nearkin.data.table import Table
+from nearkin.data.transforms import AUGMENTS
+from nearkin.models.embedder import Embedder
+from nearkin.report.page import write_page
+from nearkin.training import loop
+from nearkin.training.checkpoint import Interrupted
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+
+
+def test_work_in_threads_comes_back_in_order_and_errors_in_their_turn():
+    assert [x for part in in_threads(lambda x: x * x, range(100), workers=3) for x in part] == [
+        x * x for x in range(100)
+    ]
+    made = ahead([[lambda: 1], [lambda: 1 // 0], [lambda: 3]], workers=2)
+    assert next(made) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(made)
+
+
+def test_no_more_is_under_way_than_asked_and_threads_end_with_the_iterator():
+    started = []
+    made = ahead(([lambda i=i: started.append(i) or i] for i in range(100)), workers=1, keep=2)
+    assert next(made) == 0
+    assert len(started) <= 3
+    threads = torch.get_num_threads()
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-loading")]
+    assert torch.get_num_threads() == threads
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Ten classes of eight pictures that are not square: a class is a colour."""
+    rng = np.random.default_rng(0)
+    for c in range(10):
+        (tmp_path / "photos" / f"c{c}").mkdir(parents=True)
+        colour = rng.uniform(0, 255, 3)
+        for i in range(8):
+            height, width = rng.integers(30, 60, 2)
+            pixels = np.clip(colour + rng.normal(0, 30, (height, width, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / f"c{c}" / f"{i}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def recipe(photos):
+    """Twenty-eight pixels in: pictures are stored with a shorter side of 32."""
+    chosen = nk.recipes.from_scratch()
+    return replace(
+        chosen,
+        data=replace(chosen.data, root=photos, image_size=28, val_share=0.2, augment="ce_cub"),
+        model=replace(chosen.model, width=4, dim=8),
+        train=replace(chosen.train, epochs=2, batch_size=8, per_class=2),
+    )
+
+
+@pytest.fixture
+def as_files(monkeypatch, tmp_path):
+    """Folders become a store of files, with a cache if the recipe says so."""
+
+    def load(data, reporter):
+        paths = sorted(data.root.rglob("*.jpg"))
+        names = sorted({path.parent.name for path in paths})
+        labels = np.array([names.index(path.parent.name) for path in paths], np.int64)
+        files = FileImages(paths, AUGMENTS[data.augment].stored_side(data.image_size), workers=data.workers)
+        opened = open_images(files, cache=data.cache, folder=tmp_path / "cache", reporter=reporter)
+        return Table("photos", labels[opened.kept], tuple(names), opened.images, "fingerprint", tuple(paths))
+
+    monkeypatch.setattr(sources, "load", load)
+
+
+def numbers(run) -> tuple:
+    weights = torch.load(run.path / "best.pt", weights_only=True)["model"]
+    scores = {key: value for key, value in run.result.items() if key != "seconds"}
+    events = (run.path / "events.jsonl").read_text()
+    return scores, events, {name: value.numpy().tobytes() for name, value in weights.items()}
+
+
+def test_cache_and_threads_change_no_digit_and_no_key(recipe, as_files, tmp_path, quiet):
+    runs = []
+    for cache, workers in [(False, 1), (True, 3)]:
+        chosen = replace(recipe, data=replace(recipe.data, cache=cache, workers=workers))
+        runs.append(nk.fit(chosen, tmp_path / f"runs {cache}", reporter=quiet))
+    assert runs[0].path.name == runs[1].path.name
+    assert numbers(runs[0]) == numbers(runs[1])
+    assert (tmp_path / "cache").is_dir()
+
+
+def test_stopped_in_an_epoch_and_resumed_equals_never_stopped(recipe, as_files, tmp_path, quiet, monkeypatch):
+    whole = nk.fit(recipe, tmp_path / "whole", reporter=quiet)
+    steps, real = 0, loop.set_learning_rate
+
+    def interrupting(*args):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(*args)
+
+    monkeypatch.setattr(loop, "set_learning_rate", interrupting)
+    with pytest.raises(Interrupted):
+        nk.fit(recipe, tmp_path / "stopped", reporter=quiet)
+    monkeypatch.setattr(loop, "set_learning_rate", real)
+    assert numbers(nk.fit(recipe, tmp_path / "stopped", reporter=quiet)) == numbers(whole)
+
+
+def test_augmented_training_differs_and_its_page_can_be_drawn(recipe, as_files, tmp_path, quiet):
+    plain = replace(recipe, data=replace(recipe.data, augment="none"))
+    runs = [nk.fit(chosen, tmp_path / "runs", reporter=quiet) for chosen in (recipe, plain)]
+    assert runs[0].path != runs[1].path
+    page = write_page(runs[0], None, reporter=quiet).read_text()
+    assert "data:image/" in page
+
+
+@pytest.mark.parametrize("augment", ["none", "ce_cub", "ce_cars"])
+def test_files_are_embedded_as_the_store_was(photos, augment):
+    paths = sorted(photos.rglob("*.jpg"))[:20]
+    chosen = AUGMENTS[augment]
+    torch.manual_seed(0)
+    model = Embedder(Model(width=4, dim=8), (3, 28, 28), augment=augment).eval()
+    store = FileImages(paths, chosen.stored_side(28))
+    from_store = model.embed(store, batch_size=7)
+    assert torch.equal(model.embed(paths, batch_size=7), from_store)
+    assert torch.equal(model.embed([Image.open(path) for path in paths], batch_size=7), from_store)
+    inputs = torch.stack([chosen.view(store.whole(row), 28) for row in range(20)])
+    assert torch.equal(model.embed(inputs, batch_size=7), from_store)
+
+
+def test_a_grey_model_sees_colour_files_in_grey(photos):
+    paths = sorted(photos.rglob("*.jpg"))[:3]
+    model = Embedder(Model(width=4, dim=8), (1, 16, 16)).eval()
+    assert model.embed(paths).shape == (3, 8)

@@ -1,0 +1,263 @@
+"""Every kind of image file gives the pixels that Pillow gives, by either decoder; a broken one is named."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from helpers.paths import SHARED
+from PIL import Image, ImageOps
+
+from nearkin.data import reading
+from nearkin.data.images import FileImages
+from nearkin.data.reading import read_size, read_whole, square
+from nearkin.errors import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+
+DECODERS = ["auto", "pillow"]
+
+
+def scene(height=60, width=90, channels=3, seed=0) -> np.ndarray:
+    """A smooth picture with some texture, so that JPEG keeps it."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 255, (6, 9, channels), np.uint8).squeeze())
+    return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def planes(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> int:
+    assert a.shape == b.shape
+    return int((a.int() - b.int()).abs().max())
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_their_camera_meant(tmp_path, orientation, suffix, decoder):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"turned.{suffix}"
+    Image.fromarray(scene()).save(path, exif=exif)
+    expected = planes(ImageOps.exif_transpose(Image.open(path)))
+    assert difference(read_whole(path, 500, decoder=decoder), expected) <= 1
+    assert sorted(read_size(path)) == [60, 90]
+
+
+def made(mode: str) -> tuple[Image.Image, Image.Image]:
+    """A picture in this mode, and what it should look like in RGB, made with Pillow and numpy only."""
+    colour, rng = Image.fromarray(scene()), np.random.default_rng(1)
+    if mode in {"RGBA", "LA"}:
+        picture = colour.convert("RGBA")
+        picture.putalpha(Image.fromarray(rng.integers(0, 255, (60, 90), np.uint8)))
+        picture = picture.convert(mode)
+        white = Image.new("RGBA", picture.size, "white")
+        return picture, Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+    if mode == "I;16":
+        values = rng.integers(0, 65536, (60, 90)).astype(np.uint16)
+        return Image.fromarray(values), Image.fromarray((values // 256).astype(np.uint8)).convert("RGB")
+    picture = colour.convert(mode)
+    return picture, picture.convert("RGB")
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    ("mode", "suffix", "most"),
+    [
+        ("RGB", "png", 0),
+        ("RGB", "bmp", 0),
+        ("L", "png", 0),
+        ("1", "png", 0),
+        ("P", "png", 0),
+        ("P", "gif", 0),
+        ("LA", "png", 1),
+        ("RGBA", "png", 1),
+        ("RGBA", "tiff", 1),
+        ("I;16", "png", 0),
+        ("I;16", "tiff", 0),
+        ("CMYK", "tiff", 0),
+        ("RGB", "jpg", 12),  # JPEG loses a little; that both decoders lose the same is tested below
+        ("L", "jpg", 12),
+        ("CMYK", "jpg", 16),
+    ],
+)
+def test_every_kind_of_picture_becomes_rgb(tmp_path, mode, suffix, most, decoder):
+    picture, expected = made(mode)
+    path = tmp_path / f"picture.{suffix}"
+    picture.save(path, **({"quality": 98, "subsampling": 0} if suffix == "jpg" else {}))
+    assert difference(read_whole(path, 500, decoder=decoder), planes(expected)) <= most
+    assert torch.equal(read_whole(path, 500, decoder=decoder), read_whole(path, 500, decoder="pillow"))
+    grey = read_whole(path, 500, channels=1, decoder=decoder)
+    assert difference(grey, torch.from_numpy(np.array(expected.convert("L")))[None]) <= max(most, 1)
+
+
+def test_a_palette_with_a_transparent_colour_lies_over_white(tmp_path):
+    picture = Image.new("P", (20, 20), 1)
+    picture.putpalette([255, 0, 0, 0, 0, 255])
+    picture.paste(0, (5, 5, 10, 10))
+    for name in ("p.png", "p.gif"):
+        picture.save(tmp_path / name, transparency=0)
+        pixels = read_whole(tmp_path / name, 50)
+        assert pixels[:, 7, 7].tolist() == [255, 255, 255]
+        assert pixels[:, 0, 0].tolist() == [0, 0, 255]
+
+
+def test_a_picture_in_memory_is_read_like_its_file(tmp_path):
+    picture, _ = made("RGBA")
+    picture.save(tmp_path / "a.png")
+    assert torch.equal(read_whole(picture, 30), read_whole(tmp_path / "a.png", 30))
+
+
+@pytest.mark.parametrize(("height", "width"), [(120, 180), (180, 120), (100, 100)])
+def test_scaling_is_antialiased_as_in_pillow(tmp_path, height, width):
+    noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
+    path = tmp_path / "noise.png"
+    Image.fromarray(noise).save(path)
+    whole = read_whole(path, 40)
+    assert min(whole.shape[1:]) == 40
+    expected = planes(Image.fromarray(noise).resize((whole.shape[2], whole.shape[1]), Image.Resampling.BILINEAR))
+    assert difference(whole, expected) <= 1
+    top, left = (whole.shape[1] - 40) // 2, (whole.shape[2] - 40) // 2
+    assert torch.equal(square(whole, 40), whole[:, top : top + 40, left : left + 40])
+
+
+def test_a_small_picture_is_not_enlarged_in_the_store_but_is_in_its_square(tmp_path):
+    Image.fromarray(scene(20, 30)).save(tmp_path / "small.png")
+    whole = read_whole(tmp_path / "small.png", 64)
+    assert whole.shape == (3, 20, 30)
+    assert square(whole, 64).shape == (3, 64, 64)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_large_jpeg_decoded_at_a_fraction_looks_as_if_decoded_whole(tmp_path, decoder):
+    picture = Image.fromarray(scene(800, 1200))
+    picture.save(tmp_path / "large.jpg", quality=95)
+    whole = read_whole(tmp_path / "large.jpg", 100, decoder=decoder)
+    expected = planes(Image.open(tmp_path / "large.jpg").resize((150, 100), Image.Resampling.BILINEAR))
+    assert difference(whole, expected) <= 4
+    boxed = read_whole(tmp_path / "large.jpg", 50, box=(200, 100, 400, 400), decoder=decoder)
+    part = Image.open(tmp_path / "large.jpg").crop((200, 100, 600, 500)).resize((50, 50), Image.Resampling.BILINEAR)
+    assert difference(boxed, planes(part)) <= 4
+
+
+def test_a_box_is_cut_first_and_bounded_by_the_picture(tmp_path):
+    pixels = scene()
+    path = tmp_path / "a.png"
+    Image.fromarray(pixels).save(path)
+    expected = torch.from_numpy(pixels[10:40, 20:60].copy()).permute(2, 0, 1)
+    assert torch.equal(read_whole(path, 500, box=(20, 10, 40, 30)), expected)
+    assert read_whole(path, 500, box=(-5, -5, 30, 25)).shape == (3, 20, 25)
+    with pytest.raises(DataError, match=r"a\.png.*the box \(95, 0, 10, 10\) holds none of its 90 x 60 pixels"):
+        read_whole(path, 500, box=(95, 0, 10, 10))
+
+
+def test_a_panorama_keeps_its_middle(tmp_path):
+    Image.fromarray(scene(20, 400)).save(tmp_path / "long.png")
+    assert read_whole(tmp_path / "long.png", 500).shape == (3, 20, 80)
+    assert reading.stored_shape(400, 20, 10) == tuple(read_whole(tmp_path / "long.png", 10).shape[1:])
+
+
+def test_the_bytes_of_a_file_are_read_as_the_file(tmp_path):
+    for name in ("a.jpg", "a.png"):
+        Image.fromarray(scene(600, 900)).save(tmp_path / name)
+        for side in (40, 700):
+            assert torch.equal(read_whole((tmp_path / name).read_bytes(), side), read_whole(tmp_path / name, side))
+    with pytest.raises(DataError, match="image given as bytes: cannot be read as an image"):
+        read_whole(b"words", 40)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_what_is_no_image_is_named_with_the_reason(tmp_path, decoder):
+    Image.fromarray(scene()).save(tmp_path / "whole.jpg")
+    Image.fromarray(scene()).save(tmp_path / "whole.png")
+    bad = {"no": None, "words.jpg": b"words", "empty.png": b""}
+    for name in ("whole.jpg", "whole.png"):
+        data = (tmp_path / name).read_bytes()
+        bad |= {f"cut {share} {name}": data[: int(share * len(data))] for share in (0.02, 0.5, 0.9)}
+    # Whole by its length, wrong inside: torchvision 0.29 ends the process on such a PNG.
+    pixels = data.index(b"IDAT") + 6
+    bad["inside.png"] = data[:pixels] + b"\xff" * 50 + data[pixels + 50 :]
+    for name, data in bad.items():
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError) as error:
+            read_whole(tmp_path / name, 32, decoder=decoder)
+        assert str(error.value).startswith(f"{tmp_path / name}: cannot be read")
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "f.tiff")
+    with pytest.raises(DataError, match=r"f\.tiff.*fractions without an agreed range"):
+        read_whole(tmp_path / "f.tiff", 32, decoder=decoder)
+
+
+def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path):
+    # The first bytes of a 20,000 x 20,000 PNG: its size is refused before any pixel is unpacked.
+    Image.fromarray(scene()).save(tmp_path / "huge.png")
+    data = bytearray((tmp_path / "huge.png").read_bytes())
+    data[16:24] = (20_000).to_bytes(4) * 2
+    (tmp_path / "huge.png").write_bytes(data)
+    with pytest.raises(DataError, match=r"huge\.png: 20,000 x 20,000 pixels, more than 179 million"):
+        read_whole(tmp_path / "huge.png", 32)
+
+
+def test_without_torchvision_pillow_reads(tmp_path, monkeypatch):
+    Image.fromarray(scene()).save(tmp_path / "a.jpg")
+    both = read_whole(tmp_path / "a.jpg", 32)
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    reading._torchvision_io.cache_clear()
+    try:
+        assert "torchvision" not in reading.decoder_name()
+        assert torch.equal(read_whole(tmp_path / "a.jpg", 32), both)
+    finally:
+        reading._torchvision_io.cache_clear()
+
+
+def test_files_are_a_store_whose_pixels_do_not_depend_on_threads(photo_folder):
+    paths = sorted(photo_folder.rglob("*.png"))
+    rows = np.array([5, 3, 100, 3, *range(40)])
+    one, many = (FileImages(paths, 16, workers=workers).read(rows) for workers in (1, 4))
+    assert one.shape == (44, 3, 16, 16)
+    assert torch.equal(one, many)
+    expected = planes(Image.open(paths[5]).resize((16, 16), Image.Resampling.BILINEAR))
+    assert difference(one[0], expected) <= 1
+    store = FileImages(paths, 16).take(np.array([7, 5]))
+    assert len(store) == 2
+    assert torch.equal(store.read(np.array([1])), one[:1])
+    assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
+
+
+def test_boxes_follow_their_rows(photo_folder):
+    paths = sorted(photo_folder.rglob("*.png"))[:4]
+    boxes = np.array([[0, 0, 8, 8], [8, 8, 8, 8], [0, 8, 16, 16], [4, 4, 4, 4]], float)
+    store = FileImages(paths, 64, boxes=boxes)
+    assert [tuple(store.whole(row).shape[1:]) for row in range(4)] == [(8, 8), (8, 8), (16, 16), (4, 4)]
+    assert store.take(np.array([3, 2])).whole(1).shape == (3, 16, 16)
+    with pytest.raises(DataError, match=r"expected \[4, 4\]"):
+        FileImages(paths, 64, boxes=boxes[:2])
+
+
+def test_real_photos_are_the_same_by_both_decoders():
+    paths = sorted((SHARED / "data/CUB_200_2011/images").glob("*/*.jpg"))[::400]
+    if not paths:
+        pytest.skip("the CUB photos are not here")
+    for path in paths:
+        assert difference(read_whole(path, 128), read_whole(path, 128, decoder="pillow")) <= 1
+        width, height = read_size(path)
+        assert Image.open(path).size == (width, height)
+        assert reading.stored_shape(width, height, 100) == tuple(read_whole(path, 100).shape[1:])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_large_pictures_are_converted_in_parts(mode, monkeypatch):
+    monkeypatch.setattr(reading, "_PART", 100)  # three rows of 31 at a time
+    values = np.random.default_rng(0).integers(0, 256, (50, 31, 4)).astype(np.uint8)
+    image = Image.fromarray(values, "RGBA") if mode == "RGBA" else Image.fromarray(values[..., :3]).convert(mode)
+    shown = np.asarray(image, np.float64).reshape(50, 31, -1)
+    if mode == "RGBA":
+        opaque = shown[..., 3:] / 255
+        shown = np.round(shown[..., :3] * opaque + 255 * (1 - opaque))
+    np.testing.assert_array_equal(
+        reading.read_whole(image, 64).permute(1, 2, 0).numpy(), np.broadcast_to(shown, (50, 31, 3))
+    )

@@ -1,0 +1,321 @@
+"""Folders, tables and features of any kind become a table of images and labels, or say why they cannot."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.images import picture
+from PIL import Image
+
+from nearkin.config.recipe import Data
+from nearkin.data.listing import list_folder, list_table, number_classes
+from nearkin.data.sources import fingerprint, list_source, load, load_features, recognise
+from nearkin.data.splits import split_for
+from nearkin.errors import DataError, MissingExtra, UserError
+
+# --- folders and tables ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_train_and_test_keeps_its_parts(tmp_path):
+    for part, classes in {"train": "abcd", "test": "ef"}.items():
+        for name in classes:
+            picture(tmp_path / part / name / "1.png")
+    listing = list_folder(tmp_path)
+    assert listing.class_names == tuple("abcdef")
+    assert listing.part.tolist() == ["train"] * 4 + ["test"] * 2
+
+
+def test_links_are_followed_and_circles_end(tmp_path):
+    picture(tmp_path / "real" / "1.png", 1)
+    for name in "ab":
+        picture(tmp_path / "root" / name / "1.png")
+    (tmp_path / "root" / "c").symlink_to(tmp_path / "real", target_is_directory=True)
+    (tmp_path / "root" / "a" / "again").symlink_to(tmp_path / "root" / "a", target_is_directory=True)
+    (tmp_path / "root" / "b" / "gone.png").symlink_to(tmp_path / "nothing.png")
+    (tmp_path / "root" / "b" / ".hidden.png").touch()
+    listing = list_folder(tmp_path / "root")
+    assert [listing.shown(p) for p in listing.paths] == ["a/1.png", "b/1.png", "b/gone.png", "c/1.png"]
+
+
+def write_csv(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_csv_with_all_columns(tmp_path, quiet):
+    for i in range(6):
+        picture(tmp_path / "some images" / f"é {i}.png", i, size=(20, 16))
+    rows = [f"some images/é {i}.png,{10 - i // 2},{'train' if i < 4 else 'Testing'},g,1,2,8,9" for i in range(6)]
+    file = write_csv(tmp_path / "birds.csv", "\ufeffpath,label,split,group,x,y,w,h", *rows)
+    assert recognise(file) == "table"
+    table = load(Data(source="table", root=file, image_size=8), quiet)
+    assert (table.source, table.class_names) == ("birds", ("8", "9", "10"))  # by value, not by letter
+    assert table.part.tolist() == ["train"] * 4 + ["test"] * 2
+    assert table.groups.tolist() == ["g"] * 6
+    assert table.boxes is None
+    assert load(Data(source="table", root=file, image_size=8, boxes=True), quiet).boxes.tolist() == [[1, 2, 8, 9]] * 6
+
+
+def test_columns_may_be_named_and_separated_otherwise(tmp_path):
+    for i in range(2):
+        picture(tmp_path / f"{i}.png", i)
+    file = write_csv(tmp_path / "t.csv", "where;what", "0.png;a", "1.png;b")
+    with pytest.raises(DataError, match=r"no column named 'path'; it has where, what.(?s:.*)--data.path-column"):
+        list_table(file)
+    assert list_table(file, path_column="where", label_column="what").class_names == ("a", "b")
+    with pytest.raises(DataError, match=r"no column named 'wat'; it has where, what. Did you mean 'what'"):
+        list_table(file, path_column="where", label_column="wat")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_hugging_face_folder(tmp_path, split, quiet):
+    for part in ["train", "test"] if split else [""]:
+        names = {"train": "abcd", "test": "xy", "": "abcdxy"}[part]
+        for i, _ in enumerate(names):
+            picture(tmp_path / part / f"{i}.png", i)
+        rows = [f'{i}.png,"{name}, with a comma"' for i, name in enumerate(names)]
+        write_csv(tmp_path / part / "metadata.csv", "file_name,label", *rows)
+    assert recognise(tmp_path) == "table"
+    table = load(Data(source="table", root=tmp_path, image_size=8), quiet)
+    assert table.class_names == tuple(f"{name}, with a comma" for name in "abcdxy")
+    assert table.parts == (("train", "test") if split else ())
+
+
+def test_tables_that_cannot_serve_say_why(tmp_path, quiet):
+    good = ["path,label", "a.png,x", "b.png,y"]
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    for lines, message in (
+        ([*good, "c.png"], r"row 4 has 1 values, the header names 2"),
+        ([*good, "c.png,"], r"row 4 has no label"),
+        (good[:1], r"has a header and no rows"),
+        ([""], r"is empty"),
+        (good[:2], r"names 1 classes, need at least 2"),
+        (["path,label,split", "a.png,x,tst", "b.png,y,train"], r"part 'tst' is none of train, val"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,0,5", "b.png,y,1,1,1,1"], r"row 2 has no proper box"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,a,5", "b.png,y,1,1,1,1"], r"a box is not a number"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list_table(write_csv(tmp_path / "t.csv", *lines))
+    file = write_csv(tmp_path / "t.csv", *good, "gone.png,z")
+    with pytest.raises(DataError, match=r"1 of 3 files it lists are not there, first .*gone.png"):
+        load(Data(source="table", root=file), quiet)
+    table = load(Data(source="table", root=file, image_size=8, allow_missing=True), quiet)
+    assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed files were not there",))
+    with pytest.raises(DataError, match="has no boxes to cut to"):
+        load(Data(source="table", root=file, allow_missing=True, boxes=True), quiet)
+    (tmp_path / "t.csv").write_bytes(b"path,label\n\xff\xfe,x\n")
+    with pytest.raises(DataError, match="is not UTF-8"):
+        list_table(file)
+    with pytest.raises(DataError, match="there is no such file"):
+        list_table(tmp_path / "none.csv")
+    with pytest.raises(DataError, match=r"holds no metadata.csv"):
+        list_table(tmp_path)
+
+
+@pytest.mark.parametrize("count", [10, 20_000])  # the second is longer than a field may be
+def test_a_quote_that_is_never_closed_is_named(tmp_path, count):
+    rows = [f"{i}.png,class {i}" for i in range(count)]
+    rows[5] = '5.png,"class 5'
+    with pytest.raises(DataError, match=r"t\.csv: row 7 cannot be read \(.*\)\. Is a quote never closed\?"):
+        list_table(write_csv(tmp_path / "t.csv", "path,label", *rows))
+
+
+def test_rows_are_numbered_as_an_editor_shows_them(tmp_path):
+    for lines, message in (
+        (["path,label", "", "a.png,x", "b.png,y", "", "c.png"], "row 6 has 1 values"),
+        (["", "path,label", "a.png,x", "", "b.png,"], "row 5 has no label"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,2,5", "", "b.png,y,1,1,0,1"], "row 4 has no proper box"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list_table(write_csv(tmp_path / "t.csv", *lines))
+
+
+def test_parquet_may_hold_vectors_beside_and_gaps(tmp_path, monkeypatch):
+    """Its columns through a stand-in for the reader, which needs a package that may not be there."""
+    pandas = pytest.importorskip("pandas")
+    columns = {"path": ["a.png", "b.png"], "label": [1, 2], "vector": [np.ones(3), np.zeros(3)], "gap": [pandas.NA, 1]}
+    (tmp_path / "t.parquet").touch()
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    monkeypatch.setattr(pandas, "read_parquet", lambda path: pandas.DataFrame(columns))
+    assert list_table(tmp_path / "t.parquet").class_names == ("1", "2")
+    with pytest.raises(DataError, match=r"row 1 has no label"):
+        list_table(tmp_path / "t.parquet", label_column="gap")
+    with pytest.raises(DataError, match=r"column 'vector' holds a ndarray in row 1, expected one word or number"):
+        list_table(tmp_path / "t.parquet", label_column="vector")
+
+
+def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet):
+    for name in "ab":
+        picture(tmp_path / name / "1.png")
+    (tmp_path / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    data = Data(source="folder", root=tmp_path, image_size=8, cache=False)
+    with pytest.raises(DataError, match=r"b/lost\.png: cannot be read \(No such file.*--data\.skip-broken"):
+        load(data, quiet)
+    assert len(load(replace(data, skip_broken=True), quiet)) == 2
+
+
+def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
+    file = tmp_path / "t.parquet"
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"path": ["a.png", "b.png"], "label": [1, 2], "part": ["train", "test"]})
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    try:
+        frame.to_parquet(file)
+    except ImportError:  # no pyarrow here: the message is what can be tested, and the columns through a stand-in
+        file.touch()
+        with pytest.raises(MissingExtra, match="pip install pandas pyarrow"):
+            list_table(file)
+        monkeypatch.setattr(pandas, "read_parquet", lambda path: frame)
+    listing = list_table(file)
+    assert listing.class_names == ("1", "2")
+    assert listing.part.tolist() == ["train", "test"]
+
+
+def test_numbers_sort_by_value_and_words_by_letter():
+    assert number_classes(["b", "10", "a"])[1] == ("10", "a", "b")
+    assert number_classes(["2", "10", "2"])[1] == ("2", "10")
+    long = "1" * 5000  # more digits than Python turns into a number
+    assert number_classes([long, "007", "7"])[1] == ("007", "7", long)
+
+
+def test_numbers_of_one_value_have_an_order_too():
+    """A set's own order changes from process to process, and with it labels, split and fingerprint would."""
+    names = [f"{value:0{width}d}" for value in range(1, 12) for width in (3, 2, 4)]
+    expected = [name for value in range(1, 12) for name in (f"{value:04d}", f"{value:03d}", f"{value:02d}")]
+    assert number_classes(names)[1] == tuple(expected)
+
+
+def test_unknown_sources_and_missing_roots_say_what_there_is():
+    with pytest.raises(UserError, match=r"no source named 'cubb'. Did you mean 'cub'"):
+        list_source(Data(source="cubb"))
+    for source, message in (("table", "--data FILE"), ("folder", "--data FOLDER"), ("cub", "nearkin data get cub")):
+        with pytest.raises(DataError, match=message):
+            list_source(Data(source=source))
+
+
+def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_path, quiet):
+    for name in "ab":
+        picture(tmp_path / "one" / name / "1.png", ord(name))
+        picture(tmp_path / "two" / name / "renamed.png", ord(name))
+    data = Data(source="folder", root=tmp_path / "one", image_size=8)
+    first = load(data, quiet).fingerprint
+    assert load(replace(data, root=tmp_path / "two"), quiet).fingerprint == first
+    picture(tmp_path / "two" / "a" / "renamed.png", 99)
+    assert load(replace(data, root=tmp_path / "two"), quiet).fingerprint != first
+    labels, part, boxes = np.array([0, 1]), np.array(["train", "test"]), np.ones((2, 4), np.int64)
+    given = [([b"x", b"y"], labels, ("a", "b")), ([b"x", b"y"], labels, ("a", "b"), part)]
+    given += [([b"x", b"y"], labels, ("a", "b"), None, boxes), ([b"x", b"y"], labels[::-1], ("a", "b"))]
+    assert len({fingerprint(*one) for one in given}) == 4
+
+
+def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
+    """A finished cache is believed as long as sizes and times stay, so its files are not read again at every start."""
+    for name in "ab":
+        Image.new("RGB", (8, 8), "red").save(picture(tmp_path / name / "1.bmp"))
+    data = Data(source="folder", root=tmp_path, image_size=8)
+    first = load(data, quiet)
+    assert first.fingerprint == load(replace(data, cache=False), quiet).fingerprint
+    changed = tmp_path / "a" / "1.bmp"
+    before = changed.stat()
+    Image.new("RGB", (8, 8), "blue").save(changed)
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert changed.stat().st_size == before.st_size
+    again = load(data, quiet)
+    assert np.array_equal(again.images.read(np.arange(2)), first.images.read(np.arange(2)))
+    assert again.fingerprint == first.fingerprint
+    assert load(replace(data, cache=False), quiet).fingerprint != first.fingerprint
+    os.utime(changed)
+    assert load(data, quiet).fingerprint != first.fingerprint
+
+
+def test_a_folder_of_ones_own_is_not_taken_for_a_benchmark(tmp_path):
+    for name in "abc":
+        picture(tmp_path / name / "1.png", ord(name))
+    (tmp_path / "images.txt").write_text("a note on my images\n")
+    assert recognise(tmp_path) == "folder"
+
+
+def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
+    for name in "ab":
+        picture(tmp_path / name / "1.png")
+    with pytest.raises(DataError, match=r"(?i)cache"):
+        load(Data(source="folder", root=tmp_path, cache_gb=1e-9), quiet)
+    assert len(load(Data(source="folder", root=tmp_path, cache=False), quiet)) == 2
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+def test_features_of_any_modality_become_a_table(tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float16)
+    labels = np.repeat([7, 30, 200, 1, 2, 3], 2)
+    part = np.repeat(["train", "test"], 6)
+    np.savez(tmp_path / "f.npz", features=vectors, labels=labels, part=part)
+    table = load_features(tmp_path / "f.npz")
+    assert table.features.dtype == np.float32
+    assert table.class_names == ("1", "2", "3", "7", "30", "200")
+    assert [table.class_names[c] for c in table.labels] == [str(v) for v in labels]
+    test = table.of_classes(np.unique(table.of_part("test").labels))
+    assert (len(test), test.num_classes, test.features.shape) == (6, 3, (6, 5))
+    with pytest.raises(DataError, match="holds features, not images"):
+        test.images.read(np.array([0]))
+    np.save(tmp_path / "g.npy", vectors)
+    (tmp_path / "g.labels.txt").write_text("\n".join(map(str, labels)) + "\n")
+    assert np.array_equal(load_features(tmp_path / "g.npy").labels, table.labels)
+    np.save(tmp_path / "other.npy", labels)
+    assert np.array_equal(load_features(tmp_path / "g.npy", tmp_path / "other.npy").labels, table.labels)
+
+
+def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
+    words = ["Training"] * 8 + ["Test"] * 4
+    for part in (np.array(words), np.array(words, np.bytes_)):
+        np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
+        table = load_features(tmp_path / "f.npz")
+        assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
+        assert split_for(table, Data())[1].num_images == 4
+
+
+def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):
+    np.savez(tmp_path / "F.NPZ", features=np.arange(6).reshape(2, 3), labels=np.array(["é", "b"]))
+    (tmp_path / "F.NPZ.npz").rename(tmp_path / "F.NPZ")
+    table = load_features(tmp_path / "F.NPZ")
+    assert table.features.tolist() == [[0, 1, 2], [3, 4, 5]]
+    np.savez(tmp_path / "g.npz", features=np.arange(6).reshape(2, 3), labels=np.array(["é".encode(), b"b"]))
+    assert load_features(tmp_path / "g.npz").class_names == table.class_names == ("b", "é")
+
+
+def test_features_that_cannot_serve_say_why(tmp_path):
+    good = {"features": np.ones((2, 3)), "labels": np.array([0, 1])}
+    for change, message in (
+        ({"features": np.ones(3)}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([["a"], ["b"]])}, r"expected numbers \[N, D\]"),
+        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features hold NaN or infinity, first row 1"),
+        ({"labels": np.array([0, np.nan])}, "row 1 has no label"),
+        ({"labels": np.array(["a", ""])}, "row 1 has no label"),
+        ({"labels": np.array([b"a", b"\xff"])}, r"f\.npz: labels are bytes that are not UTF-8"),
+        ({"part": np.array(["train", "tst"])}, "part 'tst' is none of train, val, test"),
+        ({"part": np.array([0, 1])}, "part '0' is none of train, val, test"),
+        ({"part": np.array(["train"])}, r"2 features and part of shape \[1\]; expected one each"),
+        ({"labels": np.arange(3)}, r"2 features and labels of shape \[3\]"),
+        ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features hold NaN or infinity, first row 0"),
+        ({"features": np.array([[object()], [None]])}, "cannot be read as features"),
+    ):
+        np.savez(tmp_path / "f.npz", **(good | change))
+        with pytest.raises(DataError, match=message):
+            load_features(tmp_path / "f.npz")
+    np.savez(tmp_path / "f.npz", features=np.ones((2, 3)))
+    with pytest.raises(DataError, match="no array named 'labels'"):
+        load_features(tmp_path / "f.npz")
+    np.save(tmp_path / "f.npy", np.ones((2, 3)))
+    with pytest.raises(DataError, match=r"looked for .*f.labels.npy and f.labels.txt"):
+        load_features(tmp_path / "f.npy")
+    with pytest.raises(DataError, match="no such file"):
+        load_features(tmp_path / "none.npz")
+    (tmp_path / "f.npz").write_bytes(b"PK\x03\x04 nonsense")
+    with pytest.raises(DataError, match="cannot be read as features"):
+        load_features(tmp_path / "f.npz")

@@ -1,0 +1,444 @@
+# ruff: noqa: F811  (fixtures by their names)
+"""`nearkin index`: embeds what is new, goes on after a kill, reports what it cannot read, removes what is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.indexing import index, photos, run, same  # noqa: F401  (fixtures)
+from helpers.oracle import SHARED
+from helpers.paths import ROOT
+from helpers.small_runs import make_run
+from PIL import Image
+
+import nearkin as nk
+from nearkin._common.progress import Reporter
+from nearkin.cli import index as index_command
+from nearkin.cli import search as search_command
+from nearkin.deploy.index import builder, files
+from nearkin.deploy.index.builder import find_images
+from nearkin.deploy.index.journal import Journal
+from nearkin.deploy.index.provenance import Stamp
+from nearkin.deploy.index.trained import trained_on
+from nearkin.errors import ConfigError, DataError, UserError
+
+# --- what is listed --------------------------------------------------------------------------------------------------
+
+
+def test_class_folders_give_labels(index, photos):
+    made, said = index(photos)
+    assert len(made) == 20
+    assert made.ids[:2] == ["class 0/00.png", "class 0/01.png"]
+    assert made.labels == [id.partition("/")[0] for id in made.ids]
+    assert "20 embedded, 0 unchanged" in said
+    assert "20 items of 5 classes, 16 numbers each" in said
+    assert made.path_of(made.ids[3]).is_file()
+    assert not (photos.parent / "index" / "journal").exists()
+    model = nk.load(made.mark.run)
+    np.testing.assert_allclose(made.vectors, model.embed([photos / id for id in made.ids]).numpy(), atol=1e-6)
+
+
+def test_a_flat_folder_has_no_labels(index, photos):
+    made, said = index(photos / "class 0")
+    assert made.labels == [None] * 4
+    assert "4 items without labels" in said
+
+
+def test_loose_images_and_one_class_folder(index, photos, tmp_path):
+    shutil.copytree(photos / "class 1", tmp_path / "mixed" / "one")
+    assert index(tmp_path / "mixed", out="a")[0].labels == ["one"] * 4
+    shutil.copy(photos / "class 2" / "00.png", tmp_path / "mixed" / "loose.png")
+    made, _ = index(tmp_path / "mixed", out="b")
+    assert dict(zip(made.ids, made.labels, strict=True))["loose.png"] is None
+    assert len(made) == 5
+
+
+def test_every_image_below_train_and_test_is_indexed(photos, tmp_path):
+    """As in training the classes lie below the parts; what lies in no class folder has no label, as anywhere."""
+    root = tmp_path / "parts"
+    for name in ("train/x/0.png", "test/y/0.png", "train/0.png", "test/1.png", "top.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / "class 0" / "00.png", root / name)
+    assert find_images(root).labels == {
+        "top.png": None,
+        "train/0.png": None,
+        "test/1.png": None,
+        "train/x/0.png": "x",
+        "test/y/0.png": "y",
+    }
+    shutil.rmtree(root / "train" / "x")
+    shutil.rmtree(root / "test" / "y")
+    assert list(find_images(root).labels.values()) == [None] * 3
+
+
+def test_a_table_of_one_class(photos, tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 0/01.png,a\n")
+    assert list(find_images(tmp_path / "list.csv").labels.values()) == ["a", "a"]
+
+
+def test_a_table_with_repeated_and_missing_rows(index, photos, tmp_path):
+    rows = ["path,label", "photos/class 0/00.png,a", "photos/class 1/00.png,b", "photos/class 0/00.png,a", "no.png,a"]
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    made, said = index(tmp_path / "list.csv")
+    assert dict(zip(made.ids, made.labels, strict=True)) == {"photos/class 0/00.png": "a", "photos/class 1/00.png": "b"}
+    assert "1 listed files are not there" in said
+    assert "1 rows name a file that was listed before" in said
+    (tmp_path / "list.csv").write_text("\n".join([*rows, "photos/class 0/00.png,b"]))
+    with pytest.raises(DataError, match="is listed as 'a' and as 'b'"):
+        index(tmp_path / "list.csv")
+
+
+def test_columns_of_other_names(index, photos, tmp_path):
+    (tmp_path / "list.csv").write_text("photo,kind\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
+    with pytest.raises(DataError, match=r"--data\.path-column"):
+        index(tmp_path / "list.csv")
+    made, _ = index(tmp_path / "list.csv", "--data.path-column", "photo", "--data.label-column", "kind")
+    assert made.labels == ["a", "b"]
+
+
+def test_odd_folders_are_named(index, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no images below it"):
+        index(tmp_path / "empty")
+    with pytest.raises(DataError, match="there is no such folder or table"):
+        index(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no such file"):
+        index(tmp_path / "nowhere.csv")
+
+
+def test_odd_file_names(index, photos, tmp_path):
+    odd = ["line\nbreak.png", "鳥 🐦.png", os.fsdecode(b"\xff\xfe.png"), "[red]not markup.png", "-o.png"]
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name, c in zip(odd, range(5), strict=True):
+        shutil.copy(photos / f"class {c}" / "00.png", folder / name)
+    (folder / os.fsdecode(b"broken \xff.png")).write_bytes(b"no image")
+    made, said = index(folder)
+    assert sorted(made.ids) == sorted(odd)
+    assert "broken \\udcff.png: cannot be read" in said
+    search_command.run([str(tmp_path / "index"), "-k", "5", "--item", odd[0]])
+
+
+def test_one_image(index, photos, tmp_path, capsys):
+    (tmp_path / "one").mkdir()
+    shutil.copy(photos / "class 0" / "00.png", tmp_path / "one")
+    made, _ = index(tmp_path / "one")
+    assert len(made) == 1
+    assert made.search(tmp_path / "one" / "00.png", 10)[0].id == "00.png"
+    search_command.run([str(tmp_path / "index"), "--item", "00.png"])
+    assert "nothing else: it is the only item" in capsys.readouterr().out
+
+
+# --- a second time ---------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_new_or_changed_is_embedded(index, photos):
+    before, _ = index(photos)
+    _, said = index(photos)
+    assert "0 embedded, 20 unchanged" in said
+    shutil.copy(photos / "class 4" / "03.png", photos / "class 0" / "00.png")  # changed
+    shutil.copy(photos / "class 4" / "02.png", photos / "class 0" / "99.png")  # new
+    os.utime(photos / "class 1" / "00.png", ns=(1, 1))  # another time, the same content
+    after, said = index(photos)
+    assert "2 embedded, 19 unchanged" in said
+    rows = {id: row for row, id in enumerate(after.ids)}
+    assert after.ids == sorted(after.ids)
+    np.testing.assert_allclose(
+        after.vectors[rows["class 0/00.png"]], before.vectors[before.row_of("class 4/03.png")], atol=1e-6
+    )
+    for id in before.ids:
+        if id != "class 0/00.png":
+            np.testing.assert_array_equal(after.vectors[rows[id]], before.vectors[before.row_of(id)])
+    assert "0 embedded, 21 unchanged" in index(photos)[1]
+
+
+def test_files_that_are_gone_are_kept_until_pruned(index, photos):
+    index(photos)
+    (photos / "class 2" / "01.png").unlink()
+    made, said = index(photos)
+    assert len(made) == 20
+    assert "1 items are no longer listed; --prune removes them" in said
+    made, said = index(photos, "--prune")
+    assert len(made) == 19
+    assert "1 removed" in said
+    assert "class 2/01.png" not in made
+    (photos / "class 3" / "00.png").unlink()
+    (photos / "class 3" / "00.png").symlink_to("nowhere")
+    made, said = index(photos)
+    assert "class 3/00.png" in made
+    assert "class 3/00.png: cannot be read (No such file or directory)" in said
+    made, said = index(photos, "--prune")
+    assert "class 3/00.png" not in made
+
+
+def test_prune_keeps_what_lies_in_folders_that_cannot_be_opened(index, photos, monkeypatch):
+    """A mount that does not answer must not cost its vectors. (root may open anything, so scandir refuses here.)"""
+    index(photos)
+    (photos / "class 2" / "01.png").unlink()
+    real = os.scandir
+
+    def refusing(path="."):
+        if os.fspath(path).endswith("class 1"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    made, said = index(photos, "--prune")
+    assert len(made) == 19
+    assert "1 removed" in said
+    assert "1 folders cannot be opened" in said
+    assert "4 items in folders that cannot be opened are kept" in said
+
+
+def test_another_label_is_taken_over_without_embedding(index, photos, tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,b\n")
+    index(tmp_path / "list.csv")
+    (tmp_path / "list.csv").write_text("path,label\nphotos/class 0/00.png,a\nphotos/class 1/00.png,c\n")
+    made, said = index(tmp_path / "list.csv")
+    assert made.labels == ["a", "c"]
+    assert "0 embedded, 2 unchanged, 1 with another label" in said
+
+
+def test_files_that_cannot_be_read_are_reported_and_passed_over(index, photos):
+    (photos / "class 0" / "00.png").write_bytes(b"not an image")
+    (photos / "class 0" / "01.png").write_bytes((photos / "class 0" / "01.png").read_bytes()[:300])
+    (photos / "class 1" / "02.png").unlink()
+    (photos / "class 1" / "02.png").symlink_to(photos / "nowhere.png")
+    made, said = index(photos)
+    assert len(made) == 17
+    assert "17 embedded" in said
+    assert "3 could not be read:" in said
+    assert "class 0/00.png" in said
+    assert "No such file" in said
+    Image.new("RGB", (24, 24), "red").save(photos / "class 0" / "00.png")  # mended
+    made, said = index(photos)
+    assert "1 embedded, 17 unchanged" in said
+    (photos / "class 3" / "00.png").write_bytes(b"spoilt")
+    made, said = index(photos)
+    assert "class 3/00.png" in made  # with the vector of what it was
+    assert "1 embedded" not in said
+    assert "3 could not be read" in index(photos)[1]  # and is tried again
+
+
+def test_long_looks_show_progress(run, photos, tmp_path):
+    said: list[str] = []
+
+    class Listening(Reporter):
+        def track(self, label: str, total: int, unit: str = "it"):
+            said.append(f"{label} {total}")
+            return super().track(label, total, unit)
+
+    out = tmp_path / "index"
+    with files.writing(out):
+        builder.update(nk.load(run), find_images(photos), out, reporter=Listening(quiet=True))
+    assert said == ["looking at the files 20", "embedding 20"]
+    trained_on(nk.Run(run), Listening(quiet=True))
+    assert said[2:] == ["looking at what was trained on 120"]
+
+
+def test_a_folder_of_nothing_readable(index, tmp_path):
+    (tmp_path / "bad").mkdir()
+    for i in range(3):
+        (tmp_path / "bad" / f"{i}.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match="none of its 3 images could be read"):
+        index(tmp_path / "bad")
+
+
+def test_a_moved_folder_is_taken_for_the_same(index, photos, tmp_path):
+    index(photos)
+    shutil.copytree(photos, tmp_path / "copy")
+    with pytest.raises(DataError, match="Choose another folder with -o"):
+        index(tmp_path / "copy")
+    photos.rename(tmp_path / "moved")
+    made, said = index(tmp_path / "moved")
+    assert "0 embedded, 20 unchanged" in said
+    assert made.path_of(made.ids[0]).is_file()
+
+
+def test_another_run_is_refused(index, photos, tmp_path, photo_folder):
+    index(photos)
+    other = make_run(tmp_path, photo_folder, seed=3)
+    with pytest.raises(DataError, match="made by another model"):
+        index_command.run([str(other.path), str(photos), "-o", str(tmp_path / "index"), "--quiet"])
+    assert len(nk.Index.load(tmp_path / "index")) == 20
+
+
+def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
+    run = make_run(tmp_path, photo_folder, name="boxes")
+    recipe = replace(run.recipe, data=replace(run.recipe.data, boxes=True))
+    (run.path / "recipe.toml").write_text(recipe.to_toml())
+    with pytest.raises(ConfigError, match="cut to boxes"):
+        index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+    index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index"), "--already-cut", "--quiet"])
+    assert len(nk.Index.load(tmp_path / "index")) == 20
+
+
+def test_a_run_on_features_is_refused(photos, tmp_path):
+    from nearkin.models.embedder import Embedder
+
+    recipe = nk.recipes.features_default()
+    run = nk.Run.create(tmp_path, "features", replace(recipe, data=replace(recipe.data, root=tmp_path / "f.npz")))
+    model = Embedder(recipe.model, (32, 1, 1))
+    run.save("best.pt", {"model": model.state_dict(), "image_shape": [32, 1, 1]})
+    with pytest.raises(ConfigError, match="takes ready features, not pictures"):
+        index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index")])
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def start(run: Path, photos: Path, out: Path, **options) -> subprocess.Popen:
+    """The command in a process of its own, in small batches."""
+    code = "import sys; from nearkin.cli.index import run; run(sys.argv[1:])"
+    flags = ["--quiet", "--batch-size", "4", "--device", "cpu"]
+    command = [sys.executable, "-c", code, str(run), str(photos), "-o", str(out), *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_stopped(index, run, photos, tmp_path):
+    """A real process, killed while it embeds 300 links to the photos; then the command again."""
+    many = tmp_path / "many"
+    files_ = sorted(photos.rglob("*.png"))
+    for i in range(300):
+        folder = many / f"class {i % 5}"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.link(files_[i % 20], folder / f"{i:04d}.png")
+    out = tmp_path / "killed"
+    process = start(run, many, out)
+    journal = out / "journal"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.stat().st_size > 6_000):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert journal.exists(), "it ended before it could be killed"
+    with pytest.raises(DataError, match="was stopped before its end"):
+        nk.Index.load(out)
+    with open(journal, "ab") as file:  # and a record that was cut
+        file.write(b"\0\0\0\0\0\0\1\0cut")
+    again, said = index(many, "--batch-size", "4", out="killed")
+    embedded, resumed = int(said.split(" embedded")[0].replace(",", "")), int(said.split(" taken over")[0].split()[-1])
+    assert embedded + resumed == 300
+    assert resumed >= 20
+    whole, _ = index(many, "--batch-size", "4", out="whole")
+    assert same(again, whole)
+
+
+def test_the_journal_drops_what_is_cut_and_keeps_that_of_another_model(tmp_path):
+    rng = np.random.default_rng(0)
+    stamp = Stamp(1, 2, "3")
+    journal = Journal(tmp_path, "model a", 4)
+    sizes = []
+    for n in range(3):
+        journal.append([f"{n} {i}" for i in range(5)], [stamp] * 5, rng.normal(size=(5, 4)).astype(np.float32))
+        sizes.append(journal.path.stat().st_size)
+    whole = journal.path.read_bytes()
+    for cut in range(sizes[1], sizes[2], 7):
+        journal.path.write_bytes(whole[:cut])
+        again = Journal(tmp_path, "model a", 4)
+        assert [record.ids[0] for record in again.records] == ["0 0", "1 0"]
+        np.testing.assert_array_equal(again.records[1].vectors, journal.records[1].vectors)
+        assert journal.path.stat().st_size == sizes[1]
+    damaged = bytearray(whole)
+    damaged[sizes[0] + 40] ^= 1
+    journal.path.write_bytes(damaged)
+    assert len(Journal(tmp_path, "model a", 4).records) == 1
+    journal.path.write_bytes(whole)
+    assert len(Journal(tmp_path, "model a", 4).records) == 3
+    with pytest.raises(DataError, match="holds the unfinished index of another model"):
+        Journal(tmp_path, "model b", 4)
+    assert journal.path.read_bytes() == whole
+    journal.path.write_bytes(whole[: whole.index(b"\n") + 1])  # with nothing embedded yet
+    assert Journal(tmp_path, "model b", 4).records == []
+
+
+def test_ctrl_c_says_how_much_is_left(index, photos, monkeypatch):
+    real, calls = builder.embed_files, []
+
+    def pressed(model, paths):
+        calls.append(len(paths))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(model, paths)
+
+    monkeypatch.setattr(builder, "embed_files", pressed)
+    with pytest.raises(KeyboardInterrupt, match="stopped with 12 of 20 images left to embed"):
+        index(photos, "--batch-size", "4")
+    monkeypatch.setattr(builder, "embed_files", real)
+    _, said = index(photos, "--batch-size", "4")
+    assert "12 embedded, 0 unchanged, 8 taken over" in said
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_old_index_and_what_was_embedded(run, index, photos, tmp_path):
+    before, _ = index(photos)
+    for c in range(5):
+        for i in range(20):
+            shutil.copy(photos / f"class {c}" / "00.png", photos / f"class {c}" / f"new {i}.png")
+
+    def little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
+
+    _, said = start(run, photos, tmp_path / "index", preexec_fn=little_room).communicate(timeout=120)
+    assert "cannot write the index (File too large). What was there is kept." in said
+    assert same(nk.Index.load(tmp_path / "index"), before)
+    made, said = index(photos)
+    assert len(made) == 120
+    assert "taken over from the interrupted run" in said
+
+
+def test_a_drive_without_locks_is_named(index, photos, monkeypatch):
+    """It is not another process that holds the folder there."""
+    from nearkin._common import files as shared
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(shared.fcntl, "flock", none)
+    with pytest.raises(DataError, match="cannot write the index \\(No locks available\\)"):
+        index(photos)
+
+
+def test_a_second_process_is_told(index, photos, tmp_path):
+    with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+        index(photos)
+
+
+# --- layouts and mistakes --------------------------------------------------------------------------------------------
+
+
+def test_official_layouts_are_recognised():
+    if not (SHARED / "data" / "CUB_200_2011").exists():
+        pytest.skip("CUB_200_2011 is not beside the project")
+    found = find_images(SHARED / "data" / "CUB_200_2011")
+    assert len(found.labels) == 11788
+    assert len(set(found.labels.values())) == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "a run folder is needed first"),
+        (["runs/none"], "a folder of images or a .csv file is needed first"),
+        (["nowhere", "photos", "-o", "x"], "not a run folder"),
+        (["nowhere", "photos", "-o", "x", "--prun"], "Did you mean '--prune'"),
+        (["nowhere", "photos", "-o", "x", "--batch-size", "0"], "--batch-size: expected at least 1"),
+    ],
+)
+def test_mistakes_get_the_cure(flags, message):
+    with pytest.raises(UserError, match=message):
+        index_command.run(flags)

@@ -1,0 +1,197 @@
+"""What each of the processes of test_distributed.py does; started once per rank by `launch`, never by pytest.
+
+The functions up to the line are used by the test process too, alone: they are the one process to compare with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import nearkin as nk
+from nearkin.data.samplers import make_sampler
+from nearkin.errors import ProcessLost, UserError
+from nearkin.training import distributed as nd
+from nearkin.training.distributed_check import cases, gradients
+
+# The loss with its options, the class parameters' learning rate, and how the ranks' gradients are joined.
+TRAININGS: dict[str, tuple[dict[str, Any], float, str]] = {
+    "proxy_anchor": ({"name": "proxy_anchor"}, 0.01, "reduce"),
+    "multi_similarity mined": ({"name": "multi_similarity", "miner": "multi_similarity"}, 0.0, "ddp"),
+    "margin sampled, with memory": (
+        {"name": "margin", "miner": "distance_weighted", "memory": 30, "learn_beta": True},
+        0.001,
+        "ddp",
+    ),
+    "softmax with dropout": ({"name": "softmax"}, 0.5, "reduce"),
+}
+
+
+def glyph_like() -> tuple[torch.Tensor, np.ndarray]:
+    """Ten kinds of strokes on 8 x 8 pixels, nine noisy images of each."""
+    g = torch.Generator().manual_seed(5)
+    strokes = (torch.rand(10, 1, 8, 8, generator=g) > 0.7).float()
+    labels = torch.arange(10).repeat_interleave(9)
+    return strokes[labels] + 0.3 * torch.randn(90, 1, 8, 8, generator=g), labels.numpy()
+
+
+def train(name: str) -> dict[str, torch.Tensor]:
+    """Two epochs with real samplers; batches of 21 cannot be shared equally by two ranks. No batch norm."""
+    options, class_lr, joined = TRAININGS[name]
+    images, labels = glyph_like()
+    torch.manual_seed(nd.rank())  # ranks disagree until rank 0 tells them
+    model: nn.Module = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 16)).to(
+        memory_format=torch.channels_last
+    )
+    objective = nk.Objective(num_classes=10, dim=16, **options)
+    nd.broadcast_state(model)
+    nd.broadcast_state(objective)
+    wrapped = DistributedDataParallel(model) if joined == "ddp" and nd.world() > 1 else model
+    groups = [{"params": list(model.parameters()), "lr": 0.05}, *objective.parameter_groups(class_lr)]
+    speed = {p: torch.zeros_like(p) for group in groups for p in group["params"]}
+    sampler = make_sampler(labels, batch_size=21, per_class=3, seed=1, rank=nd.rank(), world=nd.world())
+    losses = []
+    for epoch in range(2):
+        for step, rows in enumerate(sampler.epoch(epoch)):
+            emb, whole_labels = nd.gathered(wrapped(images[rows]), torch.from_numpy(labels[rows]))
+            with nd.seeded(1, epoch, step):
+                value = objective(emb, whole_labels)
+            value.backward()
+            nd.reduce_gradients([*(model.parameters() if wrapped is model else []), *objective.parameters()])
+            losses.append(value.detach())
+            with torch.no_grad():  # torch.optim would import its compiler first, seconds in each process
+                for group in groups:
+                    for p in group["params"]:
+                        speed[p].mul_(0.9).add_(p.grad)
+                        p.sub_(group["lr"] * speed[p])
+                        p.grad = None
+    with torch.no_grad():
+        table = nd.gather_rows(model(images[nd.share(len(images))]))
+    state = {f"model.{k}": v for k, v in model.state_dict().items()}
+    state |= {f"objective.{k}": v for k, v in objective.state_dict().items()}
+    return {**state, "losses": torch.stack(losses), "table": table}
+
+
+# --- only here --------------------------------------------------------------------------------------------------------
+
+
+def small_parts() -> dict[str, Any]:
+    """Helpers, gathering and reducing: what this rank got, for the test to judge."""
+    rank = nd.rank()
+    found: dict[str, Any] = {"rank": rank, "world": nd.world(), "first": nd.is_first()}
+    found["share"] = [nd.share(7).start, nd.share(7).stop]
+    found["anywhere"] = [nd.anywhere(rank == 1), nd.anywhere(False)]
+    found["from_first"] = nd.from_first({"score": rank + 0.5})
+    kinds = (torch.bool, torch.int16, torch.uint8, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
+    found["kinds"] = [nd.gather_rows((torch.arange(6).view(3, 2) + rank).to(kind)) for kind in kinds]
+    with torch.inference_mode():  # as evaluation makes them
+        part = torch.full((rank * 3, 2, 2), rank)
+    found["uneven"] = nd.gather_rows(part).tolist()
+    found["nothing"] = list(nd.gather_rows(torch.zeros(0, 4)).shape)
+
+    emb = torch.full((2 + rank, 3), float(rank), requires_grad=True)
+    whole, labels = nd.gathered(emb, [10 * rank + i for i in range(2 + rank)])
+    (whole * torch.arange(5.0)[:, None]).sum().backward()
+    found["gathered"] = [whole.tolist(), labels.tolist(), emb.grad.tolist()]
+
+    here, nowhere, both = (nn.Parameter(torch.zeros(2, 3, 4, 4)) for _ in range(3))
+    both.grad = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last) * (rank + 1)
+    if rank == 0:
+        here.grad = torch.ones(2, 3, 4, 4)
+    nd._BUCKET = 100  # every tensor in a bucket of its own
+    nd.reduce_gradients([here, nowhere, both, nn.Parameter(torch.zeros(3), requires_grad=False)])
+    nd._BUCKET = 1 << 25
+    found["reduced"] = [here.grad, nowhere.grad is None, both.grad]
+
+    module = nn.BatchNorm1d(3)
+    module.weight.data.fill_(rank + 2.0)
+    module.num_batches_tracked.fill_(rank + 7)
+    nd.broadcast_state(module)
+    found["broadcast"] = [module.weight.tolist(), int(module.num_batches_tracked)]
+    return found
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def mistakes() -> list[str]:
+    """Misfits that only one rank could see: all must be told, and the group must still work afterwards."""
+    rank = nd.rank()
+    found = [
+        refused(lambda: nd.gathered(torch.zeros(2, 3 + rank), [0, 1])),
+        refused(lambda: nd.gathered(torch.zeros(2, 3), [0, 1, 2][: 2 + rank])),
+        refused(lambda: nd.gather_rows(torch.zeros(2, dtype=torch.float64 if rank else torch.float32))),
+        refused(lambda: nd.broadcast_state(nk.Objective("proxy_anchor", num_classes=3 + rank, dim=4))),
+        refused(lambda: nk.Objective("triplet")(*nd.gathered(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)))),
+    ]
+    assert nd.gather_rows(torch.ones(1)).tolist() == [1.0, 1.0]
+    return found
+
+
+def listening() -> list[str]:
+    """The local addresses on which this process listens (Linux)."""
+    names = os.listdir("/proc/self/fd")  # the one that reads this folder is closed by now
+    links = [os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")]
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def lost(folder: Path, how: str) -> list[Any]:
+    """What this rank is told when rank 1 sleeps through a collective, or dies without a word; and after how long."""
+    began = time.monotonic()
+    # The sleepers meet as under torchrun, by an address and a port.
+    meeting = None if how == "sleeps" else folder / how
+    try:
+        with nd.process_group("cpu", timeout=3.0, meeting_file=meeting):
+            nd.anywhere(False)
+            if nd.rank() == 1:
+                if how == "sleeps":
+                    time.sleep(5)
+                else:
+                    os._exit(0)
+            nd.gathered(torch.ones(1, 2), [0])
+    except ProcessLost as error:
+        return [str(error), time.monotonic() - began, nd.world()]
+    return ["not lost", 0.0, nd.world()]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with nd.process_group("cpu", timeout=60.0, meeting_file=folder / "meeting") as place:
+        found["place"] = str(place)
+        found["small"] = small_parts()
+        found["mistakes"] = mistakes()
+        found["listening"] = listening() if sys.platform == "linux" else []
+        found["environment"] = "GLOO_SOCKET_IFNAME" in os.environ
+        found["cases"] = [gradients(case, nd.world(), torch.float64) for case in cases()]
+        found["trained"] = {name: train(name) for name in TRAININGS}
+    found["world after"] = nd.world()
+    found["sleeps"] = lost(folder, "sleeps")
+    target = folder / f"rank{os.environ['RANK']}.pt"
+    torch.save(found, target)
+    found["dies"] = lost(folder, "dies")
+    torch.save(found, target)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""A small search to try `nearkin tune` on: thirty noisy classes of vectors, trained in a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nearkin as nk
+from nearkin._common.progress import Reporter
+from nearkin.bench import storage, tune
+from nearkin.config.recipe import Choice, Recipe
+
+optuna = pytest.importorskip("optuna", reason="needs nearkin[bench]")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+QUIET = Reporter(quiet=True)
+
+
+def write_vectors(path: Path) -> Path:
+    """Thirty noisy classes of twelve vectors: three of them validate."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(30), 12)
+    values = rng.normal(size=(30, 16))[labels] + 1.6 * rng.normal(size=(360, 16))
+    np.savez(path, features=values.astype(np.float32), labels=labels)
+    return path
+
+
+def small_recipe(features: Path) -> Recipe:
+    made = nk.recipes.features_default()
+    return replace(
+        made,
+        data=replace(made.data, root=features),
+        model=replace(made.model, dim=8, start="random"),
+        loss=Choice("proxy_anchor", {"margin": 0.2}),
+        train=replace(made.train, epochs=2, batch_size=32, class_lr=None),
+    )
+
+
+def trials_of(search: tune.Search, loss: str):
+    with storage.open_shared(search.address) as shared:
+        return optuna.load_study(study_name=search.study(loss), storage=shared.storage).trials

@@ -1,0 +1,24 @@
+"""A run folder whose model has random weights: enough to embed, in no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+
+def make_run(runs: Path, root: Path, *, dim: int = 16, seed: int = 0, side: int = 24, name: str = "run"):
+    from nearkin.models.embedder import Embedder
+    from nearkin.training import recipes
+    from nearkin.training.run import Run
+
+    recipe = recipes.from_scratch()
+    data = replace(recipe.data, root=root, image_size=side, val_share=0.2)
+    recipe = replace(recipe, data=data, model=replace(recipe.model, width=4, dim=dim))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Embedder(recipe.model, (3, side, side))
+    run = Run.create(runs, name, recipe)
+    run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
+    return run

@@ -1,0 +1,446 @@
+"""The engine gives the true places, whatever the ties, the path, the block size, the threads and the order of rows."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers.oracle import SHARED, clustered, lists, nearness, tie_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nearkin as nk
+from nearkin.errors import ConfigError, DataError, MissingExtra
+from nearkin.metrics import _counting, _vectors, ranking
+from nearkin.metrics.ranking import neighbours, rank
+
+PATHS = ("torch", "numba")
+
+
+def groups_of(r):
+    return [
+        list(zip(r.above[a:b].tolist(), r.relevant[a:b].tolist(), r.size[a:b].tolist(), strict=True))
+        for a, b in zip(r.start[:-1], r.start[1:], strict=True)
+    ]
+
+
+def assert_same(a, b):
+    for name in ("start", "above", "relevant", "size", "items", "codes"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+@st.composite
+def tied_sets(draw):
+    """Few distinct values in few dimensions: many ties, duplicates, parallel vectors, zero vectors, lone classes."""
+    n = draw(st.integers(1, 9))
+    dim = draw(st.integers(1, 4))
+    unit = draw(st.sampled_from([1.0, 0.1, 1 / 3, 1e-20, 1e15]))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    rows = draw(st.lists(st.lists(st.integers(-2, 2), min_size=dim, max_size=dim), min_size=n, max_size=n))
+    labels = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    groups = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    # Small units would count as zero vectors for the cosine, which has its own test.
+    return np.array(rows, dtype=dtype) * dtype(unit), np.array(labels), np.array(groups), unit
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles of a few rows, so that small inputs cross many edges. Tests of speed-sized inputs set it back."""
+    monkeypatch.setattr(_counting, "TILE", 4)
+
+
+COMMON = {"derandomize": True, "deadline": None, "max_examples": 120}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_one_set_against_exact_fractions(path, similarity, monkeypatch):
+    @settings(**COMMON)
+    @given(tied_sets(), st.booleans())
+    def check(data, grouped):
+        x, labels, groups, unit = data
+        if unit == 1e-20 and similarity == "cosine":
+            return
+        options = {"groups": groups} if grouped else {}
+        got = rank(x, labels, similarity=similarity, path=path, **options)
+        want = lists(x, labels, similarity=similarity, **options)
+        assert groups_of(got) == [tie_groups(items) for items in want]
+        assert got.items.tolist() == [len(items) for items in want]
+
+    check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_query_against_gallery_against_exact_fractions(path, similarity):
+    @settings(**COMMON)
+    @given(tied_sets(), st.data())
+    def check(data, more):
+        g, g_labels, g_groups, unit = data
+        if unit == 1e-20 and similarity == "cosine":
+            return
+        picked = more.draw(st.lists(st.integers(0, len(g) - 1), min_size=1, max_size=6))
+        times = more.draw(st.lists(st.sampled_from([1, 1, 3]), min_size=len(picked), max_size=len(picked)))
+        q = g[picked] * np.array(times)[:, None].astype(g.dtype)
+        q_labels = more.draw(st.lists(st.integers(0, 4), min_size=len(picked), max_size=len(picked)))
+        q_groups = more.draw(st.lists(st.integers(0, 2), min_size=len(picked), max_size=len(picked)))
+        groups = {"groups": q_groups, "g_groups": g_groups} if more.draw(st.booleans()) else {}
+        got = rank(q, q_labels, g, g_labels, similarity=similarity, path=path, **groups)
+        want = lists(q, q_labels, g, g_labels, similarity=similarity, **groups)
+        assert groups_of(got) == [tie_groups(items) for items in want]
+
+    check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_binary_codes_of_unit_length_tie_exactly(path):
+    # In float64 the sums of +-c*c differ in the last bit by the order of the signs; the similarities do not.
+    rng = np.random.default_rng(0)
+    x = (np.sign(rng.standard_normal((30, 21))) / np.sqrt(21)).astype(np.float32)
+    labels = rng.integers(0, 6, 30)
+    assert groups_of(rank(x, labels, path=path)) == [tie_groups(items) for items in lists(x, labels)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+@pytest.mark.parametrize(("offset", "noise"), [(1.0, 1e-7), (1.0, 1e-4), (1000.0, 1e-3)])
+def test_nearly_collapsed_models_are_ranked_truly(path, similarity, offset, noise):
+    rng = np.random.default_rng(1)
+    x = (offset + noise * rng.standard_normal((24, 16))).astype(np.float32)
+    labels = np.arange(24) // 4
+    got = rank(x, labels, similarity=similarity, path=path)
+    assert groups_of(got) == [tie_groups(items) for items in lists(x, labels, similarity=similarity)]
+
+
+def test_zero_and_vanishing_vectors_have_cosine_zero():
+    x = np.array([[0.0, 0.0], [1e-13, 0.0], [1.0, 0.0], [-1.0, 0.1], [0.0, 1.0]])
+    for path in PATHS:
+        got = rank(x[[2]], [0], x[[0, 1, 3, 4]], [0, 1, 2, 3], path=path)
+        assert groups_of(got) == [[(0, 1, 3)]]  # both zeros and the orthogonal vector tie at 0
+    assert neighbours(x, k=1)[1][0] == 0.0
+
+
+def cub():
+    path = SHARED / "data" / "cub_efficientnet_lite0_224.npz"
+    if not path.exists():
+        pytest.skip("needs ../shared/data/cub_efficientnet_lite0_224.npz")
+    file = np.load(path)
+    test = file["labels"] >= 100
+    return file["features"][test], file["labels"][test]
+
+
+def test_cub_features_and_both_paths(monkeypatch):
+    monkeypatch.setattr(_counting, "TILE", 512)
+    x, labels = cub()
+    scores = nk.score(x, labels, path="numba")
+    for name, percent in {"R@1": 57.88, "R@2": 69.97, "R@4": 80.79, "R@8": 88.72}.items():
+        assert 100 * scores[name] == pytest.approx(percent, abs=0.02)
+    half = np.arange(0, len(x), 3)
+    assert_same(rank(x[half], labels[half], path="numba"), rank(x[half], labels[half], path="torch"))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
+    monkeypatch.setattr(_counting, "TILE", 512)
+    x, labels = clustered(900, 24, per_class=6, noise=1.5)
+    x[::7] = x[3]  # copies across classes
+    x[1::5] = np.round(x[1::5] * 2) / 2  # coarse values: ties that are no copies
+    base = rank(x, labels, similarity=similarity, path="numba")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert_same(base, rank(x, labels, similarity=similarity, path="numba"))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    for tile in (64, 100, 1000):
+        monkeypatch.setattr(_counting, "TILE", tile)
+        assert_same(base, rank(x, labels, similarity=similarity, path="numba"))
+    for memory in ("1MB", "3MB", "1GB"):
+        assert_same(base, rank(x, labels, similarity=similarity, path="torch", memory=memory))
+    shuffled = np.random.default_rng(5).permutation(len(x))
+    first, second = (
+        nk.score(x, labels, similarity=similarity),
+        nk.score(x[shuffled], labels[shuffled], similarity=similarity),
+    )
+    for name in first.per_query:
+        np.testing.assert_array_equal(first.per_query[name][shuffled], second.per_query[name], err_msg=name)
+        assert first[name] == second[name]
+        assert first.interval(name) == second.interval(name)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
+    monkeypatch.setattr(_counting, "TILE", 512)
+    x, labels = clustered(1100, 200, per_class=4, noise=1.5)
+    assert_same(rank(x, labels, path=path, memory="1MB"), rank(x, labels, path=path))
+    index, value = neighbours(x[:50], x, k=3, memory="1MB")
+    want, similarity = neighbours(x[:50], x, k=3)
+    np.testing.assert_array_equal(index, want)
+    np.testing.assert_array_equal(value, similarity)
+
+
+def test_reduced_precision_settings_are_kept_out_and_put_back():
+    x, labels = clustered(60, 8, per_class=3, noise=1.0)
+    torch.set_float32_matmul_precision("high")
+    try:
+        got = rank(x, labels, path="numba")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert_same(got, rank(x, labels, path="torch"))
+
+
+def test_large_classes_use_the_search_per_element():
+    x, labels = clustered(400, 8, per_class=100, noise=2.0)
+    x = np.round(x * 4) / 4
+    assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
+
+
+def test_the_error_bound_holds():
+    """Keys of both products stay within Points.slack of the truth (in 64-bit-mantissa arithmetic)."""
+    rng = np.random.default_rng(2)
+    for offset, dim, similarity in [
+        (0, 512, "cosine"),
+        (3, 300, "cosine"),
+        (50, 100, "euclidean"),
+        (0, 2, "euclidean"),
+    ]:
+        x = torch.as_tensor((offset + rng.standard_normal((300, dim))).astype(np.float32))
+        points, _ = _vectors.prepare(x, None, similarity)
+        narrow, wide = points.slack(points)
+        z = x.numpy().astype(np.longdouble)
+        if similarity == "cosine":
+            z /= np.sqrt((z**2).sum(1, keepdims=True))
+        else:
+            z = z * np.longdouble(points.power[0].item())
+        z = z * points.scale
+        true = np.stack([-((z - row) ** 2).sum(1) / 2 for row in z])
+        order = torch.arange(300)
+        for dtype, bound in ((torch.float32, narrow), (torch.float64, wide)):
+            got = (points.left(order).to(dtype) @ points.right(order, dtype).T).double().numpy()
+            error = got - true
+            error -= error.mean()  # keys carry a constant that all share
+            assert (np.abs(error) <= bound.numpy()[:, None]).all()
+
+
+def test_exact_distance_is_symmetric_and_the_same_compiled():
+    rng = np.random.default_rng(3)
+    for dtype in (np.float32, np.float64):
+        x = (rng.standard_normal((40, 33)) * 10.0 ** rng.integers(-5, 5, (40, 1))).astype(dtype)
+        x[0] = np.arange(33) - 11
+        x[1] = 3 * x[0]
+        x[2] = 0
+        for similarity in ("cosine", "euclidean"):
+            p, _ = _vectors.prepare(torch.as_tensor(x), None, similarity)
+            i, j = (v.ravel() for v in np.meshgrid(np.arange(40), np.arange(40)))
+            distance = _vectors.exact_distance(p, p, i, j)
+            np.testing.assert_array_equal(distance, _vectors.exact_distance(p, p, j, i))
+            arrays = _counting._arrays(p)
+            loop = [_counting._exact(p.cosine, arrays, a, arrays, b) for a, b in zip(i, j, strict=True)]
+            np.testing.assert_array_equal(distance, loop)
+            if similarity == "cosine":
+                assert distance[(i == 0) & (j == 1)] == 0.0  # parallel
+                want = [float(nearness(x[a], x[b], similarity)) for a, b in zip(i, j, strict=True)]
+                length = [float(np.sqrt(np.sum(x[a].astype(float) ** 2))) or 1.0 for a in i]
+                root = np.sign(want) * np.sqrt(np.abs(want)) / length
+                np.testing.assert_allclose(1 - distance, root, rtol=1e-12, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------- defects of peers
+
+
+def test_collapse_is_not_rewarded_and_row_order_does_not_matter():
+    x = np.ones((1000, 16), dtype=np.float32)
+    labels = np.repeat([0, 1], [900, 100])
+    chance = (900 * 899 + 100 * 99) / 1000 / 999
+    for path in PATHS:
+        for order in (np.arange(1000), np.arange(1000)[::-1]):
+            scores = nk.score(x, labels[order], ks=(1,), path=path)
+            assert scores["P@1"] == pytest.approx(chance, abs=1e-12)
+            assert scores["R@1"] == pytest.approx(chance, abs=1e-12)
+            assert scores.bounds("R@1") == (0.0, 1.0)
+    assert any("collapsed" in note for note in scores.notes)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, object, str])
+def test_large_label_ids_are_not_confused(kind):
+    ids = [2**24, 2**24 + 1, 2**24 + 2, 2**24 + 3]
+    if kind in (np.uint64, object):
+        ids = [2**63 + i for i in range(4)]
+    labels = np.array([str(i) for i in ids] if kind is str else ids, dtype=None if kind is str else kind)
+    x = np.eye(4, 3, dtype=np.float32) + 0.1
+    assert nk.score(x, labels, lone="keep")["P@1"] == 0.0
+    assert nk.score(x, labels, x, labels)["P@1"] == 1.0
+    other = labels.astype(object) if kind is np.uint64 else labels
+    assert nk.score(x, labels, x, other)["P@1"] == 1.0
+
+
+def test_self_is_removed_by_index_not_by_place():
+    # Every image has an exact copy under another label; dropping the first column would keep the self match.
+    x = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0)
+    labels = np.array([0, 1, 0, 1, 2, 3, 2, 3])
+    for path in PATHS:
+        assert nk.score(x, labels, path=path)["R@1"] == 0.0
+    assert neighbours(x, k=1)[0].ravel().tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
+
+
+# ------------------------------------------------------------------------------------------------------- neighbours
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_neighbours_against_exact_fractions(similarity):
+    @settings(**COMMON)
+    @given(tied_sets(), st.integers(1, 8))
+    def check(data, k):
+        x, _, _, unit = data
+        if len(x) <= k or unit == 1e-20:
+            return
+        got, values = neighbours(x, k=k, similarity=similarity)
+        for i in range(len(x)):
+            others = [j for j in range(len(x)) if j != i]
+            want = sorted(others, key=lambda j: (-nearness(x[i], x[j], similarity), j))[:k]
+            assert got[i].tolist() == want
+        assert (np.diff(values, axis=1) <= 1e-9 * unit).all()
+
+    check()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_neighbours_among_many_copies(k):
+    """Of copies the first by index; itself is left out though it is none of the first."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 3))[rng.integers(0, 4, 60)]
+    near = x @ x.T / np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(x, axis=1))
+    everyone = np.arange(60)
+    for i, got in enumerate(neighbours(x, k=k)[0].tolist()):
+        assert got == sorted(everyone[everyone != i].tolist(), key=lambda j, i=i: (-near[i, j].round(9), j))[:k]
+    for i, got in enumerate(neighbours(x[:9], x, k=k)[0].tolist()):
+        assert got == sorted(everyone.tolist(), key=lambda j, i=i: (-near[i, j].round(9), j))[:k]
+    same = neighbours(np.ones((5, 2)), k=4)[0].tolist()
+    assert same == [[j for j in range(5) if j != i] for i in range(5)]
+
+
+def test_neighbours_of_a_gallery_match_the_golden_order():
+    if not (SHARED / "golden" / "golden.json").exists():
+        pytest.skip("needs ../shared/golden/golden.json")
+    golden = json.loads((SHARED / "golden" / "golden.json").read_text())["metrics"]
+    x = np.array(golden["embeddings"])
+    assert neighbours(x, k=10)[0].tolist() == golden["ranking_first_10"]
+    index, value = neighbours(x[:5], x, k=1)
+    assert index.ravel().tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(value, 1.0)
+    distance = -neighbours(x[:5], x, k=3, similarity="euclidean")[1]
+    want = np.sort(np.linalg.norm(x[:5, None] - x[None], axis=-1), axis=1)[:, :3]
+    np.testing.assert_allclose(distance, want, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------- what may be given
+
+
+def test_what_may_be_given():
+    x, labels = clustered(12, 4, per_class=3, noise=0.5)
+    base = rank(x, labels)
+    assert_same(base, rank(torch.tensor(x, requires_grad=True), torch.tensor(labels)))
+    assert_same(base, rank(x, labels.astype(np.uint8)))
+    assert_same(rank(x.tolist(), labels.tolist()), rank(x.astype(np.float64), labels))
+    assert_same(base, rank(np.asfortranarray(x), [f"class {c}" for c in labels]))
+    assert_same(base, rank(x, torch.tensor(labels, dtype=torch.int16)))
+    assert_same(base, rank(x[::-1][::-1], labels[::-1][::-1]))
+    assert_same(base, rank(np.ascontiguousarray(x[::-1])[::-1], labels))  # strides below 0
+    assert_same(base, rank(x.astype(">f4"), labels.astype(">i8")))
+    fixed = x.copy()
+    fixed.setflags(write=False)
+    assert_same(base, rank(fixed, labels))
+    names = [f"klass é{c}" for c in labels]
+    assert_same(rank(x, names, x, names), rank(x, names, x, [name.encode() for name in names]))
+    half = x.astype(np.float16)
+    assert_same(rank(half, labels), rank(half.astype(np.float32), labels))
+    whole = np.round(10 * x).astype(np.int32)
+    assert_same(rank(whole, labels), rank(whole.astype(np.float64), labels))
+    mixed = [2**63 + int(c) if c else -1 for c in labels]  # NumPy would make floats of these
+    assert rank(x, mixed).total.tolist() == base.total.tolist()
+    assert_same(base, rank(x, np.array(labels, dtype=object)))
+    assert_same(rank(x, labels, x.astype(np.float64), labels), rank(x.astype(np.float64), labels, x, labels))
+    bf16 = torch.tensor(x).bfloat16()
+    assert_same(rank(bf16, labels), rank(bf16.float(), labels))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda x, y: rank(x, y.astype(float)), DataError, "labels: expected integers or strings, got float64"),
+        (lambda x, y: rank(x, y[:-1]), DataError, "labels: 11 labels for 12 rows of embeddings"),
+        (lambda x, y: rank(x[0], y), DataError, r"embeddings: expected one row per item, \[N, D\]; got shape \(4,\)"),
+        (lambda x, y: rank(x[:0], y[:0]), DataError, "embeddings: nothing to rank"),
+        (
+            lambda x, y: rank(np.where(np.eye(12, 4, k=-2), np.nan, x), y),
+            DataError,
+            "NaN in 4 of 12 rows .first: row 2",
+        ),
+        (lambda x, y: rank(np.where(np.eye(12, 4), np.inf, x), y), DataError, "infinite values in 4 of 12"),
+        (lambda x, y: rank(x, y[:, None]), DataError, r"labels: expected one label per row, \[N\]; got shape"),
+        (lambda x, y: rank(x, y, x[:, :3], y), DataError, "gallery: vectors of 3 numbers, but the query's have 4"),
+        (lambda x, y: rank(x, y, x), ConfigError, "gallery labels are missing"),
+        (lambda x, y: rank(x, y, x, y.astype(str)), DataError, "nothing can match"),
+        (lambda x, y: rank(x, [None] * 12), DataError, "expected integers or strings, got NoneType"),
+        (lambda x, y: rank(x, y, similarity="cosin"), ConfigError, "Did you mean 'cosine'"),
+        (lambda x, y: rank(x, y, memory="lots"), ConfigError, "memory: expected a size such as"),
+        (lambda x, y: rank(x, y, path="cuda"), ConfigError, "path: expected 'auto'"),
+        (lambda x, y: rank(x, y, groups=[1, 2]), DataError, "groups: 2 labels for 12 rows"),
+        (lambda x, y: rank(x, y, x, y, groups=y), ConfigError, "both groups and g_groups"),
+        (lambda x, y: neighbours(x, k=12), ConfigError, "k: expected 1 to 11"),
+        (lambda x, y: rank([["a", "b"]], [1]), DataError, "embeddings: cannot be read as a matrix"),
+    ],
+)
+def test_errors_say_what_where_and_the_cure(call, kind, says):
+    x, labels = clustered(12, 4, per_class=3, noise=0.5)
+    with pytest.raises(kind, match=says):
+        call(x, labels)
+
+
+def test_without_numba(monkeypatch):
+    x, labels = clustered(60, 4, per_class=3, noise=0.5)
+    monkeypatch.setattr(ranking, "_SMALL", 0)
+    base = rank(x, labels)
+    monkeypatch.setattr(ranking, "has_numba", lambda: False)
+    assert_same(base, rank(x, labels))
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(MissingExtra, match=r"nearkin\[fast\]"):
+        rank(x, labels, path="numba")
+
+
+def test_small_inputs_do_not_load_the_compiler():
+    code = (
+        "import sys, numpy as np, nearkin as nk\n"
+        "nk.score(np.eye(6), [0, 0, 1, 1, 2, 2])\n"
+        "assert not {'numba', 'sklearn', 'faiss', 'scipy', 'torchvision'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_progress_and_plan(path, capsys):
+    seen = []
+    x, labels = clustered(40, 4, per_class=4, noise=0.5)
+    rank(x, labels, path=path, progress=seen.append, verbose=True)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert "ranking 40 queries against 40 items of 4 numbers" in capsys.readouterr().err
+    rank(x, labels)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_in_a_thread_is_raised(monkeypatch):
+    def broken(*_args):
+        raise RuntimeError("broken tile")
+
+    monkeypatch.setattr(_counting, "_hide", broken)
+    x, labels = clustered(40, 4, per_class=4, noise=0.5)
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="broken tile"):
+        rank(x, labels, path="numba")
+    assert torch.get_num_threads() == threads

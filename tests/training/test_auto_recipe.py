@@ -1,0 +1,67 @@
+"""`--data FOLDER` with nothing else: a recipe by the pictures and the machine."""
+
+import numpy as np
+import pytest
+from helpers.studies import write_features
+from PIL import Image
+
+from nearkin.cli import train
+from nearkin.config.recipe import Data
+from nearkin.training import auto_recipe
+from nearkin.training.auto_recipe import recipe_for
+
+
+def at(root):
+    return Data(source="folder", root=root)
+
+
+def folder(tmp_path, side, classes=3, each=4):
+    for c in range(classes):
+        (tmp_path / f"c{c}").mkdir()
+        for i in range(each):
+            Image.fromarray(np.zeros((side, side + 10, 3), np.uint8)).save(tmp_path / f"c{c}" / f"{i}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("side", "gpu", "freeze", "size"),
+    [(300, False, "backbone", 224), (300, True, "nothing", 224), (144, False, "backbone", 128)],
+)
+def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
+    recipe, why = recipe_for(at(folder(tmp_path, side)), gpu=gpu)
+    assert (recipe.model.backbone, recipe.model.freeze, recipe.data.image_size) == ("efficientnet_lite0", freeze, size)
+    assert "GPU" in why
+    assert f"{size} pixels" in why
+    assert recipe.data.root == tmp_path
+
+
+def test_features_keep_at_most_their_own_size(tmp_path):
+    write_features(tmp_path / "narrow.npz", dim=12)
+    recipe, why = recipe_for(Data(source="features", root=tmp_path / "narrow.npz"), gpu=False)
+    assert recipe.model.dim == 12
+    assert "12 numbers" in why
+
+
+def test_many_small_pictures_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):
+    root = folder(tmp_path, 40)
+    assert recipe_for(at(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
+    monkeypatch.setattr(auto_recipe, "_MANY", 12)
+    recipe, _ = recipe_for(at(root), gpu=False)
+    assert (recipe.model.backbone, recipe.data.image_size) == ("small_conv", 40)
+
+
+def test_without_the_package_a_network_is_trained_from_scratch_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_recipe, "find_spec", lambda name: None)
+    recipe, why = recipe_for(at(folder(tmp_path, 300)), gpu=False)
+    assert recipe.model.backbone == "small_conv"
+    assert "pip install" in why
+
+
+def test_the_command_line_says_what_was_chosen(tmp_path, capsys):
+    recipe, _ = train.parse_train(["--data", str(folder(tmp_path, 300)), "--device", "cpu"])
+    assert recipe.model.freeze == "backbone"
+    assert "recipe: a head on frozen" in capsys.readouterr().err
+    features = tmp_path / "f.npz"
+    np.savez(features, features=np.zeros((4, 3), np.float32), labels=np.arange(4))
+    assert train.parse_train(["--data", str(features), "--quiet"])[0].model.backbone == "none"
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,285 @@
+"""Several processes: their gradients and trainings are those of one; a lost process ends the others, clearly."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from itertools import chain
+
+import pytest
+import torch
+from helpers import distributed_worker
+
+from nearkin._common.progress import Reporter
+from nearkin.cli.doctor import certify
+from nearkin.errors import ConfigError, ProcessLost
+from nearkin.losses import LOSSES
+from nearkin.losses.miners import MINERS
+from nearkin.training import distributed as nd
+from nearkin.training.distributed_check import (
+    TOLERANCE,
+    Case,
+    Row,
+    cases,
+    certificate,
+    compare,
+    launch,
+    of_one_process,
+    own_rows,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Every case in this process, in float64."""
+    return of_one_process(cases(), torch.float64, Reporter(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, alone):
+    """What two real processes found; one pair does everything, because each spends seconds to import torch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", port)
+        launch([sys.executable, distributed_worker.__file__, str(folder)], 2, folder, timeout=240)
+    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_are_every_loss_miner_and_memory():
+    every = cases()
+    for name, entry in LOSSES.items():
+        ours = [case for case in every if case.loss == name]
+        assert {case.split for case in ours} == {"even shares", "uneven shares", "one rank idle"}
+        miners = set(MINERS) - {"all"} if entry.inputs.pairs else set()
+        assert {case.miner for case in ours} == {None, *miners}
+        assert {case.memory > 0 for case in ours} == ({False, True} if entry.inputs.memory else {False})
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_way_of_sharing_covers_the_batch(world):
+    for split in ("even shares", "uneven shares", "one rank idle"):
+        rows = [list(range(24))[own_rows(24, split, rank, world)] for rank in range(world)]
+        assert list(chain(*rows)) == list(range(24))
+        lengths = sorted(map(len, rows))
+        assert lengths.count(0) == (split == "one rank idle")
+        assert split != "even shares" or lengths[-1] - lengths[0] <= 1
+        assert split != "uneven shares" or lengths[-1] > lengths[0] + 1
+
+
+def test_gradients_are_those_of_one_process(alone, ranks):
+    """float64: the embeddings' and class parameters' to the last bits, whatever the loss, the miner and the shares."""
+    for i, case in enumerate(cases()):
+        want = alone[Case(case.loss, case.miner, case.memory, case.settings)]
+        assert want["network"].abs().max() > 0, f"{case}: nothing to compare"
+        row = compare(case, want, [found["cases"][i] for found in ranks])
+        assert row.worst < 1e-10, row
+
+
+def test_the_certificate():
+    """As `nearkin doctor --distributed` makes it: float32, processes of its own."""
+    rows = certificate(2)
+    assert [row.case for row in rows] == cases()
+    assert max(row.worst for row in rows) < TOLERANCE == 1e-5
+    table, verdict = certify(rows)
+    assert table.row_count == len(LOSSES)
+    assert verdict.startswith(f"certified: {len(cases())} cases")
+
+
+def test_a_difference_is_not_certified():
+    good = Row(Case("triplet"), 0.0, 1e-7, None)
+    bad = Row(Case("margin", "hard", 40, split="uneven shares"), 0.0, 1e-7, 2e-3)
+    table, verdict = certify([good, bad, Row(Case("margin"), 0.0, float("inf"), None)])
+    assert table.row_count == 2
+    assert "NOT certified: 2 of 3 cases" in verdict
+    assert "margin, miner hard, memory 40, uneven shares: 2e-03" in verdict
+
+
+def test_compare_sees_what_is_wrong():
+    want = {"embeddings 0": torch.ones(4, 2), "network": torch.zeros(3)}
+    row = compare(Case("triplet"), want, [want, {"embeddings 0": torch.ones(4, 2) * 1.5, "network": torch.ones(3)}])
+    assert (row.embeddings, row.network, row.parameters, row.ok) == (0.5, float("inf"), None, False)
+    broken = {"embeddings 0": torch.full((4, 2), float("nan")), "network": torch.zeros(3)}
+    assert not compare(Case("triplet"), want, [broken]).ok
+    with pytest.raises(ConfigError, match="expected 2 or more"):
+        certificate(1)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", distributed_worker.TRAININGS)
+def test_two_epochs_end_as_in_one_process(ranks, name):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    want = distributed_worker.train(name)
+    torch.set_num_threads(threads)
+    assert len(want["losses"]) == 10  # two epochs of 5 batches: ten classes of three groups, 7 groups a batch
+    for found in ranks:
+        got = found["trained"][name]
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()), msg=key)
+    first, second = (found["trained"][name] for found in ranks)
+    for key in want:
+        assert torch.equal(first[key], second[key]), f"{key} differs between the ranks"
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_helpers(ranks):
+    for rank, found in enumerate(ranks):
+        small = found["small"]
+        assert (small["rank"], small["world"], small["first"]) == (rank, 2, rank == 0)
+        assert small["share"] == [[0, 3], [3, 7]][rank]
+        assert small["anywhere"] == [True, False]
+        assert small["from_first"] == {"score": 0.5}
+        assert found["place"] == "cpu"
+        assert found["world after"] == 1
+
+
+def test_rows_arrive_whole_and_in_order(ranks):
+    for found in ranks:
+        small = found["small"]
+        for got in small["kinds"]:
+            want = torch.tensor([[0, 1], [2, 3], [4, 5], [1, 2], [3, 4], [5, 6]]).to(got.dtype)
+            assert torch.equal(got, want)
+        assert small["uneven"] == [[[1, 1], [1, 1]]] * 3
+        assert small["nothing"] == [0, 4]
+
+
+def test_gathering_and_its_gradient(ranks):
+    for rank, found in enumerate(ranks):
+        emb, labels, grad = found["small"]["gathered"]
+        assert emb == [[0.0] * 3] * 2 + [[1.0] * 3] * 3
+        assert labels == [0, 1, 10, 11, 12]
+        weights = [[0.0, 1.0], [2.0, 3.0, 4.0]][rank]  # of the whole batch's sum, own rows, times two ranks
+        assert grad == [[2 * w] * 3 for w in weights]
+
+
+def test_gradients_are_averaged(ranks):
+    for found in ranks:
+        here, nowhere, both = found["small"]["reduced"]
+        assert torch.equal(here, torch.full((2, 3, 4, 4), 0.5))
+        assert nowhere
+        assert torch.equal(both, torch.arange(96.0).view(2, 3, 4, 4) * 1.5)
+        assert found["small"]["broadcast"] == [[2.0] * 3, 7]
+
+
+def test_misfits_are_refused_on_every_rank(ranks):
+    for found in ranks:
+        width, labels, dtype, module, empty = found["mistakes"]
+        assert "torch.float32 [n, 3] and torch.int64 [n]; torch.float32 [n, 4]" in width
+        assert labels == "gathered: [2, 2] embeddings but [2, 3] labels on ranks 0 to 1."
+        assert "torch.float32 [n]; torch.float64 [n] on ranks 0 to 1" in dtype
+        assert "Objective: its parameters or buffers are of other names, sizes or dtypes" in module
+        assert empty == "emb: the batch is empty."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_processes_of_one_machine_listen_on_the_loopback_only(ranks):
+    for found in ranks:
+        assert found["listening"]
+        assert set(found["listening"]) == {"0100007F"}  # 127.0.0.1
+        assert not found["environment"]
+
+
+def test_a_lost_process_ends_the_others(ranks):
+    message, seconds, after = ranks[0]["sleeps"]
+    assert message.startswith("process 0 of 2: another process has died or did not answer for 3 s (Timed out")
+    assert 3 <= seconds < 20
+    assert ranks[1]["sleeps"][0].startswith("process 1 of 2: another process has died")
+    message, seconds, after = ranks[0]["dies"]
+    assert message.startswith("process 0 of 2: another process has died")
+    assert "Connection" in message
+    assert message.endswith("training goes on from its last checkpoint.")
+    assert seconds < 20
+    assert after == 1
+    assert "dies" not in ranks[1]
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+SLEEP = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); "
+
+
+def gone(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout", "message"),
+    [
+        ("time.sleep(60)", 2.0, "process 0 and 1 of 2 did not end within 2 s"),
+        (
+            "os.environ['RANK'] == '1' and sys.exit('no disk'); time.sleep(60)",
+            60.0,
+            "process 1 of 2 ended with code 1: no disk",
+        ),
+        (
+            "os.environ['RANK'] == '0' and os.kill(os.getpid(), 9); time.sleep(60)",
+            60.0,
+            "process 0 of 2 was killed by signal 9",
+        ),
+    ],
+)
+def test_no_process_is_left_behind(tmp_path, program, timeout, message):
+    began = time.monotonic()
+    with pytest.raises(ProcessLost, match=message):
+        launch([sys.executable, "-c", SLEEP + program, str(tmp_path / "pid")], 2, tmp_path, timeout=timeout)
+    assert time.monotonic() - began < 30
+    assert all(gone((tmp_path / f"pid{r}").read_text()) for r in (0, 1) if (tmp_path / f"pid{r}").exists())
+
+
+def test_alone_nothing_is_joined(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with nd.process_group("cpu") as place:
+        assert (str(place), nd.rank(), nd.world(), nd.is_first()) == ("cpu", 0, 1, True)
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    nd.reduce_gradients([p])
+    assert p.grad.tolist() == [1.0, 1.0]
+    nd.broadcast_state(torch.nn.Linear(1, 1))
+    assert nd.from_first(3) == 3
+    assert nd.anywhere(True)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: expected a whole number in the environment, got 'two'"):
+        nd.process_group("cpu").__enter__()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK: expected a whole number in the environment, got None"):
+        nd.process_group("cpu").__enter__()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match=r"process 0 of 2: .*MASTER_ADDR expected, but not set.* Start with torchrun"):
+        nd.process_group("cpu").__enter__()
+    with pytest.raises(ConfigError, match="2 processes can work on cpu or cuda, not on meta"):
+        nd.process_group("meta").__enter__()
+
+
+def test_drawing_from_numbers_leaves_no_trace():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    draws = []
+    for numbers in [(0, 1, 2), (0, 1, 2), (0, 1, 3)]:
+        with nd.seeded(*numbers):
+            draws.append(torch.rand(4))
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])

@@ -1,0 +1,163 @@
+"""`torchrun -m nearkin train` with two processes ends where one process ends."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import nearkin as nk
+from nearkin.config.recipe import Choice
+from nearkin.data import sources
+from nearkin.data.samplers import make_sampler
+from nearkin.data.splits import split_for
+from nearkin.training.evaluation import evaluate
+from nearkin.training.run import Run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def per_query(run: Run) -> dict:
+    with np.load(run.path / "perquery.npz") as stored:
+        return {name: stored[name] for name in stored.files if stored[name].dtype == np.float64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs):
+    """Batches of 9 for two processes: shares of 4 and 5. Batch norms count images, so their statistics stand still."""
+    recipe = replace(
+        tiny_recipe,
+        data=replace(tiny_recipe.data, augment="light"),
+        model=replace(tiny_recipe.model, freeze_norm="statistics", dropout=0.0),
+        loss=Choice("multi_similarity"),
+        miner=Choice("multi_similarity", {"epsilon": 0.1}),
+        memory=16,
+        train=replace(tiny_recipe.train, epochs=epochs, batch_size=9, per_class=3, optimizer="sgd", lr=0.05),
+    )
+    alone = nk.fit(recipe, tmp_path / "alone", reporter=quiet)
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe.to_toml())
+    command = [*TORCHRUN, "-m", "nearkin", "train", str(file), "--runs", str(tmp_path / "both"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("classes never seen in training") == 1  # one process talks
+    together = Run(tmp_path / "both" / alone.path.name)
+    ours, theirs = (torch.load(r.path / "last.pt", weights_only=True) for r in (alone, together))
+    for name, value in ours["model"].items():
+        torch.testing.assert_close(theirs["model"][name], value, rtol=1e-4, atol=1e-5)
+    for name, value in ours["objective"].items():
+        torch.testing.assert_close(theirs["objective"][name], value, rtol=1e-4, atol=1e-5)
+    for name, values in per_query(alone).items():
+        np.testing.assert_allclose(per_query(together)[name], values, atol=1e-6, err_msg=name)
+    seen = [event["epoch"] for event in together.events() if event["event"] == "epoch"]
+    assert seen == list(range(1, epochs + 1))
+
+
+SLOW_DISK = """
+import sys, time
+from pathlib import Path
+from nearkin import train
+from nearkin.cli import main
+from nearkin.distributed import rank
+from nearkin.models.weights import fingerprint
+from nearkin.runs import Run
+from nearkin.samplers import make_sampler
+
+judge, save = train.judge_epoch, Run.save
+
+def noting(run, state, model, *args, **named):
+    with open(Path(sys.argv[2]).with_name(f"judged-{rank()}"), "a") as file:
+        print(fingerprint(model), file=file)
+    return judge(run, state, model, *args, **named)
+
+def slowly(run, name, *args, **named):
+    if run.writes and name == "best.pt":
+        time.sleep(2)
+    save(run, name, *args, **named)
+
+train.judge_epoch, Run.save = noting, slowly
+main()
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
+    """Also where each has counted other images, a running mean is kept, and the disk is slow to take best.pt."""
+    recipe = replace(
+        tiny_recipe,
+        data=replace(tiny_recipe.data, val_share=0.0),  # every epoch writes best.pt
+        train=replace(tiny_recipe.train, epochs=2, ema=0.9),
+    )
+    file, program = tmp_path / "recipe.toml", tmp_path / "program.py"
+    file.write_text(recipe.to_toml())
+    program.write_text(SLOW_DISK)
+    command = [*TORCHRUN, str(program), "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    ours = os.environ | {"PYTHONPATH": str(Path(nk.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ours)
+    assert done.returncode == 0, done.stderr[-6000:]
+    judged = [(tmp_path / f"judged-{number}").read_text().split() for number in range(2)]
+    assert judged[0] == judged[1]
+    assert len(judged[0]) == 2
+    [folder] = (tmp_path / "runs").iterdir()
+    run = Run(folder)
+    _, holdout = split_for(sources.load(recipe.data, quiet), recipe.data)
+    for name, values in evaluate(run.embedder(), holdout.open()).per_query.items():
+        np.testing.assert_allclose(per_query(run)[name], values, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_image_to_blame_is_named_whichever_process_had_it(tmp_path):
+    features = np.random.default_rng(0).normal(size=(120, 6)).astype(np.float32)
+    features[37] = 3e38  # finite as stored, not when it is squared
+    np.savez(tmp_path / "f.npz", features=features, labels=np.arange(120) % 12)
+
+    def is_with_the_second(seed: int) -> bool:  # row 37 is the 20th of the classes that train, the first six
+        sampler = make_sampler(np.arange(60) % 6, batch_size=20, per_class=0, seed=seed, rank=1, world=2)
+        return 19 in np.concatenate(sampler.epoch(0))
+
+    recipe = nk.recipes.features_default()
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_share=0.0),
+        model=replace(recipe.model, dim=4, start="random", norm="layer"),
+        train=replace(recipe.train, epochs=1, batch_size=20, per_class=0),
+        seed=next(seed for seed in range(20) if is_with_the_second(seed)),
+    )
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe.to_toml())
+    command = [*TORCHRUN, "-m", "nearkin", "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert "the embeddings stopped being finite at epoch 1" in done.stderr
+    [folder] = (tmp_path / "runs").iterdir()
+    assert Run(folder).failed["files"] == ["row 37"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_no_thread_of_the_group_is_left(tmp_path):
+    """One that is left may abort the process while Python ends. An optimizer imports what used to keep the group."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+from pathlib import Path
+import torch
+from nearkin.distributed import anywhere, process_group
+
+def threads():
+    return [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+with process_group("cpu"):
+    anywhere(True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+    import torch.distributed.nn.functional
+    assert any("gloo" in name for name in threads()), threads()
+assert not any("gloo" in name for name in threads()), threads()
+""")
+    done = subprocess.run([*TORCHRUN, str(program)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
