@@ -18,7 +18,7 @@ from pathlib import Path
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.bench.presets import SCALES
-from nearkin.config.recipe import Choice, Recipe
+from nearkin.config.recipe import ComponentConfig, Recipe
 from nearkin.errors import UserError
 from nearkin.losses.registry import LOSSES
 
@@ -32,12 +32,12 @@ def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
     base = nk.recipes.features_default()
     base = replace(
         base,
-        data=replace(base.data, root=features, split="half", val_share=0.3),
+        data=replace(base.data, root=features, split="half", val_fraction=0.3),
         model=replace(base.model, dim=dim),
-        loss=Choice(loss, SCALES.get(loss, {}).get("loss", {})),
+        loss=ComponentConfig(loss, SCALES.get(loss, {}).get("loss", {})),
     )
     # A constant rate, so that training again for the chosen number of epochs repeats the same curve.
-    train = replace(base.train, epochs=6, batch_size=128, per_class=PER_CLASS, schedule="constant")
+    train = replace(base.train, epochs=6, batch_size=128, samples_per_class=PER_CLASS, lr_schedule="constant")
     return [replace(base, train=replace(train, lr=lr, class_lr=max(lr, 1e-3))) for lr in RATES]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         epoch = run.result["protocol"]["epoch"]
         # Trained on all training classes with what was chosen. Epoch 0: no training helped, and the start is taken.
         final = replace(
-            recipe, data=replace(recipe.data, val_share=0.0), train=replace(recipe.train, epochs=max(epoch, 1))
+            recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=max(epoch, 1))
         )
         done = nk.fit(final, args.runs, reporter=quiet)
         result = done.result

@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from nearkin._common.progress import Reporter
 from nearkin.data.cache import open_images
 from nearkin.data.images import FileImages
-from nearkin.data.loading import in_threads, usable_cores
+from nearkin.data.loading import map_in_threads, usable_cores
 from nearkin.data.reading import decoder_name, read_size
 from nearkin.data.transforms import AUGMENTS, training_batches
 
@@ -110,7 +110,7 @@ def measure_one(root: Path, name: str, args: argparse.Namespace, folder: Path) -
     speed = {way: len(chosen) / statistics.median(times) for way, times in taken.items()}
     paths = files.paths
     began = time.perf_counter()
-    for _ in in_threads(lambda row: files.whole(row), range(len(paths)), workers=args.workers):
+    for _ in map_in_threads(lambda row: files.whole(row), range(len(paths)), workers=args.workers):
         pass
     decode = len(chosen) / (time.perf_counter() - began)
     width, height = np.median([read_size(path) for path in paths[:: max(1, len(paths) // 50)]], axis=0)

@@ -29,7 +29,7 @@ from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import split_for
 from nearkin.training import loop, recipes
-from nearkin.training.evaluation import embedded
+from nearkin.training.evaluation import embed_table
 from nearkin.training.factory import make_model, make_objective
 
 QUIET = Reporter(quiet=True)
@@ -46,7 +46,9 @@ def bare_epoch(recipe: Recipe, part: int | None) -> float:
     optimizer = torch.optim.AdamW([*model.parameters(), *objective.parameters()], lr=1e-4)
     labels = torch.from_numpy(split.train.labels)
     hyper = recipe.train
-    sampler = make_sampler(split.train.labels, batch_size=hyper.batch_size, per_class=hyper.per_class, seed=0)
+    sampler = make_sampler(
+        split.train.labels, batch_size=hyper.batch_size, samples_per_class=hyper.samples_per_class, seed=0
+    )
     plan = sampler.epoch(0)[:part]
     began = 0.0
     for rows, batch in zip(plan, training_inputs(split.train, plan, recipe, epoch=0), strict=True):
@@ -97,7 +99,7 @@ def diagnostics_cost(recipe: Recipe) -> float:
     table = sources.load(recipe.data, QUIET)
     split, _ = split_for(table, recipe.data)
     assert split.val is not None
-    emb = embedded(make_model(recipe, table, QUIET), split.val, raw=True)
+    emb = embed_table(make_model(recipe, table, QUIET), split.val, raw=True)
     labels = torch.from_numpy(split.val.labels)
     times = []
     for _ in range(3):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Choice
+from nearkin.config.recipe import ComponentConfig
 
 
 def main() -> None:
@@ -26,12 +26,12 @@ def main() -> None:
         base,
         data=replace(base.data, root=args.features),
         model=replace(base.model, dim=args.dim),
-        train=replace(base.train, per_class=4),
+        train=replace(base.train, samples_per_class=4),
     )
     found = {}
     for name in args.losses:
-        run = nk.fit(replace(base, loss=Choice(name)), args.runs, reporter=Reporter(quiet=True))
-        found[name] = nk.Scores.load(run.path / "perquery.npz")  # the value of every test query
+        run = nk.fit(replace(base, loss=ComponentConfig(name)), args.runs, reporter=Reporter(quiet=True))
+        found[name] = nk.Scores.load(run.path / "per_query.npz")  # the value of every test query
         low, high = found[name].interval("R@1")
         print(f"{name:20} R@1 {100 * found[name]['R@1']:.1f} ({100 * low:.1f} to {100 * high:.1f})  {run.path}")
     print()

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 import nearkin as nk
-from nearkin.training.distributed import gathered, is_first, process_group, rank, reduce_gradients, share
+from nearkin.training.distributed import (
+    all_gather_with_grad,
+    all_reduce_gradients,
+    is_main_process,
+    process_group,
+    rank,
+    rank_slice,
+)
 from nearkin.training.factory import choose_device
 
 
@@ -20,14 +27,16 @@ def main() -> None:
         network = nn.Linear(16, 8)
         images, labels = torch.randn(24, 16), torch.arange(6).repeat_interleave(4)
 
-        mine = share(len(images))  # this process's part of the batch
+        mine = rank_slice(len(images))  # this process's part of the batch
         objective = nk.Objective("multi_similarity")
-        everyone, kinds = gathered(network(images[mine]), labels[mine])  # of all; gradients go to this process's own
+        everyone, kinds = all_gather_with_grad(
+            network(images[mine]), labels[mine]
+        )  # of all; gradients go to this process's own
         loss = objective(everyone, kinds)
         loss.backward()
-        reduce_gradients(network.parameters())
+        all_reduce_gradients(network.parameters())
         print(f"rank {rank()}: rows {mine.start} to {mine.stop}, loss {loss:.6f}")
-        if is_first():
+        if is_main_process():
             print(f"gradient norm {network.weight.grad.norm():.6f}")
 
 

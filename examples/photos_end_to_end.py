@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.check import check_target, render
 from nearkin.deploy.export import export_run
 from nearkin.report.page import write_page
@@ -30,7 +30,7 @@ def main() -> None:
 
     print(render(check_target(str(photos), photos, reporter)))
 
-    data = Data(source="folder", root=photos)
+    data = DataConfig(source="folder", root=photos)
     recipe, why = recipe_for(data, gpu=False)
     print(f"recipe: {why}")
     if args.recipe:

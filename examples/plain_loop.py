@@ -34,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         [{"params": network.parameters(), "lr": 2e-3}, {"params": objective.parameters(), "lr": 3e-2}]
     )
-    sampler = make_sampler(seen.labels, batch_size=64, per_class=4, seed=0)  # 16 classes, 4 images of each
+    sampler = make_sampler(seen.labels, batch_size=64, samples_per_class=4, seed=0)  # 16 classes, 4 images of each
     labels = torch.from_numpy(seen.labels)
 
     for epoch in range(args.epochs):

@@ -2,14 +2,14 @@
 
     UserError                 anything a person can mend; the command line prints it and exits with 2
     ├── ConfigError           a recipe, setting or name that does not exist or does not fit
-    │   └── UnknownName       a name missing from a registry, with a suggestion
+    │   └── UnknownNameError       a name missing from a registry, with a suggestion
     ├── DataError             images, labels, features or folders that cannot be used
     ├── RunError              a run folder that cannot be written, read or resumed
-    │   └── RunBusy           another process holds it
-    ├── TrainingFailed        a run that went wrong by itself (a loss that is not finite)
-    ├── TrainingStopped       a run that its watcher ended early, as a search ends those that promise little
-    ├── ProcessLost           of several processes that train together one has died or does not answer
-    └── MissingExtra          an optional package is not installed
+    │   └── RunBusyError           another process holds it
+    ├── TrainingFailedError        a run that went wrong by itself (a loss that is not finite)
+    ├── TrainingStoppedError       a run that its watcher ended early, as a search ends those that promise little
+    ├── ProcessLostError           of several processes that train together one has died or does not answer
+    └── MissingExtraError          an optional package is not installed
 
 `UserError` is a `ValueError`, so library users may catch either. A message says what, where, what was
 got and how to cure it, in one or two lines. Mistakes of our own are plain `assert`s.
@@ -32,7 +32,7 @@ class ConfigError(UserError):
     """A recipe, setting or name that does not exist or does not fit."""
 
 
-class UnknownName(ConfigError):
+class UnknownNameError(ConfigError):
     """A name that is not registered."""
 
 
@@ -44,15 +44,15 @@ class RunError(UserError):
     """A run folder that cannot be written, read or resumed."""
 
 
-class RunBusy(RunError):
+class RunBusyError(RunError):
     """Another process holds the run."""
 
 
-class TrainingFailed(UserError):
+class TrainingFailedError(UserError):
     """A run that went wrong by itself, for example a loss that is not finite."""
 
 
-class TrainingStopped(UserError):
+class TrainingStoppedError(UserError):
     """A run that whoever watches it (`fit(watch=...)`) ended early; `path` is its folder."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -60,11 +60,11 @@ class TrainingStopped(UserError):
         self.path = path
 
 
-class ProcessLost(UserError):
+class ProcessLostError(UserError):
     """Of several processes that train together one has died or does not answer."""
 
 
-class MissingExtra(UserError):
+class MissingExtraError(UserError):
     """An optional package is not installed."""
 
 
@@ -83,10 +83,10 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def need(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str) -> ModuleType:
     """Import an optional module, or say which extra brings it.
 
-    >>> need("json", extra="vision").__name__
+    >>> import_extra("json", extra="vision").__name__
     'json'
     """
     try:
@@ -95,4 +95,4 @@ def need(module: str, extra: str) -> ModuleType:
         package = module.partition(".")[0]
         if error.name != package:
             raise
-        raise MissingExtra(f"{package} is not installed. Run: pip install 'nearkin[{extra}]'") from None
+        raise MissingExtraError(f"{package} is not installed. Run: pip install 'nearkin[{extra}]'") from None

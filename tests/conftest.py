@@ -66,9 +66,9 @@ def tiny_recipe(photo_folder: Path):
     recipe = recipes.from_scratch()
     return replace(
         recipe,
-        data=replace(recipe.data, root=photo_folder, image_size=16, val_share=0.2),
+        data=replace(recipe.data, root=photo_folder, image_size=16, val_fraction=0.2),
         model=replace(recipe.model, width=4, dim=8),
-        train=replace(recipe.train, epochs=3, batch_size=8, per_class=2),
+        train=replace(recipe.train, epochs=3, batch_size=8, samples_per_class=2),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_aside(target: Path, content: str | bytes) -> None:
+def atomic_write(target: Path, content: str | bytes) -> None:
     """Write beside the target, under a name that no other writer takes, then rename over it."""
     aside = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
@@ -26,7 +26,7 @@ def write_aside(target: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
+def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Whether this lock file is ours, until the block ends; with `wait` it will be.
 
     The kernel lets go of it with the process, however that ends, so a killed one leaves nothing behind.
@@ -40,23 +40,23 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield True
 
 
-def without_nan(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """For JSON, which has no NaN: None stands for it, in whatever lists and dicts hold.
 
-    >>> without_nan({"interval": (0.5, math.nan)})
+    >>> nan_to_none({"interval": (0.5, math.nan)})
     {'interval': [0.5, None]}
     """
     if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
+        return {key: nan_to_none(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(each) for each in value]
+        return [nan_to_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def with_nan(value: Any) -> Any:
-    """What `without_nan` was given, where nothing but numbers can be missing."""
+def none_to_nan(value: Any) -> Any:
+    """What `nan_to_none` was given, where nothing but numbers can be missing."""
     if isinstance(value, dict):
-        return {key: with_nan(each) for key, each in value.items()}
+        return {key: none_to_nan(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [with_nan(each) for each in value]
+        return [none_to_nan(each) for each in value]
     return math.nan if value is None else value

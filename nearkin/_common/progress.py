@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 LINE_EVERY = 5.0  # seconds between lines when the output is not a terminal
 
 
-class Bar:
+class ProgressBar:
     """How far a piece of work is; made by `Reporter.track`."""
 
     def __init__(self, label: str, total: int, unit: str, out: TextIO | None, progress: Progress | None) -> None:
@@ -32,7 +32,7 @@ class Bar:
             self._progress.update(self._task, advance=count, note=f"{rate:,.1f} {self.unit}/s  {note}")
         elif self._out is not None and now - self._last_line >= LINE_EVERY and self.done < self.total:
             self._last_line = now
-            left = duration((self.total - self.done) / rate)
+            left = format_duration((self.total - self.done) / rate)
             shown = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.1f} {self.unit}/s  {left} left  {note}"
             print(shown.rstrip(), file=self._out, flush=True)
 
@@ -45,14 +45,14 @@ class Reporter:
         self._out = out if out is not None else sys.stderr
         self._console = Console(file=self._out, highlight=False, soft_wrap=True)
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         if not self.quiet:
             self._console.print(line, markup=False)
 
     @contextmanager
-    def track(self, label: str, total: int, unit: str = "it") -> Iterator[Bar]:
+    def track(self, label: str, total: int, unit: str = "it") -> Iterator[ProgressBar]:
         if self.quiet or not self._console.is_terminal:
-            yield Bar(label, total, unit, None if self.quiet else self._out, None)
+            yield ProgressBar(label, total, unit, None if self.quiet else self._out, None)
             return
         columns = (
             SpinnerColumn(),
@@ -63,7 +63,7 @@ class Reporter:
             TextColumn("[dim]{task.fields[note]}"),
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
-            yield Bar(label, total, unit, None, progress)
+            yield ProgressBar(label, total, unit, None, progress)
 
 
 class Pace:
@@ -82,13 +82,13 @@ class Pace:
 
     @property
     def left(self) -> str:
-        return duration((self.total - self.done) / self.rate) if self.rate else "?"
+        return format_duration((self.total - self.done) / self.rate) if self.rate else "?"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for people.
 
-    >>> duration(8.2), duration(95), duration(3700), duration(200000)
+    >>> format_duration(8.2), format_duration(95), format_duration(3700), format_duration(200000)
     ('8 s', '95 s', '62 min', '56 h')
     """
     if seconds < 120:

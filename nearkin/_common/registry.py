@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from nearkin.errors import UnknownName, did_you_mean
+from nearkin.errors import UnknownNameError, did_you_mean
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class Registry(Mapping[str, T], Generic[T]):
     3
     >>> losses["triplett"]
     Traceback (most recent call last):
-    nearkin.errors.UnknownName: No loss named 'triplett'. Did you mean 'triplet'?
+    nearkin.errors.UnknownNameError: No loss named 'triplett'. Did you mean 'triplet'?
     """
 
     def __init__(self, kind: str) -> None:
@@ -40,7 +40,7 @@ class Registry(Mapping[str, T], Generic[T]):
             return self._items[name]
         except KeyError:
             hint = did_you_mean(name, self._items) or f" There are: {', '.join(sorted(self._items))}."
-            raise UnknownName(f"No {self.kind} named '{name}'.{hint}") from None
+            raise UnknownNameError(f"No {self.kind} named '{name}'.{hint}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
@@ -52,7 +52,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._items)
 
 
-def plain(value: Any) -> Any:
+def to_python_scalar(value: Any) -> Any:
     """A 0-dim tensor or NumPy number as the Python number it holds; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics._problem import Progress, as_bytes
 from nearkin.metrics._vectors import as_labels, as_matrix, encode, identical_rows
@@ -104,7 +104,7 @@ class Suspects:
             lines.append([place, row, *map(_plain_text, file_name + names), *chance])
         text = io.StringIO(newline="")
         csv.writer(text).writerows([head, *lines])
-        write_aside(Path(path), text.getvalue().encode("utf-8", "replace"))  # a file name need not be valid Unicode
+        atomic_write(Path(path), text.getvalue().encode("utf-8", "replace"))  # a file name need not be valid Unicode
 
 
 def _name(label: Any, names: Sequence[str] | Mapping[Any, str] | None) -> str:

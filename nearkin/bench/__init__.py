@@ -1,4 +1,4 @@
-"""Fair benchmarks: many trainings under one protocol, how entrants rank, and which differences are settled.
+"""Fair benchmarks: many trainings under one protocol, how methods rank, and which differences are settled.
 
     study.py        what is compared, on what, how often: a TOML file and the trials it means
     protocols.py    what chooses the epoch and what is judged; the badge of every number

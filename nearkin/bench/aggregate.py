@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.bench.trials import Folder
+from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, did_you_mean
 from nearkin.metrics.bootstrap import Difference
 from nearkin.metrics.scores import Scores, compare
@@ -21,7 +21,7 @@ from nearkin.metrics.scores import Scores, compare
 
 @dataclass(frozen=True)
 class Cell:
-    """One entrant in one experiment, over its draws; in percent."""
+    """One method in one experiment, over its draws; in percent."""
 
     values: tuple[float, ...]
     low: float
@@ -49,8 +49,8 @@ class Cell:
         return f"{self.mean:.1f}{spread}{f' ({self.failed} failed)' if self.failed else ''}"
 
 
-def cells(folder: Folder) -> dict[tuple[str, str], Cell]:
-    """(experiment, entrant) -> what its draws gave; those of which nothing is done yet are absent."""
+def cells(folder: StudyFolder) -> dict[tuple[str, str], Cell]:
+    """(experiment, method) -> what its draws gave; those of which nothing is done yet are absent."""
     outcomes, metric = folder.outcomes(), folder.study.metric
     values: dict[tuple[str, str], list[float]] = {}
     bounds: dict[tuple[str, str], list[list[float]]] = {}
@@ -59,7 +59,7 @@ def cells(folder: Folder) -> dict[tuple[str, str], Cell]:
         outcome = outcomes.get(trial.id)
         if outcome is None:
             continue
-        place = (trial.experiment, trial.entrant)
+        place = (trial.experiment, trial.method)
         values.setdefault(place, [])
         if outcome.test is None:
             failed[place] = failed.get(place, 0) + 1
@@ -74,22 +74,22 @@ def cells(folder: Folder) -> dict[tuple[str, str], Cell]:
     return found
 
 
-def paired_difference(folder: Folder, first: str, second: str, experiment: str | None = None) -> Difference:
-    """How much better the second entrant is on the same test queries, paired by seed, fold and query.
+def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
+    """How much better the second method is on the same test queries, paired by seed, fold and query.
 
     Values of a query are averaged over the draws that both have; the interval is over classes.
     """
     known = folder.study.names
     for name in (first, second):
         if name not in known:
-            raise DataError(f"The study has no entrant '{name}'.{did_you_mean(name, known)}")
+            raise DataError(f"The study has no method '{name}'.{did_you_mean(name, known)}")
     outcomes, metric = folder.outcomes(), folder.study.metric
     runs: dict[str, dict[tuple[str, int], Path]] = {first: {}, second: {}}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
-        wanted = trial.entrant in runs and experiment in (None, trial.experiment)
+        wanted = trial.method in runs and experiment in (None, trial.experiment)
         if wanted and outcome is not None and outcome.run is not None:
-            runs[trial.entrant][trial.experiment, trial.draw] = Path(outcome.run)
+            runs[trial.method][trial.experiment, trial.draw] = Path(outcome.run)
     common = sorted(runs[first].keys() & runs[second].keys())
     if not common:
         raise DataError(f"{first} and {second} have no draw in common that is done.")
@@ -98,7 +98,7 @@ def paired_difference(folder: Folder, first: str, second: str, experiment: str |
 
 
 def _mean_scores(paths: list[Path], metric: str) -> Scores:
-    scores = [Scores.load(path / "perquery.npz") for path in paths]
+    scores = [Scores.load(path / "per_query.npz") for path in paths]
     if any(not np.array_equal(other.labels, scores[0].labels) for other in scores):
         raise DataError("The draws were judged on different test classes, so queries cannot be averaged over them.")
     return Scores({metric: np.mean([s.per_query[metric] for s in scores], axis=0)}, scores[0].labels)

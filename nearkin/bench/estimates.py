@@ -19,7 +19,7 @@ import torch
 from nearkin.bench.machine import threads_for
 from nearkin.bench.study import Trial
 from nearkin.bench.trials import Outcome
-from nearkin.config.recipe import Data, Model
+from nearkin.config.recipe import DataConfig, ModelConfig
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError
@@ -70,8 +70,8 @@ class Estimate:
         shape = size.shape if recipe.model.backbone == "none" else augment.input_shape(size.shape)
         once, often = costs(recipe.model, shape)
         halved = recipe.data.split == "half" or recipe.data.source in BENCHMARKS
-        judged = size.images * (0.5 if halved else recipe.data.test_share)
-        validating = (size.images - judged) * recipe.data.val_share
+        judged = size.images * (0.5 if halved else recipe.data.test_fraction)
+        validating = (size.images - judged) * recipe.data.val_fraction
         learning = size.images - judged - validating
         testing = 2 * judged  # before and after training
         work = once * size.images + often * (recipe.train.epochs * (3 * learning + validating) + testing)
@@ -80,7 +80,7 @@ class Estimate:
         return fixed + work / (SHARE_OF_PEAK * self.speed) + self.step * steps
 
 
-def size_of(data: Data) -> Size:
+def size_of(data: DataConfig) -> Size:
     """How much data a recipe has, without decoding any; published counts where the files are not here."""
     return _size_of(data.source, data.root, data.image_size, data.path_column, data.label_column)
 
@@ -98,7 +98,7 @@ def _size_of(source: str, root: Path | None, side: int, path_column: str | None,
         return Size(len(features), (features.shape[1], 1, 1))
     if source in BENCHMARKS:
         return Size(BENCHMARKS[source].total.images, (3, side, side))
-    data = Data(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
+    data = DataConfig(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
     listing = sources.list_source(data)
     if not len(listing):
         raise DataError(f"{root}: holds no images.")
@@ -111,7 +111,7 @@ def _three(shape: Any) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def costs(model: Model, shape: tuple[int, int, int]) -> tuple[float, float]:
+def costs(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float, float]:
     """Floating-point operations of one image: those needed once, and those of every look at it.
 
     Counted on tensors that hold nothing. A frozen backbone is run once for all epochs.
@@ -129,11 +129,11 @@ def costs(model: Model, shape: tuple[int, int, int]) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=256)
-def parameters(model: Model, shape: tuple[int, int, int]) -> int:
+def parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
     return sum(p.numel() for p in _hollow(model, shape).parameters())
 
 
-def _hollow(model: Model, shape: tuple[int, int, int]) -> Embedder:
+def _hollow(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
     with torch.device("meta"):
         return Embedder(model, shape).eval()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nearkin.bench.search_space import Settings, start_of
-from nearkin.config.recipe import Choice, Recipe, Scalar
+from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES
 
@@ -65,7 +65,7 @@ def start_for_grid(recipe: Recipe, loss: str) -> Recipe:
     """The recipe as the grid needs it: multi_similarity with its miner, whose epsilon is searched."""
     start = start_of(recipe, loss)
     if loss == "multi_similarity" and (start.miner is None or start.miner.name != "multi_similarity"):
-        return replace(start, miner=Choice("multi_similarity"))
+        return replace(start, miner=ComponentConfig("multi_similarity"))
     return start
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin._common.progress import Reporter
 from nearkin.bench.machine import device_of, threads_for
-from nearkin.errors import ConfigError, ProcessLost, UserError, need
+from nearkin.errors import ConfigError, ProcessLostError, UserError, import_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.tune import Search
@@ -91,7 +91,7 @@ def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool 
     if all(code == STOPPED for code in ended):
         raise KeyboardInterrupt("stopped")
     if all(ended):  # one that is left runs what the others dropped
-        raise ProcessLost(
+        raise ProcessLostError(
             f"tune: all {workers} workers ended early (exit codes {', '.join(map(str, ended))}). "
             "The same command goes on where they stopped."
         )
@@ -123,7 +123,7 @@ def submit(
     search: Search, workers: int, slurm: Slurm, *, cluster: Literal["slurm", "local"] = "slurm", device: str = "auto"
 ) -> list[str]:
     """Queue workers as jobs and return their numbers; "local" runs them here, as submitit would, to their end."""
-    submitit: Any = need("submitit", "bench")
+    submitit: Any = import_extra("submitit", "bench")
     try:
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def submit(
     if cluster == "local":
         failed = [job.exception() for job in jobs if job.exception()]
         if failed:
-            raise ProcessLost(f"--launch local: a job failed, {search.out / 'jobs'} has more:\n{failed[0]}")
+            raise ProcessLostError(f"--launch local: a job failed, {search.out / 'jobs'} has more:\n{failed[0]}")
     numbers = [job.job_id for job in jobs]
     del jobs
     gc.collect()  # local jobs refer to themselves, and stumble if they are still there when Python ends

@@ -185,14 +185,14 @@ def published(
 
 
 def as_results(values: Iterable[Published]) -> list[Result]:
-    """Published values as results of a tournament: an experiment is a (part of a) table, an entrant a registered loss.
+    """Published values as results of a tournament: an experiment is a (part of a) table, an method a registered loss.
 
     A value that cannot be right counts as failed, with its remark as the reason.
     """
     return [
         Result(
             experiment=f"{p.source}: {p.dataset} {p.network} {p.dim}",
-            entrant=p.loss or p.method,
+            method=p.loss or p.method,
             value=p.percent,
             reason=None if p.percent is not None else f"{p.source}: {p.note}",
         )

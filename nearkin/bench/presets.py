@@ -44,7 +44,7 @@ def tiny(data: Path | None) -> Study:
         protocol=Protocol("fixed"),
         keep_models=False,
         change={"model": {"width": 8}, "train": {"epochs": 3}},
-        entrants=SCALES,
+        methods=SCALES,
     )
 
 
@@ -64,14 +64,14 @@ def features(data: Path | None) -> Study:
         sizes=(64, 128, 256, 512),
         seeds=(0, 1, 2),
         protocol=Protocol("fixed"),
-        val_shares=(0.2,),
+        val_fractions=(0.2,),
         resplit=True,
         keep_models=False,
         change={
             "data": {"split": "half"},
-            "train": {"epochs": 6, "per_class": 4, "schedule": "constant"},
+            "train": {"epochs": 6, "samples_per_class": 4, "lr_schedule": "constant"},
         },
-        entrants=SCALES,
+        methods=SCALES,
     )
 
 

@@ -5,7 +5,7 @@ kfold          one model per fold of the training classes, each judged on the te
 fixed          one random share of the training classes chooses the epoch; `refit` trains again on all of them
 query_gallery  as fixed, where the source asks one set of images of another (In-Shop)
 
-A number without its protocol says little, so a badge goes with each: `Protocol.badge`.
+A number without its protocol says little, so a badge goes with each: `Protocol.label`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Protocol:
         """Models per trial of one seed."""
         return self.folds if self.name == "kfold" else 1
 
-    def apply(self, data: dict[str, Any], part: int, val_share: float) -> dict[str, Any]:
+    def apply(self, data: dict[str, Any], part: int, val_fraction: float) -> dict[str, Any]:
         """The data section of a recipe, changed to this protocol."""
-        changed = {**data, "folds": 0, "fold": 0, "val_share": val_share, "choose_on": "validation"}
+        changed = {**data, "folds": 0, "fold": 0, "val_fraction": val_fraction, "select_on": "validation"}
         if self.name == "default":
-            changed |= {"val_share": 0.0, "choose_on": "test" if self.choose_on_test else "validation"}
+            changed |= {"val_fraction": 0.0, "select_on": "test" if self.choose_on_test else "validation"}
             if data.get("split", "auto") == "auto":
                 changed["split"] = "half"  # the source's own parts where it has some
         if self.name == "kfold":
@@ -74,14 +74,14 @@ class Protocol:
 
     def refitted(self, recipe: Recipe, epochs: int) -> Recipe:
         """The recipe of the second training: all training classes, the number of epochs that was chosen."""
-        data = replace(recipe.data, val_share=0.0, folds=0, fold=0)
+        data = replace(recipe.data, val_fraction=0.0, folds=0, fold=0)
         epochs = max(1, epochs)
         train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
         return replace(recipe, data=data, train=train)
 
-    def badge(self, val_share: float) -> str:
+    def label(self, val_fraction: float) -> str:
         """What must be known to read a number, in a few words."""
-        share = f"epoch chosen on {100 * val_share:g} % of the training classes"
+        share = f"epoch chosen on {100 * val_fraction:g} % of the training classes"
         if self.name == "default":
             return "EPOCH CHOSEN ON THE TEST CLASSES" if self.choose_on_test else "last epoch, no validation classes"
         if self.name == "kfold":

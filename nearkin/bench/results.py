@@ -1,6 +1,6 @@
-"""Results of a benchmark: one value per experiment, entrant and seed, and the table that a tournament is held on.
+"""Results of a benchmark: one value per experiment, method and seed, and the table that a tournament is held on.
 
-An experiment is a setting in which all entrants meet: a dataset, a network, a size. An entrant is what is compared,
+An experiment is a setting in which all methods meet: a dataset, a network, a size. An method is what is compared,
 most often a loss. A run that failed has no value but a reason; it is counted and shown, never scored.
 """
 
@@ -22,27 +22,25 @@ from numpy.typing import NDArray
 from nearkin.errors import DataError, did_you_mean
 
 Floats = NDArray[np.float64]
-COLUMNS = ("experiment", "entrant", "seed", "value", "reason")
+COLUMNS = ("experiment", "method", "seed", "value", "reason")
 # Values that differ by less are the same value: means over seeds carry rounding, and a rank must not hang on it.
 DIGITS = 10
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run of one entrant in one experiment; higher is better. One that failed has no value but a `reason`."""
+    """One run of one method in one experiment; higher is better. One that failed has no value but a `reason`."""
 
     experiment: str
-    entrant: str
+    method: str
     seed: int = 0
     value: float | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:
-        where = f"{self.experiment}, {self.entrant}, seed {self.seed}"
-        if not self.experiment or not self.entrant:
-            raise DataError(
-                f"A result needs an experiment and an entrant; got '{self.experiment}' and '{self.entrant}'."
-            )
+        where = f"{self.experiment}, {self.method}, seed {self.seed}"
+        if not self.experiment or not self.method:
+            raise DataError(f"A result needs an experiment and an method; got '{self.experiment}' and '{self.method}'.")
         if self.value is not None and not math.isfinite(self.value):
             raise DataError(f"{where}: the value is {self.value}. A run that failed has no value but a reason.")
         if self.value is not None and self.reason:
@@ -53,19 +51,19 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Experiments [E] by entrants [K]: the mean over the seeds that gave a value, NaN where none did."""
+    """Experiments [E] by methods [K]: the mean over the seeds that gave a value, NaN where none did."""
 
     experiments: tuple[str, ...]
-    entrants: tuple[str, ...]
+    methods: tuple[str, ...]
     means: Floats
     """[E, K]"""
     runs: Mapping[tuple[str, str], Mapping[int, float]]
-    """(experiment, entrant) -> seed -> value."""
+    """(experiment, method) -> seed -> value."""
     failures: tuple[Result, ...]
 
     @property
     def complete(self) -> NDArray[np.bool_]:
-        """[E]: experiments in which every entrant has a value."""
+        """[E]: experiments in which every method has a value."""
         return np.asarray(np.isfinite(self.means).all(axis=1))
 
     @property
@@ -73,24 +71,24 @@ class Table:
         """The largest number of seeds of any cell."""
         return max(len(runs) for runs in self.runs.values())
 
-    def failed(self, entrant: str) -> int:
-        """How many of an entrant's runs failed."""
-        return sum(result.entrant == entrant for result in self.failures)
+    def failed(self, method: str) -> int:
+        """How many of an method's runs failed."""
+        return sum(result.method == method for result in self.failures)
 
-    def without(self, entrant: str) -> Table:
-        """The table that is left when an entrant withdraws."""
-        stays = [name != entrant for name in self.entrants]
+    def without(self, method: str) -> Table:
+        """The table that is left when an method withdraws."""
+        stays = [name != method for name in self.methods]
         return Table(
             experiments=self.experiments,
-            entrants=tuple(name for name in self.entrants if name != entrant),
+            methods=tuple(name for name in self.methods if name != method),
             means=self.means[:, stays],
-            runs={key: runs for key, runs in self.runs.items() if key[1] != entrant},
-            failures=tuple(result for result in self.failures if result.entrant != entrant),
+            runs={key: runs for key, runs in self.runs.items() if key[1] != method},
+            failures=tuple(result for result in self.failures if result.method != method),
         )
 
 
 def tabulate(results: Iterable[Result]) -> Table:
-    """Results as a table, in the order in which experiments and entrants are first met.
+    """Results as a table, in the order in which experiments and methods are first met.
 
     >>> table = tabulate([Result("cub", "a", 0, 60.0), Result("cub", "a", 1, 62.0), Result("cub", "b", 0, None, "NaN")])
     >>> table.means
@@ -101,22 +99,22 @@ def tabulate(results: Iterable[Result]) -> Table:
     given = list(results)
     if not given:
         raise DataError("A tournament needs results; got none.")
-    twice = [key for key, count in Counter((r.experiment, r.entrant, r.seed) for r in given).items() if count > 1]
+    twice = [key for key, count in Counter((r.experiment, r.method, r.seed) for r in given).items() if count > 1]
     if twice:
-        experiment, entrant, seed = twice[0]
-        raise DataError(f"{experiment}, {entrant}, seed {seed}: given more than once. Give every run its own seed.")
+        experiment, method, seed = twice[0]
+        raise DataError(f"{experiment}, {method}, seed {seed}: given more than once. Give every run its own seed.")
     experiments = tuple(dict.fromkeys(r.experiment for r in given))
-    entrants = tuple(dict.fromkeys(r.entrant for r in given))
-    runs: dict[tuple[str, str], dict[int, float]] = {(e, k): {} for e in experiments for k in entrants}
+    methods = tuple(dict.fromkeys(r.method for r in given))
+    runs: dict[tuple[str, str], dict[int, float]] = {(e, k): {} for e in experiments for k in methods}
     for result in given:
         if result.value is not None:
-            runs[result.experiment, result.entrant][result.seed] = result.value
-    means = np.full((len(experiments), len(entrants)), np.nan)
+            runs[result.experiment, result.method][result.seed] = result.value
+    means = np.full((len(experiments), len(methods)), np.nan)
     for i, experiment in enumerate(experiments):
-        for j, entrant in enumerate(entrants):
-            if values := runs[experiment, entrant].values():
+        for j, method in enumerate(methods):
+            if values := runs[experiment, method].values():
                 means[i, j] = round(math.fsum(values) / len(values), DIGITS)
-    return Table(experiments, entrants, means, runs, tuple(r for r in given if r.value is None))
+    return Table(experiments, methods, means, runs, tuple(r for r in given if r.value is None))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -125,7 +123,7 @@ def tabulate(results: Iterable[Result]) -> Table:
 def read_results(path: Path) -> list[Result]:
     """Results from a .csv file with a head, or a .json file that holds a list of objects.
 
-    Columns: experiment, entrant, value; seed (0 if absent) and reason may be left out. No value means failed.
+    Columns: experiment, method, value; seed (0 if absent) and reason may be left out. No value means failed.
     """
     if not path.is_file():
         raise DataError(f"{path}: there is no such file. Give 'papers', or a .csv or .json file of results.")
@@ -162,7 +160,7 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
         if name not in COLUMNS:
             hint = did_you_mean(name, COLUMNS) or f" There are: {', '.join(COLUMNS)}."
             raise DataError(f"{path}: no column '{name}' is known.{hint}")
-    for name in ("experiment", "entrant", "value"):
+    for name in ("experiment", "method", "value"):
         if name not in given:
             raise DataError(f"{path}: the column '{name}' is missing; found {', '.join(given) or 'none'}.")
 
@@ -178,7 +176,7 @@ def _result(where: str, row: dict[Any, Any]) -> Result:
     try:
         return Result(
             experiment=cells["experiment"],
-            entrant=cells["entrant"],
+            method=cells["method"],
             seed=seed,
             value=None if failed else value,
             reason=reason if failed else cells.get("reason") or None,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nearkin.config.recipe import Choice, Recipe, Scalar
+from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES, Range, log
 
@@ -25,7 +25,7 @@ def start_of(recipe: Recipe, loss: str) -> Recipe:
     """The recipe with this loss; another loss than its own starts from its defaults, without miner and memory."""
     if loss == recipe.loss.name:
         return recipe
-    return replace(recipe, loss=Choice(LOSSES[loss].name), miner=None, memory=0)
+    return replace(recipe, loss=ComponentConfig(LOSSES[loss].name), miner=None, memory=0)
 
 
 def space(recipe: Recipe, loss: str) -> dict[str, Range]:
@@ -80,9 +80,9 @@ def apply(recipe: Recipe, loss: str, settings: Mapping[str, Scalar]) -> Recipe:
     miner = start.miner
     if parts["miner"]:
         assert miner is not None
-        miner = Choice(miner.name, {**miner.settings, **parts["miner"]})
+        miner = ComponentConfig(miner.name, {**miner.settings, **parts["miner"]})
     return replace(
-        start, loss=Choice(start.loss.name, {**start.loss.settings, **parts["loss"]}), miner=miner, train=train
+        start, loss=ComponentConfig(start.loss.name, {**start.loss.settings, **parts["loss"]}), miner=miner, train=train
     )
 
 

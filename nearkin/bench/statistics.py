@@ -1,7 +1,7 @@
 """The tests of a tournament, each a function of plain arrays.
 
     average_ranks         1 for the highest of a row; equals share the mean of their places
-    friedman              is any entrant different from any other?  by shuffling, which also holds for few experiments
+    friedman              is any method different from any other?  by shuffling, which also holds for few experiments
     critical_difference   how far apart two mean ranks must lie (Nemenyi)
     wilcoxon              do paired differences lean to one side?  exact, ties and all
     holm                  many p-values made honest
@@ -21,7 +21,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import need
+from nearkin.errors import import_extra
 
 Floats = NDArray[np.float64]
 EXACT = 100  # pairs up to which every pattern of signs is counted; above, the normal curve is as good
@@ -44,7 +44,7 @@ def average_ranks(values: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Friedman:
-    """Whether ranks differ at all between entrants."""
+    """Whether ranks differ at all between methods."""
 
     chi_squared: float
     p_value: float
@@ -52,7 +52,7 @@ class Friedman:
     curve_p_value: float
     """By the chi-squared curve, as usually printed: for few experiments too cautious or too bold."""
     experiments: int
-    entrants: int
+    methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
@@ -60,10 +60,10 @@ def friedman(ranks: Floats) -> Friedman:
     n, k = ranks.shape
     assert min(n, k) >= 2
     assert not np.isnan(ranks).any()
-    stats = need("scipy.stats", extra="bench")
+    stats = import_extra("scipy.stats", extra="bench")
     between = float(_spread(ranks))
     within = float((ranks**2).sum()) - n * k * (k + 1) ** 2 / 4
-    if within == 0:  # all entrants equal in every experiment
+    if within == 0:  # all methods equal in every experiment
         return Friedman(0.0, 1.0, 1.0, n, k)
     chi = (k - 1) * between / within
     # Shuffling leaves `within` as it is, so that the spread of the rank sums orders the draws as chi-squared does.
@@ -74,7 +74,7 @@ def friedman(ranks: Floats) -> Friedman:
         p_value=float((as_far.sum() + drawn) / (len(as_far) + drawn)),  # of draws, what was seen is one
         curve_p_value=float(stats.chi2.sf(chi, k - 1)),
         experiments=n,
-        entrants=k,
+        methods=k,
     )
 
 
@@ -101,22 +101,22 @@ def _shuffled(ranks: Floats) -> Iterator[Floats]:
         yield random.permuted(np.broadcast_to(ranks, (1000, n, k)), axis=2)
 
 
-def critical_difference(entrants: int, experiments: int, alpha: float = 0.05) -> float:
+def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> float:
     """Nemenyi's critical difference: mean ranks that lie nearer to each other cannot be told apart."""
-    stats = need("scipy.stats", extra="bench")
-    return float(stats.studentized_range.ppf(1 - alpha, entrants, math.inf) * _rank_error(entrants, experiments))
+    stats = import_extra("scipy.stats", extra="bench")
+    return float(stats.studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
     """p-values [K, K] of Nemenyi's test for every pair of mean ranks [K]."""
-    stats = need("scipy.stats", extra="bench")
+    stats = import_extra("scipy.stats", extra="bench")
     k = len(mean_ranks)
     apart = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
     return np.clip(np.asarray(stats.studentized_range.sf(apart, k, math.inf), dtype=np.float64), 0.0, 1.0)
 
 
 def _rank_error(k: int, n: int) -> float:
-    """The standard error of one mean rank of k entrants over n experiments, were all entrants equal."""
+    """The standard error of one mean rank of k methods over n experiments, were all methods equal."""
     return math.sqrt(k * (k + 1) / (12 * n))
 
 
@@ -185,10 +185,10 @@ def holm(p_values: Floats) -> tuple[Floats, Floats]:
     return adjusted, share
 
 
-def fewest(level: float) -> int:
+def min_experiments(level: float) -> int:
     """The fewest pairs with which a two-sided signed-rank test can reach a level at all.
 
-    >>> fewest(0.05), fewest(0.05 / 45)
+    >>> min_experiments(0.05), min_experiments(0.05 / 45)
     (6, 11)
     """
     return math.ceil(1 - math.log2(level) - 1e-9)
@@ -205,11 +205,11 @@ def experiments_needed(mean: float, deviation: float, level: float, power: float
         return None
     z, more = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
     n = (((z + more) * deviation / mean) ** 2 + z**2 / 2) / ARE if deviation > 0 else 0.0
-    return max(fewest(level), math.ceil(n)) if n <= MOST else None
+    return max(min_experiments(level), math.ceil(n)) if n <= MOST else None
 
 
 def deviation_allowed(mean: float, pairs: int, level: float, power: float = POWER) -> float:
     """The same equation solved for the deviation: what `pairs` pairs can bear. 0 if they cannot reach the level."""
     z, more = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
     room = pairs * ARE - z**2 / 2
-    return abs(mean) * math.sqrt(room) / (z + more) if room > 0 and pairs >= fewest(level) else 0.0
+    return abs(mean) * math.sqrt(room) / (z + more) if room > 0 and pairs >= min_experiments(level) else 0.0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin._common.files import held
-from nearkin.errors import ConfigError, RunError, need
+from nearkin._common.files import file_lock
+from nearkin.errors import ConfigError, RunError, import_extra
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -72,7 +72,7 @@ def is_database(address: str) -> bool:
 @contextmanager
 def open_shared(address: str) -> Iterator[Shared]:
     """The storage at an address of `address_of`, made if it is not there yet."""
-    optuna: Any = need("optuna", "bench")
+    optuna: Any = import_extra("optuna", "bench")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with (_postgres if is_database(address) else _journal)(address) as shared:
         yield shared
@@ -87,7 +87,7 @@ def _journal(address: str) -> Iterator[Shared]:
     locks = path.with_name(f"{path.name}.locks")
 
     def claim(what: str, wait: bool = False) -> AbstractContextManager[bool]:
-        return held(locks / what.replace("/", "-"), wait=wait)
+        return file_lock(locks / what.replace("/", "-"), wait=wait)
 
     try:
         if path.exists() and _start_of(path) not in (b"", _OPENING):
@@ -135,7 +135,7 @@ class _JournalLock:
 
 @contextmanager
 def _postgres(address: str) -> Iterator[Shared]:
-    psycopg: Any = need("psycopg", "bench")
+    psycopg: Any = import_extra("psycopg", "bench")
     from optuna.exceptions import StorageInternalError
     from optuna.storages import RDBStorage, get_storage
     from sqlalchemy.exc import SQLAlchemyError

@@ -1,11 +1,11 @@
-"""A tournament: entrants are ranked in every experiment, and tests say which differences are settled.
+"""A tournament: methods are ranked in every experiment, and tests say which differences are settled.
 
     judged = judge(results)
     judged.standings      the thesis's table: total, mean and deviation of the ranks, medals
     judged.friedman       is there any difference at all?
     judged.pairs          every pair: who leads, how sure that is, what would settle it
 
-An entrant that failed in an experiment is not ranked there, neither last nor 0: the others are ranked among themselves
+An method that failed in an experiment is not ranked there, neither last nor 0: the others are ranked among themselves
 and the standing shows how many experiments stand behind it. Friedman's and Nemenyi's tests take the experiments in
 which nobody failed; a pair is tested on the experiments in which both have a value.
 """
@@ -27,9 +27,9 @@ from nearkin.bench.statistics import (
     critical_difference,
     deviation_allowed,
     experiments_needed,
-    fewest,
     friedman,
     holm,
+    min_experiments,
     nemenyi,
     together,
     wilcoxon,
@@ -37,22 +37,22 @@ from nearkin.bench.statistics import (
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import bootstrap, mean, percentiles
 
-__all__ = ["Pair", "Result", "Standing", "Tournament", "judge", "read_results", "tabulate"]
+__all__ = ["Pair", "Result", "Standing", "Tournament", "read_results", "run_tournament", "tabulate"]
 
 Unit = Literal["auto", "experiment", "run"]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An entrant's ranks, summed up. `low` and `high` bound its mean rank (bootstrap over experiments)."""
+    """An method's ranks, summed up. `low` and `high` bound its mean rank (bootstrap over experiments)."""
 
-    entrant: str
+    method: str
     total: float
     mean: float
     std: float
     """Sample deviation of its ranks; NaN for one experiment."""
     medals: tuple[int, int, int]
-    """Experiments in which it was first, second, third; entrants that are equal both get the medal."""
+    """Experiments in which it was first, second, third; methods that are equal both get the medal."""
     ranked: int
     """Experiments behind these numbers."""
     experiments: int
@@ -65,7 +65,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two entrants compared; `first` has the better (lower) mean rank."""
+    """Two methods compared; `first` has the better (lower) mean rank."""
 
     first: str
     second: str
@@ -87,7 +87,7 @@ class Pair:
     """Share of bootstrap draws of the experiments in which the first has the better mean rank, equals counted half."""
     next_win: float
     """Chance that the first is higher in one more: (wins + ties / 2 + 1) / (all + 2); even odds before the first."""
-    settled: bool
+    significant: bool
     """Whether p_holm is at most alpha."""
     more_experiments: int | None = None
     """About how many more would settle it; None if settled, out of reach, or compared run by run."""
@@ -110,7 +110,7 @@ class Tournament:
 
     table: Table
     ranks: Floats
-    """[E, K] in the order of the table; NaN where an entrant failed."""
+    """[E, K] in the order of the table; NaN where an method failed."""
     standings: tuple[Standing, ...]
     """Best first."""
     pairs: tuple[Pair, ...]
@@ -128,7 +128,7 @@ class Tournament:
     alpha: float
 
 
-def judge(
+def run_tournament(
     results: Iterable[Result] | Table, *, alpha: float = 0.05, draws: int = 10_000, seed: int = 0, unit: Unit = "auto"
 ) -> Tournament:
     """Hold the tournament.
@@ -139,9 +139,9 @@ def judge(
             experiments like these. "run": every run with its twin of the same seed; says what holds for these very
             experiments. "auto": experiments, unless there are too few for a test to find anything and seeds to go by
 
-    >>> judged = judge([Result(f"cub {dim}", name, 0, 60 + dim / 100 + gain)
+    >>> judged = run_tournament([Result(f"cub {dim}", name, 0, 60 + dim / 100 + gain)
     ...                 for dim in (64, 128, 256, 512, 768, 1024) for name, gain in (("a", 1.0), ("b", 0.0))])
-    >>> judged.standings[0].entrant, judged.standings[0].medals, judged.pairs[0].p_holm
+    >>> judged.standings[0].method, judged.standings[0].medals, judged.pairs[0].p_holm
     ('a', (6, 0, 0), 0.03125)
     """
     if not 0 < alpha < 1:
@@ -149,12 +149,12 @@ def judge(
     if draws < 100:
         raise ConfigError(f"draws: at least 100 are needed for an interval; got {draws}.")
     table = results if isinstance(results, Table) else tabulate(results)
-    if len(table.entrants) < 2:
-        raise DataError(f"A tournament needs at least two entrants; got {table.entrants[0]} alone.")
+    if len(table.methods) < 2:
+        raise DataError(f"A tournament needs at least two methods; got {table.methods[0]} alone.")
     ranks = average_ranks(table.means)
     drawn = _draw(ranks, draws, seed)
     best = _standings(table, ranks, drawn, 1 - alpha)
-    order = [table.entrants.index(standing.entrant) for standing in best]
+    order = [table.methods.index(standing.method) for standing in best]
     whole = average_ranks(table.means[table.complete])
     n, k = whole.shape
     kind = _unit(table, unit, alpha)
@@ -173,8 +173,8 @@ def judge(
         pairs=_pairs(table, order, kind, drawn, apart, alpha),
         friedman=test,
         critical=critical,
-        complete_ranks=tuple((best[place].entrant, mean) for mean, place in complete),
-        groups=tuple(tuple(best[place].entrant for _, place in complete[a : b + 1]) for a, b in groups),
+        complete_ranks=tuple((best[place].method, mean) for mean, place in complete),
+        groups=tuple(tuple(best[place].method for _, place in complete[a : b + 1]) for a, b in groups),
         unit=kind,
         alpha=alpha,
     )
@@ -188,21 +188,21 @@ def _draw(ranks: Floats, draws: int, seed: int) -> Floats:
 def _standings(table: Table, ranks: Floats, drawn: Floats, level: float) -> tuple[Standing, ...]:
     out = []
     places = 1 + (table.means[:, None, :] > table.means[:, :, None]).sum(2)  # equals share the better place
-    for j, entrant in enumerate(table.entrants):
+    for j, method in enumerate(table.methods):
         held = ~np.isnan(ranks[:, j])
         mine, n = ranks[held, j], int(held.sum())
         low, high = percentiles(drawn[:, j], level) if n > 1 else (math.nan, math.nan)
         first, second, third = (int((places[held, j] == place).sum()) for place in (1, 2, 3))
         out.append(
             Standing(
-                entrant=entrant,
+                method=method,
                 total=float(mine.sum()),
                 mean=float(mine.sum() / n) if n else math.nan,
                 std=float(mine.std(ddof=1)) if n > 1 else math.nan,
                 medals=(first, second, third),
                 ranked=n,
                 experiments=len(table.experiments),
-                failed=table.failed(entrant),
+                failed=table.failed(method),
                 low=low,
                 high=high,
             )
@@ -218,7 +218,7 @@ def _unit(table: Table, unit: Unit, alpha: float) -> Literal["experiment", "run"
         raise ConfigError(f"unit: expected auto, experiment or run; got '{unit}'.")
     if unit != "auto":
         return unit
-    return "run" if len(table.experiments) < fewest(alpha) and table.seeds > 1 else "experiment"
+    return "run" if len(table.experiments) < min_experiments(alpha) and table.seeds > 1 else "experiment"
 
 
 def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
@@ -230,7 +230,7 @@ def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
         if common:
             out.append(np.array([a[seed] - b[seed] for seed in common]))
         elif a and b:
-            j, k = table.entrants.index(first), table.entrants.index(second)
+            j, k = table.methods.index(first), table.methods.index(second)
             out.append(np.array([table.means[i, j] - table.means[i, k]]))
     return out
 
@@ -245,7 +245,7 @@ def _pairs(
     table: Table, order: list[int], unit: Literal["experiment", "run"], drawn: Floats, apart: Floats, alpha: float
 ) -> tuple[Pair, ...]:
     chosen = list(itertools.combinations(order, 2))
-    seeds = [_seed_differences(table, table.entrants[i], table.entrants[j]) for i, j in chosen]
+    seeds = [_seed_differences(table, table.methods[i], table.methods[j]) for i, j in chosen]
     differences = [_differences(found, unit) for found in seeds]
     tests = [wilcoxon(d) for d in differences]
     adjusted, share = holm(np.array([test.p_value for test in tests]))
@@ -253,12 +253,12 @@ def _pairs(
     for at, (i, j) in enumerate(chosen):
         d, test = differences[at], tests[at]
         wins, losses = int((d > 0).sum()), int((d < 0).sum())
-        settled = bool(adjusted[at] <= alpha)
-        experiments, more_seeds = (None, None) if settled else _needed(d, seeds[at], unit, alpha * share[at])
+        significant = bool(adjusted[at] <= alpha)
+        experiments, more_seeds = (None, None) if significant else _needed(d, seeds[at], unit, alpha * share[at])
         out.append(
             Pair(
-                first=table.entrants[i],
-                second=table.entrants[j],
+                first=table.methods[i],
+                second=table.methods[j],
                 wins=wins,
                 losses=losses,
                 ties=len(d) - wins - losses,
@@ -269,7 +269,7 @@ def _pairs(
                 p_nemenyi=float(apart[i, j]),
                 ahead=mean(np.sign(drawn[:, j] - drawn[:, i]) / 2 + 0.5),
                 next_win=(wins + (len(d) - wins - losses) / 2 + 1) / (len(d) + 2),
-                settled=settled,
+                significant=significant,
                 more_experiments=experiments,
                 more_seeds=more_seeds,
             )

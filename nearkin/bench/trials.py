@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nearkin._common.files import held, write_aside
+from nearkin._common.files import atomic_write, file_lock
 from nearkin._common.progress import Reporter
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, DataError, MissingExtra, RunBusy, RunError, TrainingFailed
+from nearkin.errors import ConfigError, DataError, MissingExtraError, RunBusyError, RunError, TrainingFailedError
 from nearkin.training.run import Run
 
 WAIT = 0.5  # seconds between looks at trials that other workers hold
@@ -55,11 +55,11 @@ class Outcome:
     epoch: int | None = None
     seconds: float = 0.0
     """Of this trial, reading and judging included; only of its last sitting if it was cut off."""
-    badge: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedTrial:
     """What a trial found when it was first begun; tells the runs that it made from those of others."""
 
     command: list[str]
@@ -67,11 +67,11 @@ class Begun:
     """Names of the run folders that were there."""
 
     @staticmethod
-    def note(file: Path, runs: Path) -> Begun:
+    def note(file: Path, runs: Path) -> StartedTrial:
         """Written down once, so that a trial that was cut off still knows its own run."""
         if not file.exists():
-            write_aside(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
-        return Begun(**json.loads(file.read_text(encoding="utf-8")))
+            atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
+        return StartedTrial(**json.loads(file.read_text(encoding="utf-8")))
 
     def made(self, run: Run) -> bool:
         try:
@@ -81,7 +81,7 @@ class Begun:
         return run.path.name not in self.runs and environment["command"] == self.command
 
 
-class Folder:
+class StudyFolder:
     """The folder of a study."""
 
     def __init__(self, path: Path, study: Study) -> None:
@@ -89,20 +89,20 @@ class Folder:
         self.trials = study.trials()
 
     @staticmethod
-    def begin(path: Path, study: Study) -> Folder:
+    def begin(path: Path, study: Study) -> StudyFolder:
         """Make the folder, or go on with it; another study under the same name is refused."""
         study = study.below(Path.cwd())  # workers read it from its own folder
-        for trial in (folder := Folder(path, study)).trials:
+        for trial in (folder := StudyFolder(path, study)).trials:
             _check(trial)
         stored = path / "study.toml"
         text = study.to_toml()
         try:
             (path / "trials").mkdir(parents=True, exist_ok=True)
             if not stored.exists():
-                write_aside(stored, text)
+                atomic_write(stored, text)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another place with --out.") from None
-        before = Folder.open(path)
+        before = StudyFolder.open(path)
         gone = {trial.id for trial in before.trials} - {trial.id for trial in folder.trials}
         if gone and any((path / "trials" / f"{id}.json").exists() for id in gone):
             if left_out := study.leaves_out(before.study):
@@ -114,15 +114,15 @@ class Folder:
                 f"{path}: holds outcomes of another study '{before.study.name}' that this one has not. "
                 "Give another folder with --out."
             )
-        write_aside(stored, text)
+        atomic_write(stored, text)
         return folder
 
     @staticmethod
-    def open(path: str | Path) -> Folder:
+    def open(path: str | Path) -> StudyFolder:
         path = Path(path)
         if not (path / "study.toml").exists():
             raise RunError(f"{path}: not the folder of a study (it holds no study.toml). Begin one: nearkin bench run.")
-        return Folder(path, Study.from_toml(path / "study.toml"))
+        return StudyFolder(path, Study.from_toml(path / "study.toml"))
 
     def outcome(self, trial: Trial) -> Outcome | None:
         file = self.path / "trials" / f"{trial.id}.json"
@@ -139,7 +139,7 @@ class Folder:
         return {id: outcome for id, outcome in found.items() if outcome is not None}
 
     def write(self, trial: Trial, outcome: Outcome) -> None:
-        write_aside(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
+        atomic_write(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
         if outcome.status == "done":
             (self.path / "trials" / f"{trial.id}.begun").unlink(missing_ok=True)
 
@@ -164,7 +164,7 @@ class Folder:
     @contextmanager
     def claim(self, trial: Trial) -> Iterator[bool]:
         """Whether the trial is ours to run; while it is, nobody else's."""
-        with held(self.path / "trials" / f"{trial.id}.lock") as ours:
+        with file_lock(self.path / "trials" / f"{trial.id}.lock") as ours:
             yield ours and self.outcome(trial) is None
 
     def results(self) -> list[Result]:
@@ -176,11 +176,11 @@ class Folder:
             if outcome is None:
                 continue
             value = None if outcome.test is None else 100 * outcome.test[metric]
-            rows.append(Result(trial.experiment, trial.entrant, trial.draw, value, outcome.reason))
+            rows.append(Result(trial.experiment, trial.method, trial.draw, value, outcome.reason))
         return rows
 
 
-def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
+def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
     """Take trials until every one has an outcome; how many this worker did."""
     from nearkin.training.factory import choose_device
 
@@ -197,18 +197,18 @@ def work(folder: Folder, runs: Path, *, device: str = "auto", reporter: Reporter
                     continue
                 try:
                     folder.write(trial, run_trial(trial, folder, runs, device))
-                except RunBusy:
+                except RunBusyError:
                     continue  # the same run, as part of another study
                 did += 1
         if did == before:
             time.sleep(WAIT)
 
 
-def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
+def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Outcome:
     """Train and judge one trial. What is its own fault becomes its outcome; what would stop every trial is raised."""
     began = time.monotonic()
     protocol = folder.study.protocol
-    begun = Begun.note(folder.path / "trials" / f"{trial.id}.begun", runs)
+    begun = StartedTrial.note(folder.path / "trials" / f"{trial.id}.begun", runs)
     keep = folder.study.keep_models
     try:
         chosen = run = _train(trial.recipe, runs, device, begun, final=not protocol.refit, keep=keep)
@@ -216,17 +216,17 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
             assert chosen.result is not None
             again = protocol.refitted(trial.recipe, chosen.result["protocol"]["epoch"])
             run = _train(again, runs, device, begun, final=True, keep=keep)
-    except (TrainingFailed, ConfigError) as error:
+    except (TrainingFailedError, ConfigError) as error:
         said = _one_line(error)
         reason = said.partition(": ")[2] if said.startswith(str(runs)) else said  # the run folder is known anyway
-        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
-    except (DataError, RunError, MissingExtra, OSError):
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, label=trial.label)
+    except (DataError, RunError, MissingExtraError, OSError):
         raise  # no data, no disk, no package: no trial could do better
     except Exception as error:
         log = folder.path / "trials" / f"{trial.id}.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
         reason = f"{type(error).__name__}: {_one_line(error)} (see trials/{log.name})"
-        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, badge=trial.badge)
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, label=trial.label)
     assert run.result is not None
     assert chosen.result is not None
     test = run.result["test"]
@@ -240,11 +240,11 @@ def run_trial(trial: Trial, folder: Folder, runs: Path, device: str) -> Outcome:
         val=chosen.result["val_R@1"],
         epoch=chosen.result["protocol"]["epoch"],
         seconds=time.monotonic() - began,
-        badge=trial.badge,
+        label=trial.label,
     )
 
 
-def _train(recipe: Recipe, runs: Path, device: str, begun: Begun, *, final: bool, keep: bool) -> Run:
+def _train(recipe: Recipe, runs: Path, device: str, begun: StartedTrial, *, final: bool, keep: bool) -> Run:
     """Train, and clear up after it; a run that was found done, or that somebody else had begun, is left as it is."""
     from nearkin.training.loop import fit
 
@@ -258,10 +258,10 @@ def _train(recipe: Recipe, runs: Path, device: str, begun: Begun, *, final: bool
 
 def _check(trial: Trial) -> None:
     """Refuse a wrong name or setting before anything runs."""
-    from nearkin.training.factory import check_names
+    from nearkin.training.factory import validate_recipe
 
     try:
-        check_names(trial.recipe)
+        validate_recipe(trial.recipe)
     except ConfigError as error:
         raise ConfigError(f"{trial}: {error}") from None
 

@@ -16,14 +16,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import Pace, Reporter
 from nearkin.bench import grid_search
 from nearkin.bench.search_space import Settings, apply, defaults, space, start_of, suggest
 from nearkin.bench.storage import Shared, address_of, is_database, open_shared
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, DataError, MissingExtra, RunError, TrainingFailed, TrainingStopped, need
+from nearkin.errors import (
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    RunError,
+    TrainingFailedError,
+    TrainingStoppedError,
+    import_extra,
+)
 from nearkin.losses import LOSSES
+from nearkin.training.run_key import run_key
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -115,17 +124,17 @@ def plan(
     """
     from nearkin.data import sources
     from nearkin.data.splits import split_for
-    from nearkin.training.factory import check_names, make_model, model_fingerprint
+    from nearkin.training.factory import make_model, model_fingerprint, validate_recipe
 
-    optuna: Any = need("optuna", "bench")
+    optuna: Any = import_extra("optuna", "bench")
     out = Path(out)
     grid = mode == "thesis_grid"
     if grid and trials is not None:
         raise ConfigError("--trials: the mode thesis_grid runs the points of its grids, not a number of trials.")
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials: expected at least 1, got {trials}.")
-    if recipe.data.choose_on == "test":
-        raise ConfigError("--data.choose-on test: a search may not see the test classes. Leave the flag out.")
+    if recipe.data.select_on == "test":
+        raise ConfigError("--data.select-on test: a search may not see the test classes. Leave the flag out.")
     share = shorten if shorten is not None else 0.25 if grid else 1.0
     if not 0 < share <= 1:
         raise ConfigError(f"--shorten: expected a share above 0, up to 1; got {share}.")
@@ -150,12 +159,12 @@ def plan(
             grid_search.points(loss)
         else:
             space(search.recipe, LOSSES[loss].name)
-        check_names(search.base(loss))
+        validate_recipe(search.base(loss))
     reporter = reporter or Reporter()
     table = sources.load(recipe.data, reporter)
     if split_for(table, recipe.data)[0].val is None:
         raise ConfigError(
-            "tune: there are no validation classes to choose by. Give --data.val-share 0.1, or --data.folds 10."
+            "tune: there are no validation classes to choose by. Give --data.val-fraction 0.1, or --data.folds 10."
         )
     weights = model_fingerprint(recipe, make_model(recipe, table, reporter)) if recipe.model.weights != "none" else ""
     counted = [table.fingerprint, weights, search.mode, search.prune, run_key(search.recipe, "")]
@@ -201,7 +210,7 @@ def _settle_in(search: Search) -> None:
         else:
             there = search.name
             told = {"name": search.name, "mode": search.mode, "recipe": search.recipe.to_dict()}
-            write_aside(note, json.dumps(told, indent=2))
+            atomic_write(note, json.dumps(told, indent=2))
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{search.out}: cannot keep a search there ({error}). Choose another --out.") from None
     if there != search.name:
@@ -246,11 +255,11 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
                 now = time.monotonic()
                 if now - spoke >= LINE_EVERY or pace.done == pace.total or said.startswith("FAILED"):
                     spoke = now
-                    reporter.say(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
+                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
                 break
             else:
                 if not waiting:
-                    reporter.say(f"waiting for other workers: trials left in their hands: {len(ready)}")
+                    reporter.info(f"waiting for other workers: trials left in their hands: {len(ready)}")
                 waiting = True
                 time.sleep(POLL)
 
@@ -312,10 +321,10 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
     score: float | None = None
     try:
         run = fit(recipe, search.out / "runs", device=device, final=False, reporter=Reporter(quiet=True), watch=watch)
-    except TrainingStopped as stopped:
+    except TrainingStoppedError as stopped:
         state, said = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _tidy(stopped.path, keep_best=False)
-    except (DataError, RunError, MissingExtra, OSError):
+    except (DataError, RunError, MissingExtraError, OSError):
         raise  # no data, no disk, no package: no trial could do better
     except Exception as error:
         if cut_off:  # from the search, not from the training
@@ -343,7 +352,7 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
 def _reason(error: Exception, log: Path) -> str:
     """Why a trial failed, in a line; what nobody foresaw is written to a log as well."""
     said = " ".join(str(error).splitlines()[:1])
-    if isinstance(error, TrainingFailed | ConfigError):
+    if isinstance(error, TrainingFailedError | ConfigError):
         return said
     log.write_text(traceback.format_exc(), encoding="utf-8")
     return f"{type(error).__name__}: {said} (see {log.name})"
@@ -420,6 +429,6 @@ def write_recipes(search: Search, found: Sequence[Standing]) -> dict[str, Path]:
         for standing in found:
             if standing.settings is not None:
                 path = search.out / f"{standing.loss}.toml"
-                write_aside(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())
+                atomic_write(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())
                 written[standing.loss] = path
     return written

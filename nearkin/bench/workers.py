@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nearkin._common.progress import Reporter, duration
+from nearkin._common.progress import Reporter, format_duration
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.machine import device_of, threads_for
 from nearkin.bench.study import Trial
-from nearkin.bench.trials import Folder, Outcome, work
+from nearkin.bench.trials import Outcome, StudyFolder, work
 from nearkin.errors import RunError
 
 LOOK = 0.5  # seconds between looks at what is done
 RESTARTS = 20  # of workers that were killed, over a whole run
 
 
-def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device: str, reporter: Reporter) -> None:
+def run(folder: StudyFolder, runs: Path, estimate: Estimate, *, workers: int, device: str, reporter: Reporter) -> None:
     """Run what is left of a study in so many processes; returns when every trial has an outcome.
 
     A worker that is killed is replaced. When this process dies, its workers see their input end, write a checkpoint
@@ -55,7 +55,7 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
                         f"Workers were killed {restarts} times (last by signal {-code}). If the memory runs out, "
                         "use fewer --workers. What is done is kept; the same command goes on."
                     )
-                reporter.say(f"a worker was killed (signal {-code}); its trial is taken up again")
+                reporter.info(f"a worker was killed (signal {-code}); its trial is taken up again")
                 worker.said.close()
                 started[at] = _start(folder, runs, device_of(device, at), workers)
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def run(folder: Folder, runs: Path, estimate: Estimate, *, workers: int, device:
             _stop(worker)
 
 
-def serve_as_worker(folder: Folder, runs: Path, device: str, *, detached: bool = False) -> None:
+def serve_as_worker(folder: StudyFolder, runs: Path, device: str, *, detached: bool = False) -> None:
     """What a started worker does; unless detached it stops, as by Ctrl-C, when the one that started it is gone."""
     # A shell makes what it starts in the background deaf to SIGINT; a worker must hear it, to stop with a checkpoint.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,14 +78,14 @@ def serve_as_worker(folder: Folder, runs: Path, device: str, *, detached: bool =
 class Watch:
     """What is done of a study, said as it happens, with the time that the rest will take."""
 
-    def __init__(self, folder: Folder, estimate: Estimate, workers: int, reporter: Reporter) -> None:
+    def __init__(self, folder: StudyFolder, estimate: Estimate, workers: int, reporter: Reporter) -> None:
         self.folder, self.estimate, self.workers, self.reporter = folder, estimate, workers, reporter
         self.began = time.monotonic()
         self.left: dict[str, Trial] = {t.id: t for t in folder.trials if folder.outcome(t) is None}
         self.first = len(self.left)
         self.spent = 0.0  # what the trials done in this sitting had been estimated at
         if self.first < len(folder.trials):
-            reporter.say(f"{len(folder.trials) - self.first} of {len(folder.trials)} trials are done already")
+            reporter.info(f"{len(folder.trials) - self.first} of {len(folder.trials)} trials are done already")
 
     def look(self) -> None:
         for trial in list(self.left.values()):
@@ -93,7 +93,7 @@ class Watch:
             if outcome is not None:
                 del self.left[trial.id]
                 self.spent += self.estimate.seconds(trial)
-                self.reporter.say(self._line(trial, outcome))
+                self.reporter.info(self._line(trial, outcome))
 
     def _line(self, trial: Trial, outcome: Outcome) -> str:
         total = len(self.folder.trials)
@@ -106,7 +106,7 @@ class Watch:
     def _time_left(self) -> str:
         ahead = sum(self.estimate.seconds(trial) for trial in self.left.values())
         pace = (time.monotonic() - self.began) / max(self.spent, 1e-9)
-        return f"{duration(ahead * pace)} left"
+        return f"{format_duration(ahead * pace)} left"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Worker:
     said: IO[bytes]
 
 
-def _start(folder: Folder, runs: Path, device: str, workers: int) -> Worker:
+def _start(folder: StudyFolder, runs: Path, device: str, workers: int) -> Worker:
     environment = {"OMP_NUM_THREADS": str(threads_for(workers)), **os.environ} if workers > 1 else dict(os.environ)
     command = [sys.executable, "-m", "nearkin", "bench", "work", str(folder.path), "--runs", str(runs)]
     said = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would fill up and stop the worker)

@@ -13,7 +13,7 @@ from nearkin.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
-    from nearkin.bench.trials import Folder
+    from nearkin.bench.trials import StudyFolder
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StudyArgs:
     out: Path | None = None
     """Folder of the study; by default studies/NAME, where NAME is the study's own."""
     losses: tuple[str, ...] = ()
-    """Only these entrants."""
+    """Only these methods."""
     sizes: tuple[int, ...] = ()
     """These embedding sizes instead of the study's."""
     seeds: tuple[int, ...] = ()
@@ -120,12 +120,12 @@ def plan(argv: list[str]) -> None:
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     from nearkin.bench.estimates import Estimate
-    from nearkin.bench.trials import Folder
+    from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
     from nearkin.report.study_tables import rich_table
 
     study = _study(target, args)
-    folder = Folder(args.out or _place(target, study), study)
+    folder = StudyFolder(args.out or _place(target, study), study)
     at_a_time = _workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time, tflops=args.tflops)
     show(rich_table(plan_grid(folder, estimate, full=args.full)))
@@ -139,7 +139,7 @@ def run_study(argv: list[str]) -> None:
     from nearkin._common.progress import Reporter
     from nearkin.bench import workers
     from nearkin.bench.estimates import Estimate
-    from nearkin.bench.trials import Folder
+    from nearkin.bench.trials import StudyFolder
     from nearkin.data import sources
     from nearkin.report.study_overview import plan_totals, write_outcome
     from nearkin.training.factory import choose_device
@@ -147,12 +147,12 @@ def run_study(argv: list[str]) -> None:
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     study = _study(target, args)
-    folder = Folder.begin(args.out or _place(target, study), study)
+    folder = StudyFolder.begin(args.out or _place(target, study), study)
     if args.retry_failed:
-        reporter.say(f"{folder.forget_failures()} failed trials are run again")
+        reporter.info(f"{folder.forget_failures()} failed trials are run again")
     at_a_time = _workers(args.workers, args.device)
     estimate = Estimate(folder.trials, folder.outcomes(), workers=at_a_time)
-    reporter.say(plan_totals(folder, estimate, workers=at_a_time))
+    reporter.info(plan_totals(folder, estimate, workers=at_a_time))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
         study.protocol.check_table(sources.load(data, reporter))  # what is amiss is said once, now
     workers.run(folder, args.runs, estimate, workers=at_a_time, device=args.device, reporter=reporter)
@@ -164,20 +164,20 @@ def work(argv: list[str]) -> None:
     target, flags = leading(argv, "the folder of a study", prog, WorkArgs)
     args = parse(WorkArgs, flags, prog)
     from nearkin.bench import workers
-    from nearkin.bench.trials import Folder
+    from nearkin.bench.trials import StudyFolder
 
-    workers.serve_as_worker(Folder.open(target), args.runs, args.device, detached=args.detached)
+    workers.serve_as_worker(StudyFolder.open(target), args.runs, args.device, detached=args.detached)
 
 
 def status(argv: list[str]) -> None:
     prog = "nearkin bench status FOLDER"
     target, flags = leading(argv, "the folder of a study", prog, StatusArgs)
     parse(StatusArgs, flags, prog)
-    from nearkin.bench.trials import Folder
+    from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import status_grid, status_lines
     from nearkin.report.study_tables import rich_table
 
-    folder = Folder.open(target)
+    folder = StudyFolder.open(target)
     show(rich_table(status_grid(folder)))
     print(status_lines(folder))
 
@@ -191,9 +191,9 @@ def _study(target: str, args: StudyArgs) -> Study:
         known = study.names
         for name in args.losses:
             if name not in known:
-                raise ConfigError(f"--losses: the study has no entrant '{name}'.{did_you_mean(name, known)}")
-        own = {name: values for name, values in study.entrants.items() if name in args.losses}
-        study = dataclasses.replace(study, losses=args.losses, entrants=own)
+                raise ConfigError(f"--losses: the study has no method '{name}'.{did_you_mean(name, known)}")
+        own = {name: values for name, values in study.methods.items() if name in args.losses}
+        study = dataclasses.replace(study, losses=args.losses, methods=own)
     return dataclasses.replace(study, sizes=args.sizes or study.sizes, seeds=args.seeds or study.seeds)
 
 
@@ -212,7 +212,7 @@ def _workers(asked: int, device: str) -> int:
     return workers_for(asked, device)
 
 
-def _show_outcome(folder: Folder, written: list[Path]) -> None:
+def _show_outcome(folder: StudyFolder, written: list[Path]) -> None:
     from nearkin.report.study_overview import outcome_parts
 
     show(*outcome_parts(folder))

@@ -58,7 +58,7 @@ def examine() -> RichTable:
         state = "ready: " + ", ".join(present) if not missing else f"missing {', '.join(missing)}"
         cure = f"  (pip install 'nearkin[{extra}]')" if missing else ""
         table.add_row(f"extra {extra}", state + cure)
-    for problem in troubles():
+    for problem in known_issues():
         table.add_row(Text("! trouble", style="bold red"), problem)
     return table
 
@@ -123,7 +123,7 @@ def extras() -> dict[str, tuple[list[str], list[str]]]:
     return found
 
 
-def troubles() -> list[str]:
+def known_issues() -> list[str]:
     """Known trouble of this machine, each with what to do."""
     found = []
     # In a process of its own: where the CPU claims instructions that the machine does not allow, it is killed.

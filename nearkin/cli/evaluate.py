@@ -50,7 +50,7 @@ def _stored_scores(folder: Path, ks: tuple[int, ...]) -> Scores:
 
     if Run(folder).result is None:
         raise RunError(f"{folder}: this run is not finished. Run its training command again to go on.")
-    scores = Scores.load(folder / "perquery.npz")
+    scores = Scores.load(folder / "per_query.npz")
     if not set(ks) <= set(scores.ks):
         has = " ".join(str(k) for k in scores.ks)
         raise ConfigError(f"--ks: the run stored k = {has}. For others embed the images and evaluate a features.npz.")

@@ -11,7 +11,7 @@ import tyro
 
 from nearkin.cli._arguments import leading, parse
 from nearkin.cli._models import load_model
-from nearkin.errors import ConfigError, need
+from nearkin.errors import ConfigError, import_extra
 
 if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> None:
     from nearkin.training.run import Run
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)
-    if run.recipe.data.boxes and not args.already_cut:
+    if run.recipe.data.crop_to_boxes and not args.already_cut:
         raise ConfigError(
             f"{run.path}: was trained on images cut to boxes, which the index cannot cut.\n"
             "Cut them first, those you will search for too, and say --already-cut."
@@ -136,7 +136,7 @@ def _check_steps(args: IndexArgs, items: int) -> None:
     if args.false_accept is not None:
         check_rate(args.false_accept, "--false-accept")
     if args.hnsw and items >= args.hnsw_from:
-        need("faiss", extra="graph")
+        import_extra("faiss", extra="graph")
 
 
 def _finish(made: Index, trained: Trained, args: IndexArgs, reporter: Reporter) -> Iterator[str]:
@@ -148,13 +148,13 @@ def _finish(made: Index, trained: Trained, args: IndexArgs, reporter: Reporter) 
     if unlabelled and (args.calibrate or args.choose_rerank):
         yield f"{unlabelled:,} items without a label are searched and count as of other classes"
     if args.calibrate:
-        reporter.say("calibrating")
+        reporter.info("calibrating")
         rate = FALSE_ACCEPT if args.false_accept is None else args.false_accept
         threshold = made.calibrate(rate, trained=seen)
         made.write(args.out)
         yield f"{threshold}\n{ESTIMATED}"
     if args.choose_rerank:
-        reporter.say("trying ways of re-ranking")
+        reporter.info("trying ways of re-ranking")
         chosen = made.choose_rerank(trained=seen)
         made.write(args.out)
         yield str(chosen)
@@ -163,7 +163,7 @@ def _finish(made: Index, trained: Trained, args: IndexArgs, reporter: Reporter) 
     elif args.hnsw and made.graph is not None and made.graph.facts.unlike is not None:
         yield f"graph: kept, {made.graph.facts}"
     elif args.hnsw:
-        reporter.say("making the graph")
+        reporter.info("making the graph")
         facts = made.make_graph()
         made.write(args.out)
         yield f"graph: {facts}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nearkin.cli._arguments import leading, parse
 from nearkin.cli._models import load_model, run_of
-from nearkin.errors import ConfigError, need
+from nearkin.errors import ConfigError, import_extra
 
 SERVE = "nearkin serve DIR"
 
@@ -57,17 +57,17 @@ def run(argv: list[str]) -> None:
     folder, flags = leading(argv, "the folder of an index", SERVE, ServeArgs)
     args = parse(ServeArgs, flags, SERVE)
     for module in ("starlette", "uvicorn"):
-        need(module, extra="serve")
+        import_extra(module, extra="serve")
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.serve.app import LOOPBACK, Service, make_app
-    from nearkin.deploy.serve.request_limits import Limits
-    from nearkin.deploy.serve.server import answer_until_stopped, bind, url_of
+    from nearkin.deploy.serve.request_limits import RequestLimits
+    from nearkin.deploy.serve.server import bind, serve_until_stopped, url_of
 
     token = _token(args.token_file)
     bound = bind(args.host, args.port)  # first, because a model takes seconds to load
     address = str(bound.getsockname()[0])
     loopback = ip_address(address).is_loopback
-    limits = Limits(
+    limits = RequestLimits(
         upload_bytes=args.upload_bytes,
         pixels=args.pixels,
         upload_seconds=args.upload_seconds,
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> None:
         print(f"{len(service.index):,} items at {url_of(bound)} (Ctrl-C stops it)", flush=True)
 
     try:
-        answer_until_stopped(make_app(service), bound, ready)
+        serve_until_stopped(make_app(service), bound, ready)
     finally:
         service.close()
     print("stopped")

@@ -11,7 +11,7 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class TournamentArgs:
-    """Rank entrants over experiments, and say which differences are settled and which are not.
+    """Rank methods over experiments, and say which differences are settled and which are not.
 
     nearkin tournament papers                        (the thesis's tables of CUB: ten losses, 12 experiments)
 
@@ -19,7 +19,7 @@ class TournamentArgs:
 
     nearkin tournament papers --dataset cars --metric R@2
 
-    nearkin tournament results.csv --out tournament  (columns experiment, entrant, seed, value, reason; or .json)
+    nearkin tournament results.csv --out tournament  (columns experiment, method, seed, value, reason; or .json)
 
     A row without a value is a run that failed; it is counted and shown, never scored.
     """
@@ -46,8 +46,8 @@ def run(argv: list[str]) -> None:
     target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
     args = parse(TournamentArgs, flags, prog)
     from nearkin.bench.papers import thesis_results
-    from nearkin.bench.summary import verdict
-    from nearkin.bench.tournament import judge, read_results
+    from nearkin.bench.summary import summarize
+    from nearkin.bench.tournament import read_results, run_tournament
     from nearkin.report.study_tables import pairs_grid, rich_table, standings_grid, write_files
 
     if target != "papers" and (args.dataset or args.metric):
@@ -57,19 +57,19 @@ def run(argv: list[str]) -> None:
     if target == "papers":
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")
     elif Path(target).is_dir():
-        from nearkin.bench.trials import Folder
+        from nearkin.bench.trials import StudyFolder
         from nearkin.report.study_overview import failure_line, present
 
-        folder = Folder.open(target)
+        folder = StudyFolder.open(target)
         results, failures = present(folder), failure_line(folder)
     else:
         results = read_results(Path(target))
-    judged = judge(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
+    judged = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
     written = write_files(judged, args.out) if args.out is not None else []
     show(rich_table(standings_grid(judged)))
     if args.pairs:
         show(rich_table(pairs_grid(judged)))
-    print(verdict(judged))
+    print(summarize(judged))
     if failures:
         print(failures)
     for path in written:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from nearkin.cli._arguments import parse, show
-from nearkin.config.recipe import Choice, Data, Model, Recipe, Scalar, Train
+from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError
 
 
@@ -57,9 +57,9 @@ class TrainArgs:
     """Embeddings of earlier batches kept as further references (pair losses only)."""
     seed: int = 0
     """Draws the first weights and the order of the images."""
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    train: Train = field(default_factory=Train)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def run(argv: list[str]) -> None:
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
-    if not run.writes:  # of several processes one talks
+    if not run.is_writer:  # of several processes one talks
         return
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
@@ -156,7 +156,7 @@ def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str
     from nearkin.training.auto_recipe import recipe_for
     from nearkin.training.factory import choose_device
 
-    given_as = Data(
+    given_as = DataConfig(
         source=source,
         root=given,
         allow_missing=True,
@@ -188,10 +188,10 @@ def _value_of(flag: str, flags: list[str]) -> str | None:
     return None
 
 
-def _choice(name: str, before: Choice | None, changed: dict[str, Scalar]) -> Choice:
+def _choice(name: str, before: ComponentConfig | None, changed: dict[str, Scalar]) -> ComponentConfig:
     """Another loss starts from its own defaults; the same one keeps the recipe's settings."""
     kept = before.settings if before is not None and before.name == name else {}
-    return Choice(name, {**kept, **changed})
+    return ComponentConfig(name, {**kept, **changed})
 
 
 def _scalar(text: str) -> Scalar:

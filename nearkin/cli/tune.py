@@ -88,11 +88,11 @@ def run(argv: list[str]) -> None:
     found = standings(search)
     left = sum(standing.left for standing in found)
     if not left:
-        reporter.say(f"done already: all {search.total} trials of {search.out}")
+        reporter.info(f"done already: all {search.total} trials of {search.out}")
     elif args.workers:
-        reporter.say(f"{left} of {search.total} trials to run: {_budget(search)}")
+        reporter.info(f"{left} of {search.total} trials to run: {_budget(search)}")
         if is_database(search.address):
-            reporter.say(f"on each further machine:\n  {shlex.join(['nearkin', 'tune', *_printable(argv, search)])}")
+            reporter.info(f"on each further machine:\n  {shlex.join(['nearkin', 'tune', *_printable(argv, search)])}")
         if args.launch == "here":
             run_here(search, args.workers, device=args.device, quiet=args.quiet)
         else:

@@ -27,7 +27,7 @@ _NOT_IN_KEY = {"in_key": False}
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """Which images, and how their classes are split."""
 
     source: str = "glyphs"
@@ -41,7 +41,7 @@ class Data:
     """Leave out images that cannot be read, and say so, instead of stopping."""
     allow_missing: bool = field(default=False, metadata=_NOT_IN_KEY)
     """Go on when files that a source lists are not there; the result then says so."""
-    boxes: bool = False
+    crop_to_boxes: bool = False
     """Cut images to the boxes that the source gives. The papers do not."""
     path_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
     """Column of a table that holds the path of the image; by default path, file_name or the like."""
@@ -54,43 +54,43 @@ class Data:
     ce_inshop, thesis, mpa."""
     cache: bool = field(default=True, metadata=_NOT_IN_KEY)
     """Keep a folder's images decoded and scaled in the cache folder, so that only the first epoch decodes them."""
-    cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
+    max_cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
     """Largest cache to write, in gigabytes."""
-    workers: int = field(default=0, metadata=_NOT_IN_KEY)
+    num_workers: int = field(default=0, metadata=_NOT_IN_KEY)
     """Threads that read and vary images while the network is busy; 0 takes one per core."""
-    test_share: float = 0.4
+    test_fraction: float = 0.4
     """Share of the classes kept sealed for the final numbers, where the source has no test part of its own."""
-    val_share: float = 0.1
+    val_fraction: float = 0.1
     """Share of the classes (of the training classes, where the source has a test part) that choose the epoch; 0 trains
     on all of them and keeps the last epoch, for settings that were chosen before."""
     folds: int = 0
-    """With 10, validation is one of ten equal groups of the training classes instead of val_share of them."""
+    """With 10, validation is one of ten equal groups of the training classes instead of val_fraction of them."""
     fold: int = 0
     """Which of the folds validates, from 0."""
-    choose_on: Literal["validation", "test"] = "validation"
+    select_on: Literal["validation", "test"] = "validation"
     """test: choose the epoch on the test classes, as most papers do. Such a number is too high, and marked as such."""
     split_seed: int = 0
     """Draws which classes go where; the same for every run that is to be compared."""
 
     def __post_init__(self) -> None:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
-        _check(self.cache_gb > 0, "data.cache_gb", "above 0", self.cache_gb)
-        _check(self.workers >= 0, "data.workers", "0 or above", self.workers)
-        _check(0 <= self.val_share < 1, "data.val_share", "from 0 to below 1", self.val_share)
-        _check(0 < self.test_share < 1, "data.test_share", "between 0 and 1", self.test_share)
+        _check(self.max_cache_gb > 0, "data.max_cache_gb", "above 0", self.max_cache_gb)
+        _check(self.num_workers >= 0, "data.num_workers", "0 or above", self.num_workers)
+        _check(0 <= self.val_fraction < 1, "data.val_fraction", "from 0 to below 1", self.val_fraction)
+        _check(0 < self.test_fraction < 1, "data.test_fraction", "between 0 and 1", self.test_fraction)
         _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)
         _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
         _check(0 <= self.split_seed < 2**63, "data.split_seed", "0 to 2**63 - 1", self.split_seed)
         _check(
-            self.val_share + self.test_share < 1,
-            "data.val_share + data.test_share",
+            self.val_fraction + self.test_fraction < 1,
+            "data.val_fraction + data.test_fraction",
             "below 1, so that classes remain to train on",
-            self.val_share + self.test_share,
+            self.val_fraction + self.test_fraction,
         )
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """The network that maps an image to a vector: backbone, pooling, head."""
 
     backbone: str = "small_conv"
@@ -100,13 +100,13 @@ class Model:
     """What the backbone starts from: none (random), default (its published weights), or a .pth or .safetensors file."""
     width: int = 24
     """Channels of small_conv's first layer; the later ones have two and four times as many."""
-    taps: Literal["high", "low_mid_high"] = "high"
+    feature_levels: Literal["high", "low_mid_high"] = "high"
     """Where features are taken: the last maps, or three depths, each with its own part of the embedding."""
     pool: str = "average_maximum"
     """How feature maps become one vector: average, maximum, average_maximum, gem or grid (every place kept)."""
     gem_p: float = 3.0
     """The power of gem: 1 is the average, large values near the maximum."""
-    learn_p: bool = False
+    learn_gem_p: bool = False
     """Whether gem's power is learned."""
     norm: Literal["none", "layer", "batch"] = "none"
     """Normalisation of the pooled features, without learned scale and shift."""
@@ -116,7 +116,7 @@ class Model:
     """From features to the embedding: linear; linear plus a small correction learned from zero; or two layers."""
     dim: int = 128
     """Length of the embedding vector; 0 takes the pooled features themselves, without a head."""
-    start: Literal["random", "whitened"] = "random"
+    head_init: Literal["random", "whitened"] = "random"
     """First weights of the head: random, or the features whitened within classes and reduced by PCA (closed form)."""
     shrinkage: float = 1.0
     """Of the whitened start: how far within-class variances are pulled to their mean; larger changes features less."""
@@ -134,13 +134,21 @@ class Model:
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
         _check(self.shrinkage > 0, "model.shrinkage", "above 0", self.shrinkage)
         _check(
-            self.taps == "high" or self.dim % 3 == 0, "model.dim", "a multiple of 3 with three taps (or 0)", self.dim
+            self.feature_levels == "high" or self.dim % 3 == 0,
+            "model.dim",
+            "a multiple of 3 with three taps (or 0)",
+            self.dim,
         )
-        _check(self.dim > 0 or self.start == "random", "model.start", "random where there is no head", self.start)
+        _check(
+            self.dim > 0 or self.head_init == "random",
+            "model.head_init",
+            "random where there is no head",
+            self.head_init,
+        )
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComponentConfig:
     """Something registered, by name, with its settings beside it: `name = "proxy_anchor"`, `alpha = 32.0`."""
 
     name: str
@@ -150,7 +158,7 @@ class Choice:
         return {"name": self.name, **self.settings}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str) -> Choice:
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> ComponentConfig:
         settings = dict(values)
         name = settings.pop("name", None)
         if not isinstance(name, str):
@@ -162,14 +170,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """The loop: batches, optimiser and schedule."""
 
     epochs: int = 6
     """Passes over the training classes."""
     batch_size: int = 128
     """Images per step."""
-    per_class: int = 4
+    samples_per_class: int = 4
     """Images of each class in a batch; 0 draws at random instead of class by class."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw, or sgd."""
@@ -187,9 +195,9 @@ class Train:
     """Weight decay; never applied to biases, norms and other 1-D parameters."""
     class_decay: bool = False
     """Whether weight decay also applies to proxies and classifiers."""
-    schedule: Literal["one_cycle", "cosine", "step", "constant"] = "one_cycle"
+    lr_schedule: Literal["one_cycle", "cosine", "step", "constant"] = "one_cycle"
     """How the learning rate moves: up and down, down only, down in steps, or not at all."""
-    warm_up_steps: int = 0
+    warmup_steps: int = 0
     """Steps in which the learning rate rises to where the schedule has it (one_cycle has a rise of its own)."""
     step_epochs: int = 10
     """Of step: epochs between two falls."""
@@ -199,7 +207,7 @@ class Train:
     """First epochs in which the backbone stands still and only the head and the class parameters learn."""
     clip_norm: float = 10.0
     """Largest norm of the gradient; 0 leaves it alone."""
-    micro_batch: int = 0
+    micro_batch_size: int = 0
     """Images per forward pass, for batches that do not fit the memory; the gradient is still that of the whole batch.
     0 takes the batch at once."""
     ema: float = 0.0
@@ -210,7 +218,7 @@ class Train:
     """Of the network on a CUDA device; losses are always in fp32."""
     compile: bool = field(default=False, metadata=_NOT_IN_KEY)
     """Let torch.compile make the network faster; the first steps are slow."""
-    save_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
+    checkpoint_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
     """Write a checkpoint this often within long epochs; one is written after each epoch anyway."""
     feature_noise: float = 0.0
     """With a frozen backbone: noise added to training features, as a share of each feature's spread."""
@@ -220,11 +228,16 @@ class Train:
     def __post_init__(self) -> None:
         _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
         _check(self.batch_size >= 2, "train.batch_size", "at least 2", self.batch_size)
-        _check(0 <= self.per_class <= self.batch_size, "train.per_class", "from 0 to batch_size", self.per_class)
         _check(
-            self.per_class == 0 or self.batch_size % self.per_class == 0,
+            0 <= self.samples_per_class <= self.batch_size,
+            "train.samples_per_class",
+            "from 0 to batch_size",
+            self.samples_per_class,
+        )
+        _check(
+            self.samples_per_class == 0 or self.batch_size % self.samples_per_class == 0,
             "train.batch_size",
-            f"a multiple of train.per_class ({self.per_class})",
+            f"a multiple of train.samples_per_class ({self.samples_per_class})",
             self.batch_size,
         )
         _check(self.lr > 0, "train.lr", "above 0", self.lr)
@@ -233,14 +246,14 @@ class Train:
         _check(self.clip_norm >= 0, "train.clip_norm", "0 or above", self.clip_norm)
         _check(self.head_lr is None or self.head_lr > 0, "train.head_lr", "above 0", self.head_lr)
         _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
-        _check(self.warm_up_steps >= 0, "train.warm_up_steps", "0 or above", self.warm_up_steps)
+        _check(self.warmup_steps >= 0, "train.warmup_steps", "0 or above", self.warmup_steps)
         _check(self.step_epochs >= 1, "train.step_epochs", "at least 1", self.step_epochs)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
         _check(0 <= self.frozen_epochs <= self.epochs, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
-        _check(self.micro_batch >= 0, "train.micro_batch", "0 or above", self.micro_batch)
+        _check(self.micro_batch_size >= 0, "train.micro_batch_size", "0 or above", self.micro_batch_size)
         _check(0 <= self.ema < 1, "train.ema", "from 0 to below 1", self.ema)
         _check(self.patience >= 0, "train.patience", "0 or above", self.patience)
-        _check(self.save_minutes > 0, "train.save_minutes", "above 0", self.save_minutes)
+        _check(self.checkpoint_minutes > 0, "train.checkpoint_minutes", "above 0", self.checkpoint_minutes)
         _check(self.feature_noise >= 0, "train.feature_noise", "0 or above", self.feature_noise)
         _check(0 <= self.feature_mix <= 1, "train.feature_mix", "from 0 to 1", self.feature_mix)
 
@@ -249,11 +262,11 @@ class Train:
 class Recipe:
     """One training run, whole. Vary one with `dataclasses.replace`, write it with `to_toml`."""
 
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    loss: Choice = field(default_factory=lambda: Choice("proxy_anchor"))
-    miner: Choice | None = None
-    train: Train = field(default_factory=Train)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: ComponentConfig = field(default_factory=lambda: ComponentConfig("proxy_anchor"))
+    miner: ComponentConfig | None = None
+    train: TrainConfig = field(default_factory=TrainConfig)
     memory: int = 0
     """Embeddings of earlier batches kept as further references (pair losses only); 0 keeps none."""
     seed: int = 0
@@ -268,7 +281,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, without what is None: the form that TOML and the flags share."""
-        return plain_values(self)
+        return to_plain_dict(self)
 
     def to_toml(self) -> str:
         import tomli_w
@@ -281,10 +294,10 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
-        return parsed(Path(path), "recipe", cls.from_dict)
+        return load_toml(Path(path), "recipe", cls.from_dict)
 
 
-_SECTIONS = (Recipe, Data, Model, Train)
+_SECTIONS = (Recipe, DataConfig, ModelConfig, TrainConfig)
 
 
 def _check(holds: bool, where: str, wanted: str, got: object) -> None:
@@ -300,17 +313,17 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def plain_values(node: Any, *, keyed_only: bool = False) -> dict[str, Any]:
+def to_plain_dict(node: Any, *, keyed_only: bool = False) -> dict[str, Any]:
     """A dataclass of settings as nested plain values, without what is None."""
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(node):
         value = getattr(node, entry.name)
         if value is None or (keyed_only and not entry.metadata.get("in_key", True)):
             continue
-        if isinstance(value, Choice):
+        if isinstance(value, ComponentConfig):
             value = value.to_dict()
         elif dataclasses.is_dataclass(value):
-            value = plain_values(value, keyed_only=keyed_only)
+            value = to_plain_dict(value, keyed_only=keyed_only)
         elif isinstance(value, Path):
             value = str(value)
         elif isinstance(value, int) and entry.name in _float_fields(node.__class__):
@@ -325,7 +338,7 @@ def _float_fields(kind: type) -> frozenset[str]:
     return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
 
 
-def parsed(path: Path, what: str, make: Callable[[dict[str, Any]], T]) -> T:
+def load_toml(path: Path, what: str, make: Callable[[dict[str, Any]], T]) -> T:
     """What `make` gives for the values of a TOML file; every error names the file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -370,7 +383,7 @@ def setting_names() -> list[str]:
         section = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if section is None:
             names.append(entry)
-        elif section is Choice:
+        elif section is ComponentConfig:
             names += [entry, f"{entry}.name"]
         else:
             names += [entry, *(f"{entry}.{f.name}" for f in dataclasses.fields(section))]
@@ -384,7 +397,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
-        return Choice.from_dict(value, where) if hint is Choice else from_dict(hint, value, f"{where}.")
+        return (
+            ComponentConfig.from_dict(value, where) if hint is ComponentConfig else from_dict(hint, value, f"{where}.")
+        )
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: expected a list, got {value!r}.")

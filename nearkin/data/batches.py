@@ -22,7 +22,7 @@ def training_inputs(
     """
     if table.features is None:
         data = recipe.data
-        drawn = {"seed": recipe.seed, "epoch": epoch, "start": start, "workers": data.workers, "first": first}
+        drawn = {"seed": recipe.seed, "epoch": epoch, "start": start, "workers": data.num_workers, "first": first}
         yield from training_batches(table.images, plan, AUGMENTS[data.augment], **drawn)
         return
     features, labels = torch.from_numpy(table.features), table.labels

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nearkin._common.registry import Registry
 from nearkin.data.listing import Listing, list_folder
-from nearkin.errors import DataError, need
+from nearkin.errors import DataError, import_extra
 
 CLOSED_SET = (
     "it puts images of the same classes on both sides, so it measures recognition of known classes, "
@@ -173,7 +173,7 @@ def read_cars(root: Path) -> Listing:
             )
         listing = _by_holding_folder(root)
         return replace(listing, part=first_half(listing.labels, len(listing.class_names)))
-    matlab = need("scipy.io", extra="bench")
+    matlab = import_extra("scipy.io", extra="bench")
     try:
         stored = matlab.loadmat(root / "cars_annos.mat", squeeze_me=True, struct_as_record=True)
         rows, names = np.atleast_1d(stored["annotations"]), np.atleast_1d(stored["class_names"])

@@ -36,7 +36,7 @@ from torch import Tensor
 from nearkin._common.progress import Reporter
 from nearkin.data import reading
 from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
-from nearkin.data.loading import in_threads
+from nearkin.data.loading import map_in_threads
 from nearkin.errors import DataError
 
 OnBroken = Literal["stop", "skip"]
@@ -123,7 +123,7 @@ class CachedImages:
         pixels = self._pixels(at)
         if not self._checked[at]:
             if not self._intact(at, pixels):
-                self._reporter.say(f"cache: {self.path.name} is damaged at {self.files.paths[at]}; reading the file")
+                self._reporter.info(f"cache: {self.path.name} is damaged at {self.files.paths[at]}; reading the file")
                 return self.files.whole(at)
             self._checked[at] = True
         height, width = int(self.heights[at]), int(self.widths[at])
@@ -208,15 +208,15 @@ def _open_whole(path: Path, files: FileImages, reporter: Reporter) -> CachedImag
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reporter.say(f"cache: {path.name} cannot be used ({error}); building it again")
+        reporter.info(f"cache: {path.name} cannot be used ({error}); building it again")
         return None
     sample = np.linspace(0, len(files) - 1, min(_SAMPLE, len(files))).astype(np.int64)
     if found.damaged(sample):
-        reporter.say(f"cache: {path.name} is damaged; building it again")
+        reporter.info(f"cache: {path.name} is damaged; building it again")
         return None
     read = _read_for_cache(files)
     if any(not read(row)[1] for row in found.broken):  # a permission was given: no time of change tells of it
-        reporter.say(f"cache: files of {path.name} that could not be read now can be; building it again")
+        reporter.info(f"cache: files of {path.name} that could not be read now can be; building it again")
         return None
     return found
 
@@ -225,13 +225,13 @@ def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -
     """Decode every file and write the cache aside, then rename it."""
     size = _expected_bytes(files)
     free = shutil.disk_usage(path.parent).free
-    reporter.say(
+    reporter.info(
         f"cache: {len(files):,} images at {files.side} pixels, {_gb(size)} in {path.parent} ({_gb(free)} free)"
     )
     if size > limit_gb * 1e9:
         raise DataError(
             f"cache: {len(files):,} images at {files.side} pixels need {_gb(size)}, more than the limit of "
-            f"{limit_gb:g} GB.\nRaise --data.cache-gb, lower --data.image-size, or go without: --data.no-cache."
+            f"{limit_gb:g} GB.\nRaise --data.max-cache-gb, lower --data.image-size, or go without: --data.no-cache."
         )
     if size + _SPARE_BYTES > free:
         raise DataError(
@@ -248,7 +248,7 @@ def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -
     broken: dict[int, str] = {}
     try:
         with open(aside, "wb") as out, reporter.track("building the cache", len(files), unit="img") as bar:
-            for part in in_threads(_read_and_hash(files), range(len(files)), workers=files.workers):
+            for part in map_in_threads(_read_and_hash(files), range(len(files)), workers=files.workers):
                 for pixels, reason, digest in part:
                     if reason:
                         broken[len(heights)] = reason
@@ -316,7 +316,7 @@ def _expected_bytes(files: FileImages) -> int:
     of a file that is stored turned.
     """
     total = 0
-    for part in in_threads(_pixels_of(files), range(len(files)), workers=files.workers):
+    for part in map_in_threads(_pixels_of(files), range(len(files)), workers=files.workers):
         total += sum(part)
     return total * files.shape[0] + _INDEX_BYTES * len(files)
 
@@ -340,7 +340,7 @@ def _locked(path: Path, reporter: Reporter) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            reporter.say("cache: another process is building it; waiting")
+            reporter.info("cache: another process is building it; waiting")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -352,7 +352,7 @@ def _find_broken(files: FileImages, reporter: Reporter) -> dict[int, str]:
     broken: dict[int, str] = {}
     read, row = _read_for_cache(files), 0
     with reporter.track("looking for broken images", len(files), unit="img") as bar:
-        for part in in_threads(lambda row: read(row)[1], range(len(files)), workers=files.workers):
+        for part in map_in_threads(lambda row: read(row)[1], range(len(files)), workers=files.workers):
             broken |= {row + i: reason for i, reason in enumerate(part) if reason}
             row += len(part)
             bar.advance(len(part))
@@ -369,7 +369,7 @@ def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroke
         )
     if len(broken) == len(files):
         raise DataError(f"none of the {len(files):,} images can be read:\n{first}{more}")
-    reporter.say(f"data: {len(broken):,} of {len(files):,} images cannot be read and are left out:\n{first}{more}")
+    reporter.info(f"data: {len(broken):,} of {len(files):,} images cannot be read and are left out:\n{first}{more}")
 
 
 def _gb(size: float) -> str:

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.image_info import HUGE, Look, look_at_all
+from nearkin.data.image_info import HUGE, ImageInfo, inspect_images
 from nearkin.data.listing import Listing
 from nearkin.data.perceptual_hash import confirm, is_flat, near_pairs
 from nearkin.data.sources import fingerprint, list_source, load_features, recognise
-from nearkin.data.splits import JUDGED
+from nearkin.data.splits import EVALUATED
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, did_you_mean
 
@@ -85,7 +85,7 @@ def check_target(target: str, root: Path, reporter: Reporter) -> Report:
     source = recognise(path)
     if source == "features":
         return check_features(load_features(path))
-    return check(list_source(Data(source=source, root=path, allow_missing=True)), reporter)
+    return check(list_source(DataConfig(source=source, root=path, allow_missing=True)), reporter)
 
 
 def check_features(table: Table) -> Report:
@@ -93,13 +93,13 @@ def check_features(table: Table) -> Report:
     assert table.features is not None
     rows = tuple(Path(f"row {r}") for r in range(len(table)))
     listing = Listing(table.source, Path(), rows, table.labels, table.class_names, table.part)
-    looks = [Look(digest=vector.tobytes()) for vector in table.features]
+    looks = [ImageInfo(digest=vector.tobytes()) for vector in table.features]
     return _report(listing, [*_about_listing(listing), *_about_copies(listing, looks, near=False)], table.fingerprint)
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
     """Look at every file of a listing once and report what is off."""
-    looks = look_at_all(listing.paths, reporter, listing.source)
+    looks = inspect_images(listing.paths, reporter, listing.source)
     found = [*_about_listing(listing), *_about_files(listing, looks), *_about_copies(listing, looks, near=True)]
     whole = not any(one.trouble for one in looks)
     # The same as the table's (without boxes), so that a result can be matched to the report of its data.
@@ -187,7 +187,7 @@ def _about_listing(listing: Listing) -> list[Finding]:
 def _overlap(listing: Listing) -> list[str]:
     if listing.part is None:
         return []
-    judged = np.isin(listing.part, JUDGED)
+    judged = np.isin(listing.part, EVALUATED)
     validated = listing.part == "val"
     trained = ~judged & ~validated
     both: set[int] = set()
@@ -216,8 +216,8 @@ def meant(name: str) -> str:
 # --- what each file tells --------------------------------------------------------------------------------------------
 
 
-def _about_files(listing: Listing, looks: Sequence[Look]) -> list[Finding]:
-    def cases(holds: Callable[[Look], bool], says: Callable[[Look], str]) -> list[str]:
+def _about_files(listing: Listing, looks: Sequence[ImageInfo]) -> list[Finding]:
+    def cases(holds: Callable[[ImageInfo], bool], says: Callable[[ImageInfo], str]) -> list[str]:
         rows = ((path, one) for path, one in zip(listing.paths, looks, strict=True) if holds(one))
         return [f"{listing.shown(path)}: {says(one)}" if says(one) else listing.shown(path) for path, one in rows]
 
@@ -260,7 +260,7 @@ def _about_files(listing: Listing, looks: Sequence[Look]) -> list[Finding]:
 # --- what pairs of files tell ----------------------------------------------------------------------------------------
 
 
-def _about_copies(listing: Listing, looks: Sequence[Look], *, near: bool) -> list[Finding]:
+def _about_copies(listing: Listing, looks: Sequence[ImageInfo], *, near: bool) -> list[Finding]:
     by_content: dict[bytes, list[int]] = defaultdict(list)
     for row, one in enumerate(looks):
         if one.digest and not one.trouble:
@@ -313,7 +313,7 @@ def _telling_pairs(listing: Listing, rows: list[int]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _near(looks: Sequence[Look], rows: Sequence[int]) -> list[tuple[int, int]]:
+def _near(looks: Sequence[ImageInfo], rows: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs of files that differ in their bytes and look the same."""
     some = np.array(rows, np.int64)
     if len(some) < 2:
@@ -325,7 +325,7 @@ def _near(looks: Sequence[Look], rows: Sequence[int]) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in some[shaded][pairs]]
 
 
-def _thumb(one: Look) -> NDArray[np.uint8]:
+def _thumb(one: ImageInfo) -> NDArray[np.uint8]:
     assert one.thumb is not None
     return one.thumb
 
@@ -365,7 +365,7 @@ def _part_counts(listing: Listing) -> dict[str, dict[str, int]]:
     }
 
 
-def _table_fingerprint(listing: Listing, looks: Sequence[Look]) -> str:
+def _table_fingerprint(listing: Listing, looks: Sequence[ImageInfo]) -> str:
     present, labels = np.unique(listing.labels, return_inverse=True)
     names = tuple(listing.class_names[c] for c in present)
     return fingerprint((one.digest for one in looks), labels, names, listing.part)

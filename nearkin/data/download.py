@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearkin._common.progress import Bar, Reporter
+from nearkin._common.progress import ProgressBar, Reporter
 from nearkin.errors import DataError
 
 CHUNK = 2**18
@@ -51,14 +51,14 @@ def download(
         try:
             _fetch(url, part, reporter, wait)
         except _Refused as error:
-            reporter.say(f"{url}: {error}")
+            reporter.info(f"{url}: {error}")
             refused.append(f"{url} ({error})")
             continue
         digest = verify(part, checksums)
         if isinstance(digest, _Wrong):
             # Nothing of it can be trusted, so the next try must not continue it.
             _forget(part)
-            reporter.say(f"{url}: {digest.message}")
+            reporter.info(f"{url}: {digest.message}")
             refused.append(f"{url} ({digest.message})")
             continue
         part.replace(target)
@@ -131,7 +131,7 @@ def _fetch(url: str, part: Path, reporter: Reporter, wait: float) -> None:
         in_vain = 0 if have > before else in_vain + 1
         if in_vain >= TRIES:
             raise _Refused(reason)
-        reporter.say(f"{url}: {reason} at {have / 1e6:,.1f} MB; trying again")
+        reporter.info(f"{url}: {reason} at {have / 1e6:,.1f} MB; trying again")
         time.sleep(min(60.0, wait * 2**in_vain))
 
 
@@ -173,7 +173,7 @@ def _transfer(url: str, part: Path, have: int, reporter: Reporter) -> bool:
     return ended and (total is None or have >= total)
 
 
-def _copy(reply: Any, out: Any, bar: Bar) -> tuple[int, bool]:
+def _copy(reply: Any, out: Any, bar: ProgressBar) -> tuple[int, bool]:
     """How many bytes came, and whether the reply ended by itself (one cut short of its said length seems to)."""
     copied = 0
     while True:

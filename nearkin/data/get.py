@@ -35,7 +35,7 @@ def get_benchmark(
     reporter: Reporter | None = None,
 ) -> str:
     reporter = reporter or Reporter()
-    reporter.say(f"{benchmark.title}: {benchmark.terms} ({benchmark.page})")
+    reporter.info(f"{benchmark.title}: {benchmark.terms} ({benchmark.page})")
     if sha256 and len(benchmark.archives) > 1:
         raise DataError(
             f"--sha256: {benchmark.name} is made of {len(benchmark.archives)} files, one checksum cannot do."
@@ -92,7 +92,7 @@ def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter
     digest = check_file(file, wanted)
     if wanted.sha256 is None:
         found = "its MD5 is the known one, which shows it is undamaged" if wanted.md5 else "no checksum of it is known"
-        reporter.say(f"{file.name}: sha256 {digest}; {found}. Pass --sha256 to insist on this one.")
+        reporter.info(f"{file.name}: sha256 {digest}; {found}. Pass --sha256 to insist on this one.")
     target = root / archive.into
     if is_archive(file):
         extract(file, target, reporter)

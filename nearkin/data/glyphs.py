@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
-from nearkin.errors import MissingExtra, need
+from nearkin.errors import MissingExtraError, import_extra
 
 SIZE = 40  # pixels, both ways
 VERSION = 1  # raise when any drawing changes, so that old caches and old runs are not mistaken for new ones
@@ -38,7 +38,7 @@ _DRAWN_AT = 56  # font size in pixels; drawn larger than SIZE so that bending do
 
 def load(*, seed: int = 0, cache: Path | None = None) -> Table:
     """All glyph images in one table, from the cache when there is one. Drawing them takes about ten seconds."""
-    need("PIL.Image", extra="vision")
+    import_extra("PIL.Image", extra="vision")
     _font_folder()  # also a cache is known by the version of what draws
     target = (cache or cache_dir()) / f"glyphs-{_identity(seed)}.npz"
     stored = _read_cache(target)
@@ -108,7 +108,7 @@ def _font_folder() -> Path:
     # Found, not imported: importing matplotlib costs most of a second and only its font files are wanted.
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or spec.origin is None:
-        raise MissingExtra("glyphs are drawn with matplotlib's fonts. Run: pip install 'nearkin[report]'")
+        raise MissingExtraError("glyphs are drawn with matplotlib's fonts. Run: pip install 'nearkin[report]'")
     return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
 
 

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
 from nearkin.data.perceptual_hash import hash_image
-from nearkin.data.reading import MOST_PIXELS, NO_RANGE, ORIENTATION
-from nearkin.errors import need
+from nearkin.data.reading import MAX_PIXELS, NO_RANGE, ORIENTATION
+from nearkin.errors import import_extra
 
 HUGE = 50_000_000  # pixels above which an image slows reading down for nothing
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageInfo:
     """One file. `trouble` is its kind with `reason` in words, or empty for an image that can be used.
 
     Kinds: broken_link, no_permission, unreadable, too_many_pixels.
@@ -46,29 +46,29 @@ class Look:
         return self.width * self.height
 
 
-def look(path: Path) -> Look:
+def inspect_image(path: Path) -> ImageInfo:
     """Read and decode one file. Never raises for what is wrong with the file itself."""
     link = path.is_symlink()
     try:
         content = path.read_bytes()
     except PermissionError:
-        return Look("no_permission", "no permission to read it", link)
+        return ImageInfo("no_permission", "no permission to read it", link)
     except FileNotFoundError:
         where = f"leads to {os.readlink(path)}, which is not there" if link else "is not there"
-        return Look("broken_link" if link else "unreadable", where, link)
+        return ImageInfo("broken_link" if link else "unreadable", where, link)
     except OSError as error:  # a loop of links, a folder named like an image, a disk error
-        return Look("broken_link" if link else "unreadable", error.strerror or str(error), link)
+        return ImageInfo("broken_link" if link else "unreadable", error.strerror or str(error), link)
     digest = hashlib.sha256(content).digest()
-    image_module, ops = need("PIL.Image", extra="vision"), need("PIL.ImageOps", extra="vision")
+    image_module, ops = import_extra("PIL.Image", extra="vision"), import_extra("PIL.ImageOps", extra="vision")
     width = height = 0
     try:
         with _headers_of_any_size(image_module):
             image = image_module.open(io.BytesIO(content))
         with image:
             (width, height), mode = image.size, image.mode
-            if width * height > MOST_PIXELS:
-                reason = f"{width} x {height} pixels, more than {MOST_PIXELS / 1e6:.0f} million"
-                return Look("too_many_pixels", reason, link, digest, width, height, mode)
+            if width * height > MAX_PIXELS:
+                reason = f"{width} x {height} pixels, more than {MAX_PIXELS / 1e6:.0f} million"
+                return ImageInfo("too_many_pixels", reason, link, digest, width, height, mode)
             if mode == "F":
                 raise ValueError(NO_RANGE)
             turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
@@ -78,16 +78,16 @@ def look(path: Path) -> Look:
             value, thumb = hash_image(grey)
     except Exception as error:  # decoders raise anything at all on a damaged file
         reason = "empty file" if not content else _reason(error, content)
-        return Look("unreadable", reason, link, digest, width, height)
-    return Look("", "", link, digest, width, height, mode, turned, value, thumb)
+        return ImageInfo("unreadable", reason, link, digest, width, height)
+    return ImageInfo("", "", link, digest, width, height, mode, turned, value, thumb)
 
 
-def look_at_all(paths: Sequence[Path], reporter: Reporter, name: str) -> list[Look]:
+def inspect_images(paths: Sequence[Path], reporter: Reporter, name: str) -> list[ImageInfo]:
     looks = []
     with reporter.track(f"checking {name}", len(paths), unit="img") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata, one line per file
         for path in paths:
-            looks.append(look(path))
+            looks.append(inspect_image(path))
             bar.advance()
     return looks
 
@@ -100,7 +100,7 @@ def _grey(image: Any) -> Any:
         low, high = float(values.min()), float(values.max())
         scaled = (values - low) * (255 / (high - low) if high > low else 0.0)
         exif = image.getexif()
-        image = need("PIL.Image", extra="vision").fromarray(scaled.astype(np.uint8))
+        image = import_extra("PIL.Image", extra="vision").fromarray(scaled.astype(np.uint8))
         image.getexif().update(exif)
     return image.convert("L")
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.data.loading import empty_batch, in_threads
+from nearkin.data.loading import empty_batch, map_in_threads
 from nearkin.data.reading import Decoder, read_whole, square
 from nearkin.errors import DataError
 
@@ -131,6 +131,6 @@ def stack_squares(images: Any, rows: Rows) -> Tensor:
     def fill(place: int) -> None:
         squares[place] = square(images.whole(int(rows[place])), images.shape[1])
 
-    for _ in in_threads(fill, range(len(rows)), workers=images.workers):
+    for _ in map_in_threads(fill, range(len(rows)), workers=images.workers):
         pass
     return squares

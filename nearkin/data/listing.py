@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data.table import PARTS
-from nearkin.errors import DataError, MissingExtra, did_you_mean
+from nearkin.errors import DataError, MissingExtraError, did_you_mean
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 TABLE_SUFFIXES = {".csv", ".tsv", ".parquet"}
@@ -309,7 +309,7 @@ def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         frame = importlib.import_module("pandas").read_parquet(file)
     except ImportError:  # pandas itself, or the pyarrow or fastparquet that it reads with
-        raise MissingExtra(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
+        raise MissingExtraError(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
     return {str(name): frame[name] for name in frame.columns}, [str(row) for row in range(1, len(frame) + 1)]

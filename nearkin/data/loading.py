@@ -27,7 +27,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) -> Iterator[list[R]]:
+def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) -> Iterator[list[R]]:
     """work(item) of all items in order, a few at a time; 0 workers means one per core."""
     parts = [items[start : start + _PER_TASK] for start in range(0, len(items), _PER_TASK)]
     if len(parts) <= 1:  # not worth a thread
@@ -37,10 +37,10 @@ def in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) 
     def do(part: Sequence[T]) -> list[R]:
         return [work(item) for item in part]
 
-    yield from ahead(([partial(do, part)] for part in parts), workers=workers, keep=64)
+    yield from prefetch(([partial(do, part)] for part in parts), workers=workers, keep=64)
 
 
-def ahead(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, keep: int = 2) -> Iterator[R]:
+def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, keep: int = 2) -> Iterator[R]:
     """Run jobs in threads, each made of steps that may run side by side; yield each job's first result, in order.
 
     At most `keep` jobs are under way beyond the one that is waited for, so that memory stays bounded. An error in a

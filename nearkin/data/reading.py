@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearkin.errors import DataError, need
+from nearkin.errors import DataError, import_extra
 
 VERSION = 1  # raise when any pixel could change, so that old caches are not taken for new ones
-MOST_PIXELS = 178_956_970  # of one file; Pillow's own bound against files that unpack to fill the memory
-MOST_ASPECT = 4  # a longer picture is cut to its middle: a panorama's thin strip would cost a cache many squares
+MAX_PIXELS = 178_956_970  # of one file; Pillow's own bound against files that unpack to fill the memory
+MAX_ASPECT = 4  # a longer picture is cut to its middle: a panorama's thin strip would cost a cache many squares
 _DRAFT_FROM = 4  # decode a JPEG at a fraction once it is this many times larger than needed; 2 remain to average over
 _PART = 2_000_000  # pixels converted at a time
 ORIENTATION = 0x0112  # in EXIF
@@ -87,7 +87,7 @@ def read_size(path: Path | str) -> tuple[int, int]:
         with open(path, "rb") as file:
             found = _sniff(file.read(1 << 16)).size
         if found is None:
-            with need("PIL.Image", extra="vision").open(path) as image:
+            with import_extra("PIL.Image", extra="vision").open(path) as image:
                 found = image.size
     except Exception as error:
         raise DataError(f"{path}: cannot be read as an image ({_reason(error)}).") from None
@@ -126,9 +126,9 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
         assert not isinstance(source, bytes)
         raise DataError(f"{source}: cannot be read ({error.strerror}).") from None
     head = _sniff(data[: 1 << 20].tobytes())  # a camera's preview may come before the picture's own size
-    if head.size is not None and head.size[0] * head.size[1] > MOST_PIXELS:
+    if head.size is not None and head.size[0] * head.size[1] > MAX_PIXELS:
         raise DataError(
-            f"{name_of(source)}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million."
+            f"{name_of(source)}: {head.size[0]:,} x {head.size[1]:,} pixels, more than {MAX_PIXELS / 1e6:.0f} million."
             " Shrink the file."
         )
     # How many times larger than needed the part that is kept is stored.
@@ -140,7 +140,7 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
             return vision.decode_image(torch.from_numpy(data), rgb, apply_exif_orientation=True), 1.0
         except RuntimeError:
             pass  # Pillow reads some files that torchvision does not, and otherwise names the reason
-    image = need("PIL.Image", extra="vision").open(io.BytesIO(data.tobytes()))
+    image = import_extra("PIL.Image", extra="vision").open(io.BytesIO(data.tobytes()))
     width, height = image.size
     if excess >= _DRAFT_FROM:
         image.draft("RGB", (int(2 * width / excess), int(2 * height / excess)))
@@ -149,11 +149,11 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
 
 def _from_pillow(image: Any) -> Tensor:
     """A PIL image of any mode, upright, as bytes [1 or 3, h, w]."""
-    if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS / 1e6:.0f} million")
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS / 1e6:.0f} million")
     image.load()  # a PNG may say only behind its pixels how it stands
     if image.getexif().get(ORIENTATION, 1) != 1:  # else it would be copied as it is
-        image = need("PIL.ImageOps", extra="vision").exif_transpose(image)
+        image = import_extra("PIL.ImageOps", extra="vision").exif_transpose(image)
     if image.mode == "F":
         raise ValueError(NO_RANGE)
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip everything above 255 to white
@@ -223,7 +223,7 @@ def _at_most_aspect(pixels: Tensor) -> Tensor:
 
 
 def _aspect_bound(height: int, width: int) -> tuple[int, int]:
-    return min(height, MOST_ASPECT * width), min(width, MOST_ASPECT * height)
+    return min(height, MAX_ASPECT * width), min(width, MAX_ASPECT * height)
 
 
 def _short_side(height: int, width: int, side: int) -> tuple[int, int]:

@@ -60,29 +60,29 @@ class BalancedSampler:
     Very uneven classes: an epoch is as long as batches can be filled without showing any class more often than it has
     groups. A class with more groups than that gives one group to every batch, other images of it in each epoch.
 
-    >>> sampler = BalancedSampler(np.repeat(np.arange(6), 4), batch_size=4, per_class=2, seed=0)
+    >>> sampler = BalancedSampler(np.repeat(np.arange(6), 4), batch_size=4, samples_per_class=2, seed=0)
     >>> sampler.batches_per_epoch, [len(batch) for batch in sampler.epoch(0)]
     (6, [4, 4, 4, 4, 4, 4])
     >>> labels = np.repeat(np.arange(101), [1000] + [4] * 100)  # not 250 batches, each full of repeated small classes
-    >>> BalancedSampler(labels, batch_size=128, per_class=4, seed=0).batches_per_epoch
+    >>> BalancedSampler(labels, batch_size=128, samples_per_class=4, seed=0).batches_per_epoch
     4
     """
 
     def __init__(
-        self, labels: Rows, *, batch_size: int, per_class: int, seed: int, rank: int = 0, world: int = 1
+        self, labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
-        if batch_size % per_class:
+        if batch_size % samples_per_class:
             raise ConfigError(
-                f"train.batch_size: expected a multiple of train.per_class ({per_class}), got {batch_size}."
+                f"train.batch_size: expected a multiple of train.samples_per_class ({samples_per_class}), got {batch_size}."
             )
         by_class = np.argsort(labels, kind="stable")
         self.members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
-        self.per_class, self.seed = per_class, seed
+        self.samples_per_class, self.seed = samples_per_class, seed
         # With fewer classes than a batch has room for, a batch holds every class once.
-        self.classes_per_batch = min(batch_size // per_class, len(self.members))
-        self.batch_size = self.classes_per_batch * per_class
+        self.classes_per_batch = min(batch_size // samples_per_class, len(self.members))
+        self.batch_size = self.classes_per_batch * samples_per_class
         self.share = _share_of_batch(self.batch_size, rank, world)
-        groups = np.array([max(1, len(rows) // per_class) for rows in self.members])
+        groups = np.array([max(1, len(rows) // samples_per_class) for rows in self.members])
         self.batches_per_epoch = longest_epoch(groups, self.classes_per_batch)
         self.groups = np.minimum(groups, self.batches_per_epoch)
 
@@ -91,9 +91,9 @@ class BalancedSampler:
         groups: list[list[Rows]] = []  # of each class, in random order
         for rows, count in zip(self.members, self.groups, strict=True):
             shuffled = rng.permutation(rows)
-            if len(rows) < self.per_class:
-                shuffled = np.concatenate([shuffled, rng.choice(rows, self.per_class - len(rows))])
-            groups.append(list(shuffled[: count * self.per_class].reshape(count, self.per_class)))
+            if len(rows) < self.samples_per_class:
+                shuffled = np.concatenate([shuffled, rng.choice(rows, self.samples_per_class - len(rows))])
+            groups.append(list(shuffled[: count * self.samples_per_class].reshape(count, self.samples_per_class)))
         # Deal each class's groups to different batches, the classes with most groups first and always to the
         # emptiest batches (random among equals): no batch gets a class twice and all stay equally full.
         batches: list[list[Rows]] = [[] for _ in range(self.batches_per_epoch)]
@@ -117,7 +117,7 @@ class BalancedSampler:
                 absent = [c for c in range(len(self.members)) if c not in present]
                 for c in rng.choice(absent, short, replace=False):
                     rows = self.members[c]
-                    batch.append(rng.choice(rows, self.per_class, replace=len(rows) < self.per_class))
+                    batch.append(rng.choice(rows, self.samples_per_class, replace=len(rows) < self.samples_per_class))
 
 
 def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
@@ -154,8 +154,12 @@ def _share_of_batch(batch_size: int, rank: int, world: int) -> slice:
     return share_of(batch_size, rank, world)
 
 
-def make_sampler(labels: Rows, *, batch_size: int, per_class: int, seed: int, rank: int = 0, world: int = 1) -> Sampler:
+def make_sampler(
+    labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world: int = 1
+) -> Sampler:
     """Class-balanced batches, or random ones when per_class is 0; of several processes, this rank's share of them."""
-    if per_class == 0:
+    if samples_per_class == 0:
         return RandomSampler(labels, batch_size=batch_size, seed=seed, rank=rank, world=world)
-    return BalancedSampler(labels, batch_size=batch_size, per_class=per_class, seed=seed, rank=rank, world=world)
+    return BalancedSampler(
+        labels, batch_size=batch_size, samples_per_class=samples_per_class, seed=seed, rank=rank, world=world
+    )

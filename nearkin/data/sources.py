@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
@@ -33,10 +33,10 @@ SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}
 
 
-def load(data: Data, reporter: Reporter) -> Table:
+def load(data: DataConfig, reporter: Reporter) -> Table:
     """The images and labels that a recipe names."""
     if data.source == "glyphs":
-        reporter.say("data: glyphs, drawn from matplotlib's fonts")
+        reporter.info("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
     if data.source == "features":
         if data.root is None:
@@ -44,15 +44,15 @@ def load(data: Data, reporter: Reporter) -> Table:
         table = load_features(data.root)
         assert table.features is not None
         shape = f"{len(table):,} features of {table.features.shape[1]:,} numbers, {table.num_classes:,} classes"
-        reporter.say(f"data: {shape}, from {data.root}")
+        reporter.info(f"data: {shape}, from {data.root}")
         return table
     listing = list_source(data)
     counted = f"{len(listing):,} images of {len(listing.class_names):,} classes"
-    reporter.say(f"data: {data.source}, {counted} from {listing.root}")
+    reporter.info(f"data: {data.source}, {counted} from {listing.root}")
     return table_of(listing, data, reporter)
 
 
-def list_source(data: Data) -> Listing:
+def list_source(data: DataConfig) -> Listing:
     """What the source lists, without decoding anything."""
     if data.source in BENCHMARKS:
         return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
@@ -91,10 +91,10 @@ def recognise(path: Path) -> str:
     return "table" if path.is_dir() and metadata_files(path) else "folder"
 
 
-def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
+def table_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     """The listed images as a table, read as `data` asks; what cannot be read stops it or is left out, and named."""
-    if data.boxes and listing.boxes is None:
-        raise DataError(f"{listing.source}: has no boxes to cut to. Leave out --data.boxes.")
+    if data.crop_to_boxes and listing.boxes is None:
+        raise DataError(f"{listing.source}: has no boxes to cut to. Leave out --data.crop_to_boxes.")
     if listing.unopened and not data.skip_broken:
         raise DataError(
             f"{listing.root}: {len(listing.unopened)} folders cannot be opened, first {listing.unopened[0]}.\n"
@@ -102,11 +102,11 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
         )
     if listing.empty:
         shown = ", ".join(listing.empty[:3])
-        reporter.say(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
+        reporter.info(f"data: {len(listing.empty)} folders hold no image and are left out: {shown}")
     if listing.loose:
         shown = ", ".join(map(listing.shown, listing.loose[:3]))
-        reporter.say(f"data: {len(listing.loose)} images lie in no class folder and are left out: {shown}")
-    boxes = listing.boxes if data.boxes else None
+        reporter.info(f"data: {len(listing.loose)} images lie in no class folder and are left out: {shown}")
+    boxes = listing.boxes if data.crop_to_boxes else None
     opened = images_of(listing.paths, data, reporter, boxes)
     notes = listing.notes
     if listing.missing and not notes:
@@ -132,13 +132,13 @@ def table_of(listing: Listing, data: Data, reporter: Reporter) -> Table:
     )
 
 
-def images_of(paths: Sequence[Path], data: Data, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
+def images_of(paths: Sequence[Path], data: DataConfig, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
     """The store that holds these files' pixels, at the size from which the recipe's augmentation is cut."""
     side = AUGMENTS[data.augment].stored_side(data.image_size)
     return open_images(
-        FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.workers),
+        FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.num_workers),
         cache=data.cache,
-        limit_gb=data.cache_gb,
+        limit_gb=data.max_cache_gb,
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )

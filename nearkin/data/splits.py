@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import CLOSED_SET
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
 
-JUDGED = ("test", "query", "gallery")  # the parts that only `evaluate_final` may open
+EVALUATED = ("test", "query", "gallery")  # the parts that only `evaluate_final` may open
 SPLITS = ("auto", "half", "by_class")
 
 
@@ -45,7 +45,7 @@ class Holdout:
         return f"Holdout({self.num_images} images of {self.num_classes} classes, sealed)"
 
 
-def split_for(table: Table, data: Data) -> tuple[Split, Holdout]:
+def split_for(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
     """The split that a recipe's data section asks for. Parts on which nothing can be judged are refused."""
     split, holdout = _dealt(table, data)
     for part, judges in (("validation", split.val is None or has_answers(split.val)), ("test", holdout.has_answers)):
@@ -65,7 +65,7 @@ def has_answers(table: Table) -> bool:
     return bool(np.bincount(table.labels).max(initial=0) > 1)
 
 
-def _dealt(table: Table, data: Data) -> tuple[Split, Holdout]:
+def _dealt(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
     if data.split in ("closed_set", "train_test_split", "train_test_split.txt", "classification"):
         raise ConfigError(
             f"data.split: the split for classification ('{data.split}') is refused: {CLOSED_SET}.\n"
@@ -74,34 +74,34 @@ def _dealt(table: Table, data: Data) -> tuple[Split, Holdout]:
     if data.split not in SPLITS:
         hint = did_you_mean(data.split, SPLITS) or f" There are: {', '.join(SPLITS)}."
         raise ConfigError(f"data.split: no split named '{data.split}'.{hint}")
-    has_test = bool(set(table.parts) & set(JUDGED))
+    has_test = bool(set(table.parts) & set(EVALUATED))
     if data.split == "by_class" or (data.split == "auto" and not has_test):
-        test_share, seed = data.test_share, data.split_seed
-        if not data.folds and data.val_share and data.choose_on == "validation":
-            return split_by_class(table, val_share=data.val_share, test_share=test_share, seed=seed)
-        training, holdout = set_aside(table, test_share=test_share, seed=seed)
+        test_fraction, seed = data.test_fraction, data.split_seed
+        if not data.folds and data.val_fraction and data.select_on == "validation":
+            return split_by_class(table, val_fraction=data.val_fraction, test_fraction=test_fraction, seed=seed)
+        training, holdout = set_aside(table, test_fraction=test_fraction, seed=seed)
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
-    if data.choose_on == "test":
+    if data.select_on == "test":
         # The papers' way, on request: the only place where what chooses is what judges. The split says so for good.
         test = holdout.open()
         return Split(training, replace(test, split=f"{test.split}; EPOCH CHOSEN ON THE TEST CLASSES")), holdout
-    if not data.val_share and not data.folds:
+    if not data.val_fraction and not data.folds:
         return Split(replace(training, split=f"{training.split}; no validation classes"), None), holdout
     if data.folds:
         return kfold(training, folds=data.folds, seed=data.split_seed)[data.fold], holdout
-    return fixed(training, ratio=1 - data.val_share, seed=data.split_seed), holdout
+    return fixed(training, ratio=1 - data.val_fraction, seed=data.split_seed), holdout
 
 
-def split_by_class(table: Table, *, val_share: float, test_share: float, seed: int) -> tuple[Split, Holdout]:
+def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
     """Deal whole classes to train, validation and test, so that the last two hold only unseen kinds.
 
     Shares are of the classes, rounded; validation and test get at least two classes each, because with one class
     every neighbour is right.
     """
     order = np.random.default_rng(seed).permutation(table.num_classes)
-    num_test = max(2, round(test_share * len(order)))
-    num_val = max(2, round(val_share * len(order)))
+    num_test = max(2, round(test_fraction * len(order)))
+    num_val = max(2, round(val_fraction * len(order)))
     if len(order) < 6:
         raise DataError(
             f"{table.source}: {table.num_classes} classes are too few to split by class; "
@@ -111,22 +111,22 @@ def split_by_class(table: Table, *, val_share: float, test_share: float, seed: i
     if left < 2:
         raise DataError(
             f"{table.source}: of {len(order)} classes {num_test} to test and {num_val} to validate leave {left} to "
-            f"train, at least 2 are needed.\nBring more classes, or lower --data.test-share or --data.val-share."
+            f"train, at least 2 are needed.\nBring more classes, or lower --data.test-fraction or --data.val-fraction."
         )
     test, val, train = np.split(order, [num_test, num_test + num_val])
     return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
 
 
-def set_aside(table: Table, *, test_share: float, seed: int) -> tuple[Table, Holdout]:
+def set_aside(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
     """Seal a share of the classes, drawn by the seed; the rest is for `kfold` or `fixed`."""
     order = np.random.default_rng(seed).permutation(table.num_classes)
-    num_test = max(2, round(test_share * len(order)))
+    num_test = max(2, round(test_fraction * len(order)))
     if len(order) < 6:
         raise DataError(f"{table.source}: {table.num_classes} classes are too few; at least 6 are needed.")
     if len(order) - num_test < 4:
         raise DataError(
             f"{table.source}: of {len(order)} classes {num_test} to test leave {len(order) - num_test} to train and "
-            f"validate, at least 4 are needed.\nBring more classes, or lower --data.test-share."
+            f"validate, at least 4 are needed.\nBring more classes, or lower --data.test-fraction."
         )
     kind = f"by class, seed {seed}"
     return _some(table, order[num_test:], kind), _holdout(table, order[:num_test], kind)
@@ -134,7 +134,7 @@ def set_aside(table: Table, *, test_share: float, seed: int) -> tuple[Table, Hol
 
 def half_half(table: Table) -> tuple[Table, Holdout]:
     """The papers' split: the source's own test part where it has one, else the second half of the classes."""
-    if set(table.parts) & set(JUDGED):
+    if set(table.parts) & set(EVALUATED):
         return official(table)
     if table.num_classes < 6:
         raise DataError(f"{table.source}: {table.num_classes} classes are too few to halve; at least 6 are needed.")
@@ -147,7 +147,7 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
 def official(table: Table) -> tuple[Table, Holdout]:
     """The source's own parts, provided that no class is both trained and judged."""
     assert table.part is not None
-    judged = np.isin(table.part, JUDGED)
+    judged = np.isin(table.part, EVALUATED)
     train_classes, test_classes = np.unique(table.labels[~judged]), np.unique(table.labels[judged])
     both = np.intersect1d(train_classes, test_classes)
     if len(both):
@@ -205,7 +205,7 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     if len(order) - num_val < 2:
         raise DataError(
             f"{table.source}: of {len(order)} classes {num_val} to validate leave {len(order) - num_val} to train, at "
-            f"least 2 are needed.\nBring more classes, or lower --data.val-share."
+            f"least 2 are needed.\nBring more classes, or lower --data.val-fraction."
         )
     kind = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
     return _split(table, order[num_val:], order[:num_val], kind)

@@ -117,10 +117,10 @@ class Table:
 
     def protocol(self) -> dict[str, Any]:
         """What a result must say about its data: the part of the protocol badge that the data decides."""
-        badge: dict[str, Any] = {
+        description: dict[str, Any] = {
             "source": self.source,
             "fingerprint": self.fingerprint,
             "split": self.split,
             "boxes": self.boxes is not None,
         }
-        return badge | ({"data_notes": list(self.notes)} if self.notes else {})
+        return description | ({"data_notes": list(self.notes)} if self.notes else {})

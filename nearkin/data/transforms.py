@@ -24,11 +24,11 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry
 from nearkin.data.images import Images, Rows, whole_of
-from nearkin.data.loading import ahead, empty_batch
+from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import scale, square
-from nearkin.errors import need
+from nearkin.errors import import_extra
 
-Chance = Sequence[float]
+RandomChoice = Sequence[float]
 CHANCES = 32  # numbers per picture; who uses which: 0-19 crop tries, 20-21 place, 22 mirror, 23-26 order, 27-30 colour
 _TRIES = 10  # boxes that a random crop tries before it takes the largest that fits, as in torchvision
 
@@ -40,7 +40,7 @@ class Augment:
     paper: str
     stored: int
     shown: int
-    train: Callable[[Tensor, Chance, int], Tensor]
+    train: Callable[[Tensor, RandomChoice, int], Tensor]
     view: Callable[[Tensor, int], Tensor]
 
     def stored_side(self, side: int) -> int:
@@ -77,7 +77,7 @@ def cut(picture: Tensor, box: tuple[int, int, int, int], side: int) -> Tensor:
 
 
 def random_box(
-    height: int, width: int, chance: Chance, *, area: tuple[float, float], ratio: tuple[float, float]
+    height: int, width: int, chance: RandomChoice, *, area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[int, int, int, int]:
     """A box of random area (as a share), proportions and place: torchvision's RandomResizedCrop.
 
@@ -120,11 +120,11 @@ def unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, wi
     return first_row, first_column, max(1, last_row - first_row), max(1, last_column - first_column)
 
 
-def mirrored(picture: Tensor, chance: Chance) -> Tensor:
+def mirrored(picture: Tensor, chance: RandomChoice) -> Tensor:
     return picture.flip(-1) if chance[22] < 0.5 else picture
 
 
-def coloured(picture: Tensor, chance: Chance, *, strength: float, hue: float = 0.0) -> Tensor:
+def coloured(picture: Tensor, chance: RandomChoice, *, strength: float, hue: float = 0.0) -> Tensor:
     """Brightness, contrast, saturation (and hue) each changed by up to `strength`, in random order: ColorJitter.
 
     Computed in float and rounded once, where torchvision rounds down after each of them.
@@ -141,7 +141,7 @@ def coloured(picture: Tensor, chance: Chance, *, strength: float, hue: float = 0
             grey = _grey(pixels)
             pixels = pixels.mul_(fuller).add_(grey, alpha=1 - fuller).clamp_(0, 255)
         elif step == 3 and hue and len(pixels) == 3:
-            adjust_hue = need("torchvision.transforms.v2.functional", extra="vision").adjust_hue
+            adjust_hue = import_extra("torchvision.transforms.v2.functional", extra="vision").adjust_hue
             pixels = adjust_hue(pixels.div_(255), hue * (2 * chance[30] - 1)).mul_(255)
     return pixels.round_().to(torch.uint8)
 
@@ -157,7 +157,7 @@ def _grey(pixels: Tensor) -> Tensor:
 
 def resized_crop(
     picture: Tensor,
-    chance: Chance,
+    chance: RandomChoice,
     side: int,
     *,
     area: tuple[float, float] = (0.08, 1.0),
@@ -180,7 +180,7 @@ def resized_crop(
     return coloured(result, chance, strength=jitter, hue=hue) if jitter or hue else result
 
 
-def fixed_crop(picture: Tensor, chance: Chance, side: int, *, stored: int, shown: int) -> Tensor:
+def fixed_crop(picture: Tensor, chance: RandomChoice, side: int, *, stored: int, shown: int) -> Tensor:
     """A window of `shown` of `stored` pixels at a random place in the squeezed picture, mirrored half of the time."""
     height, width = picture.shape[1:]
     top, left = (int((stored - shown + 1) * chance[i]) for i in (20, 21))
@@ -193,11 +193,11 @@ def middle(picture: Tensor, side: int, *, stored: int, shown: int, squeezed: boo
     return cut(picture, middle_box(height, width, stored=stored, shown=shown, squeezed=squeezed), side)
 
 
-def unchanged(picture: Tensor, chance: Chance, side: int) -> Tensor:
+def unchanged(picture: Tensor, chance: RandomChoice, side: int) -> Tensor:
     return square(picture, side)
 
 
-def shifted(picture: Tensor, chance: Chance, side: int, *, most: float = 1 / 8) -> Tensor:
+def shifted(picture: Tensor, chance: RandomChoice, side: int, *, most: float = 1 / 8) -> Tensor:
     """The middle square moved by up to an eighth of its side, its edge mirrored outwards, and mirrored by half."""
     pixels = mirrored(square(picture, side), chance)
     reach = int(most * side)
@@ -292,7 +292,7 @@ def training_batches(
         drawn = chances(seed, epoch, step, first + len(rows))[first:].tolist()
         return _pieces(lambda i: augment.train(whole_of(images, int(rows[i])), drawn[i], side), rows, images, side)
 
-    yield from ahead((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
+    yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
 
 
 def viewing_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
@@ -305,7 +305,7 @@ def viewing_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, w
     def batch(rows: Rows) -> list[Callable[[], Tensor]]:
         return _pieces(lambda i: augment.view(whole_of(images, int(rows[i])), side), rows, images, side)
 
-    yield from ahead((batch(rows) for rows in plan), workers=workers)
+    yield from prefetch((batch(rows) for rows in plan), workers=workers)
 
 
 def _pieces(make: Callable[[int], Tensor], rows: Rows, images: Images, side: int) -> list[Callable[[], Tensor]]:

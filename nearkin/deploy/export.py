@@ -26,25 +26,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data import glyphs
 from nearkin.data.listing import images_below
-from nearkin.data.reading import MOST_ASPECT
+from nearkin.data.reading import MAX_ASPECT
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.images import model_input
 from nearkin.deploy.index.trained import listed_table, training_part
-from nearkin.errors import ConfigError, DataError, RunError, UserError, need
+from nearkin.errors import ConfigError, DataError, RunError, UserError, import_extra
 from nearkin.models.embedder import Embedder, load
 from nearkin.models.heads import unit
 from nearkin.training.run import Run
 
 FORMAT, VERSION = "nearkin export", 1
 KEY = "nearkin"  # under which the facts stand in an ONNX file; in a .pt2 file it is nearkin.json
-MOST_DIFFERENCE = 1e-4  # between the file's vectors and the model's; more means that they are not the same network
+MAX_DIFFERENCE = 1e-4  # between the file's vectors and the model's; more means that they are not the same network
 CHECKED = 64  # pictures on which they are compared
 LARGEST = 1_900_000_000  # bytes of weights; an ONNX file ends at 2 GiB
 
@@ -125,30 +125,30 @@ def export(
     _refuse_features(model)
     _check_target(to, out)
     for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
-        need(module, extra="export")  # before the work, not after it
+        import_extra(module, extra="export")  # before the work, not after it
     reporter = reporter or Reporter(quiet=True)
     checks = random_checks(model) if checks is None else checks
     about = facts(model, run, reporter)
     network = Network(model)
-    reporter.say("tracing the network")
+    reporter.info("tracing the network")
     with _quietly():
         program = traced(network)
         aside = out.with_name(f".{out.name}.{os.getpid()}.part{out.suffix}")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             if to == "onnx":
-                reporter.say("translating it to ONNX")
+                reporter.info("translating it to ONNX")
                 write_onnx(program, aside, about)
             else:
                 # To the memory first: on a full disk torch's own writer ends the process.
                 torch.export.save(program, packed := io.BytesIO(), extra_files={f"{KEY}.json": json.dumps(about)})
                 aside.write_bytes(packed.getbuffer())
-            reporter.say(f"comparing the file with the model on {checks.what}")
+            reporter.info(f"comparing the file with the model on {checks.what}")
             difference = largest_difference(model, aside, to, checks.pixels)
             aside.replace(out)
             about["checked"] = {"on": checks.what, "largest_difference": difference}
             beside = out.with_name(f"{out.name}.json")
-            write_aside(beside, json.dumps(about, indent=1))
+            atomic_write(beside, json.dumps(about, indent=1))
         except OSError as error:
             raise RunError(f"{out}: cannot write the model ({error.strerror or error}).") from None
         finally:
@@ -183,13 +183,13 @@ def facts(model: Embedder, run: Run | None = None, reporter: Reporter | None = N
         "cut": {
             "augment": model.augment,
             "transparent_over": "white",
-            "most_aspect": MOST_ASPECT,
+            "most_aspect": MAX_ASPECT,
             "side": side,
             "shorter_side": augment.stored_side(side),
             "stored": augment.stored,
             "shown": augment.shown,
             "squeezed": bool(getattr(augment.view, "keywords", {}).get("squeezed")),
-            "boxes": run is not None and run.recipe.data.boxes,
+            "boxes": run is not None and run.recipe.data.crop_to_boxes,
         },
         "model": model.described()["model"],
         "fingerprint": model.fingerprint(),
@@ -246,9 +246,9 @@ def largest_difference(model: Embedder, path: Path, to: Kind, pixels: Tensor) ->
                 f"export: the file gives {list(found.shape)}, the model {list(wanted.shape)}. Nothing is kept."
             )
         largest = max(largest, float((found - wanted).abs().max().nan_to_num(torch.inf)))
-    if not largest <= MOST_DIFFERENCE:
+    if not largest <= MAX_DIFFERENCE:
         raise RunError(
-            f"export: the file's vectors are off the model's by up to {largest:.1e}, more than {MOST_DIFFERENCE:.0e}; "
+            f"export: the file's vectors are off the model's by up to {largest:.1e}, more than {MAX_DIFFERENCE:.0e}; "
             "it is not kept.\nTry the other form: --to torch or --to onnx."
         )
     return largest
@@ -257,7 +257,9 @@ def largest_difference(model: Embedder, path: Path, to: Kind, pixels: Tensor) ->
 def opened(path: Path, to: Kind) -> Any:
     """An exported file as a function from uint8 [B, C, H, W] to vectors, run by what its users will run it with."""
     if to == "onnx":
-        session = need("onnxruntime", extra="export").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        session = import_extra("onnxruntime", extra="export").InferenceSession(
+            str(path), providers=["CPUExecutionProvider"]
+        )
         return lambda pixels: session.run(None, {"images": pixels})[0]
     module = torch.export.load(path).module()
 

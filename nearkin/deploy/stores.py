@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import numpy as np
 
 from nearkin.deploy.index.search import Hit, Vectors, check_vectors
-from nearkin.errors import ConfigError, DataError, did_you_mean, need
+from nearkin.errors import ConfigError, DataError, did_you_mean, import_extra
 
 Payload = dict[str, Any]
 EXPECTED = "qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME"
@@ -113,7 +113,7 @@ class QdrantStore:
     """A collection of Qdrant. client: a `qdrant_client.QdrantClient`, also one in memory or on a folder."""
 
     def __init__(self, client: Any, collection: str, dim: int, model: str, name: str = "qdrant") -> None:
-        self._models = need("qdrant_client.models", extra="stores")
+        self._models = import_extra("qdrant_client.models", extra="stores")
         self._client, self._collection, self._model, self._dim, self.name = client, collection, model, dim, name
         with _said(name):
             if not client.collection_exists(collection):
@@ -171,7 +171,7 @@ def _open_qdrant(url: str, dim: int, model: str) -> QdrantStore:
             raise ConfigError(f"store: https: expected true or false, got {value!r}.")
     https = settings.get("https", "").lower() == "true"
     key = os.environ.get("QDRANT_API_KEY") or parts.password
-    client = need("qdrant_client", extra="stores").QdrantClient(
+    client = import_extra("qdrant_client", extra="stores").QdrantClient(
         host=parts.hostname, port=parts.port or 6333, https=https, api_key=key, timeout=60, check_compatibility=False
     )
     return QdrantStore(client, collection, dim, model, without_secrets(url))
@@ -257,7 +257,7 @@ def _open_pgvector(url: str, dim: int, model: str) -> PgvectorStore:
     table = query.pop("table", "nearkin")
     name = without_secrets(url)
     address = _joined("postgresql", parts.netloc, parts.path, list(query.items()))
-    psycopg = need("psycopg", extra="stores")
+    psycopg = import_extra("psycopg", extra="stores")
     with _said(name):
         connection = psycopg.connect(address, autocommit=True, connect_timeout=10)
     return PgvectorStore(connection, table, dim, model, name)

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.errors import need
+from nearkin.errors import import_extra
 from nearkin.metrics.scores import score
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
-need("sklearn", extra="bench")
+import_extra("sklearn", extra="bench")
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin  # noqa: E402
 from sklearn.metrics import pairwise_distances  # noqa: E402
 from sklearn.utils.multiclass import check_classification_targets  # noqa: E402

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin._common.progress import Reporter
-from nearkin.errors import ConfigError, DataError, TrainingFailed
+from nearkin.errors import ConfigError, DataError, TrainingFailedError
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
 from nearkin.linear.objective import REGULARISERS, Form, Hinges, Neighbourhoods, Regulariser, check_name, in_basis
@@ -235,7 +235,7 @@ class MetricLearner(LinearMetric):
                 bar.advance(note=f"objective {value:.4g}")
         self.n_iter_ = max(1, len(self.history_))
         if not torch.isfinite(matrix).all():
-            raise TrainingFailed(
+            raise TrainingFailedError(
                 f"The {self.objective} objective went out of bounds; lower rate or lam, or set scale=True."
             )
         return matrix

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nearkin.errors import TrainingFailed
+from nearkin.errors import TrainingFailedError
 
 Project = Callable[[Tensor], Tensor]
 LOOK = 10  # steps on batches from one look at the watched terms to the next
@@ -40,7 +40,7 @@ def descend(
     best = project(start)
     level, gradient = _slope(value, best)
     if not math.isfinite(level):
-        raise TrainingFailed(f"The objective is {level} at the start. Scale the features (scale=True).")
+        raise TrainingFailedError(f"The objective is {level} at the start. Scale the features (scale=True).")
     ahead, momentum, still = best, 1.0, 0
     # A first step that would change the matrix by a tenth of its length.
     step = 0.1 * float(best.norm() + 1e-12) / max(float(gradient.norm()), 1e-300)

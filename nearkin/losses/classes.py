@@ -95,7 +95,7 @@ def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, T
     return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
 
 
-def own_and_strangers(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def own_and_other_samples(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Per sample the similarity to its own class [N]; per class log sum exp(scale * sim) over the other samples [C]."""
     return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin._common.registry import Registry, is_number, plain
+from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import Side, rank_positives, shifted_exp
+from nearkin.ops.reductions import PairSet, rank_positives, shifted_exp
 
 Miner = Callable[..., Pairs]
 MINERS: Registry[Miner] = Registry("miner")
@@ -46,9 +46,9 @@ def miner(function: Miner) -> Miner:
                 raise ConfigError(f"miner {name}: no setting '{key}'.{hint}")
             kind = known[key].removesuffix(" | None")
             left_out = value is None and known[key] != kind
-            if kind in _KINDS and not left_out and not _KINDS[kind][0](plain(value)):
+            if kind in _KINDS and not left_out and not _KINDS[kind][0](to_python_scalar(value)):
                 raise ConfigError(f"miner {name}: {key} must be {_KINDS[kind][1]}, got {value!r}.")
-        return {key: plain(value) for key, value in settings.items()}
+        return {key: to_python_scalar(value) for key, value in settings.items()}
 
     @functools.wraps(function)
     def public(p: Pairs, **settings: Any) -> Pairs:
@@ -164,7 +164,7 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
     distance = p.distance().detach()
     d = distance.clamp(cutoff, limit)
     log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
-    weight, total, _ = shifted_exp(-log_density, Side(p.neg & (distance < limit)), 1.0)
+    weight, total, _ = shifted_exp(-log_density, PairSet(p.neg & (distance < limit)), 1.0)
     return weight / total.clamp(min=1e-30)[:, None]
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nearkin.losses.registry import PRODUCTS, Inputs, log, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import Side, log_sums, shifted_exp, softplus
+from nearkin.ops.reductions import PairSet, log_sums, shifted_exp, softplus
 
 
 @loss(
@@ -105,7 +105,7 @@ def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
 
 class _InstanceCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sim: Tensor, positives: Side, negatives: Side, scale: float) -> Tensor:
+    def forward(ctx: Any, sim: Tensor, positives: PairSet, negatives: PairSet, scale: float) -> Tensor:
         n = len(sim)
         row, column = positives.listed()
         near = sim[row, column]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import losses as _losses
-from nearkin._common.registry import is_number, plain
+from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, Loss, Param, Reduction
@@ -155,7 +155,7 @@ class Objective(nn.Module):
         return [(spec, cast(Tensor, getattr(self, spec.name))) for spec in self.loss.inputs.params]
 
     @torch.no_grad()
-    def start_at(self, emb: Tensor, labels: Tensor) -> None:
+    def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
         """Put the proxies where their classes are: at the mean direction of each class's embeddings.
 
         For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
@@ -252,10 +252,10 @@ class WeightedSum(nn.Module):
         terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
         return torch.stack(terms).sum(0)
 
-    def start_at(self, emb: Tensor, labels: Tensor) -> None:
+    def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
         """Put the proxies of every part where their classes are."""
         for part in self.parts:
-            cast(Objective, part).start_at(emb, labels)
+            cast(Objective, part).init_proxies(emb, labels)
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The groups of every part, their names led by its number."""
@@ -269,7 +269,7 @@ def _find_miner(miner: str | Miner) -> Miner:
 
 def _whole(name: str, value: Any, what: str = "a whole number above 0", least: int = 1) -> int:
     """A whole number of any kind (NumPy's too) as an int, or an error."""
-    number = plain(value)
+    number = to_python_scalar(value)
     if not is_number(number, int) or number < least:
         raise ConfigError(f"{name}: expected {what}, got {value!r}.")
     return cast(int, number)

@@ -21,12 +21,12 @@ from nearkin.losses.classes import (
     ToClasses,
     class_similarity,
     log1p_sum_exp_per_class,
+    own_and_other_samples,
     own_and_others,
-    own_and_strangers,
 )
 from nearkin.losses.registry import choice, integer, linear, log, loss
 from nearkin.ops.geometry import gram, safe_sqrt, unit
-from nearkin.ops.reductions import Side, log1p_sum_exp, softplus
+from nearkin.ops.reductions import PairSet, log1p_sum_exp, softplus
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> T
 
 
 def _anchor(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
-    own, strangers = own_and_strangers(sim, labels, alpha)
+    own, strangers = own_and_other_samples(sim, labels, alpha)
     push = softplus(strangers + alpha * margin)
     return _pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
 
@@ -283,5 +283,5 @@ def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 
 def _repel(c: ToClasses, between: Tensor, alpha: float, margin: float) -> Tensor:
     own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
     others = ~torch.eye(len(between), dtype=torch.bool, device=between.device)
-    push = log1p_sum_exp(between, Side(others), alpha, -margin)
+    push = log1p_sum_exp(between, PairSet(others), alpha, -margin)
     return _pull(own, c.labels, alpha, margin) + push.mean()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nearkin._common.registry import Registry, is_number, plain
+from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
@@ -184,7 +184,7 @@ class Loss:
             if key not in self.learned:
                 raise ConfigError(f"{self.name}: {key} cannot be learned; give a number, or detach the tensor.")
             return value
-        value, default, where = plain(value), known[key], self.space.get(key)
+        value, default, where = to_python_scalar(value), known[key], self.space.get(key)
         fits = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
         if not fits:
             kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import ONE_PER_CLASS, Inputs, linear, log, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import Side, log_sum_exp, log_sums, pick, rank_positives, softplus
+from nearkin.ops.reductions import PairSet, log_sum_exp, log_sums, pick, rank_positives, softplus
 
 
 @loss(
@@ -59,7 +59,7 @@ class _AllTriplets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sim: Tensor, positives: Side, negatives: Side, margin: float) -> Tensor:
+    def forward(ctx: Any, sim: Tensor, positives: PairSet, negatives: PairSet, margin: float) -> Tensor:
         r = rank_positives(sim, positives)
         prefix = torch.nn.functional.pad(r.ranked.masked_fill(r.ranked == float("inf"), 0.0).cumsum(1), (1, 0))
         reach = negatives.fill_outside_(sim + margin, float("-inf"))

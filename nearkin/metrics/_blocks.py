@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.metrics._problem import Part, Progress, Task, Thresholds, before, thresholds
+from nearkin.metrics._problem import Part, Progress, RankingProblem, Thresholds, before, thresholds
 from nearkin.metrics._vectors import Columns, Ints, exact_distance
 
 _LOOP_UP_TO = 16  # relevant items per query up to which comparing with each in turn beats sorting the row
 
 
-def count_torch(task: Task, budget: int, progress: Progress | None) -> Iterator[Part]:
+def count_torch(task: RankingProblem, budget: int, progress: Progress | None) -> Iterator[Part]:
     """Count block by block of queries with a float64 product, which leaves next to nothing to settle."""
     device = task.query.x.device
     columns = Columns(task.gallery, task.order, torch.float64, budget // 2)
@@ -35,7 +35,7 @@ def count_torch(task: Task, budget: int, progress: Progress | None) -> Iterator[
             progress(min(1.0, (a + step) / len(queue)))
 
 
-def _count_block(task: Task, queries: Ints, keys: Tensor, slack: Tensor) -> Part:
+def _count_block(task: RankingProblem, queries: Ints, keys: Tensor, slack: Tensor) -> Part:
     device = keys.device
     row, position = task.relevant(queries)
     at = (torch.as_tensor(row, device=device), torch.as_tensor(position, device=device))
@@ -84,7 +84,7 @@ def _sorted(keys: Tensor) -> Tensor:
 
 
 def _settle(
-    task: Task,
+    task: RankingProblem,
     queries: Ints,
     keys: Tensor,
     t: Thresholds,

@@ -21,7 +21,7 @@ import numba
 import numpy as np
 import torch
 
-from nearkin.metrics._problem import Part, Progress, Task, before, thresholds
+from nearkin.metrics._problem import Part, Progress, RankingProblem, before, thresholds
 from nearkin.metrics._vectors import SNAP, Columns, Ints, Points
 
 TILE = 512  # rows and columns of a tile: 1 MB, about what a core's own cache holds
@@ -246,7 +246,7 @@ def _turn(tile: Any, out: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- the walk
 
 
-def count_blocks(task: Task, budget: int, progress: Progress | None) -> Iterator[Part]:
+def count_blocks(task: RankingProblem, budget: int, progress: Progress | None) -> Iterator[Part]:
     """Count all queries at once; see nearkin.metrics.ranking.rank."""
     queries = task.order if task.alone else np.argsort(task.codes, kind="stable")
     narrow, wide = (s.cpu().numpy()[queries] for s in task.query.slack(task.gallery))
@@ -315,7 +315,7 @@ def _arrays(points: Points) -> tuple[Any, ...]:
     return (*(v.numpy() for v in tensors), points.group, points.centre.numpy(), np.full((len(points), 2), -1.0))
 
 
-def _group_lists(task: Task, queries: Ints) -> tuple[Ints, Ints, Ints] | None:
+def _group_lists(task: RankingProblem, queries: Ints) -> tuple[Ints, Ints, Ints] | None:
     if task.group is None or task.order_group is None:
         return None
     most = int(max(task.group.max(), task.order_group.max())) + 1

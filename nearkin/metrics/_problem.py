@@ -28,7 +28,7 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Task:
+class RankingProblem:
     """Checked input. Gallery positions are in class order, so that a class is a range of columns."""
 
     query: Points
@@ -83,9 +83,9 @@ class Thresholds:
     relevant: Ints  # [T] relevant items in the group
 
 
-def make_task(
+def make_problem(
     query: Any, labels: Any, gallery: Any, g_labels: Any, similarity: str, groups: Any, g_groups: Any
-) -> Task:
+) -> RankingProblem:
     check_similarity(similarity)
     if (gallery is None) != (g_labels is None):
         missing = "gallery labels" if g_labels is None else "gallery"
@@ -103,7 +103,7 @@ def make_task(
     size = np.bincount(g_codes, minlength=len(classes))
     order = np.lexsort((np.arange(len(g_codes)), g_codes))
     start = np.concatenate([[0], np.cumsum(size)])
-    return Task(
+    return RankingProblem(
         query=left,
         gallery=right,
         alone=alone,
@@ -189,7 +189,9 @@ def order_by_distance(
     return order, unsorted_run, unsorted_distance
 
 
-def thresholds(task: Task, queries: Ints, row: Ints, position: Ints, key: Floats, slack: Floats) -> Thresholds:
+def thresholds(
+    task: RankingProblem, queries: Ints, row: Ints, position: Ints, key: Floats, slack: Floats
+) -> Thresholds:
     """Gather relevant items (as listed by Task.relevant, with their keys) into tie groups, nearest first."""
     order, run, distance = order_by_distance(
         task.query, task.gallery, queries[row], row, task.order[position], key, slack

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, MissingExtra
+from nearkin.errors import ConfigError, MissingExtraError
 from nearkin.metrics._vectors import as_labels, as_matrix, check_similarity, encode, prepare
 
 Floats = NDArray[np.float64]
@@ -110,7 +110,7 @@ def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: 
     installed = [name for name in ("faiss", "sklearn") if importlib.util.find_spec(name)]
     chosen = next(iter(installed), None) if backend == "auto" else backend
     if chosen not in installed:
-        raise MissingExtra(
+        raise MissingExtraError(
             "k-means needs faiss or scikit-learn. Run: pip install faiss-cpu, or pip install scikit-learn"
         )
     if chosen == "faiss":

@@ -20,9 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, need
+from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics._blocks import count_torch
-from nearkin.metrics._problem import Part, Progress, Task, as_bytes, make_task, order_by_distance, same_space
+from nearkin.metrics._problem import (
+    Part,
+    Progress,
+    RankingProblem,
+    as_bytes,
+    make_problem,
+    order_by_distance,
+    same_space,
+)
 from nearkin.metrics._vectors import Columns, Floats, Ints, Points, as_matrix, check_similarity, prepare
 
 _SMALL = 3000**2  # pairs up to which loading compiled loops would cost more than it saves
@@ -71,7 +79,7 @@ class Ranking:
         first = np.concatenate([[0], ends])[self.start[:-1]]
         return np.asarray(ends - self.relevant - np.repeat(first, np.diff(self.start)))
 
-    def settled(self, order: str) -> Ranking:
+    def break_ties(self, order: str) -> Ranking:
         """The same ranking with ties broken for the query ("best": relevant items first) or against it ("worst")."""
         if order not in ("best", "worst"):
             raise ConfigError(f"order: expected 'best' or 'worst', got {order!r}.")
@@ -115,12 +123,14 @@ def rank(
     >>> rank([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7]).above.tolist()
     [0, 1]
     """
-    task = make_task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
-    ranking = assemble(task, list(count(task, as_bytes(memory), path, progress, verbose)))
+    task = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    ranking = assemble(task, list(count_hits(task, as_bytes(memory), path, progress, verbose)))
     return replace(ranking, notes=tuple(describe(task, *tally(ranking))))
 
 
-def count(task: Task, budget: int, path: str, progress: Progress | None, verbose: bool | None) -> Iterator[Part]:
+def count_hits(
+    task: RankingProblem, budget: int, path: str, progress: Progress | None, verbose: bool | None
+) -> Iterator[Part]:
     """Count along the chosen path, some queries at a time."""
     chosen = _choose(task, path, budget)
     work = len(task.query) * len(task.gallery)
@@ -137,11 +147,11 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _choose(task: Task, path: str, budget: int) -> str:
+def _choose(task: RankingProblem, path: str, budget: int) -> str:
     if path not in ("auto", "numba", "torch"):
         raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
     if path == "numba":
-        need("numba", extra="fast")
+        import_extra("numba", extra="fast")
         if task.query.x.device.type != "cpu":
             raise ConfigError("path: 'numba' counts on the CPU. Move the vectors with .cpu(), or use path='torch'.")
     if path != "auto":
@@ -151,7 +161,7 @@ def _choose(task: Task, path: str, budget: int) -> str:
     return "numba" if fits and task.query.x.device.type == "cpu" and has_numba() else "torch"
 
 
-def _plan(task: Task, path: str, budget: int) -> str:
+def _plan(task: RankingProblem, path: str, budget: int) -> str:
     q, g, d = len(task.query), len(task.gallery), task.query.x.shape[1]
     half = 2 if path == "numba" and task.alone else 1
     return (
@@ -240,7 +250,7 @@ def _similarity(left: Points, rows: slice, right: Points, cols: Ints) -> Floats:
 # ------------------------------------------------------------------------------------------------------- the result
 
 
-def assemble(task: Task, parts: list[Part]) -> Ranking:
+def assemble(task: RankingProblem, parts: list[Part]) -> Ranking:
     """The ranking of the queries in `parts`, in the order of their numbers."""
     queries = np.concatenate([p.queries for p in parts])
     chosen = np.sort(queries)
@@ -269,7 +279,7 @@ def tally(ranking: Ranking) -> tuple[int, int]:
     return int((np.diff(ranking.start) == 0).sum()), len(tied)
 
 
-def describe(task: Task, lone: int, tied: int) -> Iterator[str]:
+def describe(task: RankingProblem, lone: int, tied: int) -> Iterator[str]:
     """What a reader of the scores should know about the data."""
     if lone:
         yield f"{lone:,} of {len(task.query):,} queries have no relevant item to find."

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, UnknownName, did_you_mean
+from nearkin.errors import ConfigError, UnknownNameError, did_you_mean
 from nearkin.metrics.ranking import Ranking
 
 Floats = NDArray[np.float64]
@@ -137,7 +137,7 @@ def metric_bounds(r: Ranking, name: str, lone: str = "auto") -> tuple[Floats, Fl
     if name.endswith("/hits"):
         low, high = _bounds_by_hits(r, int(name.split("@")[1].split("/")[0]))
     else:
-        low, high = call(r.settled("worst")), call(r.settled("best"))
+        low, high = call(r.break_ties("worst")), call(r.break_ties("best"))
     expected = evaluate_metric(r, name, lone)
     fixed = r.total == 0
     return np.where(fixed, expected, low), np.where(fixed, expected, high)
@@ -155,7 +155,7 @@ def _by_name(name: str) -> Callable[[Ranking], Floats]:
     number = re.sub(r"\D", "", name) or "10"
     known = [f"R@{number}", f"P@{number}", f"MAP@{number}", f"nDCG@{number}", *_PLAIN]
     hint = did_you_mean(name, known) or " There are: R@k, P@k, RP, MAP@R, MAP@k, MAP@k/k, MAP, nDCG@k, MRR."
-    raise UnknownName(f"No metric named '{name}'.{hint}")
+    raise UnknownNameError(f"No metric named '{name}'.{hint}")
 
 
 # ------------------------------------------------------------------------------------------- expectations over ties
@@ -281,7 +281,7 @@ def _bounds_by_hits(r: Ranking, k: int) -> tuple[Floats, Floats]:
     query, before = r.query, r.before
     for order, pick in (("worst", np.min), ("best", np.max)):
         # Settling the ties orders the whole groups; those the cut goes through are redone below.
-        values = _map_by_hits(r.settled(order), depth)
+        values = _map_by_hits(r.break_ties(order), depth)
         for g in cut:
             q, a, n, rel, c = query[g], r.above[g], r.size[g], r.relevant[g], before[g]
             m = k - a

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import write_aside
-from nearkin.errors import ConfigError, DataError, UnknownName, did_you_mean
-from nearkin.metrics._problem import Progress, as_bytes, make_task
+from nearkin._common.files import atomic_write
+from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
+from nearkin.metrics._problem import Progress, as_bytes, make_problem
 from nearkin.metrics.bootstrap import Difference, bootstrap, mean, paired, percentiles
-from nearkin.metrics.ranking import Ranking, assemble, count, describe, tally
+from nearkin.metrics.ranking import Ranking, assemble, count_hits, describe, tally
 from nearkin.metrics.retrieval import evaluate_metric, metric_bounds
 
 Floats = NDArray[np.float64]
@@ -113,8 +113,10 @@ class Scores:
         for name, (low, high) in zip(names, self._intervals(names, level), strict=True):
             reach = "-" if math.isnan(low) else f"{100 * low:.2f} to {100 * high:.2f}"
             lines.append(f"{name:<10}{100 * self[name]:>8.2f}   {reach}")
-        count = len(self.classes)
-        lines.append(f"{len(self):,} queries of {count:,} {'class' if count == 1 else 'classes'}, {self.similarity}")
+        count_hits = len(self.classes)
+        lines.append(
+            f"{len(self):,} queries of {count_hits:,} {'class' if count_hits == 1 else 'classes'}, {self.similarity}"
+        )
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _intervals(self, names: list[str], level: float) -> list[tuple[float, float]]:
@@ -136,7 +138,7 @@ class Scores:
         arrays: dict[str, Any] = {"labels": labels, "about": json.dumps(about), **self.per_query}
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
-        write_aside(target, buffer.getvalue())
+        atomic_write(target, buffer.getvalue())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Scores:
@@ -166,7 +168,7 @@ class _Known(Mapping[str, Floats]):
         if name not in self._values:
             hint = did_you_mean(name, self._values) or f" There are: {', '.join(self._values)}."
             cure = "The ranking behind them was not kept; other k need ks= when scoring, or a larger memory=."
-            raise UnknownName(f"No metric named '{name}' in these scores.{hint} {cure}")
+            raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {cure}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -227,9 +229,9 @@ def score(
     0.3333
     """
     names = _names(ks, lone)
-    task = make_task(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    task = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
     budget = as_bytes(memory)
-    parts = count(task, budget, path, progress, verbose)
+    parts = count_hits(task, budget, path, progress, verbose)
     if 100 * task.pairs <= budget:
         ranking = assemble(task, list(parts))
         notes = tuple(describe(task, *tally(ranking)))

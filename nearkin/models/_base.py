@@ -31,4 +31,6 @@ class Backbone(nn.Module):
 
     def stages(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps at three depths: "low", "mid" and "high". The last is what `forward` gives."""
-        raise ConfigError(f"model.taps: {type(self).__name__} has no taps at three depths. Use --model.taps high.")
+        raise ConfigError(
+            f"model.feature_levels: {type(self).__name__} has no taps at three depths. Use --model.feature_levels high."
+        )

@@ -12,16 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from nearkin._common.registry import Registry
-from nearkin.config.recipe import Model
-from nearkin.errors import ConfigError, did_you_mean, need
+from nearkin.config.recipe import ModelConfig
+from nearkin.errors import ConfigError, did_you_mean, import_extra
 from nearkin.models._base import HALF, IMAGENET, Backbone, Pixels
 from nearkin.models.bn_inception import MEAN, STD, BNInception
 
 # backbone(model, in_channels) -> Backbone
-BACKBONES: Registry[Callable[[Model, int], Backbone]] = Registry("backbone")
+BACKBONES: Registry[Callable[[ModelConfig, int], Backbone]] = Registry("backbone")
 
 
-def make_backbone(model: Model, in_channels: int) -> Backbone:
+def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
     """The network that a model names, with random weights."""
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
@@ -32,7 +32,7 @@ def check_backbone(name: str) -> None:
     """Refuse a name that is neither ours nor timm's, without building anything."""
     if name in BACKBONES or name == "none":
         return
-    timm = need("timm", extra="vision")
+    timm = import_extra("timm", extra="vision")
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         known = [*BACKBONES, *timm.list_models()]
@@ -113,18 +113,18 @@ class TorchvisionBackbone(Backbone):
         return {"low": taps[self.low], "mid": taps[self.mid], "high": images}
 
 
-def resnet50(model: Model, in_channels: int) -> Backbone:
+def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
     _three_channels("resnet50", in_channels)
-    network = need("torchvision.models", extra="vision").resnet50()
+    network = import_extra("torchvision.models", extra="vision").resnet50()
     layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
     backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
     backbone.pixels = IMAGENET
     return backbone
 
 
-def googlenet(model: Model, in_channels: int) -> Backbone:
+def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     _three_channels("googlenet", in_channels)
-    network = need("torchvision.models", extra="vision").googlenet(aux_logits=False, init_weights=False)
+    network = import_extra("torchvision.models", extra="vision").googlenet(aux_logits=False, init_weights=False)
     layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
     backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
     # Its weights were trained by TensorFlow on pixels from -1 to 1; torchvision's `transform_input` turns its usual
@@ -133,7 +133,7 @@ def googlenet(model: Model, in_channels: int) -> Backbone:
     return backbone
 
 
-def bn_inception(model: Model, in_channels: int) -> Backbone:
+def bn_inception(model: ModelConfig, in_channels: int) -> Backbone:
     _three_channels("bn_inception", in_channels)
     backbone = BNInception()
     # Its public weights come from Caffe: pixels from 0 to 255, blue first.
@@ -141,7 +141,7 @@ def bn_inception(model: Model, in_channels: int) -> Backbone:
     return backbone
 
 
-def efficientnet_lite0(model: Model, in_channels: int) -> Backbone:
+def efficientnet_lite0(model: ModelConfig, in_channels: int) -> Backbone:
     _three_channels("efficientnet_lite0", in_channels)
     return TimmBackbone("tf_efficientnet_lite0", in_channels)
 
@@ -151,7 +151,7 @@ class TimmBackbone(Backbone):
 
     def __init__(self, name: str, in_channels: int) -> None:
         super().__init__()
-        timm = need("timm", extra="vision")
+        timm = import_extra("timm", extra="vision")
         check_backbone(name)
         self.network = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
         self.num_features = int(self.network.num_features)

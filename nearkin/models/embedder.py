@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Model, Recipe, from_dict
+from nearkin.config.recipe import ModelConfig, Recipe, from_dict
 from nearkin.data.images import FileImages, Images
 from nearkin.data.transforms import AUGMENTS, viewing_batches
 from nearkin.errors import ConfigError, DataError, RunError
@@ -48,7 +48,7 @@ class Embedder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: Model, image_shape: tuple[int, int, int], *, augment: str = "none") -> None:
+    def __init__(self, model: ModelConfig, image_shape: tuple[int, int, int], *, augment: str = "none") -> None:
         super().__init__()
         self.model, self.image_shape, self.augment = model, image_shape, augment
         channels = image_shape[0]
@@ -66,7 +66,7 @@ class Embedder(nn.Module):
         self.bgr = pixels.bgr
         self.register_buffer("mean", torch.tensor(pixels.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(pixels.std).view(-1, 1, 1))
-        self.hold_backbone(False)
+        self.freeze_backbone(False)
 
     @torch.no_grad()
     def _first_look(self, backbone: Backbone) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ class Embedder(nn.Module):
         return maps[0] if len(maps) == 1 else torch.cat(maps, dim=1)
 
     def _taps(self, scaled: Tensor, backbone: Backbone) -> tuple[Tensor, ...]:
-        return (backbone(scaled),) if self.model.taps == "high" else tuple(backbone.stages(scaled).values())
+        return (backbone(scaled),) if self.model.feature_levels == "high" else tuple(backbone.stages(scaled).values())
 
     def train(self, mode: bool = True) -> Embedder:
         """Training mode, except where the model says that the backbone or its batch norms stand still."""
@@ -110,7 +110,7 @@ class Embedder(nn.Module):
                     norm.eval()
         return self
 
-    def hold_backbone(self, held: bool) -> None:
+    def freeze_backbone(self, held: bool) -> None:
         """Whether the backbone learns and counts statistics; what `freeze` and `freeze_norm` name never does."""
         self.held = held
         if self.backbone is None:
@@ -205,8 +205,8 @@ class Embedder(nn.Module):
         data: bytes = safetensors.save(tensors)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_aside(folder / "model.safetensors", data)
-            write_aside(folder / "model.json", json.dumps(self.described(hashlib.sha256(data).hexdigest()), indent=2))
+            atomic_write(folder / "model.safetensors", data)
+            atomic_write(folder / "model.json", json.dumps(self.described(hashlib.sha256(data).hexdigest()), indent=2))
         except OSError as error:
             raise RunError(f"{folder}: cannot write the model ({error.strerror or error}).") from None
         return folder
@@ -261,7 +261,7 @@ def _load_saved(folder: Path) -> Embedder:
             )
         state = safetensors.load(data)
         shape = tuple(described["image_shape"])
-        model = Embedder(from_dict(Model, described["model"], "model."), shape, augment=described["augment"])
+        model = Embedder(from_dict(ModelConfig, described["model"], "model."), shape, augment=described["augment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, RunError):
             raise

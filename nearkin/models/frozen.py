@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import held
+from nearkin._common.files import file_lock
 from nearkin._common.progress import Reporter
 from nearkin.data import reading
 from nearkin.data.glyphs import cache_dir
@@ -45,7 +45,9 @@ class FrozenFeatures:
             return replace(part, features=features)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with held(self.path.with_suffix(".lock"), wait=True):  # a second process waits, and finds the rows done
+            with file_lock(
+                self.path.with_suffix(".lock"), wait=True
+            ):  # a second process waits, and finds the rows done
                 missing = self._read(part.row_numbers, features)
                 if len(missing):
                     self._compute(part, missing, features, self.path)
@@ -121,7 +123,7 @@ def _key(model: Embedder, table: Table) -> str:
         "augment": model.augment,
         "backbone": [model.model.backbone, fingerprint(model.backbone)],
         "pixels": [model.mean.flatten().tolist(), model.std.flatten().tolist(), model.bgr],
-        "pool": [model.model.pool, model.model.gem_p, model.model.taps],
+        "pool": [model.model.pool, model.model.gem_p, model.model.feature_levels],
         "input": list(model.image_shape),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:20]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError
 from nearkin.ops.whitening import within_class_whitening
 
@@ -21,7 +21,7 @@ class Head(nn.Module):
     "mlp" is two layers with a ReLU between.
     """
 
-    def __init__(self, model: Model, parts: tuple[int, ...]) -> None:
+    def __init__(self, model: ModelConfig, parts: tuple[int, ...]) -> None:
         super().__init__()
         self.parts = parts
         features = sum(parts)
@@ -49,7 +49,7 @@ class Head(nn.Module):
         return emb if self.correction is None else emb + self.correction(features)
 
     @torch.no_grad()
-    def start_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
+    def init_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
         """Set the linear map to within-class whitening followed by PCA, which no first step can beat by chance.
 
         A head that starts at random throws away what a pretrained backbone knows, and few training classes do not
@@ -57,7 +57,9 @@ class Head(nn.Module):
         """
         for part in self.maps:
             if not isinstance(part, nn.Linear):
-                raise ConfigError("model.start: whitened needs a linear or residual head. Give --model.head linear.")
+                raise ConfigError(
+                    "model.head_init: whitened needs a linear or residual head. Give --model.head linear."
+                )
         if isinstance(self.norm, nn.BatchNorm1d):  # judging uses its running statistics, so these must be the features'
             assert self.norm.running_mean is not None
             assert self.norm.running_var is not None

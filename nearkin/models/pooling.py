@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin._common.registry import Registry
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 
 POOLINGS: Registry[Callable[[Tensor], Tensor]] = Registry("pooling")
 
@@ -55,11 +55,11 @@ def grid(maps: Tensor) -> Tensor:
 class Pool(nn.Module):
     """The pooling that a model names, with gem's power as a parameter where it is learned."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.name = model.pool
         POOLINGS[model.pool]  # an unknown name is refused here, with a suggestion
-        self.p: nn.Parameter | float = nn.Parameter(torch.tensor(model.gem_p)) if model.learn_p else model.gem_p
+        self.p: nn.Parameter | float = nn.Parameter(torch.tensor(model.gem_p)) if model.learn_gem_p else model.gem_p
 
     def forward(self, maps: Tensor) -> Tensor:
         return gem(maps, self.p) if self.name == "gem" else POOLINGS[self.name](maps)

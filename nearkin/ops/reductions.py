@@ -17,7 +17,7 @@ from nearkin.ops.geometry import takes_sparse_gradient
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class PairSet:
     """A set of pairs [N, M]: a mask and, where it is short, the list of what is inside or of what is outside."""
 
     mask: Tensor
@@ -42,10 +42,10 @@ class Side:
 
     def listed(self) -> tuple[Tensor, Tensor]:
         """(row, column) of every pair inside, row by row."""
-        return list_of(self.mask) if self.inside is None else self.inside
+        return mask_indices(self.mask) if self.inside is None else self.inside
 
 
-def list_of(mask: Tensor) -> tuple[Tensor, Tensor]:
+def mask_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(row, column) of every pair in a mask, row by row."""
     row, column = mask.nonzero(as_tuple=True)
     return row, column
@@ -54,17 +54,17 @@ def list_of(mask: Tensor) -> tuple[Tensor, Tensor]:
 # --- logarithms of sums -----------------------------------------------------------------------------------------------
 
 
-def log_sum_exp(x: Tensor, over: Side, scale: float = 1.0) -> Tensor:
+def log_sum_exp(x: Tensor, over: PairSet, scale: float = 1.0) -> Tensor:
     """log of the sum over a side of exp(scale * x), per row [N]; -inf (zero gradient) for an empty row."""
     return _lse(x, over, scale, 0.0, False)
 
 
-def log1p_sum_exp(x: Tensor, over: Side, scale: float = 1.0, offset: float = 0.0) -> Tensor:
+def log1p_sum_exp(x: Tensor, over: PairSet, scale: float = 1.0, offset: float = 0.0) -> Tensor:
     """log of 1 + the sum over a side of exp(scale * (x - offset)), per row [N]; 0 for an empty row."""
     return _lse(x, over, scale, offset, True)
 
 
-def _lse(x: Tensor, over: Side, scale: float, offset: float, one: bool) -> Tensor:
+def _lse(x: Tensor, over: PairSet, scale: float, offset: float, one: bool) -> Tensor:
     if x.numel() == 0:
         return x.sum(1) if one else x.sum(1) - float("inf")
     if over.inside is not None:
@@ -73,7 +73,7 @@ def _lse(x: Tensor, over: Side, scale: float, offset: float, one: bool) -> Tenso
 
 
 def shifted_exp(
-    x: Tensor, over: Side, scale: float, offset: float = 0.0, one: bool = False
+    x: Tensor, over: PairSet, scale: float, offset: float = 0.0, one: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scale * (x - offset) - top) on a side, else 0 [N, M]; its row sums and `top` [N]. No gradient."""
     weight = x * scale if offset == 0 else (x - offset).mul_(scale)
@@ -94,7 +94,7 @@ def exp_(x: Tensor) -> Tensor:
 
 class _DenseLSE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Side, scale: float, offset: float, one: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, over: PairSet, scale: float, offset: float, one: bool) -> Tensor:
         weight, total, top = shifted_exp(x, over, scale, offset, one)
         ctx.scale = scale
         ctx.save_for_backward(weight, total)
@@ -137,7 +137,7 @@ def _listed_exp(
 
 
 def log_sums(
-    x: Tensor, near: Side, far: Side, near_scale: float, far_scale: float, offset: float = 0.0, one: bool = False
+    x: Tensor, near: PairSet, far: PairSet, near_scale: float, far_scale: float, offset: float = 0.0, one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The logarithms of two sums over disjoint sides in one go: (near [N], far [N]).
 
@@ -153,7 +153,7 @@ class _TwoLSE(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, near: Side, far: Side, near_scale: float, far_scale: float, offset: float, one: bool
+        ctx: Any, x: Tensor, near: PairSet, far: PairSet, near_scale: float, far_scale: float, offset: float, one: bool
     ) -> tuple[Tensor, Tensor]:
         row, column = near.listed()
         pull, pull_total, pull_top = _listed_exp(x, row, column, near_scale, offset, one)
@@ -203,7 +203,7 @@ class _Pick(torch.autograd.Function):
         return grad, None, None, None
 
 
-def row_sum(x: Tensor, over: Side) -> Tensor:
+def row_sum(x: Tensor, over: PairSet) -> Tensor:
     """The sum over a side, per row [N]."""
     if over.inside is None:
         return (x * over.mask).sum(1)
@@ -211,7 +211,7 @@ def row_sum(x: Tensor, over: Side) -> Tensor:
     return x.new_zeros(len(x)).index_add(0, row, pick(x, row, column))
 
 
-def hinge_sum(x: Tensor, over: Side, slope: float, at: float | Tensor, power: int = 1) -> tuple[Tensor, Tensor]:
+def hinge_sum(x: Tensor, over: PairSet, slope: float, at: float | Tensor, power: int = 1) -> tuple[Tensor, Tensor]:
     """Sum over a side of max(0, slope * (x - at)) ** power per row [N], and how many terms are above 0 [N].
 
     `at` may be a learned 0-dim tensor.
@@ -227,7 +227,7 @@ def hinge_sum(x: Tensor, over: Side, slope: float, at: float | Tensor, power: in
 
 class _HingeSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Side, slope: float, at: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, over: PairSet, slope: float, at: Tensor, power: int) -> tuple[Tensor, Tensor]:
         value = x - at if slope == 1 else at - x if slope == -1 else (x - at).mul_(slope)
         over.fill_outside_(value.relu_(), 0.0)
         total = (value if power == 1 else value.square()).sum(1)
@@ -272,7 +272,7 @@ class RankedPositives:
     order: Tensor
 
 
-def rank_positives(sim: Tensor, positives: Side) -> RankedPositives:
+def rank_positives(sim: Tensor, positives: PairSet) -> RankedPositives:
     """Sort the positives of every anchor. Time T log P; nothing of size [N, M] is made."""
     row, column = positives.listed()
     size = torch.bincount(row, minlength=len(sim))

@@ -14,7 +14,7 @@ from nearkin.errors import RunError
 from nearkin.metrics.scores import compare
 from nearkin.report.contents import Shown, rounded
 from nearkin.report.view import View
-from nearkin.training.evaluation import HEADLINE
+from nearkin.training.evaluation import HEADLINE_METRICS
 from nearkin.training.run import Run
 
 EACH = 120  # queries listed as mended and as broken
@@ -50,7 +50,9 @@ def changed(first: View, second: View) -> tuple[Rows, Rows]:
 
 def difference(first: View, second: View, shown: Shown) -> dict[str, Any]:
     """What the second run gains over the first: metrics with paired intervals, queries mended and broken, classes."""
-    metrics = [compare(first.scores, second.scores, name) for name in HEADLINE if name in first.scores.per_query]
+    metrics = [
+        compare(first.scores, second.scores, name) for name in HEADLINE_METRICS if name in first.scores.per_query
+    ]
     mended, broken = changed(first, second)
     old = {row.label: row for row in class_table(first.scores)}
     classes = []

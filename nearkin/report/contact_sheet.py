@@ -13,7 +13,7 @@ from typing import Any
 
 from nearkin.data.reading import read_whole, square
 from nearkin.deploy.index.search import Hit
-from nearkin.errors import DataError, need
+from nearkin.errors import DataError, import_extra
 
 TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: a picture's side, its border, between tiles, below a picture
 MARGIN, GUTTER = 20, 26  # around the sheet; between a query and its neighbours
@@ -46,8 +46,8 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
         raise DataError(f"sheet: {len(rows):,} queries are too many for one picture; at most {MOST_ROWS} are drawn.")
     if max(len(row.hits) for row in rows) > MOST_COLUMNS:
         raise DataError(f"sheet: at most {MOST_COLUMNS} neighbours are drawn. Ask for fewer with -k.")
-    image = need("PIL.Image", extra="vision")
-    draw_on = need("PIL.ImageDraw", extra="vision").Draw
+    image = import_extra("PIL.Image", extra="vision")
+    draw_on = import_extra("PIL.ImageDraw", extra="vision").Draw
     columns = max(len(row.hits) for row in rows)
     step, height = TILE + 2 * EDGE + GAP, TILE + 2 * EDGE + TEXT + GAP
     width = 2 * MARGIN + step + (GUTTER + columns * step if columns else 0) - GAP
@@ -87,7 +87,7 @@ def _tile(sheet: Any, pen: Any, left: int, top: int, picture: Any, edge: str) ->
         if picture is None:
             raise DataError("vector")
         pixels = square(read_whole(picture, TILE), TILE)
-        sheet.paste(need("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
+        sheet.paste(import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
     except DataError:
         pen.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")
         said = "a vector" if picture is None else "no readable file"
@@ -134,7 +134,7 @@ def printable(text: str) -> str:
 @lru_cache(maxsize=8)
 def font(size: int, bold: bool = False) -> Any:
     """DejaVu, which knows most alphabets, where matplotlib has brought it; else what Pillow has."""
-    module = need("PIL.ImageFont", extra="vision")
+    module = import_extra("PIL.ImageFont", extra="vision")
     found = importlib.util.find_spec("matplotlib")
     if found is not None and found.origin is not None:
         name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"

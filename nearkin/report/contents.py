@@ -22,7 +22,7 @@ from nearkin.ops.pairs import pair_up
 from nearkin.report import projection
 from nearkin.report.lists import COPIES, SUSPECTS, Copies, Lists
 from nearkin.report.view import View
-from nearkin.training.evaluation import scores_of
+from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
 
 CSV_ROWS = 1000
@@ -60,7 +60,7 @@ def rounded(value: float, digits: int = 4) -> float | None:
 # --- what the run folder says ----------------------------------------------------------------------------------------
 
 
-def story(run: Run) -> dict[str, Any]:
+def summary(run: Run) -> dict[str, Any]:
     """Learning, alarms, protocol, recipe and environment. Paths and the command line stay out: a page is shared."""
     result = run.result
     assert result is not None
@@ -198,7 +198,7 @@ def _sizes(view: View, reporter: Reporter) -> list[dict[str, Any]]:
     found = []
     with reporter.track("recall by size", len(sizes), unit="size") as bar:
         for size in sizes:
-            found.append({"size": size, "R@1": rounded(scores_of(view.table, view.emb[:, :size])["R@1"])})
+            found.append({"size": size, "R@1": rounded(score_embeddings(view.table, view.emb[:, :size])["R@1"])})
             bar.advance()
     return [*found, {"size": dim, "R@1": rounded(view.scores["R@1"])}]
 
@@ -207,7 +207,7 @@ def _map(view: View, shown: Shown, tsne: bool, reporter: Reporter) -> dict[str, 
     rows = projection.sample(view.table.labels, shown.rows)
     made = {"PCA": projection.pca(view.emb[torch.from_numpy(rows)])}
     if tsne:
-        reporter.say(f"t-SNE of {len(rows):,} points")
+        reporter.info(f"t-SNE of {len(rows):,} points")
         made["t-SNE"] = projection.tsne(view.emb[torch.from_numpy(rows)])
     return {"items": shown.items_of(rows), "kinds": {name: points.tolist() for name, points in made.items()}}
 

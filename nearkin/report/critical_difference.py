@@ -8,7 +8,7 @@ from typing import Any
 
 from nearkin.bench.summary import p_text
 from nearkin.bench.tournament import Tournament
-from nearkin.errors import DataError, need
+from nearkin.errors import DataError, import_extra
 
 INK, FAINT = "#222222", "#666666"
 BLUE, ORANGE = "#0072B2", "#D55E00"  # told apart by every kind of colour vision
@@ -19,11 +19,11 @@ ROW, BAR, LETTER, WIDTH = 0.29, 0.17, 0.085, 8.0
 def draw(judged: Tournament, path: Path, *, dpi: int = 150) -> Path:
     """Write the diagram as .png or .svg (by the name of the file). Best on the left; returns the path."""
     if judged.friedman is None:
-        raise DataError("The diagram needs two experiments or more in which every entrant has a value.")
+        raise DataError("The diagram needs two experiments or more in which every method has a value.")
     if path.suffix.lower() not in {".png", ".svg"}:
         raise DataError(f"{path}: the diagram is written as .png or .svg; got '{path.suffix}'.")
-    figure = need("matplotlib.figure", extra="report").Figure
-    context = need("matplotlib", extra="report").rc_context
+    figure = import_extra("matplotlib.figure", extra="report").Figure
+    context = import_extra("matplotlib", extra="report").rc_context
     # Without a salt and with a date, the same tournament would give another file every time.
     with context({"svg.hashsalt": "nearkin", "font.size": 10, "font.family": "sans-serif"}):
         picture = _picture(figure, judged)

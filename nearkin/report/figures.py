@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nearkin.errors import RunError, need
+from nearkin.errors import RunError, import_extra
 from nearkin.report.page import Report
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
 
 def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
     """Draw each onto a figure of the common style and write it as .png and .svg; one that returns False is left out."""
-    figure = need("matplotlib.figure", extra="report").Figure
-    context = need("matplotlib", extra="report").rc_context
+    figure = import_extra("matplotlib.figure", extra="report").Figure
+    context = import_extra("matplotlib", extra="report").rc_context
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

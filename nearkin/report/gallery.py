@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from nearkin._common.progress import Reporter
 from nearkin.analysis.hardness import hardest
 from nearkin.data.images import Images, Rows
-from nearkin.errors import need
+from nearkin.errors import import_extra
 from nearkin.report.view import View
 
 EACH = 120  # queries of each view
@@ -86,7 +86,7 @@ class Sheet:
 
 def sheet(images: Images, chosen: Rows, *, reporter: Reporter) -> Sheet:
     """The chosen pictures as a data URI of a size that a page can carry."""
-    image_module = need("PIL.Image", extra="report")
+    image_module = import_extra("PIL.Image", extra="report")
     side = next(side for most, side in SIDES if len(chosen) <= most)
     columns = math.ceil(math.sqrt(len(chosen)))
     rows = math.ceil(len(chosen) / columns)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin._common.version import __version__
-from nearkin.errors import RunError, need
+from nearkin.errors import RunError, import_extra
 
 
 def fill(template: str, script: str, styles: Sequence[str], values: Mapping[str, Any], **filters: Any) -> str:
     """A template of this package as text. Its script is allowed by its hash; any other code on the page is inert."""
-    jinja2 = need("jinja2", extra="report")
+    jinja2 = import_extra("jinja2", extra="report")
     loader = jinja2.PackageLoader("nearkin.report", "templates")
     made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     made.filters |= filters
@@ -35,7 +35,7 @@ def write_html(text: str, out: Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # A file name that is no valid Unicode can become a class name; it must not keep a page from being written.
-        write_aside(out, text.encode("utf-8", "replace"))
+        atomic_write(out, text.encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
     return out

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearkin.errors import need
+from nearkin.errors import import_extra
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.registry import LOSSES, Loss
 from nearkin.ops.pairs import Pairs
@@ -83,13 +83,13 @@ def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
     rows = []
     for key, default in entry.settings.items():
         line = next((li for li in text.splitlines() if li.startswith(f"{key} ")), "")
-        words = line[len(key) :].strip() or _OUTER.get(key, "")
+        words = line[len(key) :].strip() or _BUILDER_SETTINGS.get(key, "")
         rows.append((key, default, str(entry.space.get(key, "")), words))
     return rows
 
 
 # Settings of the objective rather than of a function: they have no line in a docstring.
-_OUTER = {
+_BUILDER_SETTINGS = {
     "normalize": "whether embeddings are scaled to length 1 first",
     "learn_beta": "make beta a parameter, with a learning rate of its own",
     "anchor_grad": "whether the anchor moves as well; False is the literal reading of the paper",
@@ -177,8 +177,8 @@ def _class_scene(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasses
 
 def draw(name: str, path: Path, dpi: int = 120) -> None:
     """The gradient picture of a loss, as PNG: how hard a pair is pulled or pushed, over its similarity."""
-    need("matplotlib", extra="report").use("Agg")
-    pyplot = need("matplotlib.pyplot", extra="report")
+    import_extra("matplotlib", extra="report").use("Agg")
+    pyplot = import_extra("matplotlib.pyplot", extra="report")
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     for curve, colour in zip(gradient_curves(name), ("#1b7837", "#c51b7d"), strict=True):
         axes.plot(curve.sim.numpy(), curve.grad.numpy(), color=colour, label=curve.label)

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from nearkin._common.files import without_nan
+from nearkin._common.files import nan_to_none
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import gallery
 from nearkin.report.compare import EACH, changed, check_same_images, difference, settings_that_differ, verdict
-from nearkin.report.contents import Shown, findings, items, story
+from nearkin.report.contents import Shown, findings, items, summary
 from nearkin.report.gallery import Sheet, sheet
 from nearkin.report.html import fill, write_html
 from nearkin.report.lists import Lists, lists_of
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
-from nearkin.report.view import NEIGHBOURS, View, look
+from nearkin.report.view import NEIGHBOURS, View, load_view
 from nearkin.training.run import Run
 
 
@@ -54,7 +54,7 @@ class Report:
         return {
             "nearkin": __version__,
             "names": self.names,
-            "runs": without_nan(self.stories),
+            "runs": nan_to_none(self.stories),
             "items": self.items,
             "why": self.why,
             "findings": self.findings,
@@ -74,16 +74,16 @@ def gather(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Re
         raise RunError(f"{unfinished[0].path}: this run is not finished. Run its training command again to go on.")
     if len({run.path.resolve() for run in runs}) < len(runs):
         raise RunError("report: the same run is given twice.")
-    stories = [story(run) for run in runs]
+    stories = [summary(run) for run in runs]
     names = [f"{letter}: {one['loss']}" for letter, one in zip(_letters(), stories, strict=False)]
     names = [stories[0]["loss"]] if len(runs) == 1 else names
     differ = settings_that_differ(runs)
     try:
-        views = [look(run, reporter=reporter) for run in runs]
+        views = [load_view(run, reporter=reporter) for run in runs]
     except (DataError, RunError) as error:  # data or weights that are gone; the numbers are still there
         if len(runs) > 1:
             raise
-        reporter.say(f"no images on the page: {error}")
+        reporter.info(f"no images on the page: {error}")
         return Report(names, stories, why=_without_folders(str(error), runs[0]))
     check_same_images(runs, views)
     lists = [lists_of(view) for view in views]
@@ -134,7 +134,7 @@ def render(report: Report) -> str:
     values = {
         "report": report,
         "several": len(report.stories) > 1,
-        "leads": [lead(one) for one in report.stories],
+        "headlines": [page_headline(one) for one in report.stories],
         "verdicts": verdicts,
         "charts": [charts(one) for one in report.stories],
         "pair_charts": [pair_charts(one) for one in report.findings],
@@ -178,7 +178,7 @@ def percent(value: float | None, form: str = ".1f") -> str:
     return "-" if value is None or math.isnan(value) else f"{100 * value:{form}}"
 
 
-def lead(told: dict[str, Any]) -> str:
+def page_headline(told: dict[str, Any]) -> str:
     """The sentence a page opens with."""
     result = told["result"]
     if result["test"] is not None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.images import Rows
-from nearkin.errors import need
+from nearkin.errors import import_extra
 from nearkin.ops.geometry import unit
 
 MOST = 6800  # points of a map: as many as a page has pictures
@@ -42,7 +42,7 @@ def pca(emb: Tensor) -> NDArray[np.int64]:
 
 def tsne(emb: Tensor, *, seed: int = 0) -> NDArray[np.int64]:
     """[N, 2] on the grid by t-SNE with cosine distances (scikit-learn). Distances between groups mean little in it."""
-    manifold = need("sklearn.manifold", extra="bench")
+    manifold = import_extra("sklearn.manifold", extra="bench")
     x = unit(emb.float()).numpy()
     perplexity = min(30.0, (len(x) - 1) / 3)
     made = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=-1)

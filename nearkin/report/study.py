@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from nearkin._common.files import without_nan
-from nearkin._common.progress import duration
+from nearkin._common.files import nan_to_none
+from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
 from nearkin.bench.aggregate import Cell, cells, paired_difference
 from nearkin.bench.papers import Published, published
 from nearkin.bench.statistics import holm
-from nearkin.bench.summary import verdict
+from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Pair, Tournament
-from nearkin.bench.trials import Folder
+from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.critical_difference import draw
 from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, line_chart
-from nearkin.report.study_overview import in_order, judged
+from nearkin.report.study_overview import in_order, run_study_tournament
 
-LINES = 4  # entrants on a chart: more cannot be told apart
+LINES = 4  # methods on a chart: more cannot be told apart
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class StudyReport:
 
     name: str
     metric: str
-    badges: list[str]
+    protocol_labels: list[str]
     experiments: list[str]
-    entrants: list[str]
+    methods: list[str]
     """Best mean rank first."""
     cells: dict[tuple[str, str], Cell]
-    """By (experiment, entrant)."""
+    """By (experiment, method)."""
     published: dict[tuple[str, str], list[Published]]
     tournament: Tournament | None
-    yardsticks: dict[str, dict[str, float]]
+    baselines: dict[str, dict[str, float]]
     """R@1 in percent of what training started from, by name and experiment: the mean over all trials there."""
     duels: list[tuple[str, Difference, float]]
-    """The leader against each other entrant on the same test queries: (entrant, difference, p after Holm)."""
+    """The leader against each other method on the same test queries: (method, difference, p after Holm)."""
     failures: list[dict[str, Any]]
     trials: list[dict[str, Any]]
     left: int
@@ -60,24 +60,24 @@ class StudyReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         rows = [
-            {"experiment": e, "entrant": n, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
+            {"experiment": e, "method": n, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
             | {"values": list(c.values), "failed": c.failed}
             | {"published": [[p.source, p.percent] for p in self.published.get((e, n), [])]}
             for (e, n), c in self.cells.items()
         ]
         ranks = [] if self.tournament is None else [vars(standing) for standing in self.tournament.standings]
         pairs = [] if self.tournament is None else [vars(pair) for pair in self.tournament.pairs]
-        plain: dict[str, Any] = without_nan(
+        plain: dict[str, Any] = nan_to_none(
             {
                 "nearkin": __version__,
                 "name": self.name,
                 "metric": self.metric,
-                "badges": self.badges,
+                "protocol_labels": self.protocol_labels,
                 "cells": rows,
                 "standings": ranks,
                 "pairs": pairs,
-                "yardsticks": self.yardsticks,
-                "leader_less": [{"entrant": name, **vars(one), "p_holm": p} for name, one, p in self.duels],
+                "baselines": self.baselines,
+                "leader_less": [{"method": name, **vars(one), "p_holm": p} for name, one, p in self.duels],
                 "failures": self.failures,
                 "trials": self.trials,
                 "left": self.left,
@@ -88,27 +88,27 @@ class StudyReport:
 
 def gather_study(path: str | Path) -> StudyReport:
     """Look at a study as far as it is done."""
-    folder = Folder.open(path)
+    folder = StudyFolder.open(path)
     outcomes = folder.outcomes()
     if not outcomes:
         raise RunError(f"{folder.path}: nothing of this study is done yet. Run it: nearkin bench run {folder.path}.")
-    tournament = judged(folder)
+    tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
     places = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
     sources = {t.dataset: t.recipe.data.source for t in folder.trials}
-    losses = {t.entrant: t.recipe.loss.name for t in folder.trials}
+    losses = {t.method: t.recipe.loss.name for t in folder.trials}
     known = {
-        (experiment, entrant): printed
+        (experiment, method): printed
         for experiment, (dataset, network, size) in places.items()
-        for entrant in order
-        if (printed := published(dataset=sources[dataset], network=network, dim=size, loss=losses[entrant], own=True))
+        for method in order
+        if (printed := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
     }
     trials, failures = [], []
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
         if outcome is None:
             continue
-        row = {"experiment": trial.experiment, "entrant": trial.entrant, "seed": trial.seed, "fold": trial.part}
+        row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
         assert outcome.run is not None or outcome.test is None
@@ -118,13 +118,13 @@ def gather_study(path: str | Path) -> StudyReport:
     return StudyReport(
         name=folder.study.name,
         metric=folder.study.metric,
-        badges=list(dict.fromkeys(trial.badge for trial in folder.trials)),
+        protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
         experiments=list(places),
-        entrants=order,
+        methods=order,
         cells=cells(folder),
         published=known,
         tournament=tournament,
-        yardsticks=yardsticks(folder) if folder.study.metric == "R@1" else {},
+        baselines=baselines(folder) if folder.study.metric == "R@1" else {},
         duels=query_by_query(folder, tournament),
         failures=failures,
         trials=trials,
@@ -134,8 +134,8 @@ def gather_study(path: str | Path) -> StudyReport:
     )
 
 
-def yardsticks(folder: Folder) -> dict[str, dict[str, float]]:
-    """What every entrant has to beat: raw pixels, the backbone as it came, the model before its first step."""
+def baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
+    """What every method has to beat: raw pixels, the backbone as it came, the model before its first step."""
     found: dict[str, dict[str, list[float]]] = {}
     outcomes = folder.outcomes()
     for trial in folder.trials:
@@ -145,15 +145,15 @@ def yardsticks(folder: Folder) -> dict[str, dict[str, float]]:
     return {name: {e: float(np.mean(values)) for e, values in by.items()} for name, by in found.items()}
 
 
-def query_by_query(folder: Folder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
-    """How far the leader is ahead of each other entrant on the same test queries, over all draws that both have.
+def query_by_query(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
+    """How far the leader is ahead of each other method on the same test queries, over all draws that both have.
 
     Far sharper than ranks where experiments are few, but about these experiments alone. Nothing where draws were judged
     on different classes (several data sets, or test classes drawn anew).
     """
     if tournament is None:
         return []
-    first, *others = [standing.entrant for standing in tournament.standings]
+    first, *others = [standing.method for standing in tournament.standings]
     try:
         found = [paired_difference(folder, other, first) for other in others]
     except DataError:
@@ -162,7 +162,7 @@ def query_by_query(folder: Folder, tournament: Tournament | None) -> list[tuple[
     return list(zip(others, found, adjusted, strict=True))
 
 
-def _shared(folder: Folder) -> str:
+def _shared(folder: StudyFolder) -> str:
     """The study's file without the folders of this machine: a page is shared."""
     text = folder.study.to_toml()
     for dataset in folder.study.datasets:
@@ -179,40 +179,40 @@ def render_study(report: StudyReport) -> str:
     """The page as text."""
     values = {
         "report": report,
-        "lead": lead(report),
+        "headline": headline(report),
         "best": {name: max(_known(report, name), default=math.nan) for name in report.experiments},
         "worst": {name: min(_known(report, name), default=math.nan) for name in report.experiments},
         "diagram": diagram(report.tournament),
         "charts": charts(report),
         "matrix": win_matrix(report),
-        "said": verdict(report.tournament, most=10).splitlines() if report.tournament else [],
-        "total": duration(sum(trial["seconds"] for trial in report.trials)),
+        "said": summarize(report.tournament, most=10).splitlines() if report.tournament else [],
+        "total": format_duration(sum(trial["seconds"] for trial in report.trials)),
     }
     return fill("study.html", "study.js", ["page.css", "study.css"], values)
 
 
-def _mean(report: StudyReport, experiment: str, entrant: str) -> float:
-    cell = report.cells.get((experiment, entrant))
+def _mean(report: StudyReport, experiment: str, method: str) -> float:
+    cell = report.cells.get((experiment, method))
     return cell.mean if cell is not None and cell.values else math.nan
 
 
 def _known(report: StudyReport, experiment: str) -> list[float]:
-    means = [_mean(report, experiment, entrant) for entrant in report.entrants]
+    means = [_mean(report, experiment, method) for method in report.methods]
     return [mean for mean in means if not math.isnan(mean)]
 
 
-def lead(report: StudyReport) -> str:
+def headline(report: StudyReport) -> str:
     """The sentence the page opens with: who leads, and of whom that is certain."""
     if report.tournament is None:
-        count = len(report.entrants)
+        count = len(report.methods)
         if count == 1:
-            return "One entrant alone: there is nothing to rank."
-        known = sum(any(not math.isnan(_mean(report, e, name)) for e in report.experiments) for name in report.entrants)
+            return "One method alone: there is nothing to rank."
+        known = sum(any(not math.isnan(_mean(report, e, name)) for e in report.experiments) for name in report.methods)
         so_far = " so far" if report.left else ""
-        return f"{known or 'None'} of the {count} entrants has a value{so_far}: there is nothing to rank."
-    first = report.tournament.standings[0].entrant
+        return f"{known or 'None'} of the {count} methods has a value{so_far}: there is nothing to rank."
+    first = report.tournament.standings[0].method
     pairs = [pair for pair in report.tournament.pairs if first in (pair.first, pair.second)]
-    beaten = sum(pair.settled and pair.leader == first for pair in pairs)
+    beaten = sum(pair.significant and pair.leader == first for pair in pairs)
     others = f"{len(pairs)} other{'s' * (len(pairs) != 1)}"
     if not report.duels:
         return f"{first} has the best mean rank; it is settled that it is better than {beaten} of the {others}."
@@ -233,21 +233,21 @@ def diagram(tournament: Tournament | None) -> str | None:
 
 
 def charts(report: StudyReport) -> list[tuple[str, str]]:
-    """The metric over embedding sizes, of the leading entrants, for every data set and network."""
+    """The metric over embedding sizes, of the leading methods, for every data set and network."""
     drawn = []
-    shown = report.entrants[:LINES]
+    shown = report.methods[:LINES]
     for dataset, network in dict.fromkeys(place[:2] for place in report.places.values()):
         at = {size: name for name, (d, n, size) in report.places.items() if (d, n) == (dataset, network)}
         if len(at) > 1:
-            lines = [_series(report, entrant, [(size, at[size]) for size in sorted(at)]) for entrant in shown]
+            lines = [_series(report, method, [(size, at[size]) for size in sorted(at)]) for method in shown]
             title = f"{report.metric} by size: {dataset}{f', {network}' if network != 'none' else ''}"
             drawn.append((title, line_chart(lines, title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def _series(report: StudyReport, entrant: str, points: Sequence[tuple[int, str]]) -> Series:
-    values = [_mean(report, name, entrant) for _, name in points]
-    return Series(entrant, [x for x, _ in points], [None if math.isnan(v) else v for v in values])
+def _series(report: StudyReport, method: str, points: Sequence[tuple[int, str]]) -> Series:
+    values = [_mean(report, name, method) for _, name in points]
+    return Series(method, [x for x, _ in points], [None if math.isnan(v) else v for v in values])
 
 
 def win_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
@@ -256,7 +256,7 @@ def win_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
         return []
     by_names = {(pair.first, pair.second): pair for pair in report.tournament.pairs}
     rows = []
-    ranked = [standing.entrant for standing in report.tournament.standings]
+    ranked = [standing.method for standing in report.tournament.standings]
     for row in ranked:
         line: list[dict[str, Any] | None] = []
         for column in ranked:
@@ -270,6 +270,6 @@ def _duel(pair: Pair, row: str, column: str) -> dict[str, Any]:
     straight = pair.first == row
     wins, losses = (pair.wins, pair.losses) if straight else (pair.losses, pair.wins)
     ahead = pair.ahead if straight else 1 - pair.ahead
-    kind = "" if not pair.settled else "better" if pair.leader == row else "worse"
+    kind = "" if not pair.significant else "better" if pair.leader == row else "worse"
     text = f"{row} against {column}: won {wins}, lost {losses}, equal {pair.ties}; Holm p = {pair.p_holm:.3g}"
     return {"ahead": None if math.isnan(ahead) else ahead, "kind": kind, "title": text}

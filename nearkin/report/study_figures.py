@@ -11,7 +11,7 @@ from nearkin.report.critical_difference import draw
 from nearkin.report.figures import COLOURS, DASHES, WIDTH, write_drawings
 from nearkin.report.study import StudyReport
 
-LINES = 6  # entrants on one plot
+LINES = 6  # methods on one plot
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
@@ -24,12 +24,12 @@ def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
 
 
 def _losses(picture: Any, report: StudyReport) -> bool:
-    """A line for each entrant: experiments as dots, their mean as a stroke. No bars: those would have to begin at 0."""
+    """A line for each method: experiments as dots, their mean as a stroke. No bars: those would have to begin at 0."""
     rows = []
-    for entrant in report.entrants:
-        found = [report.cells[e, entrant].mean for e in report.experiments if (e, entrant) in report.cells]
+    for method in report.methods:
+        found = [report.cells[e, method].mean for e in report.experiments if (e, method) in report.cells]
         if known := [value for value in found if not np.isnan(value)]:
-            rows.append((entrant, known))
+            rows.append((method, known))
     picture.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
     axes = picture.add_subplot()
     for at, (_, values) in enumerate(rows):
@@ -42,12 +42,12 @@ def _losses(picture: Any, report: StudyReport) -> bool:
 
 
 def _sizes(picture: Any, report: StudyReport) -> bool:
-    """The metric over embedding sizes, averaged over data sets and networks, of the leading entrants."""
+    """The metric over embedding sizes, averaged over data sets and networks, of the leading methods."""
     return _lines(picture, report, 2, "embedding size")
 
 
 def _networks(picture: Any, report: StudyReport) -> bool:
-    """The metric of each network, averaged over data sets and sizes, of the leading entrants."""
+    """The metric of each network, averaged over data sets and sizes, of the leading methods."""
     return _lines(picture, report, 1, "network")
 
 
@@ -58,14 +58,14 @@ def _lines(picture: Any, report: StudyReport, axis: int, name: str) -> bool:
     numbers = all(isinstance(kind, int) for kind in kinds)
     kinds = sorted(kinds, key=lambda kind: kind if numbers else 0)
     axes = picture.add_subplot()
-    for at, entrant in enumerate(report.entrants[:LINES]):
+    for at, method in enumerate(report.methods[:LINES]):
         y = []
         for kind in kinds:
-            cells = [report.cells.get((e, entrant)) for e, place in report.places.items() if place[axis] == kind]
+            cells = [report.cells.get((e, method)) for e, place in report.places.items() if place[axis] == kind]
             known = [cell.mean for cell in cells if cell is not None and cell.values]
             y.append(np.mean(known) if known else np.nan)
         x = kinds if numbers else list(range(len(kinds)))
-        axes.plot(x, y, color=COLOURS[at], linestyle=DASHES[at], marker="o", label=entrant)
+        axes.plot(x, y, color=COLOURS[at], linestyle=DASHES[at], marker="o", label=method)
     if numbers:
         axes.set_xscale("log", base=2)
         axes.set_xticks(kinds, [f"{kind:g}" for kind in kinds])

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearkin.bench.summary import verdict
+from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.errors import DataError
 
@@ -37,12 +37,12 @@ def standings_grid(judged: Tournament) -> Grid:
     """The standings, rounded for people; where runs failed, also how many experiments stand behind each row."""
     level = f"{100 * (1 - judged.alpha):g} %"
     gaps = any(s.ranked < s.experiments or s.failed for s in judged.standings)
-    head = ("entrant", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
+    head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
     rows = []
     for s in judged.standings:
         behind = (f"{s.ranked}/{s.experiments}", str(s.failed)) if gaps else ()
         interval = "-" if math.isnan(s.low) else f"{s.low:.2f}-{s.high:.2f}"
-        rows.append((s.entrant, f"{s.total:g}", _short(s.mean), _short(s.std), *map(str, s.medals), interval, *behind))
+        rows.append((s.method, f"{s.total:g}", _short(s.mean), _short(s.std), *map(str, s.medals), interval, *behind))
     count = len(judged.table.experiments)
     return Grid(f"Ranks over {count} experiment{'s' * (count != 1)}, 1 is best", head, tuple(rows))
 
@@ -53,7 +53,7 @@ def pairs_grid(judged: Tournament) -> Grid:
     for p in judged.pairs:
         record = f"{p.wins}-{p.losses}" + (f"-{p.ties}" if p.ties else "")
         seeds = "-" if p.more_seeds is None else f"{p.more_seeds} seeds"
-        more = "" if p.settled else seeds if p.more_experiments is None else str(p.more_experiments)
+        more = "" if p.significant else seeds if p.more_experiments is None else str(p.more_experiments)
         chances = (_short(p.ahead), _short(p.next_win))
         rows.append(
             (p.first, p.second, record, _short(p.difference, "3g"), _p(p.p_holm), _p(p.p_nemenyi), *chances, more)
@@ -74,7 +74,7 @@ def rich_table(grid: Grid) -> RichTable:
     for at, name in enumerate(grid.head):
         table.add_column(name, justify="left" if at < grid.names else "right", no_wrap=at >= grid.names)
     for number, row in enumerate(grid.rows):
-        # Text, not markup: an entrant may be called [a].
+        # Text, not markup: an method may be called [a].
         table.add_row(*(Text(cell, "bold" if number == 0 and grid.names == 1 else "") for cell in row))
     return table
 
@@ -101,9 +101,9 @@ def latex(grid: Grid) -> str:
 
 def standings_csv(judged: Tournament) -> str:
     """The standings in full precision."""
-    head = ("entrant", "total", "mean", "std", "first", "second", "third", "low", "high")
+    head = ("method", "total", "mean", "std", "first", "second", "third", "low", "high")
     rows = [
-        (s.entrant, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
+        (s.method, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
         for s in judged.standings
     ]
     return _csv((*head, "ranked", "experiments", "failed"), rows)
@@ -115,16 +115,16 @@ def pairs_csv(judged: Tournament) -> str:
 
 
 def ranks_csv(judged: Tournament) -> str:
-    """The rank of every entrant in every experiment; empty where it failed."""
+    """The rank of every method in every experiment; empty where it failed."""
     table = judged.table
     rows = zip(table.experiments, judged.ranks.tolist(), strict=True)
-    return _csv(["experiment", *table.entrants], [[name, *ranks] for name, ranks in rows])
+    return _csv(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
 
 
 def write_files(judged: Tournament, folder: Path) -> list[Path]:
     """Tables, verdict and diagram into a folder; returns what was written. Files of the same names are replaced."""
     standing, pairs = standings_grid(judged), pairs_grid(judged)
-    said = verdict(judged, most=len(judged.pairs))
+    said = summarize(judged, most=len(judged.pairs))
     page = f"# Tournament\n\n{markdown(standing)}\n```text\n{said}\n```\n\n{markdown(pairs)}"
     texts = {
         "tournament.md": page,

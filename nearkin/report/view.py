@@ -18,8 +18,8 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.training.embedding_cache import keep_vectors, kept_vectors
-from nearkin.training.evaluation import embedded, query_and_gallery_rows, scores_of
+from nearkin.training.embedding_cache import load_embeddings, save_embeddings
+from nearkin.training.evaluation import embed_table, query_and_gallery_rows, score_embeddings
 from nearkin.training.factory import choose_device
 from nearkin.training.run import Run
 
@@ -76,7 +76,7 @@ class View:
         return self.table.images.shape[0] > 0
 
 
-def look(run: Run, *, reporter: Reporter) -> View:
+def load_view(run: Run, *, reporter: Reporter) -> View:
     """What the run was judged on, with the vectors that were kept, or embedded now.
 
     The test classes of a run that has not opened them stay sealed.
@@ -95,16 +95,16 @@ def look(run: Run, *, reporter: Reporter) -> View:
         raise DataError("the test classes are sealed, and there are no validation classes to look at instead.")
     name = "test" if judged else "validation"
     frozen = part.features is not None or recipe.model.freeze == "backbone"
-    emb = None if frozen else kept_vectors(run, name, part)
+    emb = None if frozen else load_embeddings(run, name, part)
     if emb is None:
         model = run.embedder().to(choose_device("auto"))
         if part.features is None and frozen:
             part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
-        emb = embedded(model, part, reporter=reporter)
+        emb = embed_table(model, part, reporter=reporter)
         if not frozen:
-            keep_vectors(run, name, part, emb)
-    stored = run.path / "perquery.npz"
-    scores = Scores.load(stored) if judged and stored.exists() else scores_of(part, emb)
+            save_embeddings(run, name, part, emb)
+    stored = run.path / "per_query.npz"
+    scores = Scores.load(stored) if judged and stored.exists() else score_embeddings(part, emb)
     asking, _ = query_and_gallery_rows(part)
     asking = np.arange(len(part)) if asking is None else asking
     if not np.array_equal(scores.labels, part.labels[asking]):

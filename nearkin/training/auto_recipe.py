@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.config.recipe import Data, Recipe
+from nearkin.config.recipe import DataConfig, Recipe
 from nearkin.data import reading, sources
 from nearkin.errors import DataError
 from nearkin.training import recipes
@@ -18,7 +18,7 @@ _MANY = 2000  # pictures from which a small network learns more than a pretraine
 _SMALL = 64  # pixels of the shorter side below which a network for photos sees little
 
 
-def recipe_for(given: Data, *, gpu: bool) -> tuple[Recipe, str]:
+def recipe_for(given: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
     """A recipe for what lies at `given.root`, and why it was chosen, in words."""
     if given.source == "features":
         chosen = _at(recipes.features_default(), given)
@@ -51,7 +51,7 @@ def recipe_for(given: Data, *, gpu: bool) -> tuple[Recipe, str]:
     return _at(replace(chosen, data=replace(chosen.data, image_size=size)), given), f"{why}, at {size} pixels"
 
 
-def _at(recipe: Recipe, given: Data) -> Recipe:
+def _at(recipe: Recipe, given: DataConfig) -> Recipe:
     return replace(recipe, data=replace(recipe.data, source=given.source, root=given.root))
 
 

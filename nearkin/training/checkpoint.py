@@ -19,7 +19,7 @@ from nearkin.models.weights import load_checkpoint
 from nearkin.training.run import Run
 
 
-class Interrupted(KeyboardInterrupt):
+class TrainingInterrupted(KeyboardInterrupt):
     """Training was stopped by Ctrl-C, after its checkpoint was written."""
 
 
@@ -81,7 +81,7 @@ class TrainingState:
                 before = (
                     "Going back to the checkpoint before it" if path != there[-1] else "Starting from the beginning"
                 )
-                reporter.say(f"{error} {before}.")
+                reporter.info(f"{error} {before}.")
         if state is None:
             run.rewind_events(0)
             return False
@@ -98,7 +98,7 @@ class TrainingState:
 
 
 @contextmanager
-def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
+def defer_sigint() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one stops at once.
 
     A KeyboardInterrupt in the middle of an optimizer step would leave half of the weights moved.

@@ -9,11 +9,11 @@ Every rank computes the loss of the whole batch, on embeddings gathered from all
             with seeded(seed, epoch, step):                   # dropout and random miners draw the same everywhere
                 loss = objective(emb, labels)                 # the same number on every rank
             loss.backward()
-            reduce_gradients([*model.parameters(), *objective.parameters()])
+            all_reduce_gradients([*model.parameters(), *objective.parameters()])
 
 One rule holds for all parameters: the mean over the ranks is the gradient of one process. For the network, because the
 gather hands each rank its own rows' gradient times the number of ranks. For class parameters, because every rank has
-the whole gradient already. `reduce_gradients` takes this mean; DistributedDataParallel takes it too, so a model may be
+the whole gradient already. `all_reduce_gradients` takes this mean; DistributedDataParallel takes it too, so a model may be
 wrapped in that instead. A cross-batch memory remembers the gathered batch and so is the same on every rank.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nearkin.data.samplers import share_of
-from nearkin.errors import ConfigError, DataError, ProcessLost
+from nearkin.errors import ConfigError, DataError, ProcessLostError
 from nearkin.ops.pairs import as_labels
 
 T = TypeVar("T")
@@ -50,12 +50,12 @@ def rank() -> int:
     return dist.get_rank() if _grouped() else 0
 
 
-def world() -> int:
+def world_size() -> int:
     """How many processes train together; 1 without a process group."""
     return dist.get_world_size() if _grouped() else 1
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this is the process that writes files and talks."""
     return rank() == 0
 
@@ -80,7 +80,7 @@ def process_group(
     meeting_file   a file by which processes of one machine find each other, instead of torchrun's address and port
 
     Without torchrun, with one process, or in a group that exists already, nothing is joined and nothing is left.
-    A process that dies or hangs ends the others with `ProcessLost`. (Of nccl torch's watchdog may end them first.)
+    A process that dies or hangs ends the others with `ProcessLostError`. (Of nccl torch's watchdog may end them first.)
     """
     place = torch.device(device)
     if _grouped() or _environment("WORLD_SIZE", 1) == 1:
@@ -113,13 +113,13 @@ def process_group(
     except ValueError as error:  # torchrun's address or port is missing
         raise ConfigError(f"{who}: {error} Start with torchrun.") from None
     except RuntimeError as error:
-        raise ProcessLost(f"{who}: the processes did not find each other ({_reason(error)}).") from None
+        raise ProcessLostError(f"{who}: the processes did not find each other ({_reason(error)}).") from None
     try:
         yield place
     except RuntimeError as error:
         if not _is_lost_connection(error):
             raise
-        raise ProcessLost(
+        raise ProcessLostError(
             f"{who}: another process has died or did not answer for {timeout:g} s ({_reason(error)}). "
             "Its own message says why; started again, training goes on from its last checkpoint."
         ) from error
@@ -170,7 +170,7 @@ def _reason(error: Exception) -> str:
 # --- the batch --------------------------------------------------------------------------------------------------------
 
 
-def gathered(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+def all_gather_with_grad(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """The embeddings [N, D] and labels [N] of all ranks, in the order of the ranks, on every rank.
 
     emb      [n, D] this rank's; n may differ between ranks and may be 0
@@ -179,16 +179,16 @@ def gathered(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[Tensor, Tenso
     The gradient goes back to this rank's own rows, times the number of ranks: see the rule at the top of this file.
     It needs no communication, because every rank computes the same loss of the same batch.
 
-    >>> emb, labels = gathered(torch.ones(2, 3), [5, 6])  # one process: the batch itself
+    >>> emb, labels = all_gather_with_grad(torch.ones(2, 3), [5, 6])  # one process: the batch itself
     >>> emb.shape, labels
     (torch.Size([2, 3]), tensor([5, 6]))
     """
     labels = as_labels(labels).to(emb.device)
-    if world() == 1:
+    if world_size() == 1:
         return emb, labels
     counts, label_counts = _counts(emb, labels)
     if counts != label_counts:
-        raise DataError(f"gathered: {counts} embeddings but {label_counts} labels on ranks 0 to {world() - 1}.")
+        raise DataError(f"gathered: {counts} embeddings but {label_counts} labels on ranks 0 to {world_size() - 1}.")
     return _Gather.apply(emb, counts), _assemble(labels, counts)
 
 
@@ -198,16 +198,16 @@ def gather_rows(rows: Tensor) -> Tensor:
     With `share` it puts together what the ranks worked out in parts:
 
     >>> whole = torch.arange(10)
-    >>> gather_rows(whole[share(len(whole))] ** 2).tolist() == (whole**2).tolist()
+    >>> gather_rows(whole[rank_slice(len(whole))] ** 2).tolist() == (whole**2).tolist()
     True
     """
     rows = rows.detach()
-    return rows if world() == 1 else _assemble(rows, *_counts(rows))
+    return rows if world_size() == 1 else _assemble(rows, *_counts(rows))
 
 
-def share(count: int) -> slice:
+def rank_slice(count: int) -> slice:
     """The rows of `count` that this rank works on: a run of them, at most one longer than another rank's."""
-    return share_of(count, rank(), world())
+    return share_of(count, rank(), world_size())
 
 
 class _Gather(torch.autograd.Function):
@@ -228,15 +228,17 @@ def _counts(*tensors: Tensor) -> list[list[int]]:
     kind = " and ".join(f"{t.dtype} [n{''.join(f', {size}' for size in t.shape[1:])}]" for t in tensors)
     *counts, kinds = _exchange([*(len(t) for t in tensors), zlib.crc32(kind.encode())], tensors[0].device)
     if len(set(kinds)) > 1:
-        given = [""] * world()
+        given = [""] * world_size()
         dist.all_gather_object(given, kind)
-        raise DataError(f"the rows of the ranks do not fit together: {'; '.join(given)} on ranks 0 to {world() - 1}.")
+        raise DataError(
+            f"the rows of the ranks do not fit together: {'; '.join(given)} on ranks 0 to {world_size() - 1}."
+        )
     return counts
 
 
 def _exchange(numbers: list[int], device: torch.device | str = "cpu") -> list[list[int]]:
     """For each of these numbers, what it is on every rank."""
-    table = torch.empty(world(), len(numbers), dtype=torch.int64, device=device)
+    table = torch.empty(world_size(), len(numbers), dtype=torch.int64, device=device)
     dist.all_gather(list(table.unbind()), torch.tensor(numbers, dtype=torch.int64, device=device))
     return table.t().tolist()
 
@@ -264,7 +266,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reduce_gradients(parameters: Iterable[Tensor]) -> None:
+def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
     """Replace every gradient by its mean over the ranks: afterwards it is that of one process, equal on all ranks.
 
     For models that are not wrapped in DistributedDataParallel, and for class parameters, where it also takes away any
@@ -272,7 +274,7 @@ def reduce_gradients(parameters: Iterable[Tensor]) -> None:
     one that no rank has stays None. Clip gradients after this, not before.
     """
     learned = [p for p in parameters if p.requires_grad]
-    if world() == 1 or not learned:
+    if world_size() == 1 or not learned:
         return
     somewhere = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32, device=learned[0].device)
     dist.all_reduce(somewhere, dist.ReduceOp.MAX)
@@ -284,7 +286,7 @@ def reduce_gradients(parameters: Iterable[Tensor]) -> None:
     for bucket in _buckets(grads):
         flat = torch.cat([g.reshape(-1) for g in bucket])
         dist.all_reduce(flat)
-        _hand_back(flat.div_(world()), bucket)
+        _hand_back(flat.div_(world_size()), bucket)
 
 
 @torch.no_grad()
@@ -293,7 +295,7 @@ def broadcast_state(module: nn.Module) -> None:
 
     Modules that are not alike (another number of classes, another dtype) are refused on every rank.
     """
-    if world() == 1:
+    if world_size() == 1:
         return
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     shapes = " ".join(f"{name}:{t.dtype}:{list(t.shape)}" for name, t in tensors.items())
@@ -335,15 +337,15 @@ def _hand_back(flat: Tensor, bucket: list[Tensor]) -> None:
 
 
 @contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
+def fork_rng(*numbers: int) -> Iterator[None]:
     """Inside, torch's random numbers depend on these numbers alone; outside, nothing has changed.
 
     Around an objective with (seed, epoch, step) every rank draws the same dropout and the same random pairs, and so
     does a run of one process or one that was resumed: nothing need be sent or stored. GPUs must be of one kind.
 
-    >>> with seeded(0, 3, 17):
+    >>> with fork_rng(0, 3, 17):
     ...     first = torch.rand(2)
-    >>> with seeded(0, 3, 17):
+    >>> with fork_rng(0, 3, 17):
     ...     assert torch.equal(first, torch.rand(2))
     """
     [state] = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
@@ -356,14 +358,14 @@ def seeded(*numbers: int) -> Iterator[None]:
         yield
 
 
-def anywhere(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank: ranks that stop at different steps would wait for each other for ever."""
-    return flag if world() == 1 else any(_exchange([flag])[0])
+    return flag if world_size() == 1 else any(_exchange([flag])[0])
 
 
-def from_first(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """The value that rank 0 has, on every rank: for what it alone found out, such as a score or a file's existence."""
-    if world() == 1:
+    if world_size() == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

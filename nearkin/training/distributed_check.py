@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nearkin._common.progress import Reporter
 from nearkin.data.samplers import share_of
-from nearkin.errors import ConfigError, ProcessLost
+from nearkin.errors import ConfigError, ProcessLostError
 from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
 from nearkin.losses.objective import Objective
@@ -177,13 +177,13 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
         own = own_rows(BATCH, case.split, distributed.rank(), world)
         emb = network(x[own])
         emb.retain_grad()
-        whole_emb, whole_labels = distributed.gathered(emb, labels[own])
-        with distributed.seeded(0, 0, step):
+        whole_emb, whole_labels = distributed.all_gather_with_grad(emb, labels[own])
+        with distributed.fork_rng(0, 0, step):
             loss = objective(whole_emb, whole_labels)
         loss.backward()
         assert emb.grad is not None
         found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world
-    distributed.reduce_gradients(both.parameters())
+    distributed.all_reduce_gradients(both.parameters())
     # As one vector: some losses do not see a shift of all embeddings, and the bias alone would be rounding noise.
     found["network"] = torch.cat([value.grad.flatten() for value in network.parameters() if value.grad is not None])
     found |= {f"parameters {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
@@ -227,7 +227,7 @@ def launch(
     """Run a command once per rank on this machine, as torchrun does, and wait for all. None outlives this call.
 
     folder    where each rank's output goes (rank0.log, ...)
-    timeout   seconds for all of it; then, or when one fails, all are ended and `ProcessLost` says why
+    timeout   seconds for all of it; then, or when one fails, all are ended and `ProcessLostError` says why
     watch     called several times a second meanwhile
     """
     package = str(Path(__file__).resolve().parents[2])
@@ -252,15 +252,17 @@ def launch(
                 break
             if time.monotonic() > deadline:
                 busy = [str(r) for r, code in enumerate(codes) if code is None]
-                raise ProcessLost(f"process {' and '.join(busy)} of {processes} did not end within {timeout:g} s.")
+                raise ProcessLostError(f"process {' and '.join(busy)} of {processes} did not end within {timeout:g} s.")
             time.sleep(0.05)
         failed = [r for r, code in enumerate(codes) if code]
         if failed:
             # The cause first: a process that only noticed the loss of another is not it.
-            first = min(failed, key=lambda r: "ProcessLost" in _last_line(logs[r]))
+            first = min(failed, key=lambda r: "ProcessLostError" in _last_line(logs[r]))
             code = started[first].returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise ProcessLost(f"process {first} of {processes} {how}: {_last_line(logs[first]) or 'it said nothing'}")
+            raise ProcessLostError(
+                f"process {first} of {processes} {how}: {_last_line(logs[first]) or 'it said nothing'}"
+            )
         watch()
     finally:
         for process in started:
@@ -288,8 +290,8 @@ def _work(folder: Path, dtype: torch.dtype) -> None:
         open(folder / "done", "ab") as done,
     ):
         for case in cases():
-            found.append(gradients(case, distributed.world(), dtype))
-            if distributed.is_first():
+            found.append(gradients(case, distributed.world_size(), dtype))
+            if distributed.is_main_process():
                 done.write(b".")
                 done.flush()
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")

@@ -15,26 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin._common.files import write_aside
+from nearkin._common.files import atomic_write
 from nearkin.data.table import Table
 from nearkin.training.run import Run
 
 NAME = "vectors.npz"
 
 
-def keep_vectors(run: Run, part: str, table: Table, vectors: Tensor) -> None:
+def save_embeddings(run: Run, part: str, table: Table, vectors: Tensor) -> None:
     """Keep what the best epoch makes of a table. A folder that cannot be written is no reason to stop: time is lost."""
-    if not run.writes:
+    if not run.is_writer:
         return
     buffer = io.BytesIO()
     try:
         np.savez(buffer, vectors=vectors.cpu().float().numpy(), rows=table.row_numbers, of=_of(run, part, table))
-        write_aside(run.path / NAME, buffer.getvalue())
+        atomic_write(run.path / NAME, buffer.getvalue())
     except OSError:
         return
 
 
-def kept_vectors(run: Run, part: str, table: Table) -> Tensor | None:
+def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
     """The vectors of a table's rows [N, dim], or None where none are kept that are certainly theirs."""
     try:
         with np.load(run.path / NAME, allow_pickle=False) as stored:

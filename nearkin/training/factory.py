@@ -19,21 +19,21 @@ from nearkin.models.pooling import POOLINGS
 from nearkin.models.weights import fingerprint, load_weights
 
 
-def check_names(recipe: Recipe) -> None:
+def validate_recipe(recipe: Recipe) -> None:
     """Refuse a wrong name or setting before the time is spent to read the data."""
     objective = make_objective(recipe, recipe.model.dim or 2, num_classes=2)
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
-    whitened = recipe.model.start == "whitened"
+    whitened = recipe.model.head_init == "whitened"
     if whitened and recipe.model.head == "mlp":
-        raise ConfigError("model.start: whitened needs a linear or residual head. Give --model.head linear.")
+        raise ConfigError("model.head_init: whitened needs a linear or residual head. Give --model.head linear.")
     _check_something_learns(recipe, objective)
 
 
 def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
     model, hyper = recipe.model, recipe.train
     held = model.backbone == "none" or model.freeze == "backbone" or hyper.frozen_epochs > 0
-    pieces = 0 < hyper.micro_batch < hyper.batch_size  # whose gradient goes through the network alone
+    pieces = 0 < hyper.micro_batch_size < hyper.batch_size  # whose gradient goes through the network alone
     if model.dim == 0 and held and (pieces or not list(objective.parameters())):
         raise ConfigError(
             "model.dim: 0 leaves no head, and nothing else learns while the backbone stands still. "
@@ -64,9 +64,9 @@ def model_fingerprint(recipe: Recipe, model: Embedder) -> str:
     return f"-{fingerprint(model.backbone)}"
 
 
-def starting_features(recipe: Recipe, start: Embedder, table: Table, reporter: Reporter) -> FrozenFeatures | None:
+def initial_features(recipe: Recipe, start: Embedder, table: Table, reporter: Reporter) -> FrozenFeatures | None:
     """The features of the starting backbone, where they say something: it is pretrained, frozen, or to be whitened."""
-    used = recipe.model.weights != "none" or recipe.model.freeze == "backbone" or recipe.model.start == "whitened"
+    used = recipe.model.weights != "none" or recipe.model.freeze == "backbone" or recipe.model.head_init == "whitened"
     if start.backbone is None or not used:
         return None
     return FrozenFeatures(start, table, on_disk=recipe.data.cache, reporter=reporter)

@@ -19,33 +19,33 @@ from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import split_for
 from nearkin.data.table import Table
-from nearkin.errors import TrainingFailed, TrainingStopped
+from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.losses.registry import LOSSES
 from nearkin.models.embedder import Embedder
-from nearkin.training.checkpoint import Interrupted, TrainingState, noting_ctrl_c
+from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.distributed import (
-    anywhere,
+    any_rank,
+    broadcast_object,
     broadcast_state,
-    from_first,
     gather_rows,
-    is_first,
+    is_main_process,
     process_group,
     rank,
-    world,
+    world_size,
 )
-from nearkin.training.evaluation import embedded, evaluate_final, scores_of
+from nearkin.training.evaluation import embed_table, evaluate_final, score_embeddings
 from nearkin.training.factory import (
-    check_names,
     choose_device,
+    initial_features,
     make_model,
     make_objective,
     model_fingerprint,
-    starting_features,
+    validate_recipe,
 )
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
 from nearkin.training.run import Run
 from nearkin.training.run_key import run_key
-from nearkin.training.step import NotFinite, backward, check_hyper, follow, update
+from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
 from nearkin.training.trackers import Tracker, open_trackers
 
 TEST_CHOSEN = "THE TEST CLASSES: too high, and not comparable with the other protocols"
@@ -68,10 +68,10 @@ def fit(
 
     final     False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
     trackers  "tensorboard", "wandb": where the numbers of each epoch also go
-    watch     is told each epoch and the best validation R@1 so far; where it answers True, `TrainingStopped` is raised
+    watch     is told each epoch and the best validation R@1 so far; where it answers True, `TrainingStoppedError` is raised
     """
     with process_group(choose_device(device)) as place:
-        said_by = (reporter or Reporter()) if is_first() else Reporter(quiet=True)
+        said_by = (reporter or Reporter()) if is_main_process() else Reporter(quiet=True)
         return _fit(recipe, Path(runs), place, final, trackers, said_by, watch)
 
 
@@ -84,40 +84,40 @@ def _fit(
     reporter: Reporter,
     watch: Callable[[int, float], bool] | None,
 ) -> Run:
-    check_names(recipe)
+    validate_recipe(recipe)
     table = sources.load(recipe.data, reporter)
     split, holdout = split_for(table, recipe.data)
     model = make_model(recipe, table, reporter)
     key = run_key(recipe, f"{table.fingerprint}{model_fingerprint(recipe, model)}")
-    run = Run(from_first(Run.create(runs, key, recipe).path if is_first() else None) or runs / key)
-    run.writes = is_first()
-    if from_first(is_finished(run, final)):
-        reporter.say(f"done already: {run.path}")
+    run = Run(broadcast_object(Run.create(runs, key, recipe).path if is_main_process() else None) or runs / key)
+    run.is_writer = is_main_process()
+    if broadcast_object(is_finished(run, final)):
+        reporter.info(f"done already: {run.path}")
         return run
 
     with run.writing(), open_trackers(trackers, run) as tracker:
-        if from_first(is_finished(run, final)):  # by another process, between the look above and the lock
+        if broadcast_object(is_finished(run, final)):  # by another process, between the look above and the lock
             return run
         hyper = recipe.train
-        check_hyper(model, hyper, place)
+        check_train_config(model, hyper, place)
         model.calibrate(split.train.images)
         model.to(place)
         start = copy.deepcopy(model)
         # What the backbone makes of images before training: the yardstick, the head's start, the frozen lane's input.
-        known = starting_features(recipe, start, table, reporter)
-        if recipe.model.start == "whitened":
+        known = initial_features(recipe, start, table, reporter)
+        if recipe.model.head_init == "whitened":
             seen = known.add_to(split.train) if known else split.train
             assert seen.features is not None
             features, kinds = torch.from_numpy(seen.features).to(place), torch.from_numpy(seen.labels).to(place)
-            model.head.start_whitened(features, kinds, recipe.model.shrinkage)
+            model.head.init_whitened(features, kinds, recipe.model.shrinkage)
             start.head.load_state_dict(model.head.state_dict())
         train, val = split.train, split.val
         if known is not None and recipe.model.freeze == "backbone":
             train, val = known.add_to(train), known.add_to(val) if val else None
         labels = torch.from_numpy(train.labels)
         objective = make_objective(recipe, model.dim, train.num_classes).to(place)
-        if recipe.model.start == "whitened":
-            objective.start_at(start.embed(features), kinds)
+        if recipe.model.head_init == "whitened":
+            objective.init_proxies(start.embed(features), kinds)
         broadcast_state(model)
         broadcast_state(objective)
         average = copy.deepcopy(model) if hyper.ema else None
@@ -125,32 +125,36 @@ def _fit(
         optimizer = make_optimizer(model, objective, hyper)
         scaler = torch.amp.GradScaler(place.type, enabled=hyper.precision == "fp16")
         forward = torch.compile(model) if hyper.compile else model
-        shared = {"rank": rank(), "world": world()}
+        shared = {"rank": rank(), "world": world_size()}
         sampler = make_sampler(
-            train.labels, batch_size=hyper.batch_size, per_class=hyper.per_class, seed=recipe.seed, **shared
+            train.labels,
+            batch_size=hyper.batch_size,
+            samples_per_class=hyper.samples_per_class,
+            seed=recipe.seed,
+            **shared,
         )
         steps_per_epoch = sampler.batches_per_epoch
         state = TrainingState(model, objective, optimizer, scaler, average)
         if state.restore(run, reporter):
-            reporter.say(f"resuming {run.path} after epoch {state.epoch}, step {state.step}")
+            reporter.info(f"resuming {run.path} after epoch {state.epoch}, step {state.step}")
         else:
-            reporter.say(describe(recipe, train, val, model, place))
+            reporter.info(describe(recipe, train, val, model, place))
             if advice := few_pairs(recipe, train):
-                reporter.say(advice)
-            if recipe.model.start == "whitened":  # a good start competes with every epoch
+                reporter.info(advice)
+            if recipe.model.head_init == "whitened":  # a good start competes with every epoch
                 said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
-                reporter.say(f"start  {said}".rstrip())
+                reporter.info(f"start  {said}".rstrip())
         pace = Pace(done=state.epoch * steps_per_epoch + state.step, total=hyper.epochs * steps_per_epoch)
 
-        with noting_ctrl_c() as stop_asked:  # a plain Ctrl-C is safe elsewhere: what is on the disk is whole
+        with defer_sigint() as stop_asked:  # a plain Ctrl-C is safe elsewhere: what is on the disk is whole
             for epoch in range(state.epoch, hyper.epochs):
                 if hyper.patience and val and epoch - state.best_epoch >= hyper.patience:
-                    reporter.say(
+                    reporter.info(
                         f"stopping: {hyper.patience} epochs have brought nothing better than epoch {state.best_epoch}"
                     )
                     break
                 model.train()
-                model.hold_backbone(epoch < hyper.frozen_epochs)
+                model.freeze_backbone(epoch < hyper.frozen_epochs)
                 began = saved = time.monotonic()
                 with reporter.track(
                     f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step"
@@ -168,38 +172,42 @@ def _fit(
                             loss = backward(
                                 forward, objective, batch.to(place), labels[rows].to(place), hyper, scaler, chance
                             )
-                            update(model, objective, optimizer, hyper, scaler)
-                        except NotFinite as trouble:
+                            optimizer_step(model, objective, optimizer, hyper, scaler)
+                        except NonFiniteError as trouble:
                             raise failure(run, train, rows, trouble, epoch=epoch + 1, step=state.step + 1) from None
                         if average is not None:
-                            follow(average, model, hyper.ema, done)
+                            update_ema(average, model, hyper.ema, done)
                         state.stepped(loss)
                         bar.advance(note=f"loss {state.mean_loss:.3f}")
-                        stopping = anywhere(stop_asked())
-                        if stopping or time.monotonic() - saved > 60 * hyper.save_minutes:
+                        stopping = any_rank(stop_asked())
+                        if stopping or time.monotonic() - saved > 60 * hyper.checkpoint_minutes:
                             saved = time.monotonic()
                             state.seconds, began = state.seconds + saved - began, saved
                             state.save(run)
                         if stopping:
-                            raise Interrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}")
+                            raise TrainingInterrupted(
+                                f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}"
+                            )
 
                 broadcast_state(model)  # batch-norm statistics are of each process's own images
                 if average is not None:
                     broadcast_state(average)
                 said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
                 pace.reach((epoch + 1) * steps_per_epoch)
-                reporter.say(
+                reporter.info(
                     f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
                     f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
                 )
-                if watch is not None and val and anywhere(is_first() and watch(epoch + 1, state.best)):
+                if watch is not None and val and any_rank(is_main_process() and watch(epoch + 1, state.best)):
                     run.log(event="stopped", epoch=epoch + 1)
-                    raise TrainingStopped(run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked.")
+                    raise TrainingStoppedError(
+                        run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked."
+                    )
                 state.seconds += time.monotonic() - began
                 state.next_epoch()
                 state.save(run)
-                if anywhere(stop_asked()):
-                    raise Interrupted(f"stopped after epoch {epoch + 1} of {hyper.epochs}")
+                if any_rank(stop_asked()):
+                    raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {hyper.epochs}")
 
         protocol = {
             **train.protocol(),
@@ -209,11 +217,11 @@ def _fit(
         }
         result: dict[str, Any] = {"test": None}
         if final:
-            from_first(None)  # best.pt, which every process reads, is written
+            broadcast_object(None)  # best.pt, which every process reads, is written
             result = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
         chosen = {"val_R@1": state.best if val else None, "seconds": round(state.seconds, 1)}
         run.finish({"protocol": protocol, **result, **chosen})
-        from_first(None)  # no process goes on before the result is written
+        broadcast_object(None)  # no process goes on before the result is written
     return run
 
 
@@ -225,7 +233,7 @@ def is_finished(run: Run, final: bool) -> bool:
 def _chooser(recipe: Recipe, val: Table | None) -> str:
     if val is None:
         return "nothing: the last one"
-    return "R@1 (then MAP@R) on " + ("validation classes" if recipe.data.choose_on == "validation" else TEST_CHOSEN)
+    return "R@1 (then MAP@R) on " + ("validation classes" if recipe.data.select_on == "validation" else TEST_CHOSEN)
 
 
 def judge_epoch(
@@ -245,12 +253,12 @@ def judge_epoch(
     to say of it.
     """
     looked_at = val or train.sample(1000)
-    emb = embedded(model, looked_at, raw=True)
+    emb = embed_table(model, looked_at, raw=True)
     if not bool(torch.isfinite(emb).all()):  # the last step went too far; each step's loss was still finite
         reason = f"the embeddings stopped being finite by the end of epoch {epoch}"
         run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
-        raise TrainingFailed(f"{run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
-    scores = scores_of(val, emb) if val else None
+        raise TrainingFailedError(f"{run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
+    scores = score_embeddings(val, emb) if val else None
     recall, precision = (scores["R@1"], scores["MAP@R"]) if scores else (state.best, state.best_map)
     # With few validation classes R@1 is often the same; MAP@R decides then, and if that ties the earlier epoch wins.
     if scores is None or (recall, precision) > (state.best, state.best_map):
@@ -268,7 +276,7 @@ def judge_epoch(
     tracker.log(event)
     for alarm in new_alarms(run):
         run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
-        reporter.say(f"ALARM at epoch {epoch}: {alarm}")
+        reporter.info(f"ALARM at epoch {epoch}: {alarm}")
     return f"val R@1 {100 * recall:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  " if scores else ""
 
 
@@ -280,21 +288,23 @@ def new_alarms(run: Run) -> list[Any]:
     return [alarm for alarm in alarms(history) if alarm.name not in raised]
 
 
-def failure(run: Run, train: Table, rows: Any, trouble: NotFinite, *, epoch: int, step: int) -> TrainingFailed:
+def failure(
+    run: Run, train: Table, rows: Any, trouble: NonFiniteError, *, epoch: int, step: int
+) -> TrainingFailedError:
     """Write failed.json with all that helps to find the cause, and say it in two lines."""
     blamed = gather_rows(torch.from_numpy(rows if trouble.rows is None else rows[trouble.rows])).tolist()
     files = [str(train.paths[r]) if train.paths else f"row {train.row_numbers[r]}" for r in blamed]
     reason = f"{trouble.tensor} stopped being finite at epoch {epoch}, step {step}"
     run.fail(reason, tensor=trouble.tensor, epoch=epoch, step=step, files=files)
     named = f" First of its images: {files[0]}." if files else ""
-    return TrainingFailed(
+    return TrainingFailedError(
         f"{run.path}: {reason}.{named}\n"
         "If it is always the same image, look at that (failed.json has the list); else try a lower --train.lr."
     )
 
 
 def describe(recipe: Recipe, train: Table, val: Table | None, model: Embedder, place: torch.device) -> str:
-    processes = f" in {world()} processes" if world() > 1 else ""
+    processes = f" in {world_size()} processes" if world_size() > 1 else ""
     judging = f"epochs judged on {val.num_classes} other classes" if val else "no validation: the last epoch is kept"
     return (
         f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, {model.dim} dimensions, "
@@ -305,9 +315,9 @@ def describe(recipe: Recipe, train: Table, val: Table | None, model: Embedder, p
 def few_pairs(recipe: Recipe, train: Table) -> str:
     """Advice where a loss that compares images within a batch would seldom find two of a class there."""
     hyper = recipe.train
-    if hyper.per_class or recipe.memory or not LOSSES[recipe.loss.name].inputs.pairs:
+    if hyper.samples_per_class or recipe.memory or not LOSSES[recipe.loss.name].inputs.pairs:
         return ""
-    batch = make_sampler(train.labels, batch_size=hyper.batch_size, per_class=0, seed=recipe.seed).epoch(0)[0]
+    batch = make_sampler(train.labels, batch_size=hyper.batch_size, samples_per_class=0, seed=recipe.seed).epoch(0)[0]
     met = np.bincount(train.labels[batch])
     share = met[met > 1].sum() / len(batch)
     if share >= 0.5:
@@ -315,5 +325,5 @@ def few_pairs(recipe: Recipe, train: Table) -> str:
     some = next(count for count in (4, 3, 2, hyper.batch_size) if hyper.batch_size % count == 0)
     return (
         f"advice: {recipe.loss.name} compares images of a class, and in a batch only {share:.0%} of them meet another "
-        f"of theirs; --train.per-class {some} brings {some} of each"
+        f"of theirs; --train.samples-per-class {some} brings {some} of each"
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from nearkin.config.recipe import Train
+from nearkin.config.recipe import TrainConfig
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 
 
-def make_optimizer(model: Embedder, objective: Objective, hyper: Train) -> torch.optim.Optimizer:
+def make_optimizer(model: Embedder, objective: Objective, hyper: TrainConfig) -> torch.optim.Optimizer:
     """Weight decay for matrices and kernels only; head and class parameters in groups of their own."""
     head = {id(p) for p in model.head.parameters()}
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -41,28 +41,28 @@ def make_optimizer(model: Embedder, objective: Objective, hyper: Train) -> torch
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, hyper: Train, step: int, steps_per_epoch: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, hyper: TrainConfig, step: int, steps_per_epoch: int) -> None:
     """Before step number `step`, counted from 0 over all epochs."""
     factor = learning_rate_factor(hyper, step, steps_per_epoch)
     for group in optimizer.param_groups:
         group["lr"] = group["highest_lr"] * factor
 
 
-def learning_rate_factor(hyper: Train, step: int, steps_per_epoch: int) -> float:
+def learning_rate_factor(hyper: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """The share of the highest learning rate at a step. A pure function, so that resuming needs no scheduler state."""
     done = step / (hyper.epochs * steps_per_epoch)
     rise = 0.2
-    if hyper.schedule == "constant":
+    if hyper.lr_schedule == "constant":
         factor = 1.0
-    elif hyper.schedule == "cosine":
+    elif hyper.lr_schedule == "cosine":
         factor = _cosine(1.0, 0.0, done)
-    elif hyper.schedule == "step":
+    elif hyper.lr_schedule == "step":
         factor = hyper.step_factor ** (step // steps_per_epoch // hyper.step_epochs)
     elif done < rise:
         factor = _cosine(0.04, 1.0, done / rise)
     else:
         factor = _cosine(1.0, 0.0, (done - rise) / (1 - rise))
-    return min(factor, (step + 1) / hyper.warm_up_steps) if hyper.warm_up_steps else factor
+    return min(factor, (step + 1) / hyper.warmup_steps) if hyper.warmup_steps else factor
 
 
 def _cosine(start: float, end: float, done: float) -> float:

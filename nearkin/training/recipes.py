@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nearkin._common.registry import Registry
-from nearkin.config.recipe import Choice, Data, Model, Recipe, Train
+from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 from nearkin.errors import ConfigError, did_you_mean
 
 RECIPES: Registry[Callable[..., Recipe]] = Registry("recipe")
@@ -25,17 +25,17 @@ def _recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
 
 
 # A head on frozen features: few steps, since the start is good already.
-HEAD_ONLY = Train(epochs=10, batch_size=128, per_class=0, lr=1e-3, class_lr=1e-3, schedule="cosine")
+HEAD_ONLY = TrainConfig(epochs=10, batch_size=128, samples_per_class=0, lr=1e-3, class_lr=1e-3, lr_schedule="cosine")
 # A pretrained network as a whole. Its batch-norm statistics are ImageNet's, better than those of small batches.
-_LITE0 = Model(
+_LITE0 = ModelConfig(
     backbone="efficientnet_lite0",
     weights="default",
     pool="average",
     dim=512,
-    start="whitened",
+    head_init="whitened",
     freeze_norm="statistics",
 )
-_FINE_TUNE = Train(batch_size=96, per_class=0, lr=4e-4, class_lr=0.03)
+_FINE_TUNE = TrainConfig(batch_size=96, samples_per_class=0, lr=4e-4, class_lr=0.03)
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -45,10 +45,10 @@ _FINE_TUNE = Train(batch_size=96, per_class=0, lr=4e-4, class_lr=0.03)
 def glyphs_small() -> Recipe:
     """The built-in glyphs with proxy_anchor: what `nearkin demo` runs, about a minute on two cores."""
     return Recipe(
-        data=Data(source="glyphs", test_share=0.4, val_share=0.1),
-        model=Model(backbone="small_conv", width=24, dim=128),
-        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
-        train=Train(epochs=6, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
+        data=DataConfig(source="glyphs", test_fraction=0.4, val_fraction=0.1),
+        model=ModelConfig(backbone="small_conv", width=24, dim=128),
+        loss=ComponentConfig("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=TrainConfig(epochs=6, batch_size=128, samples_per_class=4, lr=2e-3, class_lr=0.03),
     )
 
 
@@ -56,9 +56,9 @@ def glyphs_small() -> Recipe:
 def folder_default() -> Recipe:
     """Your own images (--data FOLDER): a head on the frozen features of EfficientNet-Lite0, minutes without a GPU."""
     return Recipe(
-        data=Data(source="folder", image_size=224, augment="thesis", test_share=0.4, val_share=0.1),
+        data=DataConfig(source="folder", image_size=224, augment="thesis", test_fraction=0.4, val_fraction=0.1),
         model=replace(_LITE0, freeze="backbone"),
-        loss=Choice("norm_softmax", {"temperature": 0.1}),
+        loss=ComponentConfig("norm_softmax", {"temperature": 0.1}),
         train=HEAD_ONLY,
     )
 
@@ -67,9 +67,9 @@ def folder_default() -> Recipe:
 def folder_finetune() -> Recipe:
     """Your own images (--data FOLDER) and a GPU, or patience: EfficientNet-Lite0 fine-tuned with proxy_anchor."""
     return Recipe(
-        data=Data(source="folder", image_size=224, augment="thesis", test_share=0.4, val_share=0.1),
+        data=DataConfig(source="folder", image_size=224, augment="thesis", test_fraction=0.4, val_fraction=0.1),
         model=_LITE0,
-        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        loss=ComponentConfig("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
         train=replace(_FINE_TUNE, epochs=20, patience=6),
     )
 
@@ -78,9 +78,9 @@ def folder_finetune() -> Recipe:
 def features_default() -> Recipe:
     """Ready features of any kind (--data FILE.npz): a whitened linear head, trained with norm_softmax in seconds."""
     return Recipe(
-        data=Data(source="features", split="auto", test_share=0.4, val_share=0.1),
-        model=Model(backbone="none", dim=512, start="whitened", freeze="backbone"),
-        loss=Choice("norm_softmax", {"temperature": 0.1}),
+        data=DataConfig(source="features", split="auto", test_fraction=0.4, val_fraction=0.1),
+        model=ModelConfig(backbone="none", dim=512, head_init="whitened", freeze="backbone"),
+        loss=ComponentConfig("norm_softmax", {"temperature": 0.1}),
         train=HEAD_ONLY,
     )
 
@@ -89,10 +89,10 @@ def features_default() -> Recipe:
 def from_scratch() -> Recipe:
     """Small pictures of your own (--data FOLDER), many of them: a small network from scratch at 64 pixels."""
     return Recipe(
-        data=Data(source="folder", image_size=64, augment="light", test_share=0.4, val_share=0.1),
-        model=Model(backbone="small_conv", width=32, dim=128),
-        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
-        train=Train(epochs=30, batch_size=128, per_class=4, lr=2e-3, class_lr=0.03),
+        data=DataConfig(source="folder", image_size=64, augment="light", test_fraction=0.4, val_fraction=0.1),
+        model=ModelConfig(backbone="small_conv", width=32, dim=128),
+        loss=ComponentConfig("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        train=TrainConfig(epochs=30, batch_size=128, samples_per_class=4, lr=2e-3, class_lr=0.03),
     )
 
 
@@ -100,9 +100,9 @@ def from_scratch() -> Recipe:
 def cub_lite() -> Recipe:
     """CUB-200-2011 at 128 pixels, EfficientNet-Lite0 fine-tuned with proxy_anchor: minutes on two cores."""
     return Recipe(
-        data=Data(source="cub", image_size=128, augment="thesis"),
+        data=DataConfig(source="cub", image_size=128, augment="thesis"),
         model=_LITE0,
-        loss=Choice("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
+        loss=ComponentConfig("proxy_anchor", {"alpha": 32.0, "margin": 0.1}),
         train=replace(_FINE_TUNE, epochs=5),
     )
 
@@ -110,22 +110,22 @@ def cub_lite() -> Recipe:
 # --- instance cross entropy (Wang et al. 2019) -----------------------------------------------------------------------
 
 
-def _ice(source: str, *, batch_size: int, per_class: int, epochs: int) -> Recipe:
+def _ice(source: str, *, batch_size: int, samples_per_class: int, epochs: int) -> Recipe:
     return Recipe(
-        data=Data(source=source, image_size=227, augment="ice"),
-        model=Model(backbone="bn_inception", weights="default", pool="average", dim=512),
-        loss=Choice("ice", {"scale": 64.0}),
-        train=Train(
+        data=DataConfig(source=source, image_size=227, augment="ice"),
+        model=ModelConfig(backbone="bn_inception", weights="default", pool="average", dim=512),
+        loss=ComponentConfig("ice", {"scale": 64.0}),
+        train=TrainConfig(
             epochs=epochs,
             batch_size=batch_size,
-            per_class=per_class,
+            samples_per_class=samples_per_class,
             optimizer="sgd",
             momentum=0.8,
             nesterov=False,
             lr=1e-3,
             head_lr=1e-2,
             weight_decay=1e-5,
-            schedule="constant",
+            lr_schedule="constant",
             clip_norm=0.0,
         ),
     )
@@ -134,19 +134,19 @@ def _ice(source: str, *, batch_size: int, per_class: int, epochs: int) -> Recipe
 @_recipe
 def ice_cub() -> Recipe:
     """Instance cross entropy on CUB: BN-Inception, 512 dimensions, 6 classes of 10 images, about 4,000 steps."""
-    return _ice("cub", batch_size=60, per_class=10, epochs=41)
+    return _ice("cub", batch_size=60, samples_per_class=10, epochs=41)
 
 
 @_recipe
 def ice_cars() -> Recipe:
     """Instance cross entropy on Cars196: as on CUB; 30 epochs are the paper's 4,000 steps there."""
-    return _ice("cars", batch_size=60, per_class=10, epochs=30)
+    return _ice("cars", batch_size=60, samples_per_class=10, epochs=30)
 
 
 @_recipe
 def ice_sop() -> Recipe:
     """Instance cross entropy on Stanford Online Products: 90 classes of 2 images, about 20,000 steps."""
-    return _ice("sop", batch_size=180, per_class=2, epochs=61)
+    return _ice("sop", batch_size=180, samples_per_class=2, epochs=61)
 
 
 # --- cross-entropy (Boudiaf et al. 2020) -----------------------------------------------------------------------------
@@ -154,14 +154,16 @@ def ice_sop() -> Recipe:
 
 def _ce(source: str, *, lr: float, momentum: float, epochs: int, norm: Literal["none", "batch"]) -> Recipe:
     return Recipe(
-        data=Data(source=source, image_size=224, augment=f"ce_{source}"),
+        data=DataConfig(source=source, image_size=224, augment=f"ce_{source}"),
         # The paper's features are the pooled 2048 numbers of ResNet-50 themselves: there is no head.
-        model=Model(backbone="resnet50", weights="default", pool="average", dim=0, norm=norm, freeze_norm="statistics"),
-        loss=Choice("softmax", {"smoothing": 0.1, "dropout": 0.5}),
-        train=Train(
+        model=ModelConfig(
+            backbone="resnet50", weights="default", pool="average", dim=0, norm=norm, freeze_norm="statistics"
+        ),
+        loss=ComponentConfig("softmax", {"smoothing": 0.1, "dropout": 0.5}),
+        train=TrainConfig(
             epochs=epochs,
             batch_size=128,
-            per_class=0,
+            samples_per_class=0,
             optimizer="sgd",
             momentum=momentum,
             nesterov=momentum > 0,
@@ -169,8 +171,8 @@ def _ce(source: str, *, lr: float, momentum: float, epochs: int, norm: Literal["
             class_lr=lr,
             weight_decay=5e-4,
             class_decay=True,
-            schedule="cosine",
-            warm_up_steps=100,
+            lr_schedule="cosine",
+            warmup_steps=100,
             clip_norm=0.0,
         ),
     )
@@ -207,15 +209,15 @@ Network = Literal["googlenet", "bn_inception", "resnet50"]
 
 # Tables 4 and 5: loss and settings, miner, learning rate of the class parameters, images per class (0: random).
 # Where a table contradicts the published code and the original paper, the ruling of docs/recipes.md is taken.
-THESIS: dict[str, tuple[dict[str, Any], Choice | None, float | None, int]] = {
+THESIS: dict[str, tuple[dict[str, Any], ComponentConfig | None, float | None, int]] = {
     "contrastive": ({"margin": 0.5}, None, None, 5),
-    "triplet": ({"margin": 0.1}, Choice("semihard"), None, 5),
-    "lifted_structure": ({"margin": 0.5}, Choice("hard"), None, 5),
+    "triplet": ({"margin": 0.1}, ComponentConfig("semihard"), None, 5),
+    "lifted_structure": ({"margin": 0.5}, ComponentConfig("hard"), None, 5),
     "npair": ({}, None, None, 5),
-    "margin": ({"alpha": 0.2, "beta": 1.2, "learn_beta": True}, Choice("distance_weighted"), 5e-5, 5),
+    "margin": ({"alpha": 0.2, "beta": 1.2, "learn_beta": True}, ComponentConfig("distance_weighted"), 5e-5, 5),
     "multi_similarity": (
         {"alpha": 2.0, "beta": 50.0, "base": 0.5},
-        Choice("multi_similarity", {"epsilon": 0.1}),
+        ComponentConfig("multi_similarity", {"epsilon": 0.1}),
         None,
         5,
     ),
@@ -236,26 +238,28 @@ def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", d
         raise ConfigError(f"The thesis has no loss named '{loss}'.{did_you_mean(loss, THESIS)}")
     _one_of("data set", dataset, ("cub", "cars", "sop"))
     _one_of("network", network, ("googlenet", "bn_inception", "resnet50"))
-    settings, miner, class_lr, per_class = THESIS[loss]
+    settings, miner, class_lr, samples_per_class = THESIS[loss]
     if loss == "soft_triple":
         settings = {**settings, "centers": 2 if dataset == "sop" else 10}
     # Table 3. Its steps are longer for the two smaller networks.
     steps = {"cub": 5, "cars": 10, "sop": 10}[dataset] * (1 if network == "resnet50" else 2)
     return Recipe(
-        data=Data(source=dataset, image_size=224, augment="thesis"),
-        model=Model(backbone=network, weights="default", pool="average_maximum", dim=dim, freeze_norm="statistics"),
-        loss=Choice(loss, settings),
+        data=DataConfig(source=dataset, image_size=224, augment="thesis"),
+        model=ModelConfig(
+            backbone=network, weights="default", pool="average_maximum", dim=dim, freeze_norm="statistics"
+        ),
+        loss=ComponentConfig(loss, settings),
         miner=miner,
-        train=Train(
+        train=TrainConfig(
             epochs=100,
             batch_size=100 if network == "resnet50" else 180,
-            per_class=per_class,
+            samples_per_class=samples_per_class,
             optimizer="adamw",
             lr=6e-4 if dataset == "sop" else 1e-4,
             class_lr=class_lr,
             weight_decay=1e-4,
             class_decay=True,
-            schedule="step",
+            lr_schedule="step",
             step_epochs=steps,
             step_factor=0.25 if dataset == "sop" else 0.1,
             frozen_epochs=1,
@@ -290,18 +294,18 @@ def mpa(
         "proxy_anchor": {"alpha": 32.0, "margin": 0.1},
     }
     return Recipe(
-        data=Data(source=dataset, image_size=224, augment="mpa"),
-        model=Model(backbone="bn_inception", weights="default", pool="gem", gem_p=3.0, dim=512),
-        loss=Choice(loss, settings.get(loss, {"alpha": 32.0, "margin": 0.1, **several})),
-        train=Train(
+        data=DataConfig(source=dataset, image_size=224, augment="mpa"),
+        model=ModelConfig(backbone="bn_inception", weights="default", pool="gem", gem_p=3.0, dim=512),
+        loss=ComponentConfig(loss, settings.get(loss, {"alpha": 32.0, "margin": 0.1, **several})),
+        train=TrainConfig(
             epochs=100 if dataset == "sop" else 60,
             batch_size={"cub": 180, "cars": 64, "sop": 32}[dataset],
-            per_class=0,
+            samples_per_class=0,
             optimizer="adamw",
             lr=1e-4,
             class_lr=1e-2,
             class_decay=True,
-            schedule="step",
+            lr_schedule="step",
             step_epochs=20,
             step_factor=0.5,
             clip_norm=0.0,

@@ -2,7 +2,7 @@
 
 recipe.toml   first write           events.jsonl    one line per epoch, append only
 env.json      versions, machine     last.pt best.pt written aside, then renamed
-perquery.npz  values per query      result.json     last write: its existence means done
+per_query.npz  values per query      result.json     last write: its existence means done
 failed.json   the reason            (either result or failed, never both)
 vectors.npz   of the judged images, where a network was fine-tuned; may be deleted
 """
@@ -22,9 +22,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin._common.files import held, with_nan, without_nan, write_aside
+from nearkin._common.files import atomic_write, file_lock, nan_to_none, none_to_nan
 from nearkin.config.recipe import Recipe
-from nearkin.errors import RunBusy, RunError
+from nearkin.errors import RunBusyError, RunError
 
 if TYPE_CHECKING:
     from nearkin.models.embedder import Embedder
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Run:
     """One run folder. Opening an existing one reads it; `Run.create` makes it."""
 
-    writes = True  # of several processes only the first does
+    is_writer = True  # of several processes only the first does
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -52,10 +52,10 @@ class Run:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "recipe.toml").exists():
-                write_aside(path / "env.json", json.dumps(environment(), indent=2))
-                write_aside(path / "recipe.toml", recipe.to_toml())
+                atomic_write(path / "env.json", json.dumps(environment(), indent=2))
+                atomic_write(path / "recipe.toml", recipe.to_toml())
             elif cls(path).recipe != recipe:
-                write_aside(path / "recipe.toml", recipe.to_toml())
+                atomic_write(path / "recipe.toml", recipe.to_toml())
         except OSError as error:
             raise RunError(
                 f"{path}: cannot write the run folder ({error.strerror}). Choose another place with --runs DIR."
@@ -68,7 +68,10 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """What `evaluate_final` stored, or None while the run is not done."""
         stored = self._read_json("result.json")
-        return stored and {**stored, **{name: with_nan(stored[name]) for name in ("test", "gain") if stored.get(name)}}
+        return stored and {
+            **stored,
+            **{name: none_to_nan(stored[name]) for name in ("test", "gain") if stored.get(name)},
+        }
 
     @property
     def failed(self) -> dict[str, Any] | None:
@@ -102,22 +105,22 @@ class Run:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the run for this process; a second process is told, a killed one lets go by itself."""
-        if not self.writes:
+        if not self.is_writer:
             yield
             return
         with ExitStack() as stack:
             with _trouble_said(self.path / "lock"):
-                ours = stack.enter_context(held(self.path / "lock"))
+                ours = stack.enter_context(file_lock(self.path / "lock"))
             if not ours:
-                raise RunBusy(f"{self.path}: another process is training this run. Wait for it, or stop it.")
+                raise RunBusyError(f"{self.path}: another process is training this run. Wait for it, or stop it.")
             yield
 
     def log(self, **event: Any) -> None:
-        if not self.writes:
+        if not self.is_writer:
             return
         path = self.path / "events.jsonl"
         with _trouble_said(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(event), allow_nan=False) + "\n")
+            file.write(json.dumps(nan_to_none(event), allow_nan=False) + "\n")
 
     def events_size(self) -> int:
         path = self.path / "events.jsonl"
@@ -127,7 +130,7 @@ class Run:
         """Drop what was logged after the checkpoint that is being resumed; it will be logged again."""
         path = self.path / "events.jsonl"
         with _trouble_said(path):
-            if self.writes and self.events_size() > size:
+            if self.is_writer and self.events_size() > size:
                 os.truncate(path, size)
 
     def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
@@ -137,7 +140,7 @@ class Run:
         """
         import torch
 
-        if not self.writes:
+        if not self.is_writer:
             return
         target = self.path / name
         aside = target.with_name(f"{name}.tmp")
@@ -154,19 +157,19 @@ class Run:
             raise RunError(f"{target}: cannot write the checkpoint ({error}). The earlier one is kept.") from None
 
     def finish(self, result: dict[str, Any]) -> None:
-        if not self.writes:
+        if not self.is_writer:
             return
         target = self.path / "result.json"
         with _trouble_said(target):
             (self.path / "failed.json").unlink(missing_ok=True)
-            write_aside(target, json.dumps(without_nan(result), indent=2, allow_nan=False))
+            atomic_write(target, json.dumps(nan_to_none(result), indent=2, allow_nan=False))
 
     def fail(self, reason: str, **details: Any) -> None:
-        if not self.writes:
+        if not self.is_writer:
             return
         target = self.path / "failed.json"
         with _trouble_said(target):
-            write_aside(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
+            atomic_write(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
 
 
 def _with_full_paths(recipe: Recipe) -> Recipe:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nearkin import losses as _losses
-from nearkin.config.recipe import Choice, Recipe, Scalar, plain_values
+from nearkin.config.recipe import ComponentConfig, Recipe, Scalar, to_plain_dict
 from nearkin.losses.miners import MINERS
 from nearkin.losses.registry import LOSSES
 
@@ -26,14 +26,14 @@ def run_key(recipe: Recipe, fingerprint: str) -> str:
     Returns:
         For example `glyphs-proxy_anchor-128-b17a73ad5ad3`.
     """
-    counted = json.dumps([fingerprint, keyed(recipe)], sort_keys=True)
+    counted = json.dumps([fingerprint, key_values(recipe)], sort_keys=True)
     digest = hashlib.sha256(counted.encode()).hexdigest()[:12]
     return f"{recipe.data.source}-{recipe.loss.name}-{recipe.model.dim}-{digest}"
 
 
-def keyed(recipe: Recipe) -> dict[str, Any]:
+def key_values(recipe: Recipe) -> dict[str, Any]:
     """All of a recipe that changes a number, as plain values; the loss and the miner with their defaults spelt out."""
-    values = plain_values(recipe, keyed_only=True)
+    values = to_plain_dict(recipe, keyed_only=True)
     # Whoever registers a loss of his own does so before it trains; elsewhere what was given must do.
     values["loss"] = _spelt_out(recipe.loss, LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {})
     if recipe.miner is not None:
@@ -46,10 +46,10 @@ def _defaults(function: Any) -> dict[str, Any]:
     return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _spelt_out(choice: Choice, defaults: Mapping[str, Any]) -> dict[str, Scalar]:
+def _spelt_out(choice: ComponentConfig, defaults: Mapping[str, Any]) -> dict[str, Scalar]:
     """A choice with all its settings.
 
-    >>> _spelt_out(Choice("proxy_anchor", {"alpha": 16}), {"alpha": 32.0, "margin": 0.1, "dim": None})
+    >>> _spelt_out(ComponentConfig("proxy_anchor", {"alpha": 16}), {"alpha": 32.0, "margin": 0.1, "dim": None})
     {'name': 'proxy_anchor', 'alpha': 16.0, 'margin': 0.1}
     """
     settings = {name: value for name, value in defaults.items() if isinstance(value, Scalar)} | dict(choice.settings)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from nearkin.errors import ConfigError, did_you_mean, need
+from nearkin.errors import ConfigError, did_you_mean, import_extra
 from nearkin.training.run import Run
 
 TRACKERS = ("tensorboard", "wandb")
@@ -50,14 +50,14 @@ def open_trackers(names: Sequence[str], run: Run) -> Iterator[Tracker]:
     """The trackers by these names, for this run; closed at the end. Only the process that writes the run has any."""
     check_trackers(names)
     with ExitStack() as stack:
-        places = [stack.enter_context(_OPEN[name](run)) for name in names] if run.writes else []
+        places = [stack.enter_context(_OPEN[name](run)) for name in names] if run.is_writer else []
         yield Tracker(places)
 
 
 @contextmanager
 def _tensorboard(run: Run) -> Iterator[Any]:
-    need("tensorboard", extra="tensorboard")
-    writer = need("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard")
+    import_extra("tensorboard", extra="tensorboard")
+    writer = import_extra("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard")
 
     def log(epoch: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -72,7 +72,7 @@ def _tensorboard(run: Run) -> Iterator[Any]:
 @contextmanager
 def _wandb(run: Run) -> Iterator[Any]:
     """Online or offline as W&B's own settings say (WANDB_MODE=offline keeps everything in the run folder)."""
-    wandb = need("wandb", extra="wandb")
+    wandb = import_extra("wandb", extra="wandb")
     session = wandb.init(
         project="nearkin",
         name=run.path.name,

@@ -10,7 +10,7 @@ import torch
 
 from nearkin.analysis import information
 from nearkin.analysis.diagnostics import BINS, SIGMA, Diagnosis, alarms, diagnose, effective_rank
-from nearkin.config.recipe import Model, Train
+from nearkin.config.recipe import ModelConfig, TrainConfig
 from nearkin.data.samplers import BalancedSampler
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError
@@ -240,10 +240,10 @@ def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **set
     torch.manual_seed(0)
     rows = np.nonzero(table.labels < 20)[0]
     labels, pixels = torch.from_numpy(table.labels[rows]), table.images.read(rows)[:, :, ::2, ::2]
-    model = Embedder(Model(backbone="small_conv", width=8, dim=32), tuple(pixels.shape[1:]))
+    model = Embedder(ModelConfig(backbone="small_conv", width=8, dim=32), tuple(pixels.shape[1:]))
     objective = Objective(name, num_classes=20, dim=32, **settings)
-    optimizer = make_optimizer(model, objective, Train(lr=lr, class_lr=15 * lr))
-    sampler = BalancedSampler(labels.numpy(), batch_size=40, per_class=4, seed=0)
+    optimizer = make_optimizer(model, objective, TrainConfig(lr=lr, class_lr=15 * lr))
+    sampler = BalancedSampler(labels.numpy(), batch_size=40, samples_per_class=4, seed=0)
 
     @torch.no_grad()
     def look() -> Diagnosis:

@@ -202,7 +202,7 @@ def test_gaps_and_papers():
 def test_values_that_cannot_be_right_count_as_failed():
     results = papers.thesis_results("sop", "R@100")
     (failed,) = [r for r in results if r.value is None]
-    assert failed.entrant == "arcface"
+    assert failed.method == "arcface"
     assert "Not believable" in failed.reason
     assert len(papers.thesis_results("cars")) == 120
     with pytest.raises(ConfigError, match="There are: cub, cars, sop"):

@@ -13,9 +13,9 @@ from nearkin.bench.aggregate import cells, paired_difference
 from nearkin.bench.estimates import Estimate, costs, measured_speed
 from nearkin.bench.protocols import Protocol
 from nearkin.bench.study import Dataset, Study
-from nearkin.bench.trials import Folder, run_trial, work
+from nearkin.bench.trials import StudyFolder, run_trial, work
 from nearkin.cli import main
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.data.sources import load_features
 from nearkin.data.splits import Holdout, split_for
 from nearkin.errors import ConfigError, DataError, RunError
@@ -31,8 +31,8 @@ def features(tmp_path):
     return write_features(tmp_path / "clouds.npz")
 
 
-def done(tmp_path, study) -> Folder:
-    folder = Folder.begin(tmp_path / "study", study)
+def done(tmp_path, study) -> StudyFolder:
+    folder = StudyFolder.begin(tmp_path / "study", study)
     work(folder, tmp_path / "runs", device="cpu", reporter=QUIET)
     return folder
 
@@ -44,9 +44,9 @@ def test_a_plan_is_the_whole_product_seeds_outermost(features):
     trials = small_study(features).trials()
     assert len(trials) == 2 * 2 * 2
     assert [t.seed for t in trials] == [0] * 4 + [1] * 4
-    assert {(t.size, t.entrant) for t in trials} == {(s, n) for s in (4, 8) for n in ("norm_softmax", "triplet")}
+    assert {(t.size, t.method) for t in trials} == {(s, n) for s in (4, 8) for n in ("norm_softmax", "triplet")}
     assert len({t.id for t in trials}) == len(trials)
-    assert all(t.recipe.model.dim == t.size and t.recipe.loss.name == t.entrant for t in trials)
+    assert all(t.recipe.model.dim == t.size and t.recipe.loss.name == t.method for t in trials)
 
 
 def test_the_same_study_from_a_file(features, tmp_path):
@@ -61,7 +61,7 @@ def test_the_same_study_from_a_file(features, tmp_path):
         name = "clouds"
         source = "features"
         root = "clouds.npz"
-        [entrants."triplet, semihard"]
+        [methods."triplet, semihard"]
         loss.name = "triplet"
         loss.margin = 0.3
         miner.name = "semihard"
@@ -69,7 +69,7 @@ def test_the_same_study_from_a_file(features, tmp_path):
     study = Study.from_toml(tmp_path / "s.toml")
     first, second = study.trials()
     assert first.recipe.data.root == features.resolve()  # relative to the file
-    assert (second.entrant, second.recipe.loss.name) == ("triplet, semihard", "triplet")
+    assert (second.method, second.recipe.loss.name) == ("triplet, semihard", "triplet")
     assert (second.recipe.loss.settings["margin"], second.recipe.miner.name) == (0.3, "semihard")
     assert first.recipe.miner is None
     assert first.recipe.loss.settings == {"temperature": 0.1}  # the base's own, as it is the same loss
@@ -83,7 +83,7 @@ def test_all_losses_and_the_presets(features):
     assert len(presets.find("tiny").trials()) == len(LOSSES) * 2 * 2
     matrix = presets.find("thesis").trials()
     assert len(matrix) == 3 * 3 * 10 * 4
-    sop = next(t for t in matrix if (t.experiment, t.entrant) == ("sop googlenet 64", "soft_triple"))
+    sop = next(t for t in matrix if (t.experiment, t.method) == ("sop googlenet 64", "soft_triple"))
     assert (sop.recipe.loss.settings["centers"], sop.recipe.train.step_factor) == (2, 0.25)
 
 
@@ -100,9 +100,9 @@ def test_a_base_below_a_folder_with_braces_in_its_name(features, tmp_path):
 
 
 def test_entrants_that_bring_their_own_size_meet(features):
-    entrants = {f"triplet {dim}": {"loss": {"name": "triplet"}, "model": {"dim": dim}} for dim in (32, 64)}
-    trials = small_study(features, losses=(), sizes=(), seeds=(0,), entrants=entrants).trials()
-    assert [(t.experiment, t.entrant, t.size) for t in trials] == [
+    methods = {f"triplet {dim}": {"loss": {"name": "triplet"}, "model": {"dim": dim}} for dim in (32, 64)}
+    trials = small_study(features, losses=(), sizes=(), seeds=(0,), methods=methods).trials()
+    assert [(t.experiment, t.method, t.size) for t in trials] == [
         ("clouds", "triplet 32", 32),
         ("clouds", "triplet 64", 64),
     ]
@@ -128,13 +128,16 @@ def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
         ({"base": "thesis_{loss}:{backbone}"}, "asks for 'backbone'"),
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
         ({"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()}, "no queries and gallery"),
-        ({"protocol": Protocol("kfold"), "val_shares": (0.1, 0.2)}, "none to vary"),
-        ({"change": {"data": {"val_share": 0.3}}}, "change.data.val_share: the study decides this, by val_shares"),
+        ({"protocol": Protocol("kfold"), "val_fractions": (0.1, 0.2)}, "none to vary"),
+        (
+            {"change": {"data": {"val_fraction": 0.3}}},
+            "change.data.val_fraction: the study decides this, by val_fractions",
+        ),
         ({"change": {"data": {"folds": 5}}}, "change.data.folds: the study decides this, by protocol.folds"),
         ({"change": {"seed": 7}}, "change.seed: the study decides this, by seeds"),
-        ({"entrants": {"triplet": {"model": {"dim": 64}}}}, "entrants.triplet.model.dim: .* by sizes"),
+        ({"methods": {"triplet": {"model": {"dim": 64}}}}, "methods.triplet.model.dim: .* by sizes"),
         ({"change": {"model": "resnet50"}}, "change.model: expected settings by name, as in a recipe; got 'resnet50'"),
-        ({"entrants": {"triplet": 3}}, "entrants.triplet: expected settings by name, as in a recipe; got 3"),
+        ({"methods": {"triplet": 3}}, "methods.triplet: expected settings by name, as in a recipe; got 3"),
         ({"base": "thesis_{loss"}, "base: 'thesis_{loss' is no pattern"),
         ({"base": "thesis_{}"}, "base: 'thesis_{}' is no pattern"),
     ],
@@ -201,7 +204,7 @@ def test_choosing_on_the_test_classes_only_on_request_and_badged(features, tmp_p
     folder = done(tmp_path, study)
     for outcome in folder.outcomes().values():
         run = Run(outcome.run)
-        assert outcome.badge == "EPOCH CHOSEN ON THE TEST CLASSES"
+        assert outcome.label == "EPOCH CHOSEN ON THE TEST CLASSES"
         assert "THE TEST CLASSES" in run.result["protocol"]["epoch_chosen_by"]
         # What chose is what judges: the reported value is the best of all epochs.
         epochs = [event["val"]["R@1"] for event in run.events() if event["event"] == "epoch"]
@@ -218,8 +221,8 @@ def test_queries_are_searched_in_their_gallery(features, tmp_path):
     )
     study.protocol.check_table(load_features(features))
     (outcome,) = done(tmp_path, study).outcomes().values()
-    assert len(Scores.load(f"{outcome.run}/perquery.npz")) == 48  # half of the 96 test rows ask
-    assert outcome.badge.startswith("queries in a gallery of their own")
+    assert len(Scores.load(f"{outcome.run}/per_query.npz")) == 48  # half of the 96 test rows ask
+    assert outcome.label.startswith("queries in a gallery of their own")
     with pytest.raises(ConfigError, match="needs the parts query and gallery; it has"):
         study.protocol.check_table(load_features(write_features(tmp_path / "plain.npz")))
 
@@ -244,7 +247,7 @@ def test_refitting_trains_on_all_training_classes(features, tmp_path):
     (outcome,) = done(tmp_path, study).outcomes().values()
     protocol = Run(outcome.run).result["protocol"]
     assert protocol["classes"] == {"train": 12, "val": 0, "test": 12}
-    assert "trained again on all" in outcome.badge
+    assert "trained again on all" in outcome.label
     assert outcome.val is not None  # of the training that chose
 
 
@@ -256,7 +259,7 @@ def test_refitting_for_fewer_epochs_than_the_backbone_was_held(features):
 
 
 def test_a_study_of_the_ratio_keeps_its_experiments_apart(features):
-    study = small_study(features, val_shares=(0.3, 0.2), losses=("triplet",), sizes=(4,), seeds=(0,))
+    study = small_study(features, val_fractions=(0.3, 0.2), losses=("triplet",), sizes=(4,), seeds=(0,))
     assert [t.experiment for t in study.trials()] == ["clouds 4 val 0.3", "clouds 4 val 0.2"]
 
 
@@ -268,7 +271,7 @@ def test_outcomes_match_the_runs_and_are_not_made_twice(features, tmp_path):
     outcomes = folder.outcomes()
     assert len(outcomes) == 4
     for outcome in outcomes.values():
-        stored = Scores.load(f"{outcome.run}/perquery.npz")
+        stored = Scores.load(f"{outcome.run}/per_query.npz")
         assert outcome.test["R@1"] == pytest.approx(float(np.mean(stored.per_query["R@1"])), abs=1e-12)
         assert not list(Run(outcome.run).path.glob("*.pt"))  # keep_models is False
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "study" / "trials").glob("*.json")}
@@ -280,32 +283,32 @@ def test_means_deviations_and_paired_differences(features, tmp_path):
     folder = done(tmp_path, small_study(features, sizes=(4,)))
     values = {}
     for trial in folder.trials:
-        stored = Scores.load(f"{folder.outcome(trial).run}/perquery.npz")
-        values.setdefault(trial.entrant, []).append(stored.per_query["R@1"])
+        stored = Scores.load(f"{folder.outcome(trial).run}/per_query.npz")
+        values.setdefault(trial.method, []).append(stored.per_query["R@1"])
     found = cells(folder)
-    for entrant, runs in values.items():
+    for method, runs in values.items():
         per_run = [100 * float(np.mean(run)) for run in runs]
-        cell = found["clouds 4", entrant]
+        cell = found["clouds 4", method]
         assert cell.mean == pytest.approx(sum(per_run) / 2)
         assert cell.std == pytest.approx(abs(per_run[0] - per_run[1]) / 2**0.5)  # sample deviation of two
     by_hand = np.mean(values["triplet"], axis=0) - np.mean(values["norm_softmax"], axis=0)
     difference = paired_difference(folder, "norm_softmax", "triplet")
     assert difference.difference == pytest.approx(float(by_hand.mean()), abs=1e-12)
-    with pytest.raises(DataError, match=r"no entrant 'tripet'. Did you mean"):
+    with pytest.raises(DataError, match=r"no method 'tripet'. Did you mean"):
         paired_difference(folder, "tripet", "triplet")
 
 
 def test_a_trial_that_fails_is_shown_and_never_scored(features, tmp_path):
-    study = small_study(features, sizes=(4,), seeds=(0,), entrants={"triplet": {"train": {"lr": 1e30}}})
+    study = small_study(features, sizes=(4,), seeds=(0,), methods={"triplet": {"train": {"lr": 1e30}}})
     folder = done(tmp_path, study)
-    states = {trial.entrant: folder.outcome(trial) for trial in folder.trials}
+    states = {trial.method: folder.outcome(trial) for trial in folder.trials}
     assert (states["norm_softmax"].status, states["triplet"].status) == ("done", "failed")
     assert "stopped being finite" in states["triplet"].reason
     assert cells(folder)["clouds 4", "triplet"].short() == "1 failed"
-    (failed,) = (r for r in folder.results() if r.entrant == "triplet")
+    (failed,) = (r for r in folder.results() if r.method == "triplet")
     assert failed.value is None
     assert folder.forget_failures() == 1
-    assert [t.entrant for t in folder.trials if folder.outcome(t) is None] == ["triplet"]
+    assert [t.method for t in folder.trials if folder.outcome(t) is None] == ["triplet"]
 
 
 def test_our_own_mistake_in_a_trial_does_not_stop_the_others(features, tmp_path, monkeypatch):
@@ -315,7 +318,7 @@ def test_our_own_mistake_in_a_trial_does_not_stop_the_others(features, tmp_path,
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(nearkin.training.loop, "fit", broken)
-    folder = Folder.begin(tmp_path / "study", small_study(features))
+    folder = StudyFolder.begin(tmp_path / "study", small_study(features))
     outcome = run_trial(folder.trials[0], folder, tmp_path / "runs", "cpu")
     assert outcome.status == "failed"
     assert outcome.reason.startswith("ZeroDivisionError: by nothing (see trials/")
@@ -323,7 +326,7 @@ def test_our_own_mistake_in_a_trial_does_not_stop_the_others(features, tmp_path,
 
 
 def test_what_stops_every_trial_stops_the_study(features, tmp_path):
-    folder = Folder.begin(tmp_path / "study", small_study(features))
+    folder = StudyFolder.begin(tmp_path / "study", small_study(features))
     features.unlink()
     with pytest.raises(DataError):
         work(folder, tmp_path / "runs", device="cpu", reporter=QUIET)
@@ -333,12 +336,12 @@ def test_what_stops_every_trial_stops_the_study(features, tmp_path):
 def test_a_folder_of_another_study_is_refused_and_seeds_can_be_added(features, tmp_path):
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
     done(tmp_path, study)
-    more = Folder.begin(tmp_path / "study", dataclasses.replace(study, seeds=(0, 1)))
+    more = StudyFolder.begin(tmp_path / "study", dataclasses.replace(study, seeds=(0, 1)))
     assert [more.outcome(t) is not None for t in more.trials] == [True, False]
     with pytest.raises(ConfigError, match="outcomes of another study"):
-        Folder.begin(tmp_path / "study", dataclasses.replace(study, change={"train": {"epochs": 1}}))
+        StudyFolder.begin(tmp_path / "study", dataclasses.replace(study, change={"train": {"epochs": 1}}))
     with pytest.raises(RunError, match="not the folder of a study"):
-        Folder.open(tmp_path)
+        StudyFolder.open(tmp_path)
     outcome = next((tmp_path / "study" / "trials").glob("*.json"))
     outcome.write_text("{")
     with pytest.raises(RunError, match="Remove the file to run the trial again"):
@@ -350,10 +353,10 @@ def test_a_folder_of_another_study_is_refused_and_seeds_can_be_added(features, t
 
 def test_operations_are_counted_as_published():
     """ResNet-50 at 224 pixels has 4.1 billion multiply-adds (torchvision's table: 4.09), GoogLeNet 1.5."""
-    whole = costs(Model(backbone="resnet50", dim=512), (3, 224, 224))[1]
+    whole = costs(ModelConfig(backbone="resnet50", dim=512), (3, 224, 224))[1]
     assert whole / 2 == pytest.approx(4.09e9 - 2.05e6 + 1.05e6, rel=0.01)  # less the classifier, plus our head
-    assert costs(Model(backbone="googlenet", dim=512), (3, 224, 224))[1] / 2 == pytest.approx(1.5e9, rel=0.02)
-    once, often = costs(Model(backbone="resnet50", dim=512, freeze="backbone"), (3, 224, 224))
+    assert costs(ModelConfig(backbone="googlenet", dim=512), (3, 224, 224))[1] / 2 == pytest.approx(1.5e9, rel=0.02)
+    once, often = costs(ModelConfig(backbone="resnet50", dim=512, freeze="backbone"), (3, 224, 224))
     assert once + often == whole
     assert often == 2 * 2048 * 512
 
@@ -394,7 +397,7 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
     assert "finished: 4 trials, 0 of them failed" in nearkin("bench", "status", "studies/small")
     assert "Ranks over 2 experiments" in nearkin("tournament", "studies/small")
     assert "4 of 4 trials are done already" in nearkin("bench", "run", "s.toml", "--workers", "1")
-    assert "the study has no entrant 'tripet'. Did you mean 'triplet'?" in nearkin(
+    assert "the study has no method 'tripet'. Did you mean 'triplet'?" in nearkin(
         "bench", "plan", "s.toml", "--losses", "tripet", code=2
     )
     assert "--tflops: expected a speed above 0, got 0." in nearkin("bench", "plan", "s.toml", "--tflops", "0", code=2)

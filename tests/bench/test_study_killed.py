@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.studies import small_study, write_features
 
-from nearkin.bench.trials import Folder
+from nearkin.bench.trials import StudyFolder
 from nearkin.training.run import Run
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ EPOCHS = 30
 
 @pytest.fixture
 def study_file(tmp_path):
-    features = write_features(tmp_path / "clouds.npz", classes=40, per_class=20)
+    features = write_features(tmp_path / "clouds.npz", classes=40, samples_per_class=20)
     change = {"data": {"split": "half"}, "train": {"epochs": EPOCHS, "batch_size": 32}}
     study = small_study(features, losses=("norm_softmax", "triplet", "proxy_anchor"), sizes=(8,), change=change)
     (tmp_path / "s.toml").write_text(study.to_toml())
@@ -76,7 +76,7 @@ def test_killed_workers_and_runners_change_nothing(study_file):
     process = start(study_file, "stormy")
     stormy = folder / "stormy"
     for victim in ("worker", "runner", "worker"):
-        wait_for(lambda: (stormy / "study.toml").exists() and Folder.open(stormy).running())
+        wait_for(lambda: (stormy / "study.toml").exists() and StudyFolder.open(stormy).running())
         time.sleep(chance.uniform(0.0, 0.5))
         pids = workers_of(process)
         if victim == "worker":
@@ -90,7 +90,7 @@ def test_killed_workers_and_runners_change_nothing(study_file):
     assert process.returncode == 0, said
 
     assert (stormy / "results.csv").read_text() == (folder / "calm" / "results.csv").read_text()
-    made = Folder.open(stormy)
+    made = StudyFolder.open(stormy)
     assert len(made.outcomes()) == len(made.trials) == 6
     runs = [Run(path) for path in (stormy / "runs").iterdir()]
     assert len(runs) == 6  # none under two names
@@ -108,7 +108,7 @@ def test_killed_workers_and_runners_change_nothing(study_file):
 def test_ctrl_c_stops_the_workers_and_says_how_to_go_on(study_file):
     process = start(study_file, "study")
     folder = study_file.parent / "study"
-    wait_for(lambda: (folder / "study.toml").exists() and Folder.open(folder).running())
+    wait_for(lambda: (folder / "study.toml").exists() and StudyFolder.open(folder).running())
     pids = workers_of(process)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

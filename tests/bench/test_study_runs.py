@@ -14,12 +14,12 @@ import nearkin.training.loop
 from nearkin._common.progress import Reporter
 from nearkin.bench import presets
 from nearkin.bench.machine import threads_for, workers_for
-from nearkin.bench.trials import Folder, Outcome, run_trial, work
+from nearkin.bench.trials import Outcome, StudyFolder, run_trial, work
 from nearkin.bench.workers import Worker, _last_words
 from nearkin.cli import main
 from nearkin.cli.bench import _place, status
 from nearkin.cli.tournament import run as tournament
-from nearkin.errors import ConfigError, MissingExtra, TrainingStopped
+from nearkin.errors import ConfigError, MissingExtraError, TrainingStoppedError
 from nearkin.training.loop import fit
 
 QUIET = Reporter(quiet=True)
@@ -35,7 +35,7 @@ def features(tmp_path):
 def folder(features, tmp_path):
     """A study of one trial, which keeps no weights."""
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
-    return Folder.begin(tmp_path / "study", study)
+    return StudyFolder.begin(tmp_path / "study", study)
 
 
 def weights(run) -> set[str]:
@@ -55,7 +55,7 @@ def test_a_run_that_was_found_done_keeps_its_weights(folder, tmp_path):
 
 def test_a_run_that_another_began_keeps_its_weights(folder, tmp_path):
     (trial,) = folder.trials
-    with pytest.raises(TrainingStopped) as stopped:
+    with pytest.raises(TrainingStoppedError) as stopped:
         fit(trial.recipe, tmp_path / "runs", device="cpu", reporter=QUIET, watch=lambda epoch, _: epoch == 1)
     outcome = run_trial(trial, folder, tmp_path / "runs", "cpu")
     assert outcome.run == str(stopped.value.path)
@@ -111,10 +111,10 @@ def test_a_device_that_is_not_there_stops_the_study(folder, tmp_path, capsys):
 
 def test_a_package_that_is_not_there_stops_the_study(folder, tmp_path, monkeypatch):
     def lacking(*given, **asked):
-        raise MissingExtra("timm is not installed.")
+        raise MissingExtraError("timm is not installed.")
 
     monkeypatch.setattr(nearkin.training.loop, "fit", lacking)
-    with pytest.raises(MissingExtra):
+    with pytest.raises(MissingExtraError):
         work(folder, tmp_path / "runs", device="cpu", reporter=QUIET)
     assert folder.outcomes() == {}
 
@@ -175,7 +175,7 @@ def test_a_folder_named_like_a_preset_is_not_taken_for_a_study(features, tmp_pat
 
 def test_what_a_narrower_study_leaves_out_is_named(features, tmp_path):
     study = small_study(features, seeds=(0, 1), sizes=(4,))
-    folder = Folder.begin(tmp_path / "study", study)
+    folder = StudyFolder.begin(tmp_path / "study", study)
     for trial in folder.trials:
         folder.write(trial, Outcome(trial.id, "failed", "for a test"))
     for changed, said in (
@@ -184,16 +184,16 @@ def test_what_a_narrower_study_leaves_out_is_named(features, tmp_path):
         ({"metric": "R@2", "sizes": (8,)}, "holds outcomes of another study 'small'"),
     ):
         with pytest.raises(ConfigError, match=said) as refused:
-            Folder.begin(tmp_path / "study", dataclasses.replace(study, **changed))
+            StudyFolder.begin(tmp_path / "study", dataclasses.replace(study, **changed))
         assert "remove" not in str(refused.value)
-    assert len(Folder.open(tmp_path / "study").trials) == 4
+    assert len(StudyFolder.open(tmp_path / "study").trials) == 4
 
 
 def test_a_study_made_in_python_finds_its_data_from_its_folder(features, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = Folder.begin(Path("studies/x"), small_study(Path(features.name)))
-    assert {trial.recipe.data.root for trial in Folder.open("studies/x").trials} == {features.resolve()}
-    assert folder.trials == Folder.open("studies/x").trials
+    folder = StudyFolder.begin(Path("studies/x"), small_study(Path(features.name)))
+    assert {trial.recipe.data.root for trial in StudyFolder.open("studies/x").trials} == {features.resolve()}
+    assert folder.trials == StudyFolder.open("studies/x").trials
 
 
 def test_the_status_of_a_study_whose_data_are_gone(folder, features, tmp_path, capsys):
@@ -210,9 +210,9 @@ def test_the_status_of_a_study_whose_data_are_gone(folder, features, tmp_path, c
 
 def test_an_entrant_that_failed_everywhere_has_withdrawn_from_the_tournament(features, tmp_path, capsys):
     names = ("norm_softmax", "triplet", "margin")
-    folder = Folder.begin(tmp_path / "study", small_study(features, losses=names, sizes=(4, 8), seeds=(0,)))
+    folder = StudyFolder.begin(tmp_path / "study", small_study(features, losses=names, sizes=(4, 8), seeds=(0,)))
     for trial in folder.trials:
-        value = {"norm_softmax": 0.5, "triplet": 0.6}.get(trial.entrant)
+        value = {"norm_softmax": 0.5, "triplet": 0.6}.get(trial.method)
         outcome = Outcome(trial.id, "done", test={"R@1": value}) if value else Outcome(trial.id, "failed", "for a test")
         folder.write(trial, outcome)
     tournament([str(folder.path)])

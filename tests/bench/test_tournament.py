@@ -13,8 +13,8 @@ from helpers.paths import SHARED
 
 from nearkin.bench import papers
 from nearkin.bench.results import DIGITS
-from nearkin.bench.summary import notes, sentence, verdict
-from nearkin.bench.tournament import Result, judge, tabulate
+from nearkin.bench.summary import notes, sentence, summarize
+from nearkin.bench.tournament import Result, run_tournament, tabulate
 from nearkin.errors import ConfigError, DataError
 
 pytest.importorskip("scipy", reason="the extra bench is not installed")
@@ -22,14 +22,14 @@ pytest.importorskip("scipy", reason="the extra bench is not installed")
 
 @pytest.fixture(scope="module")
 def thesis():
-    return judge(papers.thesis_results())
+    return run_tournament(papers.thesis_results())
 
 
-def made(values, entrants="abcdefgh", seeds=1):
+def made(values, methods="abcdefgh", seeds=1):
     """Results of values [E, K] or [E, K, S]; None has failed."""
     out = []
     for e, row in enumerate(values):
-        for name, cell in zip(entrants, row, strict=False):
+        for name, cell in zip(methods, row, strict=False):
             for seed, value in enumerate(cell if isinstance(cell, list | tuple | np.ndarray) else [cell]):
                 reason = "the loss is not finite" if value is None else None
                 out.append(Result(f"x{e}", name, seed, None if value is None else float(value), reason))
@@ -45,17 +45,17 @@ def test_the_thesis_tournament(thesis):
         pytest.skip(f"{path} is not there")
     golden = json.loads(path.read_text())["S2_table11"]["rows"]
     named = {row.loss: row for row in papers.table_11()}
-    assert [s.entrant for s in thesis.standings] == [row.loss for row in papers.table_11()]
+    assert [s.method for s in thesis.standings] == [row.loss for row in papers.table_11()]
     for s in thesis.standings:
-        expected = golden[named[s.entrant].method]
+        expected = golden[named[s.method].method]
         assert s.total == expected["total"] == expected["printed"][0]
         assert s.mean == pytest.approx(expected["mean"], abs=1e-12)
         assert s.std == pytest.approx(expected["std_sample"], abs=1e-12)
-        column = thesis.table.entrants.index(s.entrant)
+        column = thesis.table.methods.index(s.method)
         assert thesis.ranks[:, column].tolist() == expected["ranks"]
         assert s.medals == tuple(expected["ranks"].count(place) for place in (1, 2, 3))
         assert (s.ranked, s.experiments, s.failed) == (12, 12, 0)
-    shown = {s.entrant: (f"{s.mean:.2f}", f"{s.std:.2f}") for s in thesis.standings}
+    shown = {s.method: (f"{s.mean:.2f}", f"{s.std:.2f}") for s in thesis.standings}
     assert shown["triplet"] == ("8.58", "0.51")
     assert shown["soft_triple"] == ("3.17", "1.19")
     assert shown["lifted_structure"] == ("4.50", "1.88")
@@ -79,7 +79,7 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
         pairwise.append((np.abs(patterns @ np.abs(ranks)) >= abs(ranks.sum())).mean())
     adjusted = dict(zip(combinations(range(10), 2), multipletests(pairwise, method="holm")[1], strict=True))
     for pair in thesis.pairs:
-        i, j = (thesis.table.entrants.index(name) for name in (pair.first, pair.second))
+        i, j = (thesis.table.methods.index(name) for name in (pair.first, pair.second))
         assert pair.p_nemenyi == pytest.approx(apart[i, j], abs=1e-9)
         assert pair.p_holm == pytest.approx(adjusted[min(i, j), max(i, j)], abs=1e-9)
         assert pair.wins == (values[:, i] > values[:, j]).sum()
@@ -95,16 +95,16 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
 
 
 def test_equals_share_ranks_and_medals():
-    first, second, third, fourth = judge(made([[70, 70, 60, 50], [70, 60, 60, 60]])).standings
-    assert (first.entrant, first.total, first.medals) == ("a", 2.5, (2, 0, 0))
-    assert (second.entrant, second.total, second.medals) == ("b", 4.5, (1, 1, 0))
-    assert (third.entrant, third.total, third.medals) == ("c", 6.0, (0, 1, 1))
-    assert (fourth.entrant, fourth.total, fourth.medals) == ("d", 7.0, (0, 1, 0))
+    first, second, third, fourth = run_tournament(made([[70, 70, 60, 50], [70, 60, 60, 60]])).standings
+    assert (first.method, first.total, first.medals) == ("a", 2.5, (2, 0, 0))
+    assert (second.method, second.total, second.medals) == ("b", 4.5, (1, 1, 0))
+    assert (third.method, third.total, third.medals) == ("c", 6.0, (0, 1, 1))
+    assert (fourth.method, fourth.total, fourth.medals) == ("d", 7.0, (0, 1, 0))
 
 
 def test_rounding_makes_no_rank():
     # 0.1 + 0.2 is not 0.3, but the two means over seeds are the same.
-    judged = judge(made([[[0.1, 0.2], [0.3, 0.0]]] * 6))
+    judged = run_tournament(made([[[0.1, 0.2], [0.3, 0.0]]] * 6))
     assert [s.mean for s in judged.standings] == [1.5, 1.5]
     assert judged.pairs[0].ties == 6
     assert judged.pairs[0].p_value == 1.0
@@ -112,17 +112,17 @@ def test_rounding_makes_no_rank():
 
 def test_bootstrap_of_mean_ranks_by_counting():
     # Two experiments: both drawn (1/2), the first twice (1/4), the second twice (1/4).
-    judged = judge(made([[70, 60], [60, 65]]), draws=20_000)
+    judged = run_tournament(made([[70, 60], [60, 65]]), draws=20_000)
     assert judged.standings[0].low == 1.0
     assert judged.standings[0].high == 2.0
     assert judged.pairs[0].ahead == pytest.approx(1 / 4 + 1 / 4, abs=0.01)  # one draw of four ahead, two level
     # Three experiments, two of them won: ahead unless the lost one is drawn twice or more (7 of 27).
-    judged = judge(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
+    judged = run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
     assert judged.pairs[0].ahead == pytest.approx(20 / 27, abs=0.01)
     assert judged.pairs[0].next_win == (2 + 1) / (3 + 2)
-    again = judge(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
+    again = run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
     assert again.pairs == judged.pairs
-    assert judge(made([[70, 60], [70, 60], [60, 70]]), draws=20_000, seed=1).pairs != judged.pairs
+    assert run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000, seed=1).pairs != judged.pairs
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -130,51 +130,51 @@ def test_bootstrap_of_mean_ranks_by_counting():
 
 def test_failed_experiments_are_left_out_and_counted():
     values = [[70, 60, None], [71, 61, 50], [72, 62, 80], [None, 63, 53]]
-    judged = judge(made(values))
-    by_name = {s.entrant: s for s in judged.standings}
+    judged = run_tournament(made(values))
+    by_name = {s.method: s for s in judged.standings}
     assert (by_name["a"].ranked, by_name["a"].failed, by_name["a"].total) == (3, 1, 1 + 1 + 2)
     assert (by_name["b"].ranked, by_name["b"].failed, by_name["b"].total) == (4, 0, 2 + 2 + 3 + 1)
     assert (by_name["c"].ranked, by_name["c"].failed, by_name["c"].total) == (3, 1, 3 + 1 + 2)
     assert by_name["c"].mean == 2.0
     # Friedman sees the two complete experiments alone.
-    assert judged.friedman == judge(made(values[1:3])).friedman
+    assert judged.friedman == run_tournament(made(values[1:3])).friedman
     assert judged.friedman.experiments == 2
     # A pair is compared wherever both have a value.
     records = {(p.first, p.second): (p.wins, p.losses) for p in judged.pairs}
     assert records["a", "b"] == (3, 0)
     assert sum(records["b", "c"] if ("b", "c") in records else records["c", "b"]) == 3
-    text = verdict(judged)
+    text = summarize(judged)
     assert "c: 1 of 4 runs failed (first: x0, seed 0: the loss is not finite)." in text
     assert "a is not ranked in 1 of 4 experiments." in text
     assert "Friedman over these 2 chi-squared" in text
-    assert "2 of 4 experiments have a value of every entrant; without a it would be 3." in text
+    assert "2 of 4 experiments have a value of every method; without a it would be 3." in text
 
 
 def test_a_failure_changes_nothing_for_the_others_but_that_it_is_gone():
     rng = np.random.default_rng(0)
     values = rng.normal(60, 3, (8, 3)).round(2).tolist()
     broken = [[*row, None] for row in values]
-    whole, part = judge(made(values)), judge(made(broken))
-    assert [s for s in part.standings if s.entrant != "d"] == list(whole.standings)
+    whole, part = run_tournament(made(values)), run_tournament(made(broken))
+    assert [s for s in part.standings if s.method != "d"] == list(whole.standings)
     last = part.standings[-1]
-    assert (last.entrant, last.ranked, last.failed) == ("d", 0, 8)
+    assert (last.method, last.ranked, last.failed) == ("d", 0, 8)
     assert math.isnan(last.mean)
     assert part.friedman is None
     assert math.isnan(part.critical)
-    text = verdict(part)
-    assert "0 of 8 experiments have a value of every entrant; without d it would be 8." in text
+    text = summarize(part)
+    assert "0 of 8 experiments have a value of every method; without d it would be 8." in text
     assert "never met" in text
 
 
 def test_a_run_that_failed_leaves_the_other_seeds():
-    judged = judge(made([[[60, None, 62], [50, 51, 52]]] * 2))
+    judged = run_tournament(made([[[60, None, 62], [50, 51, 52]]] * 2))
     assert judged.table.means[0].tolist() == [61.0, 51.0]
     assert judged.standings[0].failed == 2
-    assert "a: 2 of 6 runs failed" in verdict(judged)
+    assert "a: 2 of 6 runs failed" in summarize(judged)
 
 
 def test_never_run_is_told_from_failed():
-    results = [r for r in made([[70, 60], [71, 61], [72, 62]]) if (r.experiment, r.entrant) != ("x1", "b")]
+    results = [r for r in made([[70, 60], [71, 61], [72, 62]]) if (r.experiment, r.method) != ("x1", "b")]
     said = notes(tabulate(results))
     assert said[0] == "b: never run in 1 of 3 experiments (first: x1)."
     assert not any("failed" in line for line in said)
@@ -186,8 +186,8 @@ def test_never_run_is_told_from_failed():
 def test_the_mean_over_seeds_is_ranked():
     rng = np.random.default_rng(0)
     values = rng.normal(60, 3, (7, 4, 3))
-    judged = judge(made(values.tolist()))
-    expected = judge(made(values.mean(2).round(DIGITS).tolist()))
+    judged = run_tournament(made(values.tolist()))
+    expected = run_tournament(made(values.mean(2).round(DIGITS).tolist()))
     assert np.array_equal(judged.ranks, expected.ranks)
     assert judged.unit == "experiment"
     for ours, theirs in zip(judged.pairs, expected.pairs, strict=True):
@@ -199,25 +199,25 @@ def test_runs_are_paired_by_seed():
     # Seed 1 is missing for b: a's easy seed must not count for a.
     a = [Result(f"x{e}", "a", seed, 60.0 + 20 * seed) for e in range(6) for seed in (0, 1)]
     b = [Result(f"x{e}", "b", 0, 61.0) for e in range(6)]
-    judged = judge(a + b)
+    judged = run_tournament(a + b)
     (pair,) = judged.pairs
-    assert judged.standings[0].entrant == "a"  # by its mean
-    assert (pair.difference, pair.leader, pair.settled) == (-1.0, "b", True)
+    assert judged.standings[0].method == "a"  # by its mean
+    assert (pair.difference, pair.leader, pair.significant) == (-1.0, "b", True)
 
 
 def test_few_experiments_with_seeds_are_compared_run_by_run():
     rng = np.random.default_rng(1)
-    shared = rng.normal(0, 5, 8)  # what a seed does to all entrants alike
+    shared = rng.normal(0, 5, 8)  # what a seed does to all methods alike
     values = [[(60 + shared + rng.normal(gain, 0.2, 8)).tolist() for gain in (1.0, 0.0)] for _ in range(2)]
-    judged = judge(made(values))
+    judged = run_tournament(made(values))
     assert judged.unit == "run"
     (pair,) = judged.pairs
-    assert (pair.wins, pair.losses, pair.settled) == (16, 0, True)
+    assert (pair.wins, pair.losses, pair.significant) == (16, 0, True)
     assert pair.p_value == pytest.approx(2 / 2**16)
-    assert "holds for these experiments, not for others" in verdict(judged)
-    assert judge(made(values), unit="experiment").pairs[0].p_value == 0.5
+    assert "holds for these experiments, not for others" in summarize(judged)
+    assert run_tournament(made(values), unit="experiment").pairs[0].p_value == 0.5
     # Without seeds to go by, experiments stay the unit.
-    assert judge(made([[70, 60], [70, 60]])).unit == "experiment"
+    assert run_tournament(made([[70, 60], [70, 60]])).unit == "experiment"
 
 
 def test_more_seeds_help_only_against_the_scatter_of_seeds():
@@ -228,11 +228,11 @@ def test_more_seeds_help_only_against_the_scatter_of_seeds():
         other = 60 + np.zeros((10, 4))
         return made(np.stack([other + base[:, None] + rng.normal(0, within, (10, 4)), other], 1).tolist())
 
-    (noisy,) = judge(differences(0.1, 3.0)).pairs
-    assert not noisy.settled
+    (noisy,) = run_tournament(differences(0.1, 3.0)).pairs
+    assert not noisy.significant
     assert noisy.more_seeds > 0
-    (varied,) = judge(differences(2.0, 0.1)).pairs
-    assert not varied.settled
+    (varied,) = run_tournament(differences(2.0, 0.1)).pairs
+    assert not varied.significant
     assert varied.more_seeds is None
     assert varied.more_experiments > 0
 
@@ -243,8 +243,8 @@ def test_the_seeds_asked_for_settle_it():
     asked = []
     for _ in range(60):
         d = 0.5 + rng.normal(0, 1.5, (8, 2))
-        (pair,) = judge(made(np.stack([60 + d, np.full_like(d, 60)], 1).tolist()), draws=100).pairs
-        if not pair.settled and pair.more_seeds is not None:
+        (pair,) = run_tournament(made(np.stack([60 + d, np.full_like(d, 60)], 1).tolist()), draws=100).pairs
+        if not pair.significant and pair.more_seeds is not None:
             asked.append(2 + pair.more_seeds)
     seeds = int(np.median(asked))
     from scipy import stats
@@ -258,38 +258,38 @@ def test_the_seeds_asked_for_settle_it():
 
 
 def test_the_verdict_says_what_is_settled(thesis):
-    text = verdict(thesis)
-    assert "10 entrants in 12 experiments, one run each." in text
+    text = summarize(thesis)
+    assert "10 methods in 12 experiments, one run each." in text
     assert "proxy_anchor is better than all others." in text
     assert "26 of 45 pairs are settled at 0.05" in text
-    assert "The entrants differ (Friedman chi-squared 81.5, p < 0.001" in text
+    assert "The methods differ (Friedman chi-squared 81.5, p < 0.001" in text
     pair = next(p for p in thesis.pairs if (p.first, p.second) == ("soft_triple", "arcface"))
     said = sentence(pair, thesis)
     assert said.startswith("soft_triple and arcface cannot be told apart: Holm p = 0.088; about ")
     assert said.endswith(" more experiments would settle it.")
     assert text.count("cannot be told apart: Holm") == 12
     assert "... and 7 more pairs that are not settled." in text
-    assert verdict(thesis, most=99).count("cannot be told apart: Holm") == 19
+    assert summarize(thesis, most=99).count("cannot be told apart: Holm") == 19
 
 
 def test_the_verdict_when_there_is_nothing_to_tell():
-    judged = judge(made([[60, 60, 60]] * 7))
-    text = verdict(judged)
+    judged = run_tournament(made([[60, 60, 60]] * 7))
+    text = summarize(judged)
     assert "0 of 3 pairs are settled" in text
     assert "as a whole cannot be told apart" in text
     assert "no number of experiments within reach would settle it" in text
-    one = judge(made([[60, 50]]))
+    one = run_tournament(made([[60, 50]]))
     assert one.friedman is None
-    assert "Friedman's test is not held" in verdict(one)
-    assert "they met once" in verdict(one)
+    assert "Friedman's test is not held" in summarize(one)
+    assert "they met once" in summarize(one)
     assert math.isnan(one.standings[0].std)
 
 
 def test_chance_alone_is_seldom_called_a_difference():
-    # Five equal entrants, 60 tournaments of 12 experiments: any pair settled in about 5 % of them at most.
+    # Five equal methods, 60 tournaments of 12 experiments: any pair settled in about 5 % of them at most.
     rng = np.random.default_rng(3)
-    held = (judge(made(rng.normal(60, 2, (12, 5)).tolist()), draws=100) for _ in range(60))
-    false = sum(any(pair.settled for pair in judged.pairs) for judged in held)
+    held = (run_tournament(made(rng.normal(60, 2, (12, 5)).tolist()), draws=100) for _ in range(60))
+    false = sum(any(pair.significant for pair in judged.pairs) for judged in held)
     assert false <= 8  # 5 % is 3; above 8 has a chance below 1 %
 
 
@@ -300,17 +300,17 @@ def test_chance_alone_is_seldom_called_a_difference():
     ("results", "message"),
     [
         ([], "needs results"),
-        ([("x", "a", 0, 1.0)], "at least two entrants; got a alone"),
+        ([("x", "a", 0, 1.0)], "at least two methods; got a alone"),
         ([("x", "a", 0, 1.0), ("x", "a", 0, 2.0)], "x, a, seed 0: given more than once"),
         ([("x", "a", 0, math.nan)], "the value is nan. A run that failed has no value but a reason"),
         ([("x", "a", 0, math.inf)], "the value is inf"),
         ([("x", "a", 0, 1.0, "why")], "both a value"),
-        ([("", "a", 0, 1.0)], "needs an experiment and an entrant"),
+        ([("", "a", 0, 1.0)], "needs an experiment and an method"),
     ],
 )
 def test_bad_results(results, message):
     with pytest.raises(DataError, match=message):
-        judge([Result(*row) for row in results])
+        run_tournament([Result(*row) for row in results])
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_bad_results(results, message):
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
-        judge(made([[70, 60], [71, 61]]), **settings)
+        run_tournament(made([[70, 60], [71, 61]]), **settings)
 
 
 def test_results_are_frozen():

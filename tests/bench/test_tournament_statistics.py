@@ -14,9 +14,9 @@ from nearkin.bench.statistics import (
     critical_difference,
     deviation_allowed,
     experiments_needed,
-    fewest,
     friedman,
     holm,
+    min_experiments,
     nemenyi,
     together,
     wilcoxon,
@@ -25,9 +25,9 @@ from nearkin.bench.statistics import (
 stats = pytest.importorskip("scipy.stats", reason="the extra bench is not installed")
 
 
-def scores(seed, experiments=9, entrants=5, values=6):
+def scores(seed, experiments=9, methods=5, values=6):
     """Few different values, so that there are ties."""
-    return np.random.default_rng(seed).integers(0, values, (experiments, entrants)).astype(float)
+    return np.random.default_rng(seed).integers(0, values, (experiments, methods)).astype(float)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -50,7 +50,7 @@ def test_friedman(seed):
 
 
 @pytest.mark.parametrize(
-    ("entrants", "experiments", "chi_squared", "p"),
+    ("methods", "experiments", "chi_squared", "p"),
     # Friedman, JASA 32 (1937), tables V and VI: how often chi-squared is as large or larger.
     [
         (3, 3, 6.0, 0.028),
@@ -64,10 +64,10 @@ def test_friedman(seed):
         (4, 3, 7.4, 0.033),
     ],
 )
-def test_friedman_of_few_experiments_against_the_published_table(entrants, experiments, chi_squared, p):
+def test_friedman_of_few_experiments_against_the_published_table(methods, experiments, chi_squared, p):
     draw = np.random.default_rng(0)
     for _ in range(10_000):
-        ours = draw.permuted(np.tile(np.arange(1.0, entrants + 1), (experiments, 1)), axis=1)
+        ours = draw.permuted(np.tile(np.arange(1.0, methods + 1), (experiments, 1)), axis=1)
         if stats.friedmanchisquare(*ours.T).statistic == pytest.approx(chi_squared, abs=1e-3):
             break
     assert friedman(ours).chi_squared == pytest.approx(chi_squared, abs=1e-3)
@@ -85,7 +85,7 @@ def test_friedman_by_draws_is_near_the_count_of_all(monkeypatch):
 
 
 def test_two_experiments_alike_are_no_proof():
-    """Of two entrants in two experiments every other pair of coins falls alike."""
+    """Of two methods in two experiments every other pair of coins falls alike."""
     assert friedman(np.array([[1.0, 2.0], [1.0, 2.0]])).p_value == 0.5
     assert friedman(np.tile([1.0, 2.0], (5, 1))).p_value == pytest.approx(stats.binomtest(5, 5).pvalue)
 
@@ -178,7 +178,7 @@ def test_holm(seed):
 
 def test_fewest_pairs():
     for level in (0.05, 0.01, 0.05 / 45):
-        n = fewest(level)
+        n = min_experiments(level)
         assert stats.wilcoxon(np.arange(1.0, n + 1)).pvalue <= level
         assert stats.wilcoxon(np.arange(1.0, n)).pvalue > level
 

@@ -18,9 +18,9 @@ from nearkin.bench import grid_search, storage, tune
 from nearkin.bench.search_space import apply, defaults, space, suggest
 from nearkin.cli import main
 from nearkin.cli.tune import closing, parse_tune, table
-from nearkin.config.recipe import Choice, Recipe
+from nearkin.config.recipe import ComponentConfig, Recipe
 from nearkin.data.splits import Holdout
-from nearkin.errors import ConfigError, RunError, TrainingStopped
+from nearkin.errors import ConfigError, RunError, TrainingStoppedError
 from nearkin.losses import LOSSES
 from nearkin.training.factory import make_objective
 from nearkin.training.run import Run
@@ -80,15 +80,15 @@ def test_the_first_trial_is_the_recipe_itself_and_rates_reach_a_tenth_and_ten_ti
 
 
 def test_a_recipe_outside_a_declared_range_widens_it(recipe):
-    odd = replace(recipe, loss=Choice("soft_triple", {"gamma": 10.0}))
+    odd = replace(recipe, loss=ComponentConfig("soft_triple", {"gamma": 10.0}))
     assert space(odd, "soft_triple")["loss.gamma"].high == 10.0
     with pytest.raises(ConfigError, match=r"soft_triple\.gamma: the recipe has -1"):
-        space(replace(recipe, loss=Choice("soft_triple", {"gamma": -1.0})), "soft_triple")
+        space(replace(recipe, loss=ComponentConfig("soft_triple", {"gamma": -1.0})), "soft_triple")
 
 
 def test_miner_and_memory_stay_with_the_recipes_own_loss(recipe):
-    mined = replace(recipe, loss=Choice("triplet"), miner=Choice("semihard"), memory=16)
-    assert apply(mined, "triplet", {}).miner == Choice("semihard")
+    mined = replace(recipe, loss=ComponentConfig("triplet"), miner=ComponentConfig("semihard"), memory=16)
+    assert apply(mined, "triplet", {}).miner == ComponentConfig("semihard")
     other = apply(mined, "proxy_anchor", {})
     assert (other.miner, other.memory) == (None, 0)
 
@@ -167,7 +167,7 @@ def test_a_watched_run_can_be_stopped_and_goes_on_to_the_same_numbers(recipe, tm
 
     longer = replace(recipe, train=replace(recipe.train, epochs=3))
     calm = nk.fit(longer, tmp_path / "calm", final=False, reporter=QUIET, device="cpu")
-    with pytest.raises(TrainingStopped, match="stopped after epoch 2 of 3") as stopped:
+    with pytest.raises(TrainingStoppedError, match="stopped after epoch 2 of 3") as stopped:
         nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu", watch=watch)
     run = Run(stopped.value.path)
     assert (run.events()[-1], run.result) == ({"event": "stopped", "epoch": 2}, None)
@@ -250,7 +250,7 @@ def test_a_budget_can_be_lowered_as_long_as_nothing_of_it_was_begun(recipe, tmp_
 
 
 def test_a_trial_that_fails_is_shown_with_its_reason_never_scored(recipe, tmp_path):
-    wild = replace(recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, schedule="constant"))
+    wild = replace(recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, lr_schedule="constant"))
     search, (found,) = searched(wild, tmp_path, trials=2)
     assert found.failed == 2
     assert found.best is None
@@ -341,8 +341,8 @@ def test_the_command_searches_says_what_it_found_and_says_done(features, tmp_pat
     ("asked", "said"),
     [
         (["--losses", "proxyanchor"], "Did you mean 'proxy_anchor'?"),
-        (["--data.val-share", "0"], "no validation classes to choose by"),
-        (["--data.choose-on", "test"], "--data.choose-on test: a search may not see the test classes"),
+        (["--data.val-fraction", "0"], "no validation classes to choose by"),
+        (["--data.select-on", "test"], "--data.select-on test: a search may not see the test classes"),
         (["--device", "xpu:7"], "device 'xpu:7' cannot be used here"),
         (["--storage", "mysql://host/db"], "'mysql://' is not supported"),
         (["--storage", "postgresql://host"], "names no database"),

@@ -13,7 +13,7 @@ import nearkin as nk
 from nearkin import cli
 from nearkin.cli._arguments import show
 from nearkin.cli.train import parse_train
-from nearkin.config.recipe import Choice
+from nearkin.config.recipe import ComponentConfig
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -92,11 +92,11 @@ def test_flags_change_the_recipe():
     recipe, args = parse_train(
         ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
     )
-    assert recipe.loss == Choice("proxy_anchor", {"alpha": 8, "margin": 0.1})
+    assert recipe.loss == ComponentConfig("proxy_anchor", {"alpha": 8, "margin": 0.1})
     assert (recipe.train.epochs, recipe.model.dim, recipe.seed, args.runs) == (2, 16, 4, Path("x"))
     recipe, _ = parse_train(["--loss", "triplet", "--loss.margin", "0.2", "--miner.name", "semihard"])
-    assert recipe.loss == Choice("triplet", {"margin": 0.2})  # another loss does not inherit alpha
-    assert recipe.miner == Choice("semihard")
+    assert recipe.loss == ComponentConfig("triplet", {"margin": 0.2})  # another loss does not inherit alpha
+    assert recipe.miner == ComponentConfig("semihard")
     recipe, _ = parse_train(["from_scratch", "--data", "photos", "--data.image-size", "32", "--train.class-lr", "0.5"])
     assert (recipe.data.source, recipe.data.root, recipe.data.image_size) == ("folder", Path("photos").resolve(), 32)
     assert recipe.train.class_lr == 0.5
@@ -117,14 +117,14 @@ def test_another_loss_leaves_the_recipes_miner_behind_where_it_takes_none():
     assert parse_train(["thesis_triplet", "--loss", "contrastive"])[0].miner is not None
     assert parse_train(["thesis_triplet", "--miner", "none"])[0].miner is None
     recipe, _ = parse_train(["thesis_triplet", "--loss", "proxy_anchor", "--miner", "semihard"])
-    assert recipe.miner == Choice("semihard")  # asked for, so the loss will refuse it
+    assert recipe.miner == ComponentConfig("semihard")  # asked for, so the loss will refuse it
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(capsys, monkeypatch):
     def pressed(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "train", pressed)
+    monkeypatch.setattr("nearkin.cli.train.run", pressed)
     code, out, err = run(capsys, "train")
     assert (code, out) == (130, "")
     assert "the same command goes on" in err
@@ -170,7 +170,7 @@ def test_evaluate_shows_what_a_run_stored(capsys, tmp_path, photo_folder):
     assert "this run is not finished" in err
     rng = np.random.default_rng(0)
     scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
-    scores.save(made.path / "perquery.npz")
+    scores.save(made.path / "per_query.npz")
     made.finish({})
     assert run(capsys, "evaluate", made.path)[1] == scores.table() + "\n"
     code, out, _ = run(capsys, "evaluate", made.path, "--ks", "1", "4")

@@ -13,7 +13,7 @@ import pytest
 from helpers.paths import ROOT
 
 from nearkin.bench import papers
-from nearkin.bench.tournament import Result, judge, read_results
+from nearkin.bench.tournament import Result, read_results, run_tournament
 from nearkin.cli.tournament import run as tournament
 from nearkin.errors import UserError
 from nearkin.report import study_tables
@@ -25,18 +25,18 @@ pytest.importorskip("matplotlib", reason="the extra report is not installed")
 ODD = "a_b & 50% [red] | #1 $x$"
 
 
-def results(entrants, experiments=8, seed=0):
+def results(methods, experiments=8, seed=0):
     rng = np.random.default_rng(seed)
     return [
         Result(f"x{e}", name, 0, round(float(60 - 2 * k + rng.normal(0, 1)), 2))
         for e in range(experiments)
-        for k, name in enumerate(entrants)
+        for k, name in enumerate(methods)
     ]
 
 
 @pytest.fixture(scope="module")
 def judged():
-    return judge(results([ODD, "b", "c"]))
+    return run_tournament(results([ODD, "b", "c"]))
 
 
 def written(path, rows):
@@ -66,7 +66,7 @@ def test_csv_and_json_are_read_alike(tmp_path):
 
 def test_seed_and_reason_may_be_left_out(tmp_path):
     path = tmp_path / "r.csv"
-    path.write_bytes('\ufeffexperiment,entrant,value\r\n"x\n",  a ,1.5\r\nx,b,\r\ny,b,nan\r\n'.encode())
+    path.write_bytes('\ufeffexperiment,method,value\r\n"x\n",  a ,1.5\r\nx,b,\r\ny,b,nan\r\n'.encode())
     first, second, third = read_results(path)
     assert first == Result("x", "a", 0, 1.5)
     assert second == Result("x", "b", 0, None, "no reason given")
@@ -79,20 +79,20 @@ def test_seed_and_reason_may_be_left_out(tmp_path):
         ("none.csv", None, "there is no such file. Give 'papers'"),
         ("r.txt", "x", "expected a .csv or .json file"),
         ("r.csv", "", "the column 'experiment' is missing; found none"),
-        ("r.csv", "experiment,entrant,value\n", "there are no results in it"),
-        ("r.csv", "experiment,entrant,score\nx,a,1\n", "no column 'score' is known"),
-        ("r.csv", "experiment,entrants,value\nx,a,1\n", "Did you mean 'entrant'?"),
-        ("r.csv", "experiment,value\nx,1\n", "the column 'entrant' is missing; found experiment, value"),
-        ("r.csv", "experiment,entrant,value\nx,a,high\n", "line 2: value: expected a number, got 'high'"),
-        ("r.csv", "experiment,entrant,value\nx,a,1,2\n", "line 2: more cells than the head has columns"),
-        ("r.csv", "experiment,entrant,value,seed\nx,a,1,0.5\n", "seed: expected a whole number, got '0.5'"),
-        ("r.csv", "experiment,entrant,value,seed\nx,a,1,inf\n", "seed: expected a whole number, got 'inf'"),
-        ("r.csv", "experiment,entrant,value,reason\nx,a,1,oom\n", "line 2: x, a, seed 0: both a value (1)"),
-        ("r.csv", "experiment,entrant,value\nx,,1\n", "needs an experiment and an entrant"),
+        ("r.csv", "experiment,method,value\n", "there are no results in it"),
+        ("r.csv", "experiment,method,score\nx,a,1\n", "no column 'score' is known"),
+        ("r.csv", "experiment,methods,value\nx,a,1\n", "Did you mean 'method'?"),
+        ("r.csv", "experiment,value\nx,1\n", "the column 'method' is missing; found experiment, value"),
+        ("r.csv", "experiment,method,value\nx,a,high\n", "line 2: value: expected a number, got 'high'"),
+        ("r.csv", "experiment,method,value\nx,a,1,2\n", "line 2: more cells than the head has columns"),
+        ("r.csv", "experiment,method,value,seed\nx,a,1,0.5\n", "seed: expected a whole number, got '0.5'"),
+        ("r.csv", "experiment,method,value,seed\nx,a,1,inf\n", "seed: expected a whole number, got 'inf'"),
+        ("r.csv", "experiment,method,value,reason\nx,a,1,oom\n", "line 2: x, a, seed 0: both a value (1)"),
+        ("r.csv", "experiment,method,value\nx,,1\n", "needs an experiment and an method"),
         ("r.json", "{", "cannot be read as json"),
         ("r.json", "{}", "expected a list of objects"),
-        ("r.json", '[{"experiment": "x", "entrant": "a", "value": [1]}]', "entry 1: value: expected a number"),
-        ("r.json", '[{"experiment": "x", "entrant": "a", "value": true}]', "expected a number, got 'True'"),
+        ("r.json", '[{"experiment": "x", "method": "a", "value": [1]}]', "entry 1: value: expected a number"),
+        ("r.json", '[{"experiment": "x", "method": "a", "value": true}]', "expected a number, got 'True'"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, text, message):
@@ -106,7 +106,7 @@ def test_files_that_cannot_be_used(tmp_path, name, text, message):
 
 def test_large_seeds_are_told_apart(tmp_path):
     rows = [f"x,a,{seed},1.5" for seed in (2**60, 2**60 + 1, "3.0")]
-    (tmp_path / "r.csv").write_text("\n".join(["experiment,entrant,seed,value", *rows]))
+    (tmp_path / "r.csv").write_text("\n".join(["experiment,method,seed,value", *rows]))
     assert [result.seed for result in read_results(tmp_path / "r.csv")] == [2**60, 2**60 + 1, 3]
 
 
@@ -128,14 +128,14 @@ def test_markdown_and_latex_survive_odd_names(judged):
     tex = study_tables.latex(grid)
     assert r"a\_b \& 50\% [red] | \#1 \$x\$ &" in tex
     assert tex.count(r"\\") == 4
-    assert "\n{}[a] &" in study_tables.latex(study_tables.standings_grid(judge(results(["[a]", "b"]))))
+    assert "\n{}[a] &" in study_tables.latex(study_tables.standings_grid(run_tournament(results(["[a]", "b"]))))
     body = tex[tex.index("\\toprule") :]
     assert len(re.findall(r"(?<!\\)&", body)) == 4 * (len(grid.head) - 1)
 
 
 def test_csv_holds_every_digit(judged):
     rows = list(csv.DictReader(io.StringIO(study_tables.standings_csv(judged))))
-    assert [row["entrant"] for row in rows] == [s.entrant for s in judged.standings]
+    assert [row["method"] for row in rows] == [s.method for s in judged.standings]
     assert [float(row["std"]) for row in rows] == [s.std for s in judged.standings]
     pairs = list(csv.DictReader(io.StringIO(study_tables.pairs_csv(judged))))
     assert [float(row["p_holm"]) for row in pairs] == [p.p_holm for p in judged.pairs]
@@ -145,7 +145,7 @@ def test_csv_holds_every_digit(judged):
 
 def test_the_standings_show_failures_only_if_there_are_any(judged):
     assert "failed" not in study_tables.standings_grid(judged).head
-    broken = judge([*results(["a", "b"]), Result("x8", "a", 0, None, "oom"), Result("x8", "b", 0, 50.0)])
+    broken = run_tournament([*results(["a", "b"]), Result("x8", "a", 0, None, "oom"), Result("x8", "b", 0, 50.0)])
     grid = study_tables.standings_grid(broken)
     assert grid.head[-2:] == ("ranked", "failed")
     assert {row[0]: row[-2:] for row in grid.rows} == {"a": ("8/9", "1"), "b": ("9/9", "0")}
@@ -160,12 +160,12 @@ def test_pictures(judged, tmp_path):
     with pytest.raises(UserError, match=r"written as .png or .svg; got '.pdf'"):
         draw(judged, tmp_path / "d.pdf")
     with pytest.raises(UserError, match="needs two experiments"):
-        draw(judge(results(["a", "b"], experiments=1)), tmp_path / "d.png")
+        draw(run_tournament(results(["a", "b"], experiments=1)), tmp_path / "d.png")
 
 
 @pytest.mark.parametrize("count", [2, 3, 25])
 def test_pictures_of_few_and_of_many(count, tmp_path):
-    found = judge(results([f"entrant_number_{i}" for i in range(count)], experiments=4), draws=100)
+    found = run_tournament(results([f"entrant_number_{i}" for i in range(count)], experiments=4), draws=100)
     assert draw(found, tmp_path / "d.png").stat().st_size > 5000
 
 
@@ -193,7 +193,7 @@ def test_other_tables_of_the_papers(capsys):
     assert (
         "arcface: 1 of 4 runs failed (first: thesis, table 10b: sop bn_inception 128, seed 0: thesis, table 10b" in out
     )
-    assert "3 of 4 experiments have a value of every entrant; without arcface it would be 4." in out
+    assert "3 of 4 experiments have a value of every method; without arcface it would be 4." in out
 
 
 def test_a_file_on_the_terminal(capsys, tmp_path):
@@ -239,8 +239,8 @@ def test_help_teaches(capsys):
 
 def test_the_page_shows_what_is_computed():
     page = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
-    held = judge(papers.thesis_results())
-    found = {s.entrant: s for s in held.standings}
+    held = run_tournament(papers.thesis_results())
+    found = {s.method: s for s in held.standings}
     for row in papers.table_11():
         s = found[row.loss]
         cells = [f"`{row.loss}`", f"{s.total:g}", f"{row.mean:g}", f"{s.mean:.2f}", f"{row.std:g}", f"{s.std:.2f}"]
@@ -250,6 +250,6 @@ def test_the_page_shows_what_is_computed():
         assert ("**" in line) == wrong
     pair = next(p for p in held.pairs if (p.first, p.second) == ("soft_triple", "multi_similarity"))
     assert f"about {pair.more_experiments} more experiments" in page
-    assert f"{sum(p.settled for p in held.pairs)} of the {len(held.pairs)} pairs are settled" in page
+    assert f"{sum(p.significant for p in held.pairs)} of the {len(held.pairs)} pairs are settled" in page
     picture = ROOT / "docs" / "images" / "critical_difference.png"
     assert picture.stat().st_size < 100_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.config.recipe import Choice, Recipe
+from nearkin.config.recipe import ComponentConfig, Recipe
 from nearkin.errors import ConfigError
 from nearkin.losses.miners import MINERS
 from nearkin.losses.registry import LOSSES, loss
@@ -17,7 +17,7 @@ from nearkin.training.run_key import run_key
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_toml_round_trip(name, tmp_path):
-    recipe = replace(recipes.find(name), miner=Choice("semihard", {"band": True}), seed=7)
+    recipe = replace(recipes.find(name), miner=ComponentConfig("semihard", {"band": True}), seed=7)
     path = tmp_path / "recipe.toml"
     path.write_text(recipe.to_toml())
     assert Recipe.from_toml(path) == recipe
@@ -32,10 +32,10 @@ def test_toml_round_trip(name, tmp_path):
         ("[train]\nepochs = 'ten'", "train.epochs: expected a whole number, got 'ten'"),
         ("[train]\nepochs = true", "train.epochs: expected a whole number, got True"),
         ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
-        ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.per_class (4), got 10"),
+        ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.samples_per_class (4), got 10"),
         ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
         ("[train]\noptimizer = 'adam'", "train.optimizer: expected one of 'adamw', 'sgd', got 'adam'"),
-        ("[data]\nval_share = 0.7\ntest_share = 0.6", "data.val_share + data.test_share: expected below 1"),
+        ("[data]\nval_fraction = 0.7\ntest_fraction = 0.6", "data.val_fraction + data.test_fraction: expected below 1"),
         ("train = 3", "train: expected a section [train], got 3"),
         ("[loss]\nalpha = 3.0", "loss.name: expected a name"),
         ("[loss]\nname = 'ice'\nscale = [1]", "loss.scale: expected a number"),
@@ -65,8 +65,8 @@ def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
     others = [
         replace(base, seed=1),
         replace(base, memory=64),
-        replace(base, loss=Choice("proxy_anchor", {"alpha": 16.0})),
-        replace(base, miner=Choice("hard")),
+        replace(base, loss=ComponentConfig("proxy_anchor", {"alpha": 16.0})),
+        replace(base, miner=ComponentConfig("hard")),
         replace(base, model=replace(base.model, dim=64)),
         replace(base, train=replace(base.train, lr=1e-4)),
         replace(base, data=replace(base.data, split_seed=1)),
@@ -76,9 +76,9 @@ def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
 
 
 @pytest.mark.parametrize("same", [
-    {"loss": Choice("proxy_anchor")},
-    {"loss": Choice("proxy_anchor", {"margin": 0.1})},
-    {"loss": Choice("proxy_anchor", {"alpha": 32, "margin": 0.1})},
+    {"loss": ComponentConfig("proxy_anchor")},
+    {"loss": ComponentConfig("proxy_anchor", {"margin": 0.1})},
+    {"loss": ComponentConfig("proxy_anchor", {"alpha": 32, "margin": 0.1})},
     {"train": replace(recipes.glyphs_small().train, clip_norm=10)},
 ])  # fmt: skip
 def test_the_same_training_has_one_key_however_it_is_written(same):
@@ -89,20 +89,24 @@ def test_the_same_training_has_one_key_however_it_is_written(same):
 
 
 def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
-    base = replace(recipes.glyphs_small(), loss=Choice("multi_similarity"), miner=Choice("multi_similarity"))
+    base = replace(
+        recipes.glyphs_small(), loss=ComponentConfig("multi_similarity"), miner=ComponentConfig("multi_similarity")
+    )
     [(setting, default)] = [
         (name, p.default)
         for name, p in inspect.signature(MINERS["multi_similarity"]).parameters.items()
         if p.kind is p.KEYWORD_ONLY
     ]
-    spelt = replace(base, miner=Choice("multi_similarity", {setting: default}))
+    spelt = replace(base, miner=ComponentConfig("multi_similarity", {setting: default}))
     assert run_key(spelt, "f") == run_key(base, "f")
-    assert run_key(replace(base, miner=Choice("multi_similarity", {setting: 2 * default})), "f") != run_key(base, "f")
+    assert run_key(replace(base, miner=ComponentConfig("multi_similarity", {setting: 2 * default})), "f") != run_key(
+        base, "f"
+    )
     assert run_key(replace(base, miner=None), "f") != run_key(base, "f")
 
-    mine = replace(base, loss=Choice("mine"), miner=None)  # not registered: what is given must do
-    assert run_key(replace(mine, loss=Choice("mine", {"a": 1})), "f") == run_key(
-        replace(mine, loss=Choice("mine", {"a": 1.0})), "f"
+    mine = replace(base, loss=ComponentConfig("mine"), miner=None)  # not registered: what is given must do
+    assert run_key(replace(mine, loss=ComponentConfig("mine", {"a": 1})), "f") == run_key(
+        replace(mine, loss=ComponentConfig("mine", {"a": 1.0})), "f"
     )
     monkeypatch.setattr(LOSSES, "_items", dict(LOSSES._items))
 
@@ -110,9 +114,9 @@ def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
     def mine_too(p, *, a: float = 1.0, shape: tuple[int, ...] = (1, 2)):
         return p.sim.mean(1)
 
-    given = replace(mine, loss=Choice("mine_too", {"a": 1}))
-    assert run_key(given, "f") == run_key(replace(mine, loss=Choice("mine_too")), "f")
-    assert run_key(given, "f") != run_key(replace(mine, loss=Choice("mine_too", {"a": 2})), "f")
+    given = replace(mine, loss=ComponentConfig("mine_too", {"a": 1}))
+    assert run_key(given, "f") == run_key(replace(mine, loss=ComponentConfig("mine_too")), "f")
+    assert run_key(given, "f") != run_key(replace(mine, loss=ComponentConfig("mine_too", {"a": 2})), "f")
 
 
 def test_find_takes_names_files_and_run_folders(tmp_path):

@@ -10,7 +10,7 @@ from helpers.images import picture
 from helpers.paths import SHARED
 
 from nearkin.cli.train import parse_train
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS, Counts
 from nearkin.data.sources import load, recognise
 from nearkin.data.splits import split_for
@@ -69,12 +69,12 @@ def small_cub(monkeypatch):
 
 def test_cub_loads_by_name_and_splits_officially(tmp_path, small_cub, quiet):
     root = make_cub(tmp_path / "CUB_200_2011", boxes=True)
-    table = load(Data(source="cub", root=tmp_path, image_size=8), quiet)
+    table = load(DataConfig(source="cub", root=tmp_path, image_size=8), quiet)
     assert (table.source, len(table), table.num_classes, table.boxes) == ("cub", 12, 6, None)
     assert table.labels.tolist() == sorted(table.labels.tolist())
     with pytest.raises(DataError, match="3 classes to train and 3 to test"):
-        split_for(table, Data())
-    cut = load(Data(source="cub", root=root, image_size=8, boxes=True), quiet)
+        split_for(table, DataConfig())
+    cut = load(DataConfig(source="cub", root=root, image_size=8, crop_to_boxes=True), quiet)
     assert cut.boxes.tolist()[0] == [1, 2, 6, 5]
     assert cut.protocol()["boxes"] is True
     assert cut.fingerprint != table.fingerprint
@@ -85,12 +85,12 @@ def test_a_missing_image_is_named_with_the_cure(tmp_path, small_cub, quiet):
     root = make_cub(tmp_path / "CUB_200_2011")
     (root / "images" / "002.Bird_2" / "Bird_2_0001.jpg").unlink()
     with pytest.raises(DataError) as error:
-        load(Data(source="cub", root=root, image_size=8), quiet)
+        load(DataConfig(source="cub", root=root, image_size=8), quiet)
     assert str(error.value) == (
         f"cub: expected 12 images under {root}/images, found 11 (first missing: 002.Bird_2/Bird_2_0001.jpg).\n"
         "Unpack the archive again, or pass --data.allow-missing to go on without them."
     )
-    table = load(Data(source="cub", root=root, image_size=8, allow_missing=True), quiet)
+    table = load(DataConfig(source="cub", root=root, image_size=8, allow_missing=True), quiet)
     assert len(table) == 11
     assert "expected 12 images" in table.protocol()["data_notes"][0]
 
@@ -204,10 +204,10 @@ def test_inshop(tmp_path, above, quiet, monkeypatch):
     source = small("inshop", train=(10, 5), query=(3, 3), gallery=(3, 3))
     assert source.total == Counts(16, 8)
     monkeypatch.setitem(BENCHMARKS._items, "inshop", source)
-    table = load(Data(source="inshop", root=tmp_path, image_size=8), quiet)
+    table = load(DataConfig(source="inshop", root=tmp_path, image_size=8), quiet)
     assert table.parts == ("train", "query", "gallery")
     assert set(table.groups) == {"WOMEN/Dresses"}
-    split, holdout = split_for(table, Data(val_share=0.4))
+    split, holdout = split_for(table, DataConfig(val_fraction=0.4))
     judged = holdout.open()
     assert (holdout.num_images, holdout.num_classes) == (6, 3)
     assert judged.of_part("query").labels.tolist() == judged.of_part("gallery").labels.tolist() == [0, 1, 2]

@@ -158,7 +158,7 @@ def test_a_pixel_damaged_anywhere_is_noticed_when_read_and_the_file_read_instead
 
 def test_a_cache_beyond_the_limit_or_the_disk_is_refused_before_it_is_written(photos, folder, quiet, monkeypatch):
     files = FileImages(photos, 24)
-    with pytest.raises(DataError, match=r"need 0\.0\d MB, more than the limit of 1e-06 GB.\nRaise --data.cache-gb"):
+    with pytest.raises(DataError, match=r"need 0\.0\d MB, more than the limit of 1e-06 GB.\nRaise --data.max-cache-gb"):
         open_images(files, folder=folder, limit_gb=1e-6, reporter=quiet)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
@@ -191,7 +191,7 @@ def test_two_processes_build_it_once(photos, folder):
 import sys, time
 from pathlib import Path
 from nearkin.data import cache, images
-from nearkin.progress import Reporter
+from nearkin._common.progress import Reporter
 real = images.FileImages.whole
 def slow(self, row):
     print("decoded")

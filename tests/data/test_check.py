@@ -13,7 +13,7 @@ from PIL import Image, ImageEnhance
 
 from nearkin import cli
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data import check as guard
 from nearkin.data.check import check, check_target, meant
 from nearkin.data.listing import list_folder
@@ -130,11 +130,11 @@ def test_the_worst_comes_first_and_the_report_is_readable(report):
 
 
 def test_training_stops_or_goes_on_as_asked(bad_folder, quiet):
-    data = Data(source="folder", root=bad_folder, image_size=8)
+    data = DataConfig(source="folder", root=bad_folder, image_size=8)
     named = r"5 of \d+ images cannot be read:\n  .*bird 0/cut.jpg: .*\n(?s:.*)and 2 more\n.*--data.skip-broken"
     with pytest.raises(DataError, match=named):
         load(data, quiet)
-    table = load(Data(source="folder", root=bad_folder, image_size=8, skip_broken=True), quiet)
+    table = load(DataConfig(source="folder", root=bad_folder, image_size=8, skip_broken=True), quiet)
     assert table.notes == ("5 images could not be read and were left out",)
     assert len(table) == len(list_folder(bad_folder)) - 5
 
@@ -183,7 +183,7 @@ def test_what_crosses_the_parts_is_an_error(tmp_path, quiet):
 
 def test_the_report_and_the_table_agree_on_the_fingerprint(photo_folder, quiet):
     report = check(list_folder(photo_folder), quiet)
-    assert report.fingerprint == load(Data(source="folder", root=photo_folder, image_size=8), quiet).fingerprint
+    assert report.fingerprint == load(DataConfig(source="folder", root=photo_folder, image_size=8), quiet).fingerprint
 
 
 def test_what_training_refuses_the_check_refuses(tmp_path, quiet):
@@ -204,7 +204,7 @@ def test_images_outside_of_class_folders_are_named_by_check_and_training(tmp_pat
     save(tmp_path / "train" / "astray.jpg", scene(71))
     found = check(list_folder(tmp_path), Reporter(quiet=True)).find("loose")
     assert (found.level, found.cases) == ("warning", ("loose.jpg", "train/astray.jpg"))
-    load(Data(source="folder", root=tmp_path, image_size=8), Reporter())
+    load(DataConfig(source="folder", root=tmp_path, image_size=8), Reporter())
     assert "2 images lie in no class folder and are left out: loose.jpg, train/astray.jpg" in capsys.readouterr().err
 
 

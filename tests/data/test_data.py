@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.sources import load
-from nearkin.errors import DataError, MissingExtra
+from nearkin.errors import DataError, MissingExtraError
 
 
 def test_glyphs_are_a_few_hundred_classes_of_small_images(glyphs_table):
@@ -72,12 +72,12 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
 def test_glyphs_say_what_they_are_drawn_with(tmp_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
-    with pytest.raises(MissingExtra, match=r"matplotlib's fonts. Run: pip install 'nearkin\[report\]'"):
+    with pytest.raises(MissingExtraError, match=r"matplotlib's fonts. Run: pip install 'nearkin\[report\]'"):
         glyphs.load(cache=tmp_path)
 
 
 def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
-    table = load(Data(source="folder", root=photo_folder, image_size=16), quiet)
+    table = load(DataConfig(source="folder", root=photo_folder, image_size=16), quiet)
     assert table.images.shape == (3, 16, 16)
     assert len(table) == 120
     assert table.class_names == tuple(f"class {c}" for c in range(10))
@@ -98,7 +98,7 @@ def test_grey_alpha_palette_16_bit_and_turned_images_are_read(tmp_path, quiet):
         Image.fromarray(rng.integers(0, 65535, (20, 30), np.uint16)).save(tmp_path / c / "deep.png")
         base.save(tmp_path / c / "turned.jpg", exif=turned)
         (tmp_path / c / "notes.txt").write_text("not an image")
-    table = load(Data(source="folder", root=tmp_path, image_size=8), quiet)
+    table = load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)
     assert len(table) == 12
 
 
@@ -112,9 +112,9 @@ def test_broken_images_are_named_and_left_out_only_when_asked(photo_folder, tmp_
     (tmp_path / "c2" / "words.jpg").write_text("words")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"2 of 10 images cannot be read:\n.*c1/0.png: .*\n.*c2/words.jpg: ") as error:
-        load(Data(source="folder", root=tmp_path, image_size=8), quiet)
+        load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)
     assert "--data.skip-broken" in str(error.value)
-    table = load(Data(source="folder", root=tmp_path, image_size=8, skip_broken=True), Reporter())
+    table = load(DataConfig(source="folder", root=tmp_path, image_size=8, skip_broken=True), Reporter())
     said = capsys.readouterr().err
     assert len(table) == 8
     assert "2 of 10 images cannot be read and are left out:" in said
@@ -124,6 +124,6 @@ def test_broken_images_are_named_and_left_out_only_when_asked(photo_folder, tmp_
 
 def test_folders_that_cannot_serve_say_why(tmp_path, quiet):
     with pytest.raises(DataError, match="there is no such folder"):
-        load(Data(source="folder", root=tmp_path / "none", image_size=8), quiet)
+        load(DataConfig(source="folder", root=tmp_path / "none", image_size=8), quiet)
     with pytest.raises(DataError, match="found images in 0 class folders"):
-        load(Data(source="folder", root=tmp_path, image_size=8), quiet)
+        load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)

@@ -11,26 +11,26 @@ import torch
 from PIL import Image
 
 import nearkin as nk
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.data import sources
 from nearkin.data.cache import open_images
 from nearkin.data.images import FileImages
-from nearkin.data.loading import ahead, in_threads
+from nearkin.data.loading import map_in_threads, prefetch
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.models.embedder import Embedder
 from nearkin.report.page import write_page
 from nearkin.training import loop
-from nearkin.training.checkpoint import Interrupted
+from nearkin.training.checkpoint import TrainingInterrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
 
 def test_work_in_threads_comes_back_in_order_and_errors_in_their_turn():
-    assert [x for part in in_threads(lambda x: x * x, range(100), workers=3) for x in part] == [
+    assert [x for part in map_in_threads(lambda x: x * x, range(100), workers=3) for x in part] == [
         x * x for x in range(100)
     ]
-    made = ahead([[lambda: 1], [lambda: 1 // 0], [lambda: 3]], workers=2)
+    made = prefetch([[lambda: 1], [lambda: 1 // 0], [lambda: 3]], workers=2)
     assert next(made) == 1
     with pytest.raises(ZeroDivisionError):
         next(made)
@@ -38,7 +38,7 @@ def test_work_in_threads_comes_back_in_order_and_errors_in_their_turn():
 
 def test_no_more_is_under_way_than_asked_and_threads_end_with_the_iterator():
     started = []
-    made = ahead(([lambda i=i: started.append(i) or i] for i in range(100)), workers=1, keep=2)
+    made = prefetch(([lambda i=i: started.append(i) or i] for i in range(100)), workers=1, keep=2)
     assert next(made) == 0
     assert len(started) <= 3
     threads = torch.get_num_threads()
@@ -67,9 +67,9 @@ def recipe(photos):
     chosen = nk.recipes.from_scratch()
     return replace(
         chosen,
-        data=replace(chosen.data, root=photos, image_size=28, val_share=0.2, augment="ce_cub"),
+        data=replace(chosen.data, root=photos, image_size=28, val_fraction=0.2, augment="ce_cub"),
         model=replace(chosen.model, width=4, dim=8),
-        train=replace(chosen.train, epochs=2, batch_size=8, per_class=2),
+        train=replace(chosen.train, epochs=2, batch_size=8, samples_per_class=2),
     )
 
 
@@ -81,7 +81,7 @@ def as_files(monkeypatch, tmp_path):
         paths = sorted(data.root.rglob("*.jpg"))
         names = sorted({path.parent.name for path in paths})
         labels = np.array([names.index(path.parent.name) for path in paths], np.int64)
-        files = FileImages(paths, AUGMENTS[data.augment].stored_side(data.image_size), workers=data.workers)
+        files = FileImages(paths, AUGMENTS[data.augment].stored_side(data.image_size), workers=data.num_workers)
         opened = open_images(files, cache=data.cache, folder=tmp_path / "cache", reporter=reporter)
         return Table("photos", labels[opened.kept], tuple(names), opened.images, "fingerprint", tuple(paths))
 
@@ -98,7 +98,7 @@ def numbers(run) -> tuple:
 def test_cache_and_threads_change_no_digit_and_no_key(recipe, as_files, tmp_path, quiet):
     runs = []
     for cache, workers in [(False, 1), (True, 3)]:
-        chosen = replace(recipe, data=replace(recipe.data, cache=cache, workers=workers))
+        chosen = replace(recipe, data=replace(recipe.data, cache=cache, num_workers=workers))
         runs.append(nk.fit(chosen, tmp_path / f"runs {cache}", reporter=quiet))
     assert runs[0].path.name == runs[1].path.name
     assert numbers(runs[0]) == numbers(runs[1])
@@ -117,7 +117,7 @@ def test_stopped_in_an_epoch_and_resumed_equals_never_stopped(recipe, as_files, 
         real(*args)
 
     monkeypatch.setattr(loop, "set_learning_rate", interrupting)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingInterrupted):
         nk.fit(recipe, tmp_path / "stopped", reporter=quiet)
     monkeypatch.setattr(loop, "set_learning_rate", real)
     assert numbers(nk.fit(recipe, tmp_path / "stopped", reporter=quiet)) == numbers(whole)
@@ -136,7 +136,7 @@ def test_files_are_embedded_as_the_store_was(photos, augment):
     paths = sorted(photos.rglob("*.jpg"))[:20]
     chosen = AUGMENTS[augment]
     torch.manual_seed(0)
-    model = Embedder(Model(width=4, dim=8), (3, 28, 28), augment=augment).eval()
+    model = Embedder(ModelConfig(width=4, dim=8), (3, 28, 28), augment=augment).eval()
     store = FileImages(paths, chosen.stored_side(28))
     from_store = model.embed(store, batch_size=7)
     assert torch.equal(model.embed(paths, batch_size=7), from_store)
@@ -147,5 +147,5 @@ def test_files_are_embedded_as_the_store_was(photos, augment):
 
 def test_a_grey_model_sees_colour_files_in_grey(photos):
     paths = sorted(photos.rglob("*.jpg"))[:3]
-    model = Embedder(Model(width=4, dim=8), (1, 16, 16)).eval()
+    model = Embedder(ModelConfig(width=4, dim=8), (1, 16, 16)).eval()
     assert model.embed(paths).shape == (3, 8)

@@ -19,17 +19,21 @@ def labels_of(sizes):
 
 @settings(derandomize=True, max_examples=80, deadline=None)
 @given(class_sizes, st.integers(1, 4), st.integers(1, 5), st.integers(0, 3))
-def test_balanced_batches(sizes, per_class, classes_per_batch, epoch):
+def test_balanced_batches(sizes, samples_per_class, classes_per_batch, epoch):
     labels = labels_of(sizes)
-    sampler = BalancedSampler(labels, batch_size=per_class * classes_per_batch, per_class=per_class, seed=1)
+    sampler = BalancedSampler(
+        labels, batch_size=samples_per_class * classes_per_batch, samples_per_class=samples_per_class, seed=1
+    )
     batches = sampler.epoch(epoch)
     assert len(batches) == sampler.batches_per_epoch
     for rows in batches:
         counts = Counter(labels[rows].tolist())
-        assert set(counts.values()) == {per_class}
+        assert set(counts.values()) == {samples_per_class}
         assert len(counts) == min(classes_per_batch, len(sizes))
     assert set(labels[np.concatenate(batches)].tolist()) == set(range(len(sizes)))
-    again = BalancedSampler(labels, batch_size=per_class * classes_per_batch, per_class=per_class, seed=1)
+    again = BalancedSampler(
+        labels, batch_size=samples_per_class * classes_per_batch, samples_per_class=samples_per_class, seed=1
+    )
     for one, other in zip(batches, again.epoch(epoch), strict=True):
         assert np.array_equal(one, other)
 
@@ -45,22 +49,26 @@ def test_random_batches_hold_every_image_at_most_once(sizes, batch_size, epoch):
 
 def test_equal_classes_are_seen_whole_and_epochs_differ():
     labels = labels_of([8] * 6)
-    sampler = BalancedSampler(labels, batch_size=12, per_class=4, seed=0)
+    sampler = BalancedSampler(labels, batch_size=12, samples_per_class=4, seed=0)
     epochs = [np.concatenate(sampler.epoch(e)) for e in (0, 1)]
     assert all(sorted(rows.tolist()) == list(range(48)) for rows in epochs)
     assert not np.array_equal(*epochs)
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match=r"multiple of train.per_class \(4\), got 10"):
-        make_sampler(labels_of([5, 5]), batch_size=10, per_class=4, seed=0)
+    with pytest.raises(ConfigError, match=r"multiple of train.samples_per_class \(4\), got 10"):
+        make_sampler(labels_of([5, 5]), batch_size=10, samples_per_class=4, seed=0)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(class_sizes, st.sampled_from([0, 1, 2, 3]), st.integers(1, 4), st.integers(0, 3), st.data())
-def test_any_step_can_be_found_again(sizes, per_class, classes_per_batch, epoch, data):
+def test_any_step_can_be_found_again(sizes, samples_per_class, classes_per_batch, epoch, data):
     labels = labels_of(sizes)
-    settings_ = {"batch_size": max(1, per_class) * classes_per_batch, "per_class": per_class, "seed": 3}
+    settings_ = {
+        "batch_size": max(1, samples_per_class) * classes_per_batch,
+        "samples_per_class": samples_per_class,
+        "seed": 3,
+    }
     whole = [batch.tolist() for batch in make_sampler(labels, **settings_).epoch(epoch)]
     stop = data.draw(st.integers(0, len(whole)))
     resumed = make_sampler(labels, **settings_)
@@ -75,11 +83,15 @@ def test_any_step_can_be_found_again(sizes, per_class, classes_per_batch, epoch,
     st.integers(2, 12),
     st.integers(0, 3),
 )
-def test_ranks_in_order_are_each_batch_of_one_process(sizes, per_class, world, groups, epoch):
+def test_ranks_in_order_are_each_batch_of_one_process(sizes, samples_per_class, world, groups, epoch):
     labels = labels_of(sizes)
-    settings_ = {"batch_size": max(4, max(1, per_class) * groups), "per_class": per_class, "seed": 3}
-    if per_class:
-        settings_["batch_size"] = -(-settings_["batch_size"] // per_class) * per_class
+    settings_ = {
+        "batch_size": max(4, max(1, samples_per_class) * groups),
+        "samples_per_class": samples_per_class,
+        "seed": 3,
+    }
+    if samples_per_class:
+        settings_["batch_size"] = -(-settings_["batch_size"] // samples_per_class) * samples_per_class
     alone = make_sampler(labels, **settings_)
     ranks = [make_sampler(labels, **settings_, rank=rank, world=world) for rank in range(world)]
     assert all(rank.batches_per_epoch == alone.batches_per_epoch for rank in ranks)
@@ -91,30 +103,34 @@ def test_ranks_in_order_are_each_batch_of_one_process(sizes, per_class, world, g
         assert 0 < min(lengths) <= max(lengths) <= min(lengths) + (len(whole) % world > 0)
         assert np.concatenate(shares).tolist() == whole.tolist()
         assert all(np.array_equal(whole[rank.share], share) for rank, share in zip(ranks, shares, strict=True))
-        if per_class and not lengths[0] % per_class and len(set(lengths)) == 1:  # whole groups: no class on two ranks
+        if (
+            samples_per_class and not lengths[0] % samples_per_class and len(set(lengths)) == 1
+        ):  # whole groups: no class on two ranks
             classes = [set(labels[share].tolist()) for share in shares]
             assert sum(map(len, classes)) == len(set.union(*classes))
 
 
 def test_a_group_is_cut_between_ranks_only_where_shares_hold_no_whole_groups():
     labels = labels_of([6] * 6)
-    shares = [make_sampler(labels, batch_size=12, per_class=4, seed=0, rank=r, world=2).epoch(0)[0] for r in (0, 1)]
+    shares = [
+        make_sampler(labels, batch_size=12, samples_per_class=4, seed=0, rank=r, world=2).epoch(0)[0] for r in (0, 1)
+    ]
     assert [len(share) for share in shares] == [6, 6]
     assert [sorted(Counter(labels[share].tolist()).values()) for share in shares] == [[2, 4], [2, 4]]
 
 
 def test_batches_that_cannot_be_shared_are_refused():
-    for per_class in (0, 3):
+    for samples_per_class in (0, 3):
         with pytest.raises(ConfigError, match="a batch of 3 leaves some of 4 processes without an image"):
-            make_sampler(labels_of([5] * 9), batch_size=3, per_class=per_class, seed=0, rank=0, world=4)
+            make_sampler(labels_of([5] * 9), batch_size=3, samples_per_class=samples_per_class, seed=0, rank=0, world=4)
     with pytest.raises(ConfigError, match="rank: expected 0 to 1 of 2 processes, got 2"):
-        make_sampler(labels_of([5] * 9), batch_size=8, per_class=0, seed=0, rank=2, world=2)
+        make_sampler(labels_of([5] * 9), batch_size=8, samples_per_class=0, seed=0, rank=2, world=2)
 
 
 def test_one_large_class_does_not_stretch_the_epoch():
     sizes = [1000] + [4] * 100
     labels = labels_of(sizes)
-    sampler = BalancedSampler(labels, batch_size=128, per_class=4, seed=0)
+    sampler = BalancedSampler(labels, batch_size=128, samples_per_class=4, seed=0)
     assert sampler.batches_per_epoch == 4  # 101 classes, 32 per batch
     seen = [np.concatenate(sampler.epoch(epoch)) for epoch in range(30)]
     for rows in seen:

@@ -9,11 +9,11 @@ import pytest
 from helpers.images import picture
 from PIL import Image
 
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.listing import list_folder, list_table, number_classes
 from nearkin.data.sources import fingerprint, list_source, load, load_features, recognise
 from nearkin.data.splits import split_for
-from nearkin.errors import DataError, MissingExtra, UserError
+from nearkin.errors import DataError, MissingExtraError, UserError
 
 # --- folders and tables ----------------------------------------------------------------------------------------------
 
@@ -50,12 +50,15 @@ def test_a_csv_with_all_columns(tmp_path, quiet):
     rows = [f"some images/é {i}.png,{10 - i // 2},{'train' if i < 4 else 'Testing'},g,1,2,8,9" for i in range(6)]
     file = write_csv(tmp_path / "birds.csv", "\ufeffpath,label,split,group,x,y,w,h", *rows)
     assert recognise(file) == "table"
-    table = load(Data(source="table", root=file, image_size=8), quiet)
+    table = load(DataConfig(source="table", root=file, image_size=8), quiet)
     assert (table.source, table.class_names) == ("birds", ("8", "9", "10"))  # by value, not by letter
     assert table.part.tolist() == ["train"] * 4 + ["test"] * 2
     assert table.groups.tolist() == ["g"] * 6
     assert table.boxes is None
-    assert load(Data(source="table", root=file, image_size=8, boxes=True), quiet).boxes.tolist() == [[1, 2, 8, 9]] * 6
+    assert (
+        load(DataConfig(source="table", root=file, image_size=8, crop_to_boxes=True), quiet).boxes.tolist()
+        == [[1, 2, 8, 9]] * 6
+    )
 
 
 def test_columns_may_be_named_and_separated_otherwise(tmp_path):
@@ -78,7 +81,7 @@ def test_a_hugging_face_folder(tmp_path, split, quiet):
         rows = [f'{i}.png,"{name}, with a comma"' for i, name in enumerate(names)]
         write_csv(tmp_path / part / "metadata.csv", "file_name,label", *rows)
     assert recognise(tmp_path) == "table"
-    table = load(Data(source="table", root=tmp_path, image_size=8), quiet)
+    table = load(DataConfig(source="table", root=tmp_path, image_size=8), quiet)
     assert table.class_names == tuple(f"{name}, with a comma" for name in "abcdxy")
     assert table.parts == (("train", "test") if split else ())
 
@@ -101,11 +104,11 @@ def test_tables_that_cannot_serve_say_why(tmp_path, quiet):
             list_table(write_csv(tmp_path / "t.csv", *lines))
     file = write_csv(tmp_path / "t.csv", *good, "gone.png,z")
     with pytest.raises(DataError, match=r"1 of 3 files it lists are not there, first .*gone.png"):
-        load(Data(source="table", root=file), quiet)
-    table = load(Data(source="table", root=file, image_size=8, allow_missing=True), quiet)
+        load(DataConfig(source="table", root=file), quiet)
+    table = load(DataConfig(source="table", root=file, image_size=8, allow_missing=True), quiet)
     assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed files were not there",))
     with pytest.raises(DataError, match="has no boxes to cut to"):
-        load(Data(source="table", root=file, allow_missing=True, boxes=True), quiet)
+        load(DataConfig(source="table", root=file, allow_missing=True, crop_to_boxes=True), quiet)
     (tmp_path / "t.csv").write_bytes(b"path,label\n\xff\xfe,x\n")
     with pytest.raises(DataError, match="is not UTF-8"):
         list_table(file)
@@ -152,7 +155,7 @@ def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet)
     for name in "ab":
         picture(tmp_path / name / "1.png")
     (tmp_path / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
-    data = Data(source="folder", root=tmp_path, image_size=8, cache=False)
+    data = DataConfig(source="folder", root=tmp_path, image_size=8, cache=False)
     with pytest.raises(DataError, match=r"b/lost\.png: cannot be read \(No such file.*--data\.skip-broken"):
         load(data, quiet)
     assert len(load(replace(data, skip_broken=True), quiet)) == 2
@@ -168,7 +171,7 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
         frame.to_parquet(file)
     except ImportError:  # no pyarrow here: the message is what can be tested, and the columns through a stand-in
         file.touch()
-        with pytest.raises(MissingExtra, match="pip install pandas pyarrow"):
+        with pytest.raises(MissingExtraError, match="pip install pandas pyarrow"):
             list_table(file)
         monkeypatch.setattr(pandas, "read_parquet", lambda path: frame)
     listing = list_table(file)
@@ -192,17 +195,17 @@ def test_numbers_of_one_value_have_an_order_too():
 
 def test_unknown_sources_and_missing_roots_say_what_there_is():
     with pytest.raises(UserError, match=r"no source named 'cubb'. Did you mean 'cub'"):
-        list_source(Data(source="cubb"))
+        list_source(DataConfig(source="cubb"))
     for source, message in (("table", "--data FILE"), ("folder", "--data FOLDER"), ("cub", "nearkin data get cub")):
         with pytest.raises(DataError, match=message):
-            list_source(Data(source=source))
+            list_source(DataConfig(source=source))
 
 
 def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / "one" / name / "1.png", ord(name))
         picture(tmp_path / "two" / name / "renamed.png", ord(name))
-    data = Data(source="folder", root=tmp_path / "one", image_size=8)
+    data = DataConfig(source="folder", root=tmp_path / "one", image_size=8)
     first = load(data, quiet).fingerprint
     assert load(replace(data, root=tmp_path / "two"), quiet).fingerprint == first
     picture(tmp_path / "two" / "a" / "renamed.png", 99)
@@ -217,7 +220,7 @@ def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
     """A finished cache is believed as long as sizes and times stay, so its files are not read again at every start."""
     for name in "ab":
         Image.new("RGB", (8, 8), "red").save(picture(tmp_path / name / "1.bmp"))
-    data = Data(source="folder", root=tmp_path, image_size=8)
+    data = DataConfig(source="folder", root=tmp_path, image_size=8)
     first = load(data, quiet)
     assert first.fingerprint == load(replace(data, cache=False), quiet).fingerprint
     changed = tmp_path / "a" / "1.bmp"
@@ -244,8 +247,8 @@ def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quie
     for name in "ab":
         picture(tmp_path / name / "1.png")
     with pytest.raises(DataError, match=r"(?i)cache"):
-        load(Data(source="folder", root=tmp_path, cache_gb=1e-9), quiet)
-    assert len(load(Data(source="folder", root=tmp_path, cache=False), quiet)) == 2
+        load(DataConfig(source="folder", root=tmp_path, max_cache_gb=1e-9), quiet)
+    assert len(load(DataConfig(source="folder", root=tmp_path, cache=False), quiet)) == 2
 
 
 # --- features --------------------------------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
         np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
         table = load_features(tmp_path / "f.npz")
         assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
-        assert split_for(table, Data())[1].num_images == 4
+        assert split_for(table, DataConfig())[1].num_images == 4
 
 
 def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):

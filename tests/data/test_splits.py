@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.data.images import ArrayImages
 from nearkin.data.splits import fixed, half_half, kfold, official, split_by_class, split_for
 from nearkin.data.table import Table
@@ -48,10 +48,10 @@ def assert_sound(table: Table, parts: list[Table]) -> None:
 @given(st.integers(20, 80), st.floats(0.01, 0.5), st.floats(0.01, 0.4), st.integers(0, 5))
 def test_by_class(classes, val, test, seed):
     table = make_table(classes)
-    split, holdout = split_by_class(table, val_share=val, test_share=test, seed=seed)
+    split, holdout = split_by_class(table, val_fraction=val, test_fraction=test, seed=seed)
     assert_sound(table, [split.train, split.val, holdout.open()])
     assert min(split.val.num_classes, holdout.num_classes) >= 2
-    again, _ = split_by_class(table, val_share=val, test_share=test, seed=seed)
+    again, _ = split_by_class(table, val_fraction=val, test_fraction=test, seed=seed)
     assert again.train.class_names == split.train.class_names
 
 
@@ -92,10 +92,10 @@ def test_half_half_takes_the_first_half_to_train(classes):
 @given(st.integers(4, 20), st.integers(2, 20), st.integers(0, 3))
 def test_official_parts_are_kept(train, test, seed):
     table = with_parts(*["train"] * train, *["test"] * test)
-    split, holdout = split_for(table, Data(split_seed=seed))
+    split, holdout = split_for(table, DataConfig(split_seed=seed))
     assert_sound(table, [split.train, split.val, holdout.open()])
     assert holdout.open().class_names == table.class_names[train:]
-    half, _ = split_for(table, Data(split="half", split_seed=seed))
+    half, _ = split_for(table, DataConfig(split="half", split_seed=seed))
     assert half.train.class_names == split.train.class_names
 
 
@@ -122,9 +122,9 @@ def test_a_class_on_both_sides_is_refused_with_the_reason():
     part = table.part.astype("U7")
     part[0] = "test"
     with pytest.raises(DataError, match=r"1 of 8 classes are in training and in test, first 'c0'.*unseen") as error:
-        split_for(replace(table, part=part), Data())
+        split_for(replace(table, part=part), DataConfig())
     assert "--data.split by_class" in str(error.value)
-    split, holdout = split_for(replace(table, part=part), Data(split="by_class"))
+    split, holdout = split_for(replace(table, part=part), DataConfig(split="by_class"))
     assert_sound(table, [split.train, split.val, holdout.open()])
     part[:] = "train"
     part[0] = part[3] = "val"
@@ -135,11 +135,11 @@ def test_a_class_on_both_sides_is_refused_with_the_reason():
 @pytest.mark.parametrize("asked", ["closed_set", "train_test_split", "train_test_split.txt"])
 def test_the_split_for_classification_is_refused(asked):
     with pytest.raises(ConfigError, match="refused: it puts images of the same classes on both sides"):
-        split_for(make_table(20), Data(split=asked))
+        split_for(make_table(20), DataConfig(split=asked))
 
 
 def test_the_holdout_shows_its_size_and_nothing_else():
-    _, holdout = split_by_class(make_table(20), val_share=0.2, test_share=0.3, seed=0)
+    _, holdout = split_by_class(make_table(20), val_fraction=0.2, test_fraction=0.3, seed=0)
     assert "sealed" in repr(holdout)
     assert set(vars(holdout)) == {"_Holdout__table", "num_images", "num_classes", "has_answers"}
     for name in ("images", "labels", "table"):
@@ -148,7 +148,7 @@ def test_the_holdout_shows_its_size_and_nothing_else():
 
 def test_a_sources_own_validation_part_is_used():
     table = with_parts(*["train"] * 4, *["val"] * 2, *["test"] * 3)
-    split, holdout = split_for(table, Data())
+    split, holdout = split_for(table, DataConfig())
     assert names(split.train, split.val, holdout.open()) == [{"c0", "c1", "c2", "c3"}, {"c4", "c5"}, {"c6", "c7", "c8"}]
 
 
@@ -156,18 +156,18 @@ def test_folds_through_the_recipe_cover_the_training_classes():
     table = with_parts(*["train"] * 20, *["test"] * 20)
     seen = []
     for fold in range(10):
-        split, holdout = split_for(table, Data(folds=10, fold=fold))
+        split, holdout = split_for(table, DataConfig(folds=10, fold=fold))
         seen += split.val.class_names
         assert holdout.open().class_names == table.class_names[20:]
         assert f"fold {fold + 1} of 10" in split.train.protocol()["split"]
     assert sorted(seen) == sorted(table.class_names[:20])
-    split, holdout = split_for(make_table(40), Data(folds=4, fold=1))
+    split, holdout = split_for(make_table(40), DataConfig(folds=4, fold=1))
     assert_sound(make_table(40), [split.train, split.val, holdout.open()])
 
 
 def test_the_badge_says_how_the_rows_were_chosen():
     table = with_parts(*["train"] * 10, *["test"] * 5)
-    split, holdout = split_for(table, Data(val_share=0.3, split_seed=4))
+    split, holdout = split_for(table, DataConfig(val_fraction=0.3, split_seed=4))
     assert split.train.protocol() == {
         "source": "made",
         "fingerprint": "f",
@@ -179,30 +179,33 @@ def test_the_badge_says_how_the_rows_were_chosen():
 
 def test_too_few_classes_say_how_many_are_needed():
     for make, message in (
-        (lambda: split_by_class(make_table(5), val_share=0.1, test_share=0.4, seed=0), "too few to split by class"),
+        (
+            lambda: split_by_class(make_table(5), val_fraction=0.1, test_fraction=0.4, seed=0),
+            "too few to split by class",
+        ),
         (lambda: kfold(make_table(10), folds=6, seed=0), "Use at most 5 folds"),
         (lambda: fixed(make_table(3), seed=0), "at least 4 are needed"),
         (
-            lambda: split_by_class(make_table(10), val_share=0.4, test_share=0.5, seed=0),
-            r"of 10 classes 5 to test and 4 to validate leave 1 .*\n.*lower --data.test-share or --data.val-share",
+            lambda: split_by_class(make_table(10), val_fraction=0.4, test_fraction=0.5, seed=0),
+            r"of 10 classes 5 to test and 4 to validate leave 1 .*\n.*lower --data.test-fraction or --data.val-fraction",
         ),
         (
-            lambda: split_for(make_table(10), Data(test_share=0.8, folds=2)),
-            r"of 10 classes 8 to test leave 2 .*\n.*lower --data.test-share",
+            lambda: split_for(make_table(10), DataConfig(test_fraction=0.8, folds=2)),
+            r"of 10 classes 8 to test leave 2 .*\n.*lower --data.test-fraction",
         ),
-        (lambda: fixed(make_table(10), ratio=0.1, seed=0), r"9 to validate leave 1 .*\n.*lower --data.val-share"),
+        (lambda: fixed(make_table(10), ratio=0.1, seed=0), r"9 to validate leave 1 .*\n.*lower --data.val-fraction"),
         (lambda: half_half(make_table(5)), "at least 6 are needed"),
         (lambda: official(with_parts("train", "train", "test")), "2 classes to train and 1 to test"),
-        (lambda: split_for(make_table(5), Data(folds=2)), "at least 6 are needed"),
+        (lambda: split_for(make_table(5), DataConfig(folds=2)), "at least 6 are needed"),
     ):
         with pytest.raises(DataError, match=message):
             make()
     with pytest.raises(ConfigError, match="Did you mean 'half'"):
-        split_for(make_table(9), Data(split="halff"))
+        split_for(make_table(9), DataConfig(split="halff"))
     with pytest.raises(ConfigError, match="between 0 and 1"):
         fixed(make_table(9), ratio=90, seed=0)
     with pytest.raises(ConfigError, match="from 0 to 9"):
-        Data(folds=10, fold=10)
+        DataConfig(folds=10, fold=10)
 
 
 @pytest.mark.parametrize(("parts", "sizes", "lacking"), [
@@ -216,7 +219,7 @@ def test_parts_without_two_images_of_a_class_are_refused(parts, sizes, lacking):
     images = ArrayImages(np.zeros((len(kinds), 1, 1, 1), np.uint8))
     names = tuple(f"c{number}" for number in range(len(parts)))
     table = Table("made", kinds, names, images, "f", part=np.array(parts)[kinds])
-    data = Data(val_share=0.1 if "val" in parts else 0.0)
+    data = DataConfig(val_fraction=0.1 if "val" in parts else 0.0)
     if lacking is None:
         assert split_for(table, data)[1].num_images == 3
         return

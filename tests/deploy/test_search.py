@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.oracle import SHARED, clustered
+from helpers.oracle import clustered
+from helpers.paths import SHARED
 from helpers.small_runs import make_run
 
 import nearkin as nk

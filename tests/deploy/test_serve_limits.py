@@ -323,9 +323,9 @@ def test_many_at_once_without_an_error_and_health_answers_meanwhile(server):
 def test_damaged_pictures_are_read_or_refused_never_worse(served, kind):
     import nearkin as nk
     from nearkin.deploy.serve.app import Service
-    from nearkin.deploy.serve.request_limits import Limits, Refused
+    from nearkin.deploy.serve.request_limits import RequestLimits, RequestRejected
 
-    service = Service(nk.Index.load(served.folder), limits=Limits(pixels=100_000))
+    service = Service(nk.Index.load(served.folder), limits=RequestLimits(pixels=100_000))
     whole = picture(kind, (60, 45))
     rng = np.random.default_rng(0)
     outcomes = {200: 0, 413: 0, 422: 0}
@@ -336,9 +336,9 @@ def test_damaged_pictures_are_read_or_refused_never_worse(served, kind):
                 data[place] = rng.integers(0, 256)
             cut = len(data) if rng.random() < 0.7 else int(rng.integers(1, len(data)))
             try:
-                service.search_picture(bytes(data[:cut]), 3)
+                service.search_image(bytes(data[:cut]), 3)
                 outcomes[200] += 1
-            except Refused as refused:
+            except RequestRejected as refused:
                 outcomes[refused.status] += 1
     finally:
         service.close()

@@ -18,7 +18,7 @@ from helpers.studies import small_study, write_features
 
 from nearkin import cli
 from nearkin._common.progress import Reporter
-from nearkin.bench.trials import Folder, work
+from nearkin.bench.trials import StudyFolder, work
 from nearkin.training import recipes
 from nearkin.training.loop import fit
 
@@ -41,7 +41,7 @@ ELSEWHERE = {
     "nearkin train ce_cub --data CUB_200_2011": DOWNLOAD,
     "nearkin train cub_lite --freeze backbone": DOWNLOAD,
     "nearkin train cub_lite --log tensorboard --train.ema 0.999 --train.patience 5": DOWNLOAD,
-    "nearkin train folder_finetune --data photos/ --train.epochs 10 --train.micro-batch 32": LONG,
+    "nearkin train folder_finetune --data photos/ --train.epochs 10 --train.micro-batch-size 32": LONG,
     "nearkin train ice_cub --data CUB_200_2011 --weights bn_inception-52deb4733.pth": DOWNLOAD,
     "nearkin train mpa_cub:mpa_ap --data CUB_200_2011 --weights bn_inception-52deb4733.pth": DOWNLOAD,
     "nearkin train thesis_proxy_anchor:cars:googlenet:64 --data data": DOWNLOAD,
@@ -93,9 +93,9 @@ def place(tmp_path_factory, photo_folder):
     recipe = recipes.from_scratch()
     recipe = replace(
         recipe,
-        data=replace(recipe.data, root=here / "photos", image_size=24, val_share=0.2),
+        data=replace(recipe.data, root=here / "photos", image_size=24, val_fraction=0.2),
         model=replace(recipe.model, width=4, dim=16),
-        train=replace(recipe.train, epochs=1, batch_size=8, per_class=2),
+        train=replace(recipe.train, epochs=1, batch_size=8, samples_per_class=2),
     )
     quiet = Reporter(quiet=True)
     for seed, names in ((0, ("birds", "KEY", "RUN", "A", "FIRST")), (1, ("B", "SECOND"))):
@@ -104,9 +104,9 @@ def place(tmp_path_factory, photo_folder):
             shutil.copytree(run.path, here / "runs" / name)
     np.save(here / "query.npy", np.ones(16, dtype=np.float32))
     study = small_study(here / "features.npz", name="tiny", seeds=(0,))
-    work(Folder.begin(here / "studies" / "tiny", study), here / "runs", device="cpu", reporter=quiet)
+    work(StudyFolder.begin(here / "studies" / "tiny", study), here / "runs", device="cpu", reporter=quiet)
     (here / "study.toml").write_text(replace(study, name="mine", sizes=(4,)).to_toml())
-    (here / "results.csv").write_text("experiment,entrant,value\na,x,1\na,y,2\nb,x,1\nb,y,3\n")
+    (here / "results.csv").write_text("experiment,method,value\na,x,1\na,y,2\nb,x,1\nb,y,3\n")
     (here / "tuned").mkdir()
     (here / "tuned" / "proxy_anchor.toml").write_text(study.trials()[0].recipe.to_toml())
     return here

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nearkin as nk
 from nearkin.data.samplers import make_sampler
-from nearkin.errors import ProcessLost, UserError
+from nearkin.errors import ProcessLostError, UserError
 from nearkin.training import distributed as nd
 from nearkin.training.distributed_check import cases, gradients
 
@@ -54,18 +54,18 @@ def train(name: str) -> dict[str, torch.Tensor]:
     objective = nk.Objective(num_classes=10, dim=16, **options)
     nd.broadcast_state(model)
     nd.broadcast_state(objective)
-    wrapped = DistributedDataParallel(model) if joined == "ddp" and nd.world() > 1 else model
+    wrapped = DistributedDataParallel(model) if joined == "ddp" and nd.world_size() > 1 else model
     groups = [{"params": list(model.parameters()), "lr": 0.05}, *objective.parameter_groups(class_lr)]
     speed = {p: torch.zeros_like(p) for group in groups for p in group["params"]}
-    sampler = make_sampler(labels, batch_size=21, per_class=3, seed=1, rank=nd.rank(), world=nd.world())
+    sampler = make_sampler(labels, batch_size=21, samples_per_class=3, seed=1, rank=nd.rank(), world=nd.world_size())
     losses = []
     for epoch in range(2):
         for step, rows in enumerate(sampler.epoch(epoch)):
-            emb, whole_labels = nd.gathered(wrapped(images[rows]), torch.from_numpy(labels[rows]))
-            with nd.seeded(1, epoch, step):
+            emb, whole_labels = nd.all_gather_with_grad(wrapped(images[rows]), torch.from_numpy(labels[rows]))
+            with nd.fork_rng(1, epoch, step):
                 value = objective(emb, whole_labels)
             value.backward()
-            nd.reduce_gradients([*(model.parameters() if wrapped is model else []), *objective.parameters()])
+            nd.all_reduce_gradients([*(model.parameters() if wrapped is model else []), *objective.parameters()])
             losses.append(value.detach())
             with torch.no_grad():  # torch.optim would import its compiler first, seconds in each process
                 for group in groups:
@@ -74,7 +74,7 @@ def train(name: str) -> dict[str, torch.Tensor]:
                         p.sub_(group["lr"] * speed[p])
                         p.grad = None
     with torch.no_grad():
-        table = nd.gather_rows(model(images[nd.share(len(images))]))
+        table = nd.gather_rows(model(images[nd.rank_slice(len(images))]))
     state = {f"model.{k}": v for k, v in model.state_dict().items()}
     state |= {f"objective.{k}": v for k, v in objective.state_dict().items()}
     return {**state, "losses": torch.stack(losses), "table": table}
@@ -86,10 +86,10 @@ def train(name: str) -> dict[str, torch.Tensor]:
 def small_parts() -> dict[str, Any]:
     """Helpers, gathering and reducing: what this rank got, for the test to judge."""
     rank = nd.rank()
-    found: dict[str, Any] = {"rank": rank, "world": nd.world(), "first": nd.is_first()}
-    found["share"] = [nd.share(7).start, nd.share(7).stop]
-    found["anywhere"] = [nd.anywhere(rank == 1), nd.anywhere(False)]
-    found["from_first"] = nd.from_first({"score": rank + 0.5})
+    found: dict[str, Any] = {"rank": rank, "world": nd.world_size(), "first": nd.is_main_process()}
+    found["share"] = [nd.rank_slice(7).start, nd.rank_slice(7).stop]
+    found["anywhere"] = [nd.any_rank(rank == 1), nd.any_rank(False)]
+    found["broadcast_object"] = nd.broadcast_object({"score": rank + 0.5})
     kinds = (torch.bool, torch.int16, torch.uint8, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
     found["kinds"] = [nd.gather_rows((torch.arange(6).view(3, 2) + rank).to(kind)) for kind in kinds]
     with torch.inference_mode():  # as evaluation makes them
@@ -98,7 +98,7 @@ def small_parts() -> dict[str, Any]:
     found["nothing"] = list(nd.gather_rows(torch.zeros(0, 4)).shape)
 
     emb = torch.full((2 + rank, 3), float(rank), requires_grad=True)
-    whole, labels = nd.gathered(emb, [10 * rank + i for i in range(2 + rank)])
+    whole, labels = nd.all_gather_with_grad(emb, [10 * rank + i for i in range(2 + rank)])
     (whole * torch.arange(5.0)[:, None]).sum().backward()
     found["gathered"] = [whole.tolist(), labels.tolist(), emb.grad.tolist()]
 
@@ -107,7 +107,7 @@ def small_parts() -> dict[str, Any]:
     if rank == 0:
         here.grad = torch.ones(2, 3, 4, 4)
     nd._BUCKET = 100  # every tensor in a bucket of its own
-    nd.reduce_gradients([here, nowhere, both, nn.Parameter(torch.zeros(3), requires_grad=False)])
+    nd.all_reduce_gradients([here, nowhere, both, nn.Parameter(torch.zeros(3), requires_grad=False)])
     nd._BUCKET = 1 << 25
     found["reduced"] = [here.grad, nowhere.grad is None, both.grad]
 
@@ -131,11 +131,15 @@ def mistakes() -> list[str]:
     """Misfits that only one rank could see: all must be told, and the group must still work afterwards."""
     rank = nd.rank()
     found = [
-        refused(lambda: nd.gathered(torch.zeros(2, 3 + rank), [0, 1])),
-        refused(lambda: nd.gathered(torch.zeros(2, 3), [0, 1, 2][: 2 + rank])),
+        refused(lambda: nd.all_gather_with_grad(torch.zeros(2, 3 + rank), [0, 1])),
+        refused(lambda: nd.all_gather_with_grad(torch.zeros(2, 3), [0, 1, 2][: 2 + rank])),
         refused(lambda: nd.gather_rows(torch.zeros(2, dtype=torch.float64 if rank else torch.float32))),
         refused(lambda: nd.broadcast_state(nk.Objective("proxy_anchor", num_classes=3 + rank, dim=4))),
-        refused(lambda: nk.Objective("triplet")(*nd.gathered(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)))),
+        refused(
+            lambda: nk.Objective("triplet")(
+                *nd.all_gather_with_grad(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
+            )
+        ),
     ]
     assert nd.gather_rows(torch.ones(1)).tolist() == [1.0, 1.0]
     return found
@@ -162,16 +166,16 @@ def lost(folder: Path, how: str) -> list[Any]:
     meeting = None if how == "sleeps" else folder / how
     try:
         with nd.process_group("cpu", timeout=3.0, meeting_file=meeting):
-            nd.anywhere(False)
+            nd.any_rank(False)
             if nd.rank() == 1:
                 if how == "sleeps":
                     time.sleep(5)
                 else:
                     os._exit(0)
-            nd.gathered(torch.ones(1, 2), [0])
-    except ProcessLost as error:
-        return [str(error), time.monotonic() - began, nd.world()]
-    return ["not lost", 0.0, nd.world()]
+            nd.all_gather_with_grad(torch.ones(1, 2), [0])
+    except ProcessLostError as error:
+        return [str(error), time.monotonic() - began, nd.world_size()]
+    return ["not lost", 0.0, nd.world_size()]
 
 
 def main(folder: Path) -> None:
@@ -183,9 +187,9 @@ def main(folder: Path) -> None:
         found["mistakes"] = mistakes()
         found["listening"] = listening() if sys.platform == "linux" else []
         found["environment"] = "GLOO_SOCKET_IFNAME" in os.environ
-        found["cases"] = [gradients(case, nd.world(), torch.float64) for case in cases()]
+        found["cases"] = [gradients(case, nd.world_size(), torch.float64) for case in cases()]
         found["trained"] = {name: train(name) for name in TRAININGS}
-    found["world after"] = nd.world()
+    found["world after"] = nd.world_size()
     found["sleeps"] = lost(folder, "sleeps")
     target = folder / f"rank{os.environ['RANK']}.pt"
     torch.save(found, target)

@@ -84,9 +84,9 @@ def precision_sum(flags, k):
     return sum(sum(flags[: i + 1]) / (i + 1) for i in range(min(k, len(flags))) if flags[i])
 
 
-def clustered(n, dim, per_class, noise, seed=0):
+def clustered(n, dim, samples_per_class, noise, seed=0):
     """Float32 vectors around class centres, and their labels."""
     rng = np.random.default_rng(seed)
-    labels = np.arange(n) // per_class
+    labels = np.arange(n) // samples_per_class
     centres = rng.standard_normal((labels.max() + 1, dim))
     return (centres[labels] + noise * rng.standard_normal((n, dim))).astype(np.float32), labels

@@ -11,7 +11,7 @@ import pytest
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.bench import storage, tune
-from nearkin.config.recipe import Choice, Recipe
+from nearkin.config.recipe import ComponentConfig, Recipe
 
 optuna = pytest.importorskip("optuna", reason="needs nearkin[bench]")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -32,8 +32,8 @@ def small_recipe(features: Path) -> Recipe:
     return replace(
         made,
         data=replace(made.data, root=features),
-        model=replace(made.model, dim=8, start="random"),
-        loss=Choice("proxy_anchor", {"margin": 0.2}),
+        model=replace(made.model, dim=8, head_init="random"),
+        loss=ComponentConfig("proxy_anchor", {"margin": 0.2}),
         train=replace(made.train, epochs=2, batch_size=32, class_lr=None),
     )
 

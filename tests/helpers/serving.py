@@ -50,7 +50,7 @@ class Made:
 def make_index(place: Path, photo_folder: Path) -> Made:
     """Four classes of six images, one class with a name like a tag, and one image from elsewhere without a label."""
     import nearkin as nk
-    from nearkin.deploy.index.provenance import mark_of
+    from nearkin.deploy.index.provenance import model_info
 
     photos, outside = place / "secret place" / "photos", place / "other" / "portrait.png"
     names = ["class 0", "class 1", "class 2", "<b>bold</b> & é"]
@@ -65,7 +65,7 @@ def make_index(place: Path, photo_folder: Path) -> Made:
     run = make_run(place / "runs", photos).path
     model = nk.load(run)
     vectors = model.embed([photos / id for id in ids])
-    index = nk.Index(vectors, ids, labels, mark=mark_of(model, run), root=photos)
+    index = nk.Index(vectors, ids, labels, mark=model_info(model, run), root=photos)
     index.save(place / "photos.index")
     return Made(place / "photos.index", run, photos, outside)
 

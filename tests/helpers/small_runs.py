@@ -14,7 +14,7 @@ def make_run(runs: Path, root: Path, *, dim: int = 16, seed: int = 0, side: int 
     from nearkin.training.run import Run
 
     recipe = recipes.from_scratch()
-    data = replace(recipe.data, root=root, image_size=side, val_share=0.2)
+    data = replace(recipe.data, root=root, image_size=side, val_fraction=0.2)
     recipe = replace(recipe, data=data, model=replace(recipe.model, width=4, dim=dim))
     with torch.random.fork_rng():
         torch.manual_seed(seed)

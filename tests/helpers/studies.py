@@ -8,11 +8,11 @@ from nearkin.bench.protocols import Protocol
 from nearkin.bench.study import Dataset, Study
 
 
-def write_features(path: Path, *, classes: int = 24, per_class: int = 8, dim: int = 12, seed: int = 0) -> Path:
+def write_features(path: Path, *, classes: int = 24, samples_per_class: int = 8, dim: int = 12, seed: int = 0) -> Path:
     """Classes as clouds around random centres, a little apart."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((classes, dim))
-    labels = np.repeat(np.arange(classes), per_class)
+    labels = np.repeat(np.arange(classes), samples_per_class)
     features = centres[labels] + 0.9 * rng.standard_normal((len(labels), dim))
     np.savez(path, features=features.astype(np.float32), labels=labels)
     return path
@@ -28,7 +28,7 @@ def small_study(features: Path, **changed) -> Study:
         "sizes": (4, 8),
         "seeds": (0, 1),
         "protocol": Protocol("fixed"),
-        "val_shares": (0.25,),
+        "val_fractions": (0.25,),
         "keep_models": False,
         "change": {"data": {"split": "half"}, "train": {"epochs": 2, "batch_size": 32}},
     }

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import nearkin as nk
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, DataError
 from nearkin.linear import (
     Constraints,
@@ -213,8 +213,8 @@ def test_the_map_is_weight_and_bias(iris):
 def test_a_metric_is_the_head_of_a_model(iris):
     x, y = torch.tensor(iris[0]).float(), torch.tensor(iris[1])
     # The whitened start of a recipe is WithinClassWhitening; any other metric is put in its place.
-    started, filled = (Embedder(Model(backbone="none", dim=2, normalize=False), (4, 1, 1)) for _ in range(2))
-    started.head.start_whitened(x, y, 0.5)
+    started, filled = (Embedder(ModelConfig(backbone="none", dim=2, normalize=False), (4, 1, 1)) for _ in range(2))
+    started.head.init_whitened(x, y, 0.5)
     whitening, learned = WithinClassWhitening(2, 0.5).fit(x.numpy(), y), MetricLearner(dim=2, max_iter=5).fit(*iris)
     filled.head.maps[0].load_state_dict({"weight": learned.weight, "bias": learned.bias})
     for model, metric in ((started, whitening), (filled, learned)):

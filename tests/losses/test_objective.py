@@ -153,7 +153,7 @@ def test_proxies_start_at_the_means_of_their_classes() -> None:
     several = nk.Objective("mpa", num_classes=4, dim=3, centers=2)
     both = WeightedSum((1.0, objective), (1.0, several), (1.0, nk.Objective("contrastive")))
     before = objective.proxies.detach().clone()
-    both.start_at(emb, labels)
+    both.init_proxies(emb, labels)
     want = torch.tensor([[0.5**0.5, 0.5**0.5, 0.0], [0.0, 0.0, 1.0]])
     torch.testing.assert_close(objective.proxies.detach()[:2], want)
     assert torch.equal(objective.proxies.detach()[2:], before[2:])

@@ -39,7 +39,7 @@ def test_intervals_cover_the_truth_and_are_wider_than_for_single_queries():
 
 
 def test_interval_of_scores():
-    x, labels = clustered(120, 8, per_class=6, noise=1.5)
+    x, labels = clustered(120, 8, samples_per_class=6, noise=1.5)
     scores = nk.score(x, labels)
     low, high = scores.interval("R@1")
     assert low < scores["R@1"] < high
@@ -86,7 +86,7 @@ def test_p_values_are_uniform_when_nothing_differs():
 
 
 def test_compare():
-    x, labels = clustered(200, 16, per_class=5, noise=1.5)
+    x, labels = clustered(200, 16, samples_per_class=5, noise=1.5)
     better = nk.score(x, labels)
     noise = np.random.default_rng(0).standard_normal(x.shape).astype(np.float32)
     worse = nk.score(x + 3 * noise, labels)
@@ -102,7 +102,7 @@ def test_compare():
 
 
 def test_compare_wants_the_same_queries():
-    x, labels = clustered(20, 4, per_class=5, noise=1.0)
+    x, labels = clustered(20, 4, samples_per_class=5, noise=1.0)
     scores = nk.score(x, labels)
     with pytest.raises(DataError, match="not of the same queries"):
         compare(scores, nk.score(x[:15], labels[:15]), "R@1")

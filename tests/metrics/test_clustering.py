@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from helpers.oracle import SHARED, clustered
+from helpers.oracle import clustered
+from helpers.paths import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 from sklearn.metrics.cluster import pair_confusion_matrix
 
-from nearkin.errors import ConfigError, DataError, MissingExtra
+from nearkin.errors import ConfigError, DataError, MissingExtraError
 from nearkin.metrics import clustering
 from nearkin.metrics.clustering import ami, cluster_scores, nmi, pair_f1
 
@@ -47,7 +48,7 @@ def test_many_small_classes_are_quick_and_labels_may_be_strings():
 
 @pytest.mark.parametrize("backend", ["faiss", "sklearn"])
 def test_kmeans_finds_clear_clusters(backend):
-    x, labels = clustered(120, 16, per_class=20, noise=0.05)
+    x, labels = clustered(120, 16, samples_per_class=20, noise=0.05)
     found = cluster_scores(x, labels, backend=backend)
     again = cluster_scores(x, labels, backend=backend)
     assert found.backend == backend
@@ -58,7 +59,7 @@ def test_kmeans_finds_clear_clusters(backend):
 
 
 def test_refusals(monkeypatch):
-    x, labels = clustered(12, 4, per_class=3, noise=0.5)
+    x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     with pytest.raises(ConfigError, match="clusters: expected 1 to 12"):
         cluster_scores(x, labels, clusters=13)
     with pytest.raises(ConfigError, match="average"):
@@ -66,5 +67,5 @@ def test_refusals(monkeypatch):
     with pytest.raises(DataError, match="clusters: 11 labels for 12"):
         nmi(labels, labels[1:])
     monkeypatch.setattr(clustering.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match="k-means needs faiss or scikit-learn"):
+    with pytest.raises(MissingExtraError, match="k-means needs faiss or scikit-learn"):
         cluster_scores(x, labels)

@@ -7,12 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import SHARED, clustered, lists, nearness, tie_groups
+from helpers.oracle import clustered, lists, nearness, tie_groups
+from helpers.paths import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearkin as nk
-from nearkin.errors import ConfigError, DataError, MissingExtra
+from nearkin.errors import ConfigError, DataError, MissingExtraError
 from nearkin.metrics import _counting, _vectors, ranking
 from nearkin.metrics.ranking import neighbours, rank
 
@@ -144,7 +145,7 @@ def test_cub_features_and_both_paths(monkeypatch):
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
     monkeypatch.setattr(_counting, "TILE", 512)
-    x, labels = clustered(900, 24, per_class=6, noise=1.5)
+    x, labels = clustered(900, 24, samples_per_class=6, noise=1.5)
     x[::7] = x[3]  # copies across classes
     x[1::5] = np.round(x[1::5] * 2) / 2  # coarse values: ties that are no copies
     base = rank(x, labels, similarity=similarity, path="numba")
@@ -175,7 +176,7 @@ def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
     monkeypatch.setattr(_counting, "TILE", 512)
-    x, labels = clustered(1100, 200, per_class=4, noise=1.5)
+    x, labels = clustered(1100, 200, samples_per_class=4, noise=1.5)
     assert_same(rank(x, labels, path=path, memory="1MB"), rank(x, labels, path=path))
     index, value = neighbours(x[:50], x, k=3, memory="1MB")
     want, similarity = neighbours(x[:50], x, k=3)
@@ -184,7 +185,7 @@ def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
 
 
 def test_reduced_precision_settings_are_kept_out_and_put_back():
-    x, labels = clustered(60, 8, per_class=3, noise=1.0)
+    x, labels = clustered(60, 8, samples_per_class=3, noise=1.0)
     torch.set_float32_matmul_precision("high")
     try:
         got = rank(x, labels, path="numba")
@@ -195,7 +196,7 @@ def test_reduced_precision_settings_are_kept_out_and_put_back():
 
 
 def test_large_classes_use_the_search_per_element():
-    x, labels = clustered(400, 8, per_class=100, noise=2.0)
+    x, labels = clustered(400, 8, samples_per_class=100, noise=2.0)
     x = np.round(x * 4) / 4
     assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
 
@@ -342,7 +343,7 @@ def test_neighbours_of_a_gallery_match_the_golden_order():
 
 
 def test_what_may_be_given():
-    x, labels = clustered(12, 4, per_class=3, noise=0.5)
+    x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     base = rank(x, labels)
     assert_same(base, rank(torch.tensor(x, requires_grad=True), torch.tensor(labels)))
     assert_same(base, rank(x, labels.astype(np.uint8)))
@@ -397,19 +398,19 @@ def test_what_may_be_given():
     ],
 )
 def test_errors_say_what_where_and_the_cure(call, kind, says):
-    x, labels = clustered(12, 4, per_class=3, noise=0.5)
+    x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     with pytest.raises(kind, match=says):
         call(x, labels)
 
 
 def test_without_numba(monkeypatch):
-    x, labels = clustered(60, 4, per_class=3, noise=0.5)
+    x, labels = clustered(60, 4, samples_per_class=3, noise=0.5)
     monkeypatch.setattr(ranking, "_SMALL", 0)
     base = rank(x, labels)
     monkeypatch.setattr(ranking, "has_numba", lambda: False)
     assert_same(base, rank(x, labels))
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(MissingExtra, match=r"nearkin\[fast\]"):
+    with pytest.raises(MissingExtraError, match=r"nearkin\[fast\]"):
         rank(x, labels, path="numba")
 
 
@@ -425,7 +426,7 @@ def test_small_inputs_do_not_load_the_compiler():
 @pytest.mark.parametrize("path", PATHS)
 def test_progress_and_plan(path, capsys):
     seen = []
-    x, labels = clustered(40, 4, per_class=4, noise=0.5)
+    x, labels = clustered(40, 4, samples_per_class=4, noise=0.5)
     rank(x, labels, path=path, progress=seen.append, verbose=True)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
@@ -439,7 +440,7 @@ def test_a_failure_in_a_thread_is_raised(monkeypatch):
         raise RuntimeError("broken tile")
 
     monkeypatch.setattr(_counting, "_hide", broken)
-    x, labels = clustered(40, 4, per_class=4, noise=0.5)
+    x, labels = clustered(40, 4, samples_per_class=4, noise=0.5)
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match="broken tile"):
         rank(x, labels, path="numba")

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import SHARED, clustered, metric, orders, tie_groups
+from helpers.oracle import clustered, metric, orders, tie_groups
+from helpers.paths import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearkin as nk
-from nearkin.errors import ConfigError, DataError, UnknownName
+from nearkin.errors import ConfigError, DataError, UnknownNameError
 from nearkin.metrics import retrieval, scores
 from nearkin.metrics.ranking import Ranking, rank
 
@@ -136,7 +137,7 @@ def test_perfect_is_exactly_one():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_metric_works_alone(name):
-    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     assert 0 <= nk.score(x, labels, ks=())[name] <= 1
 
 
@@ -145,7 +146,7 @@ def test_peer_agrees_where_it_is_right():
     from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
     from pytorch_metric_learning.utils.inference import CustomKNN
 
-    x, labels = clustered(200, 16, per_class=8, noise=1.5)
+    x, labels = clustered(200, 16, samples_per_class=8, noise=1.5)
     peer = AccuracyCalculator(
         include=("precision_at_1", "r_precision", "mean_average_precision_at_r", "mean_reciprocal_rank"),
         k="max_bin_count",
@@ -161,7 +162,7 @@ def test_peer_agrees_where_it_is_right():
 def test_scikit_learn_agrees():
     from sklearn.metrics import average_precision_score, ndcg_score
 
-    x, labels = clustered(60, 8, per_class=6, noise=1.5)
+    x, labels = clustered(60, 8, samples_per_class=6, noise=1.5)
     x = x.astype(np.float64)
     scores = nk.score(x, labels)
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -178,22 +179,22 @@ def test_scikit_learn_agrees():
 
 
 def test_unknown_names_are_refused_with_a_hint():
-    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     scores = nk.score(x, labels)
     for name, says in {
         "r@1": "Did you mean 'R@1'",
         "ndcg8": "Did you mean 'nDCG@8'",
         "accuracy": "There are: R@k",
     }.items():
-        with pytest.raises(UnknownName, match=says):
+        with pytest.raises(UnknownNameError, match=says):
             scores[name]
     for name in ("R@0", "R@1/k", "R@-1", "MAP@"):
-        with pytest.raises(UnknownName):
+        with pytest.raises(UnknownNameError):
             scores[name]
 
 
 def test_wrong_settings_are_refused():
-    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     with pytest.raises(ConfigError, match="lone: expected 'auto'"):
         nk.score(x, labels, lone="ignore")
     with pytest.raises(ConfigError, match="ks: expected whole numbers"):
@@ -206,19 +207,19 @@ def test_wrong_settings_are_refused():
 
 @pytest.mark.parametrize("labels", ["int", "str", "big"])
 def test_save_and_load(tmp_path, labels):
-    x, ids = clustered(31, 4, per_class=3, noise=1.0)
+    x, ids = clustered(31, 4, samples_per_class=3, noise=1.0)
     given_labels = {"int": ids, "str": [f"c{i}" for i in ids], "big": [2**70 + int(i) for i in ids]}[labels]
     scores = nk.score(x, given_labels, ks=(1, 5))
-    scores.save(tmp_path / "perquery.npz")
-    assert [p.name for p in tmp_path.iterdir()] == ["perquery.npz"]
-    back = nk.Scores.load(tmp_path / "perquery.npz")
+    scores.save(tmp_path / "per_query.npz")
+    assert [p.name for p in tmp_path.iterdir()] == ["per_query.npz"]
+    back = nk.Scores.load(tmp_path / "per_query.npz")
     assert list(back.per_query) == list(scores.per_query)
     for name in scores.per_query:
         np.testing.assert_array_equal(back.per_query[name], scores.per_query[name])
     assert back.table() == scores.table()
     assert back.notes == scores.notes
     assert scores.compare(scores, back, "R@1").difference == 0.0
-    with pytest.raises(UnknownName, match="in these scores"):
+    with pytest.raises(UnknownNameError, match="in these scores"):
         back["R@3"]
     with pytest.raises(ConfigError, match="bounds"):
         back.bounds("R@1")
@@ -238,7 +239,7 @@ def test_load_never_unpickles(tmp_path):
 
 
 def test_score_file(tmp_path):
-    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     for key in ("features", "embeddings"):
         np.savez(tmp_path / "f.npz", **{key: x.astype(np.float16), "labels": labels})
         assert scores.score_file(tmp_path / "f.npz")["R@1"] == nk.score(x.astype(np.float16), labels)["R@1"]
@@ -254,7 +255,7 @@ def test_score_file(tmp_path):
 
 
 def test_a_cut_or_damaged_file_is_named(tmp_path):
-    x, labels = clustered(300, 4, per_class=3, noise=1.0)
+    x, labels = clustered(300, 4, samples_per_class=3, noise=1.0)
     np.savez_compressed(tmp_path / "f.npz", features=x, labels=labels)
     whole = (tmp_path / "f.npz").read_bytes()
     for n, damaged in enumerate([whole[:-30], whole[:200], whole[:300] + bytes(50) + whole[350:], b""]):
@@ -266,7 +267,7 @@ def test_a_cut_or_damaged_file_is_named(tmp_path):
 
 
 def test_scores_are_walked_by_metric(tmp_path):
-    x, labels = clustered(30, 4, per_class=3, noise=1.0)
+    x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     scores = nk.score(x, labels, ks=np.array([1, 5]))
     assert "R@5" in scores
     assert "R@7" not in scores
@@ -278,13 +279,13 @@ def test_scores_are_walked_by_metric(tmp_path):
 
 @pytest.mark.parametrize("lone", ["auto", "drop", "keep"])
 def test_few_huge_classes_are_measured_part_by_part(lone):
-    x, labels = clustered(300, 4, per_class=100, noise=2.0)
+    x, labels = clustered(300, 4, samples_per_class=100, noise=2.0)
     labels[7] = 9  # a lone query
     x[50:60] = x[250:260]
     whole, parts = nk.score(x, labels, lone=lone), nk.score(x, labels, lone=lone, memory="1MB")
     with pytest.raises(ConfigError, match="larger memory="):
         parts.bounds("R@1")  # the ranking was not kept, as meant
-    with pytest.raises(UnknownName, match="other k need ks="):
+    with pytest.raises(UnknownNameError, match="other k need ks="):
         parts["R@16"]
     assert parts.notes == whole.notes
     for name in whole.per_query:
@@ -292,13 +293,13 @@ def test_few_huge_classes_are_measured_part_by_part(lone):
 
 
 def test_scores_of_a_ranking_made_earlier():
-    x, labels = clustered(31, 4, per_class=3, noise=1.0)
+    x, labels = clustered(31, 4, samples_per_class=3, noise=1.0)
     first, second = nk.score(x, labels, ks=(1, 3)), nk.Scores.of(rank(x, labels), ks=(1, 3))
     assert first.table() == second.table()
 
 
 def test_table_is_plain_percent():
-    x, labels = clustered(60, 8, per_class=6, noise=1.5)
+    x, labels = clustered(60, 8, samples_per_class=6, noise=1.5)
     scores = nk.score(x, labels, ks=(1, 8))
     table = scores.table()
     assert f"R@1       {100 * scores['R@1']:>8.2f}" in table

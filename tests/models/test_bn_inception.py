@@ -8,7 +8,7 @@ from helpers.paths import ROOT
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.errors import DataError
 from nearkin.models.backbones import make_backbone
 from nearkin.models.bn_inception import BNInception
@@ -169,7 +169,7 @@ def test_counts(fresh):
 
 def test_constants_are_the_documented_ones():
     given = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", PAGE, re.MULTILINE))
-    pixels = make_backbone(Model(backbone="bn_inception"), 3).pixels
+    pixels = make_backbone(ModelConfig(backbone="bn_inception"), 3).pixels
     assert given["order of channels"] == "blue, green, red"
     assert pixels.bgr
     assert given["range"].startswith("0 to 255")  # where Pixels has 0 to 1

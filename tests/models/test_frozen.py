@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nearkin as nk
-from nearkin.config.recipe import Choice
+from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
 from nearkin.data.splits import split_for
@@ -22,8 +22,10 @@ from nearkin.training.loop import make_model
 @pytest.fixture
 def lane(tiny_recipe):
     """The tiny recipe with its (random) backbone frozen."""
-    model = replace(tiny_recipe.model, freeze="backbone", start="whitened", dim=6)
-    return replace(tiny_recipe, model=model, loss=Choice("norm_softmax"), train=replace(tiny_recipe.train, lr=1e-2))
+    model = replace(tiny_recipe.model, freeze="backbone", head_init="whitened", dim=6)
+    return replace(
+        tiny_recipe, model=model, loss=ComponentConfig("norm_softmax"), train=replace(tiny_recipe.train, lr=1e-2)
+    )
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def features_recipe(features_file):
     recipe = nk.recipes.features_default()
     return replace(
         recipe,
-        data=replace(recipe.data, root=features_file, val_share=0.25, split="half"),
+        data=replace(recipe.data, root=features_file, val_fraction=0.25, split="half"),
         model=replace(recipe.model, dim=3, shrinkage=0.01),
         train=replace(recipe.train, epochs=2, batch_size=16),
     )
@@ -96,11 +98,11 @@ def test_a_store_belongs_to_its_weights_and_its_preprocessing(lane, quiet):
     for change in (
         {"seed": 1},
         {"model": replace(lane.model, pool="maximum")},
-        {"model": replace(lane.model, taps="low_mid_high")},
+        {"model": replace(lane.model, feature_levels="low_mid_high")},
     ):
         paths.add(FrozenFeatures(make_model(replace(lane, **change), table, quiet), table, reporter=quiet).path)
     assert len(paths) == 4
-    same_features = replace(lane, model=replace(lane.model, dim=3, head="residual"), loss=Choice("triplet"))
+    same_features = replace(lane, model=replace(lane.model, dim=3, head="residual"), loss=ComponentConfig("triplet"))
     assert FrozenFeatures(make_model(same_features, table, quiet), table, reporter=quiet).path in paths
 
 
@@ -151,7 +153,9 @@ def test_features_and_backbones_that_do_not_fit_are_refused(features_recipe, tin
 
 
 def test_without_validation_classes_the_last_epoch_is_kept_and_said(features_recipe, tmp_path, quiet):
-    run = nk.fit(replace(features_recipe, data=replace(features_recipe.data, val_share=0.0)), tmp_path, reporter=quiet)
+    run = nk.fit(
+        replace(features_recipe, data=replace(features_recipe.data, val_fraction=0.0)), tmp_path, reporter=quiet
+    )
     protocol = run.result["protocol"]
     assert (protocol["epoch"], protocol["classes"]["val"], protocol["classes"]["train"]) == (2, 0, 4)
     assert "no validation" in protocol["split"]

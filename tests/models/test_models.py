@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 import nearkin as nk
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, DataError, RunError, UserError
 from nearkin.models.backbones import BACKBONES, check_backbone
 from nearkin.models.embedder import Embedder
@@ -29,7 +29,7 @@ PARAMETERS = {
 def embedder(**model):
     torch.manual_seed(0)
     side = model.pop("side", 64)
-    return Embedder(Model(**{"dim": 12, "width": 4, "pool": "average", **model}), (3, side, side)).eval()
+    return Embedder(ModelConfig(**{"dim": 12, "width": 4, "pool": "average", **model}), (3, side, side)).eval()
 
 
 def pixels(count=2, side=64, seed=0):
@@ -129,7 +129,7 @@ def test_a_timm_model_says_which_weights_and_sizes_it_has():
         check_backbone("resnet18.nonsense")
     check_backbone("resnet18.a1_in1k")
     with pytest.raises(ConfigError, match=r"does not take images of 128 x 128 pixels .*--data\.image-size 224"):
-        Embedder(Model(backbone="vit_tiny_patch16_224", dim=4), (3, 128, 128))
+        Embedder(ModelConfig(backbone="vit_tiny_patch16_224", dim=4), (3, 128, 128))
 
 
 def test_poolings_meet_the_golden_values():
@@ -145,10 +145,10 @@ def test_poolings_meet_the_golden_values():
 
 def test_gem_runs_from_the_average_to_the_maximum_and_learns_its_power():
     maps = torch.rand(2, 3, 4, 4, dtype=torch.float64) * 100
-    torch.testing.assert_close(Pool(Model(pool="gem", gem_p=1.0))(maps), maps.mean(dim=(2, 3)))
-    largest = Pool(Model(pool="gem", gem_p=1e4))(maps.float())
+    torch.testing.assert_close(Pool(ModelConfig(pool="gem", gem_p=1.0))(maps), maps.mean(dim=(2, 3)))
+    largest = Pool(ModelConfig(pool="gem", gem_p=1e4))(maps.float())
     torch.testing.assert_close(largest, maps.amax(dim=(2, 3)).float(), rtol=1e-3, atol=0)
-    pool = Pool(Model(pool="gem", learn_p=True))
+    pool = Pool(ModelConfig(pool="gem", learn_gem_p=True))
     small = (torch.rand(2, 3, 4, 4, dtype=torch.float64) + 0.1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, p: nk_gem(x, p), (small, torch.tensor(3.0, dtype=torch.float64)))
     pool(small.float()).sum().backward()
@@ -163,7 +163,7 @@ def nk_gem(maps, p):
 
 
 def test_three_taps_each_map_to_a_third_of_the_embedding():
-    model = embedder(taps="low_mid_high")
+    model = embedder(feature_levels="low_mid_high")
     assert model.head.parts == (4, 8, 16)
     with torch.no_grad():
         before = model(pixels())
@@ -174,7 +174,7 @@ def test_three_taps_each_map_to_a_third_of_the_embedding():
     assert torch.equal(before[:, 8:], after[:, 8:])
     assert (after[:, 4:8] == 0).all()
     with pytest.raises(ConfigError, match="multiple of 3"):
-        Model(taps="low_mid_high", dim=512)
+        ModelConfig(feature_levels="low_mid_high", dim=512)
 
 
 def test_a_head_may_be_absent_normalised_or_residual():
@@ -204,7 +204,7 @@ def test_a_whitened_start_whitens_within_classes(norm):
     spread = torch.randn(16, 16, dtype=torch.float64)
     features = torch.randn(1000, 16, dtype=torch.float64) @ spread + 10 * torch.randn(5, 16)[labels]
     model = embedder(dim=16, norm=norm).double().train()  # as in training
-    model.head.start_whitened(features, labels, shrinkage=1e-6)
+    model.head.init_whitened(features, labels, shrinkage=1e-6)
     assert all(module.training for module in model.head.modules())
     out = model.eval().head(features)
     torch.testing.assert_close(out.mean(0), torch.zeros(16, dtype=torch.float64), atol=1e-4, rtol=0)
@@ -212,7 +212,7 @@ def test_a_whitened_start_whitens_within_classes(norm):
     covariance = rest.T @ rest / (1000 - 5)
     torch.testing.assert_close(covariance, torch.eye(16, dtype=torch.float64), atol=5e-3, rtol=0)
     with pytest.raises(ConfigError, match="linear or residual"):
-        embedder(head="mlp").head.start_whitened(features, labels, shrinkage=0.3)
+        embedder(head="mlp").head.init_whitened(features, labels, shrinkage=0.3)
 
 
 @pytest.mark.parametrize(("freeze_norm", "learn"), [("nothing", True), ("statistics", True), ("all", False)])
@@ -227,30 +227,30 @@ def test_batch_norm_statistics_and_parameters_freeze_separately(freeze_norm, lea
 
 def test_a_held_backbone_learns_nothing_until_it_is_let_go():
     model = embedder(freeze_norm="all").train()
-    model.hold_backbone(True)
+    model.freeze_backbone(True)
     assert {n.partition(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {"head"}
-    model.hold_backbone(False)
+    model.freeze_backbone(False)
     assert model.backbone.layers[0].weight.requires_grad
     assert not model.backbone.layers[1].weight.requires_grad
 
 
 def test_a_held_backbone_counts_no_statistics_until_it_is_let_go():
     model = embedder().train()
-    model.hold_backbone(True)
+    model.freeze_backbone(True)
     before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
     model.train()(pixels(8))
     model.embed(pixels(2))  # which goes back to training mode
     model(pixels(8))
     assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
     assert model.head.training
-    model.hold_backbone(False)
+    model.freeze_backbone(False)
     model(pixels(8))
     assert not torch.equal(model.backbone.layers[1].running_mean, before["layers.1.running_mean"])
 
 
 @pytest.mark.parametrize("name", ["small_conv", "efficientnet_lite0", "bn_inception"])
 def test_save_load_and_embed_are_bit_equal(name, tmp_path):
-    model = embedder(backbone=name, pool="gem", learn_p=True, taps="low_mid_high")
+    model = embedder(backbone=name, pool="gem", learn_gem_p=True, feature_levels="low_mid_high")
     folder = model.save(tmp_path / "model")
     assert sorted(p.name for p in folder.iterdir()) == ["model.json", "model.safetensors"]
     again = nk.load(folder)
@@ -303,12 +303,12 @@ def test_what_cannot_be_embedded_is_said():
     for alone in ("photo.jpg", Path("photo.jpg")):
         with pytest.raises(DataError, match=r"embed\(\['photo\.jpg'\]\)"):
             model.embed(alone)
-    without = Embedder(Model(backbone="none", dim=4), (16, 1, 1))
+    without = Embedder(ModelConfig(backbone="none", dim=4), (16, 1, 1))
     assert without.embed(torch.randn(5, 16)).shape == (5, 4)
     with pytest.raises(DataError, match="features"):
         without.embed(pixels())
     with pytest.raises(UserError, match="3 channels"):
-        Embedder(Model(backbone="resnet50"), (1, 64, 64))
+        Embedder(ModelConfig(backbone="resnet50"), (1, 64, 64))
 
 
 def test_embed_gives_unit_vectors_unless_told_otherwise():

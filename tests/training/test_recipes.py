@@ -6,7 +6,7 @@ from nearkin.cli import train
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
 from nearkin.training import recipes
-from nearkin.training.loop import check_names
+from nearkin.training.loop import validate_recipe
 
 # Instance cross entropy: SGD momentum 0.8, decay 1e-5, rate 1e-3 and ten times that for the new layer; 512 numbers of
 # BN-Inception; crops of 227; scale 64. Steps: 4,000 on CUB and Cars, 20,000 on SOP.
@@ -25,7 +25,7 @@ def test_instance_cross_entropy(name):
     assert recipe.loss.to_dict() == {"name": "ice", "scale": 64.0}
     assert (train.optimizer, train.momentum, train.weight_decay, train.lr) == ("sgd", 0.8, 1e-5, 1e-3)
     assert train.head_lr == 10 * train.lr
-    assert (train.batch_size, train.per_class) == want["batch"]
+    assert (train.batch_size, train.samples_per_class) == want["batch"]
     assert train.epochs * want["train images"] / train.batch_size == pytest.approx(want["steps"], rel=0.02)
     assert recipe.data.augment == "ice"
 
@@ -48,7 +48,7 @@ def test_cross_entropy(name):
     assert (model.backbone, model.pool, model.dim, model.freeze_norm) == ("resnet50", "average", 0, "statistics")
     assert recipe.loss.to_dict() == {"name": "softmax", "smoothing": 0.1, "dropout": 0.5}
     assert (train.optimizer, train.weight_decay, train.class_decay, train.class_lr) == ("sgd", 5e-4, True, train.lr)
-    assert (train.schedule, train.warm_up_steps, train.batch_size, train.per_class) == ("cosine", 100, 128, 0)
+    assert (train.lr_schedule, train.warmup_steps, train.batch_size, train.samples_per_class) == ("cosine", 100, 128, 0)
     assert (recipe.data.image_size, recipe.data.augment) == (224, name)
 
 
@@ -89,7 +89,7 @@ def test_the_thesis(loss, dataset, network):
     recipe = recipes.find(f"thesis_{loss}:{dataset}:{network}:128")
     train, model = recipe.train, recipe.model
     assert (train.lr, train.step_epochs, train.step_factor) == TABLE_3[dataset, network]
-    assert (train.optimizer, train.weight_decay, train.schedule, train.epochs) == ("adamw", 1e-4, "step", 100)
+    assert (train.optimizer, train.weight_decay, train.lr_schedule, train.epochs) == ("adamw", 1e-4, "step", 100)
     assert train.batch_size == (100 if network == "resnet50" else 180)
     assert (train.frozen_epochs, train.clip_norm) == (1, 10.0)
     assert (model.backbone, model.pool, model.dim, model.freeze_norm) == (network, "average_maximum", 128, "statistics")
@@ -99,7 +99,7 @@ def test_the_thesis(loss, dataset, network):
     assert recipe.loss.to_dict() == {"name": loss, **settings}
     assert (recipe.miner.to_dict() if recipe.miner else None) == miner
     assert train.class_lr == class_lr
-    assert train.per_class == (5 if LOSSES[loss].inputs.pairs else 0)
+    assert train.samples_per_class == (5 if LOSSES[loss].inputs.pairs else 0)
 
 
 @pytest.mark.parametrize("loss", ["mpa", "mpa_dw", "mpa_ap"])
@@ -113,13 +113,13 @@ def test_multi_proxy_anchor(loss, dataset, batch, epochs, centers):
     wanted = {"name": loss, "alpha": 32.0, "margin": 0.1, "gamma": 0.1, "tau": 0.2, "centers": centers}
     assert recipe.loss.to_dict() == wanted
     assert (train.optimizer, train.lr, train.class_lr) == ("adamw", 1e-4, 1e-2)
-    assert (train.schedule, train.step_epochs, train.step_factor) == ("step", 20, 0.5)
-    assert (train.batch_size, train.per_class, train.epochs) == (batch, 0, epochs)
+    assert (train.lr_schedule, train.step_epochs, train.step_factor) == ("step", 20, 0.5)
+    assert (train.batch_size, train.samples_per_class, train.epochs) == (batch, 0, epochs)
 
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_every_recipe_names_things_that_exist(name):
-    check_names(recipes.find(name))
+    validate_recipe(recipes.find(name))
     assert recipes.RECIPES[name].__doc__
 
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import nearkin as nk
-from nearkin.config.recipe import Choice, Model, Train
-from nearkin.errors import ConfigError, MissingExtra, TrainingFailed
+from nearkin.config.recipe import ComponentConfig, ModelConfig, TrainConfig
+from nearkin.errors import ConfigError, MissingExtraError, TrainingFailedError
 from nearkin.losses.objective import Objective
 from nearkin.losses.registry import LOSSES
 from nearkin.models.embedder import Embedder
-from nearkin.training.step import NotFinite, backward, follow, update
+from nearkin.training.step import NonFiniteError, backward, optimizer_step, update_ema
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def parts(loss="proxy_anchor", **model):
     torch.manual_seed(0)
-    embedder = Embedder(Model(width=4, dim=8, freeze_norm="statistics", **model), (3, 16, 16)).double().train()
+    embedder = Embedder(ModelConfig(width=4, dim=8, freeze_norm="statistics", **model), (3, 16, 16)).double().train()
     objective = Objective(loss, num_classes=4, dim=8).double()
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (14, 3, 16, 16), np.uint8))
     return embedder, objective, images, torch.arange(14) % 4
@@ -30,7 +30,7 @@ def parts(loss="proxy_anchor", **model):
 
 def gradients(loss, micro, **model):
     embedder, objective, images, labels = parts(loss, **model)
-    hyper = Train(batch_size=14, per_class=0, micro_batch=micro)
+    hyper = TrainConfig(batch_size=14, samples_per_class=0, micro_batch_size=micro)
     value = backward(embedder, objective, images, labels, hyper, SCALER, (0, 1, 2))
     named = [*embedder.named_parameters(), *objective.named_parameters()]
     return value, {name: p.grad for name, p in named if p.grad is not None}
@@ -50,7 +50,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(loss):
 def test_micro_batches_draw_the_same_dropout_in_both_passes():
     """The gradient of the second pass must belong to the embeddings of the first: checked by finite differences."""
     embedder, objective, images, labels = parts("contrastive", dropout=0.5)
-    hyper = Train(batch_size=14, per_class=0, micro_batch=5)
+    hyper = TrainConfig(batch_size=14, samples_per_class=0, micro_batch_size=5)
 
     def loss():
         return backward(embedder, objective, images, labels, hyper, SCALER, (0, 1, 2))
@@ -67,7 +67,7 @@ def test_micro_batches_draw_the_same_dropout_in_both_passes():
 
 
 def test_micro_batches_with_counting_batch_norms_are_refused(tiny_recipe, tmp_path, quiet):
-    wrong = replace(tiny_recipe, train=replace(tiny_recipe.train, micro_batch=4))
+    wrong = replace(tiny_recipe, train=replace(tiny_recipe.train, micro_batch_size=4))
     with pytest.raises(ConfigError, match=r"--model\.freeze-norm statistics"):
         nk.fit(wrong, tmp_path, reporter=quiet)
 
@@ -77,7 +77,7 @@ def test_micro_batches_with_counting_batch_norms_are_refused(tiny_recipe, tmp_pa
     [
         ({"freeze": "backbone"}, {}, "triplet"),
         ({}, {"frozen_epochs": 1}, "triplet"),
-        ({"freeze_norm": "statistics"}, {"frozen_epochs": 1, "micro_batch": 4}, "proxy_anchor"),
+        ({"freeze_norm": "statistics"}, {"frozen_epochs": 1, "micro_batch_size": 4}, "proxy_anchor"),
     ],
 )
 def test_settings_that_leave_nothing_to_learn_are_refused(tiny_recipe, tmp_path, quiet, model, train, loss):
@@ -85,7 +85,7 @@ def test_settings_that_leave_nothing_to_learn_are_refused(tiny_recipe, tmp_path,
         tiny_recipe,
         model=replace(tiny_recipe.model, dim=0, **model),
         train=replace(tiny_recipe.train, **train),
-        loss=Choice(loss),
+        loss=ComponentConfig(loss),
     )
     with pytest.raises(ConfigError, match=r"nothing else learns.*--model\.dim 128"):
         nk.fit(still, tmp_path, reporter=quiet)
@@ -104,16 +104,16 @@ def test_half_precision_without_a_gpu_is_refused(tiny_recipe, tmp_path, quiet):
 
 
 def test_the_running_mean_follows_by_its_formula():
-    model = Embedder(Model(width=4, dim=8), (3, 16, 16))
-    average = Embedder(Model(width=4, dim=8), (3, 16, 16))
+    model = Embedder(ModelConfig(width=4, dim=8), (3, 16, 16))
+    average = Embedder(ModelConfig(width=4, dim=8), (3, 16, 16))
     before = {k: v.clone() for k, v in average.state_dict().items()}
     model.backbone.layers[1].num_batches_tracked.fill_(7)
-    follow(average, model, 0.9, steps=10_000)
+    update_ema(average, model, 0.9, steps=10_000)
     for name, value in average.state_dict().items():
         new = model.state_dict()[name]
         want = 0.9 * before[name] + 0.1 * new if value.is_floating_point() else new
         torch.testing.assert_close(value, want)
-    follow(average, model, 0.9, steps=0)  # the first step counts for nine tenths
+    update_ema(average, model, 0.9, steps=0)  # the first step counts for nine tenths
     torch.testing.assert_close(average.head.maps[0].weight, model.head.maps[0].weight, rtol=0.2, atol=0.05)
 
 
@@ -132,7 +132,7 @@ def test_a_run_with_a_running_mean_resumes_exactly_and_keeps_the_mean(tiny_recip
 
 
 def test_patience_stops_a_run_that_gets_no_better(tiny_recipe, tmp_path, quiet):
-    still = replace(tiny_recipe.train, epochs=9, lr=1e-12, class_lr=1e-12, patience=2, schedule="constant")
+    still = replace(tiny_recipe.train, epochs=9, lr=1e-12, class_lr=1e-12, patience=2, lr_schedule="constant")
     run = nk.fit(replace(tiny_recipe, train=still), tmp_path, reporter=quiet)
     epochs = [event["epoch"] for event in run.events() if event["event"] == "epoch"]
     best = run.result["protocol"]["epoch"]
@@ -146,12 +146,12 @@ def test_an_input_that_overflows_ends_as_failed_with_its_row_named(tmp_path, qui
     recipe = nk.recipes.features_default()
     recipe = replace(
         recipe,
-        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_share=0.0),
-        model=replace(recipe.model, dim=4, start="random", norm="layer"),
+        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_fraction=0.0),
+        model=replace(recipe.model, dim=4, head_init="random", norm="layer"),
         train=replace(recipe.train, epochs=1, batch_size=20),
     )
     table_row = 37
-    with pytest.raises(TrainingFailed, match=rf"the embeddings stopped being finite .* row {table_row}\b"):
+    with pytest.raises(TrainingFailedError, match=rf"the embeddings stopped being finite .* row {table_row}\b"):
         nk.fit(recipe, tmp_path / "runs", reporter=quiet)
     [path] = (tmp_path / "runs").iterdir()
     failed = json.loads((path / "failed.json").read_text())
@@ -162,31 +162,31 @@ def test_an_input_that_overflows_ends_as_failed_with_its_row_named(tmp_path, qui
 
 def test_a_loss_that_is_not_finite_names_the_files_of_its_batch(tiny_recipe, tmp_path, quiet):
     wild = replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e30, clip_norm=0.0, optimizer="sgd"))
-    with pytest.raises(TrainingFailed, match=r"First of its images: .*\.png"):
+    with pytest.raises(TrainingFailedError, match=r"First of its images: .*\.png"):
         nk.fit(wild, tmp_path, reporter=quiet)
 
 
 def test_a_gradient_that_is_not_finite_is_named():
     embedder, objective, images, labels = parts()
-    hyper = Train(batch_size=14, per_class=0)
+    hyper = TrainConfig(batch_size=14, samples_per_class=0)
     optimizer = torch.optim.SGD(embedder.parameters(), lr=0.1)
     backward(embedder, objective, images, labels, hyper, SCALER, (0, 0, 0))
     embedder.head.maps[0].weight.grad[0, 0] = float("nan")
-    with pytest.raises(NotFinite, match=r"the gradient of head\.maps\.0\.weight"):
-        update(embedder, objective, optimizer, hyper, SCALER)
+    with pytest.raises(NonFiniteError, match=r"the gradient of head\.maps\.0\.weight"):
+        optimizer_step(embedder, objective, optimizer, hyper, SCALER)
     embedder.head.maps[0].weight.grad[0, 0] = 0.0
     objective.proxies.grad[1, 1] = float("inf")
-    with pytest.raises(NotFinite, match="the objective's proxies"):
-        update(embedder, objective, optimizer, hyper, SCALER)
+    with pytest.raises(NonFiniteError, match="the objective's proxies"):
+        optimizer_step(embedder, objective, optimizer, hyper, SCALER)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "one_cycle"])
-def test_a_collapsing_run_raises_the_alarm(tiny_recipe, tmp_path, capsys, schedule):
+@pytest.mark.parametrize("lr_schedule", ["constant", "one_cycle"])
+def test_a_collapsing_run_raises_the_alarm(tiny_recipe, tmp_path, capsys, lr_schedule):
     """A learning rate a hundred times too high."""
     from nearkin._common.progress import Reporter
 
-    wild = replace(tiny_recipe.train, lr=100 * tiny_recipe.train.lr, epochs=4, schedule=schedule, clip_norm=0.0)
-    recipe = replace(tiny_recipe, loss=Choice("contrastive"), train=wild)
+    wild = replace(tiny_recipe.train, lr=100 * tiny_recipe.train.lr, epochs=4, lr_schedule=lr_schedule, clip_norm=0.0)
+    recipe = replace(tiny_recipe, loss=ComponentConfig("contrastive"), train=wild)
     run = nk.fit(recipe, tmp_path, reporter=Reporter())
     raised = [event for event in run.events() if event["event"] == "alarm"]
     assert raised
@@ -206,7 +206,7 @@ def test_trackers_get_the_numbers_of_every_epoch(tiny_recipe, tmp_path, quiet, m
 
 def test_a_tracker_that_is_not_installed_names_its_extra(tiny_recipe, tmp_path, quiet, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'nearkin\[tensorboard\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'nearkin\[tensorboard\]'"):
         nk.fit(tiny_recipe, tmp_path, reporter=quiet, trackers=("tensorboard",))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nearkin as nk
-from nearkin.config.recipe import Choice
+from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import split_for
@@ -22,7 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def per_query(run: Run) -> dict:
-    with np.load(run.path / "perquery.npz") as stored:
+    with np.load(run.path / "per_query.npz") as stored:
         return {name: stored[name] for name in stored.files if stored[name].dtype == np.float64}
 
 
@@ -34,10 +34,10 @@ def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs):
         tiny_recipe,
         data=replace(tiny_recipe.data, augment="light"),
         model=replace(tiny_recipe.model, freeze_norm="statistics", dropout=0.0),
-        loss=Choice("multi_similarity"),
-        miner=Choice("multi_similarity", {"epsilon": 0.1}),
+        loss=ComponentConfig("multi_similarity"),
+        miner=ComponentConfig("multi_similarity", {"epsilon": 0.1}),
         memory=16,
-        train=replace(tiny_recipe.train, epochs=epochs, batch_size=9, per_class=3, optimizer="sgd", lr=0.05),
+        train=replace(tiny_recipe.train, epochs=epochs, batch_size=9, samples_per_class=3, optimizer="sgd", lr=0.05),
     )
     alone = nk.fit(recipe, tmp_path / "alone", reporter=quiet)
     file = tmp_path / "recipe.toml"
@@ -90,7 +90,7 @@ def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
     """Also where each has counted other images, a running mean is kept, and the disk is slow to take best.pt."""
     recipe = replace(
         tiny_recipe,
-        data=replace(tiny_recipe.data, val_share=0.0),  # every epoch writes best.pt
+        data=replace(tiny_recipe.data, val_fraction=0.0),  # every epoch writes best.pt
         train=replace(tiny_recipe.train, epochs=2, ema=0.9),
     )
     file, program = tmp_path / "recipe.toml", tmp_path / "program.py"
@@ -117,15 +117,15 @@ def test_the_image_to_blame_is_named_whichever_process_had_it(tmp_path):
     np.savez(tmp_path / "f.npz", features=features, labels=np.arange(120) % 12)
 
     def is_with_the_second(seed: int) -> bool:  # row 37 is the 20th of the classes that train, the first six
-        sampler = make_sampler(np.arange(60) % 6, batch_size=20, per_class=0, seed=seed, rank=1, world=2)
+        sampler = make_sampler(np.arange(60) % 6, batch_size=20, samples_per_class=0, seed=seed, rank=1, world=2)
         return 19 in np.concatenate(sampler.epoch(0))
 
     recipe = nk.recipes.features_default()
     recipe = replace(
         recipe,
-        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_share=0.0),
-        model=replace(recipe.model, dim=4, start="random", norm="layer"),
-        train=replace(recipe.train, epochs=1, batch_size=20, per_class=0),
+        data=replace(recipe.data, root=tmp_path / "f.npz", split="half", val_fraction=0.0),
+        model=replace(recipe.model, dim=4, head_init="random", norm="layer"),
+        train=replace(recipe.train, epochs=1, batch_size=20, samples_per_class=0),
         seed=next(seed for seed in range(20) if is_with_the_second(seed)),
     )
     file = tmp_path / "recipe.toml"

@@ -17,14 +17,14 @@ import numpy as np
 from nearkin._common.progress import Reporter
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.listing import Listing, images_below, list_table, part_name
-from nearkin.data.loading import in_threads
+from nearkin.data.loading import map_in_threads
 from nearkin.data.reading import read_whole
 from nearkin.data.sources import recognise
 from nearkin.data.table import PARTS
 from nearkin.deploy.index import files
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.journal import Journal
-from nearkin.deploy.index.provenance import Embeds, Stamp, check_model, mark_of
+from nearkin.deploy.index.provenance import Embeds, FileStamp, check_model, model_info
 from nearkin.deploy.index.search import Label, Vectors, check_vectors
 from nearkin.deploy.stores import Store
 from nearkin.errors import ConfigError, DataError
@@ -144,7 +144,7 @@ def update(
     The order of the items is that of the listing, then of items that are no longer listed. So the result does not
     depend on how often the work was interrupted.
     """
-    mark = mark_of(model, run)
+    mark = model_info(model, run)
     old = _open(out, mark.fingerprint, found)
     journal = Journal(out, mark.fingerprint, model.embed([]).shape[1])
     known = _Known(old, journal)
@@ -224,7 +224,7 @@ class _Known:
     def __contains__(self, name: str) -> bool:
         return name in self.journalled or (self.old is not None and name in self.old)
 
-    def stamp(self, name: str) -> Stamp | None:
+    def stamp(self, name: str) -> FileStamp | None:
         if name in self.journalled:
             record, row = self.journalled[name]
             return record.stamps[row]
@@ -257,14 +257,14 @@ def _open(out: Path, fingerprint: str, found: Found) -> Index | None:
 
 def _sort_out(
     found: Found, known: _Known, done: Summary, reporter: Reporter
-) -> tuple[set[str], dict[str, Stamp], set[str]]:
+) -> tuple[set[str], dict[str, FileStamp], set[str]]:
     """Which files need no embedding, what marks the files as they are now, and which are listed but not there.
 
     The content is read where the time has changed.
     """
     names = list(found.labels)
 
-    def look(name: str) -> tuple[Stamp | None, bool, OSError | None]:
+    def look(name: str) -> tuple[FileStamp | None, bool, OSError | None]:
         before = known.stamp(name)
         try:
             state = os.stat(found.root / name)
@@ -276,11 +276,11 @@ def _sort_out(
             return None, False, error
 
     fresh: set[str] = set()
-    stamps: dict[str, Stamp] = {}
+    stamps: dict[str, FileStamp] = {}
     gone: set[str] = set()
-    looks: list[tuple[Stamp | None, bool, OSError | None]] = []
+    looks: list[tuple[FileStamp | None, bool, OSError | None]] = []
     with reporter.track("looking at the files", len(names), unit="file") as bar:
-        for part in in_threads(look, names):
+        for part in map_in_threads(look, names):
             looks += part
             bar.advance(len(part))
     for name, (stamp, same, error) in zip(names, looks, strict=True):
@@ -297,11 +297,11 @@ def _sort_out(
     return fresh, stamps, gone
 
 
-def stamp_of(path: Path) -> Stamp:
+def stamp_of(path: Path) -> FileStamp:
     """What a file is known by; its state is taken before its content, so that a later change shows."""
     state = os.stat(path)
     with open(path, "rb") as file:
-        return Stamp(state.st_size, state.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileStamp(state.st_size, state.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 # --- embedding -------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def _embed(
     model: Embeds,
     found: Found,
     todo: Sequence[str],
-    stamps: dict[str, Stamp],
+    stamps: dict[str, FileStamp],
     journal: Journal,
     done: Summary,
     batch: int,
@@ -352,7 +352,7 @@ def embed_files(model: Embeds, paths: Sequence[Path]) -> tuple[list[int], Vector
                 return str(error)
             return ""
 
-        reasons = (reason for part in in_threads(look, places) for reason in part)
+        reasons = (reason for part in map_in_threads(look, places) for reason in part)
         broken = {place: reason for place, reason in enumerate(reasons) if reason}
         if not broken:
             raise error from None

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import held
+from nearkin._common.files import file_lock
 from nearkin.errors import DataError
 
 FORMAT, VERSION = "nearkin index", 1
@@ -49,7 +49,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class ModelMark:
+class ModelInfo:
     """Which model made the vectors: a hash of its weights, and where it was found."""
 
     fingerprint: str
@@ -64,7 +64,7 @@ class Manifest:
     items: int
     dim: int
     files: dict[str, StoredFile] = field(default_factory=dict)
-    model: ModelMark | None = None
+    model: ModelInfo | None = None
     root: str | None = None
     threshold: dict[str, Any] | None = None
     rerank: dict[str, Any] | None = None
@@ -92,7 +92,7 @@ class Manifest:
             body["files"] = {kind: StoredFile(**given) for kind, given in body["files"].items()}
             model = body["model"]
             if model is not None:
-                body["model"] = ModelMark(**{**model, "image_shape": tuple(model["image_shape"])})
+                body["model"] = ModelInfo(**{**model, "image_shape": tuple(model["image_shape"])})
             return cls(**body)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
@@ -280,7 +280,7 @@ def writing(folder: Path) -> Iterator[None]:
                 raise DataError(f"{folder}: holds other files ({others[0]}). Give an index a folder of its own.")
             if "manifest.json" in names:
                 read_manifest(folder)  # that of another program, or of a newer nearkin, is not overwritten
-            ours = stack.enter_context(held(folder / "lock"))
+            ours = stack.enter_context(file_lock(folder / "lock"))
         except OSError as error:  # also where there are no locks, as on some network drives
             raise cannot_write(folder, error) from None
         if not ours:

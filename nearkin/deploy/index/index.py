@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from nearkin.deploy.index import files
-from nearkin.deploy.index.files import Manifest, ModelMark, StoredFile
+from nearkin.deploy.index.files import Manifest, ModelInfo, StoredFile
 from nearkin.deploy.index.openset import Threshold, calibrate_items
-from nearkin.deploy.index.provenance import Embeds, Stamp, check_model, mark_of
+from nearkin.deploy.index.provenance import Embeds, FileStamp, check_model, model_info
 from nearkin.deploy.index.rerank import Chosen, Rerank, choose_rerank, from_dict, reranked, to_dict
 from nearkin.deploy.index.search import (
     Floats,
@@ -69,9 +69,9 @@ class Index:
         labels: Sequence[Label] | None = None,
         *,
         model: Embeds | None = None,
-        mark: ModelMark | None = None,
+        mark: ModelInfo | None = None,
         root: Path | None = None,
-        stamps: Sequence[Stamp | None] | None = None,
+        stamps: Sequence[FileStamp | None] | None = None,
     ) -> None:
         """Ready vectors [N, D] of any origin; an array of float32 is kept as it is, not copied.
 
@@ -80,7 +80,7 @@ class Index:
         rows = check_vectors(vectors, None, "vectors")
         self._set(rows, list(ids), _labels(labels, len(rows)), _stamps(stamps, len(rows)))
         self.root = root
-        self.mark = mark_of(model) if model is not None and mark is None else mark
+        self.mark = model_info(model) if model is not None and mark is None else mark
         self._model = model
         self.threshold: Threshold | None = None
         self.rerank: Rerank | None = None
@@ -104,7 +104,7 @@ class Index:
         run: the folder that the model was loaded from, so that a later `Index.load` finds it by itself.
         """
         names = _ids(images, ids)
-        mark = mark_of(model, None if run is None else Path(run))
+        mark = model_info(model, None if run is None else Path(run))
         vectors = _embedded(model, images, names)
         return cls(vectors, names, labels, model=model, mark=mark, root=Path.cwd())
 
@@ -139,7 +139,7 @@ class Index:
         self.graph = Graph.build(self.vectors, recall=recall)
         return self.graph.facts
 
-    def _set(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[Stamp | None]) -> None:
+    def _set(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[FileStamp | None]) -> None:
         """Take these for the items, all or none. The graph is dropped; threshold and re-ranking stay."""
         if len(ids) != len(vectors):
             raise DataError(f"ids: {len(ids)} names for {len(vectors)} vectors.")
@@ -342,7 +342,7 @@ class Index:
     def _read(cls, folder: Path, manifest: Manifest) -> Index:
         columns = files.read_items(folder, manifest)
         index = cls.__new__(cls)
-        stamps = [Stamp(*row) if row is not None else None for row in columns["stamps"]]
+        stamps = [FileStamp(*row) if row is not None else None for row in columns["stamps"]]
         index._set(files.read_vectors(folder, manifest), columns["ids"], columns["labels"], stamps)
         index.root = None if manifest.root is None else Path(manifest.root)
         index.mark, index._model = manifest.model, None
@@ -385,7 +385,7 @@ def _plain(values: Any) -> list[Label]:
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
 
-def _stamps(stamps: Sequence[Stamp | None] | None, count: int) -> list[Stamp | None]:
+def _stamps(stamps: Sequence[FileStamp | None] | None, count: int) -> list[FileStamp | None]:
     assert stamps is None or len(stamps) == count
     return [None] * count if stamps is None else list(stamps)
 

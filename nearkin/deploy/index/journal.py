@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.deploy.index.files import cannot_write
-from nearkin.deploy.index.provenance import Stamp
+from nearkin.deploy.index.provenance import FileStamp
 from nearkin.deploy.index.search import Vectors
 from nearkin.errors import DataError
 
@@ -31,7 +31,7 @@ class Record:
     """One batch of embedded files."""
 
     ids: list[str]
-    stamps: list[Stamp]
+    stamps: list[FileStamp]
     vectors: Vectors
 
 
@@ -55,7 +55,7 @@ class Journal:
         except OSError as error:
             raise cannot_write(folder, error) from None
 
-    def append(self, ids: Sequence[str], stamps: Sequence[Stamp], vectors: Vectors) -> None:
+    def append(self, ids: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
         """Add one batch; when this returns, it is on the disk."""
         about = json.dumps({"ids": list(ids), "stamps": [[s.size, s.mtime_ns, s.sha256] for s in stamps]}).encode(
             "ascii"
@@ -114,7 +114,7 @@ class Journal:
                 body = data[at + 12 : end]
                 if end > len(data) or zlib.crc32(body.data) != int.from_bytes(data[at + 8 : at + 12].tobytes()):
                     return
-                stamps = [Stamp(*stamp) for stamp in about["stamps"]]
+                stamps = [FileStamp(*stamp) for stamp in about["stamps"]]
             except (ValueError, KeyError, TypeError):
                 return
             vectors = np.frombuffer(body[length:].tobytes(), "<f4").reshape(-1, self.dim)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nearkin.deploy.index.files import ModelMark
+from nearkin.deploy.index.files import ModelInfo
 from nearkin.errors import DataError
 
 
@@ -23,7 +23,7 @@ class Embeds(Protocol):
 
 
 @dataclass(frozen=True)
-class Stamp:
+class FileStamp:
     """By what a file is known to be unchanged: its size and time, and if the time differs, its content."""
 
     size: int
@@ -31,7 +31,7 @@ class Stamp:
     sha256: str
 
 
-def check_model(mark: ModelMark | None, found: str, what: str) -> None:
+def check_model(mark: ModelInfo | None, found: str, what: str) -> None:
     """Refuse vectors and a model that do not belong together."""
     if mark is not None and mark.fingerprint != found:
         raise DataError(
@@ -40,5 +40,5 @@ def check_model(mark: ModelMark | None, found: str, what: str) -> None:
         )
 
 
-def mark_of(model: Embeds, run: Path | None = None) -> ModelMark:
-    return ModelMark(model.fingerprint(), tuple(model.image_shape), None if run is None else str(run.resolve()))
+def model_info(model: Embeds, run: Path | None = None) -> ModelInfo:
+    return ModelInfo(model.fingerprint(), tuple(model.image_shape), None if run is None else str(run.resolve()))

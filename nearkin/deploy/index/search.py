@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, DataError, need
+from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.metrics._vectors import U32, ZERO_NORM
 from nearkin.metrics.bootstrap import bootstrap, percentiles
 from nearkin.metrics.ranking import neighbours
@@ -222,7 +222,7 @@ class Graph:
     @classmethod
     def build(cls, vectors: Vectors, *, links: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> Graph:
         """Build the graph, then raise its effort until both measured recalls are reached (or 1024 candidates)."""
-        faiss = need("faiss", extra="graph")
+        faiss = import_extra("faiss", extra="graph")
         if len(vectors) < 2:
             raise ConfigError("graph: at least two items are needed.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], links, faiss.METRIC_INNER_PRODUCT)
@@ -265,12 +265,12 @@ class Graph:
     def to_bytes(self) -> bytes:
         if isinstance(self._graph, bytes):
             return self._graph
-        serialized: NDArray[np.uint8] = need("faiss", extra="graph").serialize_index(self._graph)
+        serialized: NDArray[np.uint8] = import_extra("faiss", extra="graph").serialize_index(self._graph)
         return serialized.tobytes()
 
     def _opened(self) -> Any:
         if isinstance(self._graph, bytes):
-            faiss = need("faiss", extra="graph")
+            faiss = import_extra("faiss", extra="graph")
             try:
                 self._graph = faiss.deserialize_index(np.frombuffer(self._graph, np.uint8))
             except RuntimeError as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Data
-from nearkin.data.loading import in_threads
+from nearkin.config.recipe import DataConfig
+from nearkin.data.loading import map_in_threads
 from nearkin.data.sources import file_digests, fingerprint, images_of, list_source
 from nearkin.data.splits import split_for
 from nearkin.data.table import NoImages, Table
@@ -53,7 +53,7 @@ def training_part(run: Run, reporter: Reporter) -> Trained:
     table = listed_table(data, reporter)
     digests: list[bytes] = []
     with reporter.track("looking at what was trained on", len(table), unit="img") as bar:
-        for part in in_threads(lambda path: file_digests([path])[0], table.paths):
+        for part in map_in_threads(lambda path: file_digests([path])[0], table.paths):
             digests += part
             bar.advance(len(part))
     mark = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
@@ -66,11 +66,11 @@ def training_part(run: Run, reporter: Reporter) -> Trained:
     return Trained(names, frozenset(d.hex() for d, known in zip(digests, learned, strict=True) if known))
 
 
-def listed_table(data: Data, reporter: Reporter) -> Table:
+def listed_table(data: DataConfig, reporter: Reporter) -> Table:
     """What a recipe's source lists, as a table without pixels; files that training leaves out are left out here."""
     listing = list_source(data)
     if data.skip_broken:
-        boxes = listing.boxes if data.boxes else None
+        boxes = listing.boxes if data.crop_to_boxes else None
         listing = listing.take(images_of(listing.paths, replace(data, cache=False), reporter, boxes).kept)
     present, codes = np.unique(listing.labels, return_inverse=True)
     return Table(
@@ -81,5 +81,5 @@ def listed_table(data: Data, reporter: Reporter) -> Table:
         fingerprint="",
         paths=listing.paths,
         part=listing.part,
-        boxes=listing.boxes if data.boxes else None,
+        boxes=listing.boxes if data.crop_to_boxes else None,
     )

@@ -44,9 +44,9 @@ from nearkin.deploy.index.index import Answer, Index
 from nearkin.deploy.serve.openapi import document
 from nearkin.deploy.serve.request_limits import (
     Admission,
-    Limits,
-    Refused,
-    check_picture,
+    RequestLimits,
+    RequestRejected,
+    check_image,
     drain,
     parameters,
     read_upload,
@@ -54,7 +54,7 @@ from nearkin.deploy.serve.request_limits import (
     upload_size,
     whole_number,
 )
-from nearkin.errors import ConfigError, DataError, need
+from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.models.embedder import Embedder
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Service:
         self,
         index: Index,
         *,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         workers: int = 2,
         token: str | None = None,
         hosts: Sequence[str] | None = None,
@@ -94,7 +94,7 @@ class Service:
         if not isinstance(model, Embedder):  # which also says how a picture is cut
             raise ConfigError(f"serve: needs a nearkin.Embedder to read pictures with, got {type(model).__name__}.")
         self.index, self.model, self.token = index, model.eval(), token
-        self.limits = limits or Limits()
+        self.limits = limits or RequestLimits()
         # As given, which may be a bare IPv6 address, and without a port, as they are asked for.
         self.hosts = None if hosts is None else {n for host in hosts for n in (host.lower(), host_name(host)) if n}
         self.admission = Admission(self.limits)
@@ -119,23 +119,23 @@ class Service:
         try:
             return await asyncio.wait_for(future, self.limits.work_seconds)
         except TimeoutError:
-            raise Refused(
+            raise RequestRejected(
                 503, f"No answer within {self.limits.work_seconds:g} seconds. Try again.", Retry_After="5"
             ) from None
 
     # --- what the threads do ------------------------------------------------------------------------------------------
 
-    def search_picture(self, data: bytes, k: int) -> dict[str, Any]:
-        check_picture(data, self.limits)
+    def search_image(self, data: bytes, k: int) -> dict[str, Any]:
+        check_image(data, self.limits)
         try:
             pixels = model_input(self.model, data)
         except DataError as error:
-            raise Refused(422, f"The upload: {str(error).removeprefix('image given as bytes: ')}") from None
+            raise RequestRejected(422, f"The upload: {str(error).removeprefix('image given as bytes: ')}") from None
         except MemoryError:
-            raise Refused(413, "The picture does not fit into the memory.") from None
+            raise RequestRejected(413, "The picture does not fit into the memory.") from None
         vector = self.model.embed(pixels[None])[0]
         if not vector.isfinite().all():
-            raise Refused(422, "The model gives no finite vector for this picture.")
+            raise RequestRejected(422, "The model gives no finite vector for this picture.")
         return self._shown(self.index.answer(vector, k))
 
     def search_item(self, row: int, k: int) -> dict[str, Any]:
@@ -152,7 +152,9 @@ class Service:
         except (DataError, MemoryError, ValueError):  # ValueError: a name that cannot be a file's
             return None
         buffer = io.BytesIO()
-        need("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=85)
+        import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()).save(
+            buffer, "JPEG", quality=85
+        )
         with self._lock:
             self._thumbnails[row] = buffer.getvalue()
             while len(self._thumbnails) > THUMBNAILS:
@@ -170,7 +172,7 @@ class Service:
 
     def row_of(self, name: str) -> int:
         if name not in self.rows:
-            raise Refused(404, f"No item is named '{shortened(name)}'.")
+            raise RequestRejected(404, f"No item is named '{shortened(name)}'.")
         return self.rows[name]
 
     def listed(self, offset: int, limit: int, step: int) -> dict[str, Any]:
@@ -260,7 +262,7 @@ def make_app(service: Service) -> ASGIApp:
         asked = parameters(request, k_of)
         with service.admission.one(upload_size(request, limits)):
             data = await read_upload(request, limits)
-            return JSONResponse(await service.work(service.search_picture, data, asked.get("k", K)))
+            return JSONResponse(await service.work(service.search_image, data, asked.get("k", K)))
 
     async def items(request: Request) -> Response:
         readers = {
@@ -282,7 +284,7 @@ def make_app(service: Service) -> ASGIApp:
         with service.admission.one():
             made = await service.work(service.thumbnail, row)
         if made is None:
-            raise Refused(404, "There is no picture of this item: its file is gone, or cannot be read.")
+            raise RequestRejected(404, "There is no picture of this item: its file is gone, or cannot be read.")
         # Asked for again each time: another index may be served under this address, with other pictures.
         kept = {"Cache-Control": "private, no-cache", "ETag": f'"{hashlib.sha256(made).hexdigest()[:32]}"'}
         if request.headers.get("if-none-match") == kept["ETag"]:
@@ -291,7 +293,7 @@ def make_app(service: Service) -> ASGIApp:
 
     def _row(asked: dict[str, Any]) -> int:
         if "id" not in asked:
-            raise Refused(400, "id: is needed, the name of an item.")
+            raise RequestRejected(400, "id: is needed, the name of an item.")
         return service.row_of(asked["id"])
 
     routes = [
@@ -304,13 +306,15 @@ def make_app(service: Service) -> ASGIApp:
         Route("/items/neighbours", neighbours),
         Route("/items/thumbnail", thumbnail),
     ]
-    app = Starlette(routes=routes, exception_handlers={Refused: _refused, HTTPException: _no_route, Exception: _broken})
+    app = Starlette(
+        routes=routes, exception_handlers={RequestRejected: _refused, HTTPException: _no_route, Exception: _broken}
+    )
     app.router.redirect_slashes = False
     return Guard(app, service)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestRejected)
     return refusal(error)
 
 
@@ -328,7 +332,7 @@ async def _broken(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "The server failed on this request."}, 500)
 
 
-def refusal(refused: Refused) -> Response:
+def refusal(refused: RequestRejected) -> Response:
     return JSONResponse({"error": refused.message}, refused.status, headers=refused.headers)
 
 
@@ -373,15 +377,17 @@ class Guard:
         app = self.app if refused is None else refusal(refused)
         await app(scope, received, answered)
 
-    def objection(self, headers: Headers, path: str) -> Refused | None:
+    def objection(self, headers: Headers, path: str) -> RequestRejected | None:
         hosts, token = self.service.hosts, self.service.token
         if hosts is not None and host_name(headers.get("host", "")) not in hosts:
-            return Refused(421, "This server is not known by that name. Name it with --allow-host.")
+            return RequestRejected(421, "This server is not known by that name. Name it with --allow-host.")
         if token is not None and path not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip().encode("latin-1"), token.encode())
             if scheme.lower() != "bearer" or not right:
-                return Refused(401, "A token is needed: Authorization: Bearer TOKEN.", WWW_Authenticate="Bearer")
+                return RequestRejected(
+                    401, "A token is needed: Authorization: Bearer TOKEN.", WWW_Authenticate="Bearer"
+                )
         return None
 
 

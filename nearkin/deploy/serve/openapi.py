@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nearkin._common.version import __version__
-from nearkin.deploy.serve.request_limits import TYPES, Limits
+from nearkin.deploy.serve.request_limits import TYPES, RequestLimits
 
 Json = dict[str, Any]
 
@@ -40,7 +40,7 @@ REFUSALS = {
 }
 
 
-def document(limits: Limits, *, k: int, listed: int, most_listed: int, locked: bool) -> Json:
+def document(limits: RequestLimits, *, k: int, listed: int, most_listed: int, locked: bool) -> Json:
     """The OpenAPI document of a server with these limits. locked: whether it asks for a token."""
     neighbours = _number("k", f"How many neighbours; {k} by default.", 1, limits.neighbours, k)
     id = {"name": "id", "in": "query", "required": True, "schema": ID}

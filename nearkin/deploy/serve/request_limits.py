@@ -19,8 +19,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from nearkin.data.reading import MOST_PIXELS
-from nearkin.errors import ConfigError, did_you_mean, need
+from nearkin.data.reading import MAX_PIXELS
+from nearkin.errors import ConfigError, did_you_mean, import_extra
 
 # Content types that an upload may name, and how Pillow calls what may be inside. What is inside decides.
 TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp", "image/tiff", "application/octet-stream")
@@ -28,7 +28,7 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 DRAINED_BYTES, DRAINED_SECONDS = 64_000_000, 2.0  # of an upload that was refused unread, so that the answer arrives
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """An answer other than success: a status and one sentence for the one who asked."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request, and all of them together, may take."""
 
     upload_bytes: int = 20_000_000
@@ -53,16 +53,16 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
-        if self.pixels > MOST_PIXELS:
+        if self.pixels > MAX_PIXELS:
             raise ConfigError(
-                f"--pixels: expected at most {MOST_PIXELS:,}, as no larger picture is read; got {self.pixels:,}."
+                f"--pixels: expected at most {MAX_PIXELS:,}, as no larger picture is read; got {self.pixels:,}."
             )
 
 
 class Admission:
     """Counts what is under way, and refuses what would be too much."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
         self.under_way = self.held = 0
 
@@ -71,7 +71,7 @@ class Admission:
         """Hold a place, and the bytes of an upload, while the block runs."""
         most = self.limits.held_uploads * self.limits.upload_bytes
         if self.under_way >= self.limits.waiting or self.held + upload > most:
-            raise Refused(503, "Too many requests at once. Try again in a moment.", Retry_After="1")
+            raise RequestRejected(503, "Too many requests at once. Try again in a moment.", Retry_After="1")
         self.under_way += 1
         self.held += upload
         try:
@@ -84,12 +84,14 @@ class Admission:
 # --- the request -----------------------------------------------------------------------------------------------------
 
 
-def upload_size(request: Request, limits: Limits) -> int:
+def upload_size(request: Request, limits: RequestLimits) -> int:
     """How many bytes the upload may come to, from its head alone; refused if they are too many or of a wrong kind."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in TYPES:
         got = f"'{kind[:60]}'" if kind else "none"
-        raise Refused(415, f"Send the file itself as the body, with a Content-Type of {', '.join(TYPES)}; got {got}.")
+        raise RequestRejected(
+            415, f"Send the file itself as the body, with a Content-Type of {', '.join(TYPES)}; got {got}."
+        )
     length = request.headers.get("content-length")
     if length is None:  # it comes in pieces, and is counted as it comes
         return limits.upload_bytes
@@ -98,7 +100,7 @@ def upload_size(request: Request, limits: Limits) -> int:
     return int(length)
 
 
-async def read_upload(request: Request, limits: Limits) -> bytes:
+async def read_upload(request: Request, limits: RequestLimits) -> bytes:
     """The body, given up on when it grows too large or does not arrive in time."""
     parts: list[bytes] = []
     size = 0
@@ -110,16 +112,16 @@ async def read_upload(request: Request, limits: Limits) -> bytes:
                     raise too_large(limits)
                 parts.append(part)
     except TimeoutError:
-        raise Refused(408, f"The upload did not arrive within {limits.upload_seconds:g} seconds.") from None
+        raise RequestRejected(408, f"The upload did not arrive within {limits.upload_seconds:g} seconds.") from None
     except ClientDisconnect:
-        raise Refused(400, "The upload broke off.") from None
+        raise RequestRejected(400, "The upload broke off.") from None
     if not size:
-        raise Refused(422, "The upload is empty.")
+        raise RequestRejected(422, "The upload is empty.")
     return b"".join(parts)
 
 
-def too_large(limits: Limits) -> Refused:
-    return Refused(413, f"The upload is larger than {limits.upload_bytes / 1e6:g} MB. Send a smaller picture.")
+def too_large(limits: RequestLimits) -> RequestRejected:
+    return RequestRejected(413, f"The upload is larger than {limits.upload_bytes / 1e6:g} MB. Send a smaller picture.")
 
 
 async def drain(receive: Receive) -> None:
@@ -144,9 +146,9 @@ def parameters(request: Request, known: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in request.query_params.multi_items():
         if name not in known:
             hint = did_you_mean(name, known) if known else ""
-            raise Refused(400, f"No parameter is named '{shortened(name)}' here.{hint}")
+            raise RequestRejected(400, f"No parameter is named '{shortened(name)}' here.{hint}")
         if name in found:
-            raise Refused(400, f"{name}: given twice.")
+            raise RequestRejected(400, f"{name}: given twice.")
         found[name] = known[name](name, value)
     return found
 
@@ -156,7 +158,9 @@ def whole_number(low: int, high: int) -> Any:
 
     def read(name: str, value: str) -> int:
         if not re.fullmatch(r"[0-9]{1,12}", value) or not low <= int(value) <= high:
-            raise Refused(400, f"{name}: expected a whole number from {low} to {high}, got '{shortened(value)}'.")
+            raise RequestRejected(
+                400, f"{name}: expected a whole number from {low} to {high}, got '{shortened(value)}'."
+            )
         return int(value)
 
     return read
@@ -171,17 +175,21 @@ def shortened(text: str, most: int = 80) -> str:
 # --- the picture -----------------------------------------------------------------------------------------------------
 
 
-def check_picture(data: bytes, limits: Limits) -> None:
+def check_image(data: bytes, limits: RequestLimits) -> None:
     """Refuse what is no picture, or unpacks to too many pixels, by its first bytes; nothing is unpacked for it."""
-    image = need("PIL.Image", extra="vision")
+    image = import_extra("PIL.Image", extra="vision")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of large pictures; we refuse them
             with image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 width, height = opened.size
     except image.DecompressionBombError:
-        raise Refused(413, f"The picture has more than {limits.pixels / 1e6:g} million pixels.") from None
+        raise RequestRejected(413, f"The picture has more than {limits.pixels / 1e6:g} million pixels.") from None
     except Exception:  # decoders raise anything at all on a damaged file
-        raise Refused(422, "The upload is not a JPEG, PNG, GIF, WebP, BMP or TIFF picture, or is damaged.") from None
+        raise RequestRejected(
+            422, "The upload is not a JPEG, PNG, GIF, WebP, BMP or TIFF picture, or is damaged."
+        ) from None
     if width * height > limits.pixels:
-        raise Refused(413, f"The picture has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million.")
+        raise RequestRejected(
+            413, f"The picture has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million."
+        )

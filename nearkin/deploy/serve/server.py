@@ -47,7 +47,7 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-def answer_until_stopped(app: Any, bound: socket.socket, ready: Callable[[], None]) -> None:
+def serve_until_stopped(app: Any, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serve until Ctrl-C or a termination signal; requests under way are finished first."""
     config = uvicorn.Config(
         app,
