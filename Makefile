@@ -23,10 +23,11 @@ test: setup    ## Run the tests: about three minutes on two cores
 slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
 	$(PYTEST) -m "slow"
 
-lint: setup    ## Lint, check the format, check the types
+lint: setup    ## Lint, check the format, the types and the layers of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 check: test slow lint ## What the continuous integration runs
 

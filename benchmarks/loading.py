@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from nearkin._common.progress import Reporter
 from nearkin.data.cache import open_images
 from nearkin.data.images import FileImages
-from nearkin.data.loading import map_in_threads, usable_cores
+from nearkin.data.loading import available_cores, map_in_threads
 from nearkin.data.reading import decoder_name, read_size
 from nearkin.data.transforms import AUGMENTS, training_batches
 
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="folder of class folders")
     parser.add_argument("--count", type=int, default=2000, help="how many of its images to use, evenly spread")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes of the peer, threads of ours")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes of the peer, threads of ours")
     parser.add_argument("--repeats", type=int, default=3, help="passes of each; their median is shown")
     parser.add_argument("--enlarge", type=float, default=0.0, help="also measure copies of the files scaled by this")
     parser.add_argument("--out", type=Path, help="write the page here")
@@ -143,7 +143,7 @@ def page(args: argparse.Namespace, rows: list[dict[str, object]]) -> str:
     lines = [
         "# Loading images: measured against torchvision",
         "",
-        f"Images per second on {usable_cores()} cores, {args.workers} threads of ours against {args.workers} worker "
+        f"Images per second on {available_cores()} cores, {args.workers} threads of ours against {args.workers} worker "
         f"processes of a DataLoader; torch {torch.__version__}, {decoder_name()}. Median of {args.repeats} passes.",
         "",
         "| files (median size) | augmentation | torchvision | ours, cold | ratio | ours, cached | ratio | cache |",

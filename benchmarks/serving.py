@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from nearkin.data.listing import images_below
+from nearkin.data.listing import list_image_files
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(url: str, args: argparse.Namespace, pid: int) -> dict[str, np.ndarray | float]:
-    paths = images_below(args.images, [], [])
+    paths = list_image_files(args.images, [], [])
     chosen = [paths[i] for i in np.linspace(0, len(paths) - 1, args.requests).astype(int)]
     bodies = [path.read_bytes() for path in chosen]
     for body in bodies[:8]:  # threads start, memory is taken

@@ -12,7 +12,7 @@ of 100 % where the data have wrong labels of their own.
     means      cosine to the nearest other class mean less that to the own class mean, itself left out
     cleanlab   confident learning (get_label_quality_scores, self-confidence) on the chances that a logistic
                regression gives each row out of fold. Not among nearkin's extras: pip install cleanlab
-    ours       nearkin.analysis.label_errors.find_suspects; also what it expected to find, and how often the right class was named
+    ours       nearkin.analysis.find_label_errors; also what it expected to find, and how often the right class came
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
         except ImportError:
             print("cleanlab is left out: it is not installed. Run: pip install cleanlab\n")
             args.methods.remove("cleanlab")
-    from nearkin.analysis.label_errors import find_suspects
+    from nearkin.analysis.label_errors import find_label_errors
 
     with np.load(args.features) as stored:
         features, labels = stored["features"].astype(np.float32), stored["labels"].astype(np.int64)
@@ -104,7 +104,7 @@ def main() -> None:
                 for seed in range(args.draws):
                     changed, rows = plant(x, y, args.share, kind, seed)
                     if method == "ours":
-                        found = find_suspects(x, changed)
+                        found = find_label_errors(x, changed)
                         order = found.order
                     else:
                         order = np.argsort(-{"votes": votes, "means": means, "cleanlab": cleanlab}[method](x, changed))

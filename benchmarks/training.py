@@ -27,7 +27,7 @@ from nearkin.config.recipe import Recipe
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.training import loop, recipes
 from nearkin.training.evaluation import embed_table
 from nearkin.training.factory import make_model, make_objective
@@ -38,7 +38,7 @@ QUIET = Reporter(quiet=True)
 def bare_epoch(recipe: Recipe, part: int | None) -> float:
     """Seconds of one epoch by hand, without set-up."""
     table = sources.load(recipe.data, QUIET)
-    split, _ = split_for(table, recipe.data)
+    split, _ = make_split(table, recipe.data)
     model = make_model(recipe, table, QUIET)
     model.calibrate(split.train.images)
     model.train()
@@ -97,7 +97,7 @@ def fit_epoch(recipe: Recipe, part: int | None) -> float:
 def diagnostics_cost(recipe: Recipe) -> float:
     """Seconds that the panel takes on the validation embeddings, beside scoring them."""
     table = sources.load(recipe.data, QUIET)
-    split, _ = split_for(table, recipe.data)
+    split, _ = make_split(table, recipe.data)
     assert split.val is not None
     emb = embed_table(make_model(recipe, table, QUIET), split.val, raw=True)
     labels = torch.from_numpy(split.val.labels)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.data import sources
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.training.factory import make_model
 from nearkin.training.run import Run
 
@@ -28,7 +28,7 @@ def main() -> None:
     quiet = Reporter(quiet=True)
     run = Run(sys.argv[1])
     table = sources.load(run.recipe.data, quiet)
-    split, holdout = split_for(table, run.recipe.data)
+    split, holdout = make_split(table, run.recipe.data)
     unseen = holdout.open()
     some = unseen.of_classes(np.arange(0, unseen.num_classes, unseen.num_classes // KINDS)[:KINDS])
     start = make_model(run.recipe, table, quiet)

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from nearkin.losses import LOSSES, Loss
-from nearkin.report.losses import FAMILIES, draw, settings_table
+from nearkin.report.losses import FAMILIES, draw_gradient, settings_table
 
 HERE = Path(__file__).parent / "losses"
 TITLES = {
@@ -73,7 +73,7 @@ def main() -> None:
         (HERE / name).write_text(text)
     if "--pages" not in sys.argv[1:]:
         for name in LOSSES:
-            draw(name, HERE / f"{name}.png", dpi=72)
+            draw_gradient(name, HERE / f"{name}.png", dpi=72)
 
 
 if __name__ == "__main__":

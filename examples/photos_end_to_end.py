@@ -15,7 +15,7 @@ from nearkin.config.recipe import DataConfig
 from nearkin.data.check import check_target, render
 from nearkin.deploy.export import export_run
 from nearkin.report.page import write_page
-from nearkin.training.auto_recipe import recipe_for
+from nearkin.training.auto_recipe import choose_recipe
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     print(render(check_target(str(photos), photos, reporter)))
 
     data = DataConfig(source="folder", root=photos)
-    recipe, why = recipe_for(data, gpu=False)
+    recipe, why = choose_recipe(data, gpu=False)
     print(f"recipe: {why}")
     if args.recipe:
         recipe = nk.recipes.find(args.recipe)

@@ -12,9 +12,9 @@ metrics never import torchvision or timm.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nearkin._common.lazy import lazy_exports
 from nearkin._common.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -32,30 +32,6 @@ if TYPE_CHECKING:
     from nearkin.training.evaluation import evaluate_final
     from nearkin.training.loop import fit
     from nearkin.training.run import Run
-
-# Public name -> the module that holds it. A module of the same name is the public name itself.
-_HOME = {
-    "Embedder": "nearkin.models.embedder",
-    "Index": "nearkin.deploy.index.index",
-    "Objective": "nearkin.losses.objective",
-    "Pairs": "nearkin.ops.pairs",
-    "Ranking": "nearkin.metrics.ranking",
-    "Recipe": "nearkin.config.recipe",
-    "Run": "nearkin.training.run",
-    "Scores": "nearkin.metrics.scores",
-    "UserError": "nearkin.errors",
-    "compare": "nearkin.metrics.scores",
-    "evaluate_final": "nearkin.training.evaluation",
-    "fit": "nearkin.training.loop",
-    "load": "nearkin.models.embedder",
-    "losses": "nearkin.losses",
-    "miners": "nearkin.losses.miners",
-    "neighbours": "nearkin.metrics.ranking",
-    "pair_up": "nearkin.ops.pairs",
-    "rank": "nearkin.metrics.ranking",
-    "recipes": "nearkin.training.recipes",
-    "score": "nearkin.metrics.scores",
-}
 
 __all__ = [
     "Embedder",
@@ -80,15 +56,22 @@ __all__ = [
     "score",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'nearkin' has no attribute {name!r}")
-    home = importlib.import_module(_HOME[name])
-    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "config.recipe": ("Recipe",),
+        "deploy.index.index": ("Index",),
+        "errors": ("UserError",),
+        "losses": ("losses",),
+        "losses.miners": ("miners",),
+        "losses.objective": ("Objective",),
+        "metrics.ranking": ("Ranking", "neighbours", "rank"),
+        "metrics.scores": ("Scores", "compare", "score"),
+        "models.embedder": ("Embedder", "load"),
+        "ops.pairs": ("Pairs", "pair_up"),
+        "training.evaluation": ("evaluate_final",),
+        "training.loop": ("fit",),
+        "training.recipes": ("recipes",),
+        "training.run": ("Run",),
+    },
+)

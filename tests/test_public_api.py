@@ -12,10 +12,6 @@ def test_every_public_name_can_be_had():
         assert getattr(nk, name) is not None
 
 
-def test_all_and_its_homes_name_the_same():
-    assert set(nk.__all__) == set(nk._HOME)
-
-
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(nk, "no_such_name")
 

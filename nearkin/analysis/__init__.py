@@ -1,0 +1,37 @@
+"""What a set of embeddings looks like: diagnostics, information, hard classes, label errors."""
+
+from __future__ import annotations
+
+from nearkin.analysis.diagnostics import Alarm, Diagnosis, alarms, diagnose, effective_rank
+from nearkin.analysis.hardness import class_table, confused_pairs, hardest, hubness, hubs
+from nearkin.analysis.information import (
+    conditional_entropy,
+    decompose,
+    feature_entropy,
+    label_entropy,
+    mutual_information,
+    mutual_information_bound,
+)
+from nearkin.analysis.label_errors import LabelErrors, find_duplicates, find_label_errors
+
+__all__ = [
+    "Alarm",
+    "Diagnosis",
+    "LabelErrors",
+    "alarms",
+    "class_table",
+    "conditional_entropy",
+    "confused_pairs",
+    "decompose",
+    "diagnose",
+    "effective_rank",
+    "feature_entropy",
+    "find_duplicates",
+    "find_label_errors",
+    "hardest",
+    "hubness",
+    "hubs",
+    "label_entropy",
+    "mutual_information",
+    "mutual_information_bound",
+]

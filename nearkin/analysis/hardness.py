@@ -58,7 +58,7 @@ def confused_pairs(
 ) -> list[Confusion]:
     """Pairs of classes where the nearest item of a query is of another class, most frequent first.
 
-    neighbours: [Q, k] gallery indices, nearest first (from `nearkin.metrics.ranking.neighbours`); only the first is used.
+    neighbours: [Q, k] gallery indices, nearest first (from `nearkin.metrics.neighbours`); only the first is used.
 
     >>> confused_pairs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
     Confusion(label='cat', taken_for='dog', count=2, share=1.0)

@@ -19,15 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearkin import losses as _losses
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.registry import LOSSES
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
 from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
-
-assert _losses  # importing the package registers every loss
 
 
 class Parts(NamedTuple):

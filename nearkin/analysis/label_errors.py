@@ -1,6 +1,6 @@
 """Rows whose label is probably wrong, and rows that are copies of each other, found in embeddings.
 
-    found = find_suspects(emb, labels)           ranked, with a suggested class and a chance for every row
+    found = find_label_errors(emb, labels)           ranked, with a suggested class and a chance for every row
     found.to_csv("suspects.csv", paths=paths, class_names=names, top=100)
     find_duplicates(emb, labels)                 pairs of equal or nearly equal rows, with and without equal labels
 
@@ -48,8 +48,8 @@ _CHUNK = 8192  # rows or pairs turned into float64 at a time
 
 
 @dataclass(frozen=True)
-class Suspects:
-    """What `find_suspects` found, row by row.
+class LabelErrors:
+    """What `find_label_errors` found, row by row.
 
     score        [N] log odds that the label is wrong; NaN for the only row of its class, which nothing can judge
     probability  [N] the same as a chance. Right on average for labels that are wrong blindly; see docs/label-errors.md
@@ -132,7 +132,7 @@ def _plain_text(cell: str) -> str:
     return f"'{cell}" if cell.lstrip(" ").startswith(_FORMULA) else cell
 
 
-def find_suspects(
+def find_label_errors(
     emb: Any,
     labels: Any,
     *,
@@ -140,7 +140,7 @@ def find_suspects(
     seed: int = 0,
     memory: str | int = "1GB",
     progress: Progress | None = None,
-) -> Suspects:
+) -> LabelErrors:
     """Rank the rows by how likely their label is wrong.
 
     emb        [N, D] features or embeddings. Of a network that was trained on these labels take out-of-fold embeddings
@@ -152,7 +152,7 @@ def find_suspects(
 
     >>> x = np.concatenate([np.tile([1.0, 0.0], (5, 1)), np.tile([0.0, 1.0], (5, 1))])
     >>> x += 0.1 * np.random.default_rng(0).standard_normal(x.shape)
-    >>> found = find_suspects(x, ["cat"] * 4 + ["dog"] * 6)
+    >>> found = find_label_errors(x, ["cat"] * 4 + ["dog"] * 6)
     >>> int(found.order[0]), str(found.suggested[4])
     (4, 'cat')
     """
@@ -178,7 +178,7 @@ def find_suspects(
     score = against + math.log(wrong / (1 - wrong) / (len(classes) - 1))
     probability = 1 / (1 + np.exp(-score))
     order = np.argsort(-score, kind="stable")  # NaN goes last
-    return Suspects(score, probability, classes[rival], order, given, float(probability[judged].mean()))
+    return LabelErrors(score, probability, classes[rival], order, given, float(probability[judged].mean()))
 
 
 # --- the chances of the classes ---------------------------------------------------------------------------------------

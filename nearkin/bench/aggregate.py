@@ -20,7 +20,7 @@ from nearkin.metrics.scores import Scores, compare
 
 
 @dataclass(frozen=True)
-class Cell:
+class Aggregate:
     """One method in one experiment, over its draws; in percent."""
 
     values: tuple[float, ...]
@@ -40,7 +40,7 @@ class Cell:
 
     def short(self) -> str:
         """
-        >>> Cell((60.0, 62.0), 55.0, 67.0, failed=0).short(), Cell((), math.nan, math.nan, failed=2).short()
+        >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short(), Aggregate((), math.nan, math.nan, failed=2).short()
         ('61.0 ± 1.4', '2 failed')
         """
         if not self.values:
@@ -49,7 +49,7 @@ class Cell:
         return f"{self.mean:.1f}{spread}{f' ({self.failed} failed)' if self.failed else ''}"
 
 
-def cells(folder: StudyFolder) -> dict[tuple[str, str], Cell]:
+def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
     """(experiment, method) -> what its draws gave; those of which nothing is done yet are absent."""
     outcomes, metric = folder.outcomes(), folder.study.metric
     values: dict[tuple[str, str], list[float]] = {}
@@ -70,7 +70,7 @@ def cells(folder: StudyFolder) -> dict[tuple[str, str], Cell]:
     found = {}
     for place, given in values.items():
         low, high = np.mean(bounds[place], axis=0).tolist() if place in bounds else (math.nan, math.nan)
-        found[place] = Cell(tuple(given), low, high, failed.get(place, 0))
+        found[place] = Aggregate(tuple(given), low, high, failed.get(place, 0))
     return found
 
 

@@ -63,7 +63,7 @@ class Worker:
         return DelayedSubmission(self)
 
 
-def run_here(search: Search, workers: int, *, device: str = "auto", quiet: bool = False) -> None:
+def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool = False) -> None:
     """Run the search in this process, or in several that share the machine's cores and GPUs."""
     if workers == 1:
         Worker(search, device, quiet)()

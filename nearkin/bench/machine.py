@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-def workers_for(asked: int, device: str) -> int:
+def default_workers(asked: int, device: str) -> int:
     """How many trainings at a time: as asked; for 0 one per GPU where training is on GPUs, else one per core.
 
-    >>> workers_for(3, "cpu")
+    >>> default_workers(3, "cpu")
     3
     """
     if asked:
@@ -30,9 +30,9 @@ def device_of(device: str, worker: int) -> str:
 
 
 def _cores() -> int:
-    from nearkin.data.loading import usable_cores
+    from nearkin.data.loading import available_cores
 
-    return usable_cores()  # of a job with 4 of 64 cores: 4
+    return available_cores()  # of a job with 4 of 64 cores: 4
 
 
 def _gpus() -> int:

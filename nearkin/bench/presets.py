@@ -93,7 +93,7 @@ def thesis(data: Path | None) -> Study:
     )
 
 
-def find(name: str, data: Path | None = None) -> Study:
+def find_study(name: str, data: Path | None = None) -> Study:
     """A study by its name here, or from a TOML file or the folder of a study that was begun."""
     path = Path(name)
     if name in PRESETS:

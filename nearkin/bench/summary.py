@@ -27,8 +27,8 @@ def sentence(pair: Pair, judged: Tournament) -> str:
     if not met:
         return f"{pair.first} and {pair.second} never met: there is no experiment in which both have a value."
     if pair.significant:
-        return f"{pair.leader} is better than {pair.trailer}: Holm {p_text(pair.p_holm)}."
-    cannot = f"{pair.first} and {pair.second} cannot be told apart: Holm {p_text(pair.p_holm)}"
+        return f"{pair.leader} is better than {pair.trailer}: Holm {format_p(pair.p_holm)}."
+    cannot = f"{pair.first} and {pair.second} cannot be told apart: Holm {format_p(pair.p_holm)}"
     if met == 1:
         return f"{cannot}; they met once, which says nothing of how much it varies."
     ways = []
@@ -62,10 +62,10 @@ def notes(table: Table) -> list[str]:
     return lines
 
 
-def p_text(p: float) -> str:
+def format_p(p: float) -> str:
     """A p-value as it is read aloud.
 
-    >>> p_text(0.3123), p_text(0.00012), p_text(1.0)
+    >>> format_p(0.3123), format_p(0.00012), format_p(1.0)
     ('p = 0.31', 'p < 0.001', 'p = 1')
     """
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
@@ -92,7 +92,7 @@ def _friedman(judged: Tournament) -> str:
     if test is None:
         return "Friedman's test is not held: it needs two experiments or more with a value of every method."
     over = f" over these {test.experiments}" if test.experiments < len(judged.table.experiments) else ""
-    figures = f"Friedman{over} chi-squared {test.chi_squared:.1f}, {p_text(test.p_value)} by shuffled ranks"
+    figures = f"Friedman{over} chi-squared {test.chi_squared:.1f}, {format_p(test.p_value)} by shuffled ranks"
     if test.p_value < judged.alpha:
         return f"The methods differ ({figures}). Critical difference of mean ranks: {judged.critical:.2f}."
     return f"The methods as a whole cannot be told apart ({figures}); take single pairs with care."

@@ -123,7 +123,7 @@ def plan(
     begin    False only looks at a search that is there
     """
     from nearkin.data import sources
-    from nearkin.data.splits import split_for
+    from nearkin.data.splits import make_split
     from nearkin.training.factory import make_model, model_fingerprint, validate_recipe
 
     optuna: Any = import_extra("optuna", "bench")
@@ -162,7 +162,7 @@ def plan(
         validate_recipe(search.base(loss))
     reporter = reporter or Reporter()
     table = sources.load(recipe.data, reporter)
-    if split_for(table, recipe.data)[0].val is None:
+    if make_split(table, recipe.data)[0].val is None:
         raise ConfigError(
             "tune: there are no validation classes to choose by. Give --data.val-fraction 0.1, or --data.folds 10."
         )

@@ -184,9 +184,9 @@ def status(argv: list[str]) -> None:
 
 def _study(target: str, args: StudyArgs) -> Study:
     """The study that is named, narrowed by flags."""
-    from nearkin.bench.presets import find
+    from nearkin.bench.presets import find_study
 
-    study = find(target, args.data)
+    study = find_study(target, args.data)
     if args.losses:
         known = study.names
         for name in args.losses:
@@ -205,11 +205,11 @@ def _place(target: str, study: Study) -> Path:
 
 
 def _workers(asked: int, device: str) -> int:
-    from nearkin.bench.machine import workers_for
+    from nearkin.bench.machine import default_workers
 
     if asked < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {asked}.")
-    return workers_for(asked, device)
+    return default_workers(asked, device)
 
 
 def _show_outcome(folder: StudyFolder, written: list[Path]) -> None:

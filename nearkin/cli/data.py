@@ -112,6 +112,6 @@ def data_get(argv: list[str]) -> None:
     name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
     args = parse(GetArgs, flags, "nearkin data get NAME")
     from nearkin._common.progress import Reporter
-    from nearkin.data.get import get
+    from nearkin.data.get import get_dataset
 
-    print(get(name, args.root, given=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))
+    print(get_dataset(name, args.root, given=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))

@@ -18,7 +18,7 @@ from nearkin._common.version import __version__
 from nearkin.cli._arguments import parse, show
 
 if TYPE_CHECKING:
-    from nearkin.training.distributed_check import Row
+    from nearkin.training.distributed_check import GradientCheck
 
 _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
 
@@ -36,9 +36,9 @@ def run(argv: list[str]) -> None:
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.distributed:
         from nearkin._common.progress import Reporter
-        from nearkin.training.distributed_check import certificate
+        from nearkin.training.distributed_check import check_gradients
 
-        rows = certificate(2, reporter=Reporter())
+        rows = check_gradients(2, reporter=Reporter())
         show(*certify(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
     show(examine())
@@ -63,7 +63,7 @@ def examine() -> RichTable:
     return table
 
 
-def certify(rows: Sequence[Row]) -> tuple[RichTable, str]:
+def certify(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:
     """What the gradients of several processes differ by from those of one, loss by loss, and a verdict in words."""
     from nearkin.training.distributed_check import TOLERANCE
 

@@ -16,7 +16,7 @@ from nearkin.errors import ConfigError, import_extra
 if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
-    from nearkin.deploy.index.trained import Trained
+    from nearkin.deploy.index.trained import TrainingClasses
     from nearkin.models.embedder import Embedder
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
@@ -85,9 +85,9 @@ def run(argv: list[str]) -> None:
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     from nearkin._common.progress import Reporter
-    from nearkin.deploy.index.builder import find_images, update
-    from nearkin.deploy.index.files import writing
-    from nearkin.deploy.index.trained import Trained, trained_on
+    from nearkin.deploy.index.builder import find_images, update_index
+    from nearkin.deploy.index.files import lock_index
+    from nearkin.deploy.index.trained import TrainingClasses, training_classes
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
     from nearkin.training.run import Run
@@ -106,10 +106,10 @@ def run(argv: list[str]) -> None:
     found = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     _check_steps(args, len(found.labels))
     judged = (args.calibrate or args.choose_rerank) and not args.assume_unseen
-    trained = trained_on(run, reporter) if judged else Trained()
-    with writing(args.out):
+    trained = training_classes(run, reporter) if judged else TrainingClasses()
+    with lock_index(args.out):
         store = open_store(args.store, _dim(model), model.fingerprint()) if args.store else None
-        made, done = update(
+        made, done = update_index(
             model,
             found,
             args.out,
@@ -139,7 +139,7 @@ def _check_steps(args: IndexArgs, items: int) -> None:
         import_extra("faiss", extra="graph")
 
 
-def _finish(made: Index, trained: Trained, args: IndexArgs, reporter: Reporter) -> Iterator[str]:
+def _finish(made: Index, trained: TrainingClasses, args: IndexArgs, reporter: Reporter) -> Iterator[str]:
     """What is worked out once the items are there; each is in the index before it is said."""
     seen = trained.labels_in(made)
     unlabelled = made.labels.count(None)

@@ -56,12 +56,12 @@ def run(argv: list[str]) -> None:
     args = parse(ReportArgs, rest, prog)
     from nearkin._common.progress import Reporter
     from nearkin.report.figures import write_figures
-    from nearkin.report.page import gather, write_report
+    from nearkin.report.page import build_report, write_report
     from nearkin.report.tables import write_tables
     from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]
-    made = gather(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
+    made = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
     print(write_report(made, args.out or runs[0].path / "report.html"))
     if args.json is not None:
         _write_json(made.to_dict(), args.json)
@@ -73,14 +73,14 @@ def run(argv: list[str]) -> None:
 
 
 def _study(args: ReportArgs) -> None:
-    from nearkin.report.study import gather_study, write_study_page
+    from nearkin.report.study import build_study_report, write_study_page
     from nearkin.report.study_figures import write_study_figures
 
     assert args.study is not None
     if args.tsne or args.tables is not None:
         given = "--tsne" if args.tsne else "--tables"
         raise ConfigError(f"{given}: not with --study; its tables lie in {args.study}/tournament.")
-    made = gather_study(args.study)
+    made = build_study_report(args.study)
     print(write_study_page(made, args.out or args.study / "report.html"))
     if args.json is not None:
         _write_json(made.to_dict(), args.json)

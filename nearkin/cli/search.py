@@ -14,7 +14,7 @@ from nearkin.cli._models import load_model, run_of
 from nearkin.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from nearkin.deploy.index.index import Answer, Index
+    from nearkin.deploy.index.index import Index, SearchResult
 
 SEARCH = "nearkin search DIR IMAGE..."
 AT_LEAST = 0.99
@@ -134,12 +134,12 @@ def label_of(opened: Index, path: Path) -> Any:
     return folder if folder in set(opened.labels) else None
 
 
-def _ask(opened: Index, queries: list[Query], args: SearchArgs) -> list[Answer]:
+def _ask(opened: Index, queries: list[Query], args: SearchArgs) -> list[SearchResult]:
     if args.store is None:
         return [opened.answer(query.vector, args.k, own=query.own, exact=args.exact) for query in queries]
     if opened.mark is None:
         raise ConfigError("--store: the index does not say which model made its vectors.")
-    from nearkin.deploy.index.index import Answer
+    from nearkin.deploy.index.index import SearchResult
     from nearkin.deploy.stores import open_store
 
     store = open_store(args.store, opened.dim, opened.mark.fingerprint)
@@ -149,17 +149,17 @@ def _ask(opened: Index, queries: list[Query], args: SearchArgs) -> list[Answer]:
         found = [hit for hit in store.search(query.vector, args.k + (own is not None)) if hit.id != own][: args.k]
         top = found[0].similarity if found else -1.0
         known = None if opened.threshold is None else opened.threshold.accepts(top)
-        answers.append(Answer(tuple(found), top, known))
+        answers.append(SearchResult(tuple(found), top, known))
     return answers
 
 
 def _set_rerank(opened: Index, args: SearchArgs) -> None:
-    from nearkin.deploy.index.rerank import by_name
+    from nearkin.deploy.index.rerank import find_reranker
 
     if args.rerank is not None:
         if args.store is not None:
             raise ConfigError("--rerank: works on the vectors in the folder, not through a store.")
-        opened.rerank = None if args.rerank == "none" else by_name(args.rerank)()
+        opened.rerank = None if args.rerank == "none" else find_reranker(args.rerank)()
 
 
 def _read_vectors(path: Path) -> Any:
@@ -177,7 +177,7 @@ def _read_vectors(path: Path) -> Any:
     return given[None] if given.ndim == 1 else given
 
 
-def _as_lines(opened: Index, query: Query, answer: Answer) -> list[str]:
+def _as_lines(opened: Index, query: Query, answer: SearchResult) -> list[str]:
     """An answer as lines in columns, in full: what is cut off could not be given to --item."""
     from rich.cells import cell_len
     from rich.markup import escape
@@ -203,7 +203,7 @@ def _as_lines(opened: Index, query: Query, answer: Answer) -> list[str]:
 
 
 def _as_json(
-    opened: Index, folder: str, queries: list[Query], answers: list[Answer], args: SearchArgs
+    opened: Index, folder: str, queries: list[Query], answers: list[SearchResult], args: SearchArgs
 ) -> dict[str, Any]:
     return {
         "index": folder,
@@ -230,7 +230,7 @@ def _as_json(
     }
 
 
-def _draw(opened: Index, queries: list[Query], answers: list[Answer], out: Path) -> None:
+def _draw(opened: Index, queries: list[Query], answers: list[SearchResult], out: Path) -> None:
     from nearkin.report.contact_sheet import SheetRow, contact_sheet
 
     rows = [

@@ -58,10 +58,10 @@ def run(argv: list[str]) -> None:
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")
     elif Path(target).is_dir():
         from nearkin.bench.trials import StudyFolder
-        from nearkin.report.study_overview import failure_line, present
+        from nearkin.report.study_overview import available_results, failure_line
 
         folder = StudyFolder.open(target)
-        results, failures = present(folder), failure_line(folder)
+        results, failures = available_results(folder), failure_line(folder)
     else:
         results = read_results(Path(target))
     judged = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)

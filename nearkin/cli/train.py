@@ -114,9 +114,9 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     if given is None:
         recipe = recipes.find(named or "glyphs_small")
     else:
-        from nearkin.data.sources import recognise
+        from nearkin.data.sources import detect_source
 
-        source = recognise(given)
+        source = detect_source(given)
         if named:
             recipe = recipes.find(named)
             recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
@@ -153,7 +153,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
 
 def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str]:
     """The recipe for data that came without one, for the device that will be used."""
-    from nearkin.training.auto_recipe import recipe_for
+    from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.factory import choose_device
 
     given_as = DataConfig(
@@ -163,7 +163,7 @@ def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str
         path_column=_value_of("--data.path-column", flags),
         label_column=_value_of("--data.label-column", flags),
     )
-    return recipe_for(given_as, gpu=choose_device(_value_of("--device", flags) or "auto").type == "cuda")
+    return choose_recipe(given_as, gpu=choose_device(_value_of("--device", flags) or "auto").type == "cuda")
 
 
 def _names(flag: str, flags: list[str]) -> bool:
@@ -171,10 +171,8 @@ def _names(flag: str, flags: list[str]) -> bool:
 
 
 def _takes_miner(loss: str) -> bool:
-    from nearkin import losses
-    from nearkin.losses.registry import LOSSES
+    from nearkin.losses import LOSSES
 
-    assert losses  # importing the package registers every loss
     return LOSSES[loss].inputs.pairs
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nearkin.bench.launch import Slurm, run_here, submit
+from nearkin.bench.launch import Slurm, run_local, submit
 from nearkin.bench.storage import is_database, without_password
 from nearkin.cli._arguments import parse, show
 from nearkin.cli.train import TrainArgs, parse_train
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> None:
         if is_database(search.address):
             reporter.info(f"on each further machine:\n  {shlex.join(['nearkin', 'tune', *_printable(argv, search)])}")
         if args.launch == "here":
-            run_here(search, args.workers, device=args.device, quiet=args.quiet)
+            run_local(search, args.workers, device=args.device, quiet=args.quiet)
         else:
             jobs = submit(search, args.workers, args.slurm, cluster=args.launch, device=args.device)
             print(f"jobs: {' '.join(jobs)} (what they say: {search.out / 'jobs'})")

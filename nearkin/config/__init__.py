@@ -1,0 +1,13 @@
+"""The frozen, typed settings of a training run."""
+
+from __future__ import annotations
+
+from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, TrainConfig
+
+__all__ = [
+    "ComponentConfig",
+    "DataConfig",
+    "ModelConfig",
+    "Recipe",
+    "TrainConfig",
+]

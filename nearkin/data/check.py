@@ -19,7 +19,7 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.image_info import HUGE, ImageInfo, inspect_images
 from nearkin.data.listing import Listing
 from nearkin.data.perceptual_hash import confirm, is_flat, near_pairs
-from nearkin.data.sources import fingerprint, list_source, load_features, recognise
+from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
 from nearkin.data.splits import EVALUATED
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, did_you_mean
@@ -82,7 +82,7 @@ def check_target(target: str, root: Path, reporter: Reporter) -> Report:
         hint = did_you_mean(target, BENCHMARKS) or f" There are: {', '.join(BENCHMARKS)}; or give a folder or a .csv."
         reason = "is drawn by nearkin itself and needs no check." if target == "glyphs" else "no such name or path."
         raise DataError(f"{target}: {reason}{hint}")
-    source = recognise(path)
+    source = detect_source(path)
     if source == "features":
         return check_features(load_features(path))
     return check(list_source(DataConfig(source=source, root=path, allow_missing=True)), reporter)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the registry brings torch with it, which help must not wait
     from nearkin.data.benchmarks import Archive, Benchmark
 
 
-def get(
+def get_dataset(
     name: str, root: Path, *, given: Sequence[Path] = (), sha256: str | None = None, reporter: Reporter | None = None
 ) -> str:
     """Bring a benchmark to `root`, check its counts, and say in one line what is there."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.loading import empty_batch, map_in_threads
-from nearkin.data.reading import Decoder, read_whole, square
+from nearkin.data.reading import Decoder, read_image, square
 from nearkin.errors import DataError
 
 Rows = NDArray[np.int64]
@@ -97,7 +97,7 @@ class FileImages:
         path = self.paths[row]
         path = Path(path) if isinstance(path, str) else path
         box = None if self.boxes is None else self.boxes[row].tolist()
-        return read_whole(path, self.side, box=box, channels=self.shape[0], decoder=self.decoder)
+        return read_image(path, self.side, box=box, channels=self.shape[0], decoder=self.decoder)
 
     def read(self, rows: Rows) -> Tensor:
         return stack_squares(self, rows)

@@ -131,7 +131,7 @@ def list_folder(root: Path) -> Listing:
     empty: list[str] = []
     ignored, unopened = list[Path](), list[Path]()
     for folder, part in classes:
-        images = images_below(folder, ignored, unopened)
+        images = list_image_files(folder, ignored, unopened)
         rows += [(path, folder.name, part) for path in images]
         if not images:
             empty.append(folder.name)
@@ -166,7 +166,7 @@ def _is_image_name(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
-def images_below(folder: Path, ignored: list[Path], unopened: list[Path]) -> list[Path]:
+def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) -> list[Path]:
     """Image files below a folder, links followed; a link that leads nowhere is listed too, so that it is named."""
     found: list[Path] = []
     seen: set[str] = set()

@@ -23,7 +23,7 @@ R = TypeVar("R")
 _PER_TASK = 8  # items that one thread takes at a time: enough to hide the cost of handing them over
 
 
-def usable_cores() -> int:
+def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -47,7 +47,7 @@ def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, kee
     step is raised when its job's turn comes.
     """
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers or usable_cores(), "nearkin-loading", initializer=_stay_in_one_thread)
+    pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", initializer=_stay_in_one_thread)
     under_way: deque[list[Future[R]]] = deque()
     try:
         for job in jobs:

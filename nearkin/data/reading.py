@@ -38,7 +38,7 @@ Decoder = Literal["auto", "pillow"]
 Box = Sequence[float]  # x, y, width, height in pixels of the upright picture
 
 
-def read_whole(
+def read_image(
     source: Any, side: int, *, box: Box | None = None, channels: int = 3, decoder: Decoder = "auto"
 ) -> Tensor:
     """The whole picture, uint8 [channels, h, w], scaled down so that its shorter side is at most `side`.

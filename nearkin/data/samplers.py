@@ -73,7 +73,8 @@ class BalancedSampler:
     ) -> None:
         if batch_size % samples_per_class:
             raise ConfigError(
-                f"train.batch_size: expected a multiple of train.samples_per_class ({samples_per_class}), got {batch_size}."
+                f"train.batch_size: expected a multiple of train.samples_per_class ({samples_per_class}), "
+                f"got {batch_size}."
             )
         by_class = np.argsort(labels, kind="stable")
         self.members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
@@ -134,10 +135,10 @@ def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
     return batches
 
 
-def share_of(count: int, rank: int, world: int) -> slice:
+def rank_share(count: int, rank: int, world: int) -> slice:
     """The rows of `count` that this rank works on: a run of them, at most one longer than another rank's.
 
-    >>> [share_of(7, rank, 3) for rank in range(3)]
+    >>> [rank_share(7, rank, 3) for rank in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
     """
     if not 0 <= rank < world:
@@ -151,7 +152,7 @@ def _share_of_batch(batch_size: int, rank: int, world: int) -> slice:
             f"train.batch_size: a batch of {batch_size} leaves some of {world} processes without an image. "
             f"Start {batch_size} processes at most."
         )
-    return share_of(batch_size, rank, world)
+    return rank_share(batch_size, rank, world)
 
 
 def make_sampler(

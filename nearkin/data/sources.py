@@ -76,7 +76,7 @@ def list_source(data: DataConfig) -> Listing:
     raise UserError(f"data.source: no source named '{data.source}'.{hint}")
 
 
-def recognise(path: Path) -> str:
+def detect_source(path: Path) -> str:
     """The source that fits what lies at a path, for `--data PATH`.
 
     A benchmark is known by its official files, a table by its suffix or its metadata.csv; all else is a folder.

@@ -45,7 +45,7 @@ class Holdout:
         return f"Holdout({self.num_images} images of {self.num_classes} classes, sealed)"
 
 
-def split_for(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
+def make_split(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
     """The split that a recipe's data section asks for. Parts on which nothing can be judged are refused."""
     split, holdout = _dealt(table, data)
     for part, judges in (("validation", split.val is None or has_answers(split.val)), ("test", holdout.has_answers)):

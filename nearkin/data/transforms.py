@@ -284,7 +284,7 @@ def training_batches(
     an image looks the same whichever rank reads it.
     """
     if augment.train is unchanged:
-        yield from viewing_batches(images, plan[start:], augment, workers=workers)
+        yield from eval_batches(images, plan[start:], augment, workers=workers)
         return
     side = augment.input_side(images.shape[1])
 
@@ -295,7 +295,7 @@ def training_batches(
     yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
 
 
-def viewing_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
+def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
     """Batches as evaluation sees them, uint8 [B, C, side, side], made ahead of their use."""
     if augment.plain and not hasattr(images, "whole"):  # in memory already
         yield from (images.read(rows) for rows in plan)

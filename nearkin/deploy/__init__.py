@@ -1,1 +1,37 @@
-"""A trained model put to use: an index of pictures, and search in it."""
+"""Trained models in use: a search index, a web server, exports, external vector stores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin._common.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from nearkin.deploy import export
+    from nearkin.deploy.export import export_run
+    from nearkin.deploy.index.index import Index, SearchResult
+    from nearkin.deploy.index.search import Hit
+    from nearkin.deploy.serve.app import Service, make_app
+    from nearkin.deploy.stores import open_store
+
+__all__ = [
+    "Hit",
+    "Index",
+    "SearchResult",
+    "Service",
+    "export",
+    "export_run",
+    "make_app",
+    "open_store",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "export": ("export", "export_run"),
+        "index.index": ("Index", "SearchResult"),
+        "index.search": ("Hit",),
+        "serve.app": ("Service", "make_app"),
+        "stores": ("open_store",),
+    },
+)

@@ -30,9 +30,9 @@ from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data import glyphs
-from nearkin.data.listing import images_below
+from nearkin.data.listing import list_image_files
 from nearkin.data.reading import MAX_ASPECT
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.images import model_input
@@ -277,7 +277,7 @@ def from_folder(model: Embedder, folder: Path, most: int = CHECKED) -> Checks:
     """Up to `most` images below a folder, evenly spread over it; those that cannot be read are passed over."""
     if not folder.is_dir():
         raise DataError(f"--images {folder}: there is no such folder.")
-    paths = images_below(folder, [], [])
+    paths = list_image_files(folder, [], [])
     pixels = _read(model, [(path, None) for path in _spread(paths, most)])
     if not len(pixels):
         raise DataError(f"--images {folder}: none of the {len(paths):,} image files below it can be read.")
@@ -307,7 +307,7 @@ def _pictures_of(run: Run, reporter: Reporter) -> tuple[Table, str]:
     """The run's validation rows, or those it trained on, by their files."""
     data = run.recipe.data
     table = glyphs.load() if data.source == "glyphs" else listed_table(data, reporter)
-    split = split_for(table, data)[0]
+    split = make_split(table, data)[0]
     return (split.train, "training") if split.val is None else (split.val, "validation")
 
 

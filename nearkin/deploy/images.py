@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nearkin.data.reading import Box, read_whole
+from nearkin.data.reading import Box, read_image
 from nearkin.data.transforms import AUGMENTS
 from nearkin.models.embedder import Embedder
 
@@ -18,4 +18,4 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
     """
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]
-    return augment.view(read_whole(source, augment.stored_side(side), box=box, channels=channels), side)
+    return augment.view(read_image(source, augment.stored_side(side), box=box, channels=channels), side)

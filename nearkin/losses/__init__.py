@@ -8,7 +8,9 @@ Pair losses take `Pairs`; class losses take (emb, labels, proxies) or the parame
 `reduction="mean" | "sum" | "none"` where their definition allows it. `LOSSES` is the registry, `loss` the decorator.
 """
 
+from nearkin.losses.miners import MINERS, miner
 from nearkin.losses.neighbour import ice, nca, snca
+from nearkin.losses.objective import Objective, WeightedSum
 from nearkin.losses.pair import contrastive, contrastive_l2, margin, margin_similarity, multi_similarity
 from nearkin.losses.proxy import (
     mpa,
@@ -27,8 +29,11 @@ from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc
 
 __all__ = [
     "LOSSES",
+    "MINERS",
     "Loss",
+    "Objective",
     "Range",
+    "WeightedSum",
     "arcface",
     "center",
     "choice",
@@ -43,6 +48,7 @@ __all__ = [
     "loss",
     "margin",
     "margin_similarity",
+    "miner",
     "mpa",
     "mpa_ap",
     "mpa_dw",

@@ -9,15 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nearkin import losses as _losses
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, Loss, Param, Reduction
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, as_batch
-
-assert _losses  # importing the package registers every loss
 
 
 class Objective(nn.Module):

@@ -91,7 +91,9 @@ class Difference:
         )
 
 
-def paired(name: str, first: Floats, second: Floats, codes: Ints, *, level: float, draws: int, seed: int) -> Difference:
+def paired_difference(
+    name: str, first: Floats, second: Floats, codes: Ints, *, level: float, draws: int, seed: int
+) -> Difference:
     """Compare two models query by query.
 
     The interval is a cluster bootstrap of the mean difference. The p-value is that of a sign-flip test: were the

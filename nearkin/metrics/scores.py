@@ -1,7 +1,7 @@
 """Measure a set of embeddings: every retrieval metric at once, kept per query, with intervals and comparisons.
 
-`score` gives Scores. What each metric means is said in nearkin.metrics.retrieval, how intervals are made in nearkin.metrics.bootstrap,
-clustering metrics are in nearkin.metrics.clustering.
+`score` gives Scores. What each metric means is said in retrieval.py, how intervals are made in bootstrap.py,
+clustering metrics are in clustering.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from nearkin.metrics._problem import Progress, as_bytes, make_problem
-from nearkin.metrics.bootstrap import Difference, bootstrap, mean, paired, percentiles
+from nearkin.metrics.bootstrap import Difference, bootstrap, mean, paired_difference, percentiles
 from nearkin.metrics.ranking import Ranking, assemble, count_hits, describe, tally
 from nearkin.metrics.retrieval import evaluate_metric, metric_bounds
 
@@ -296,7 +296,7 @@ def compare(
             "Score both models on the same items in the same order."
         )
     values = first.per_query[name], second.per_query[name]
-    return paired(name, *values, first.codes, level=level, draws=draws, seed=seed)
+    return paired_difference(name, *values, first.codes, level=level, draws=draws, seed=seed)
 
 
 def score_file(path: str | os.PathLike[str], *, ks: Sequence[int] = (1, 2, 4, 8), **options: Any) -> Scores:

@@ -22,7 +22,7 @@ from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import ModelConfig, Recipe, from_dict
 from nearkin.data.images import FileImages, Images
-from nearkin.data.transforms import AUGMENTS, viewing_batches
+from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models._base import Backbone, Pixels
 from nearkin.models.backbones import make_backbone
@@ -183,7 +183,7 @@ class Embedder(nn.Module):
         given: Any = images
         if not hasattr(images, "read"):
             given = FileImages(given, augment.stored_side(side), channels=channels)
-        yield from viewing_batches(given, plan, augment)
+        yield from eval_batches(given, plan, augment)
 
     def _check(self, whole: Tensor) -> Tensor:
         if whole.ndim == 2 and whole.is_floating_point() and whole.shape[1] == self.num_features:

@@ -1,1 +1,48 @@
-"""What a run looks like to a person: tables for the terminal, one HTML page to look at."""
+"""Everything that renders: HTML pages, figures, tables, contact sheets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin._common.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from nearkin.report import contact_sheet
+    from nearkin.report.critical_difference import draw_critical_difference
+    from nearkin.report.figures import write_figures
+    from nearkin.report.losses import explain, gradient_curves, list_losses
+    from nearkin.report.page import build_report, write_page, write_report
+    from nearkin.report.study import build_study_report, write_study_page
+    from nearkin.report.tables import write_tables
+    from nearkin.report.text import headline, result_table
+
+__all__ = [
+    "build_report",
+    "build_study_report",
+    "contact_sheet",
+    "draw_critical_difference",
+    "explain",
+    "gradient_curves",
+    "headline",
+    "list_losses",
+    "result_table",
+    "write_figures",
+    "write_page",
+    "write_report",
+    "write_study_page",
+    "write_tables",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "contact_sheet": ("contact_sheet",),
+        "critical_difference": ("draw_critical_difference",),
+        "figures": ("write_figures",),
+        "losses": ("explain", "gradient_curves", "list_losses"),
+        "page": ("build_report", "write_page", "write_report"),
+        "study": ("build_study_report", "write_study_page"),
+        "tables": ("write_tables",),
+        "text": ("headline", "result_table"),
+    },
+)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nearkin.data.reading import read_whole, square
+from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
 
@@ -86,7 +86,7 @@ def _tile(sheet: Any, pen: Any, left: int, top: int, picture: Any, edge: str) ->
     try:
         if picture is None:
             raise DataError("vector")
-        pixels = square(read_whole(picture, TILE), TILE)
+        pixels = square(read_image(picture, TILE), TILE)
         sheet.paste(import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
     except DataError:
         pen.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")

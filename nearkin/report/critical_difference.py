@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nearkin.bench.summary import p_text
+from nearkin.bench.summary import format_p
 from nearkin.bench.tournament import Tournament
 from nearkin.errors import DataError, import_extra
 
@@ -16,7 +16,7 @@ BLUE, ORANGE = "#0072B2", "#D55E00"  # told apart by every kind of colour vision
 ROW, BAR, LETTER, WIDTH = 0.29, 0.17, 0.085, 8.0
 
 
-def draw(judged: Tournament, path: Path, *, dpi: int = 150) -> Path:
+def draw_critical_difference(judged: Tournament, path: Path, *, dpi: int = 150) -> Path:
     """Write the diagram as .png or .svg (by the name of the file). Best on the left; returns the path."""
     if judged.friedman is None:
         raise DataError("The diagram needs two experiments or more in which every method has a value.")
@@ -79,7 +79,7 @@ def _picture(figure: Any, judged: Tournament) -> Any:
         text, side, align = (f"{name}  {mean:.2f}", -0.06, "right") if west else (f"{mean:.2f}  {name}", 0.06, "left")
         axes.text(edge + side, y, text, ha=align, va="center", color=INK, parse_math=False)
     caption = (
-        f"Mean ranks over {test.experiments} experiments, 1 is best (Friedman {p_text(test.p_value)}). "
+        f"Mean ranks over {test.experiments} experiments, 1 is best (Friedman {format_p(test.p_value)}). "
         f"Bars join what Nemenyi's test at {judged.alpha:g} cannot tell apart."
     )
     axes.text(width / 2, bottom + 0.1, caption, ha="center", va="bottom", color=FAINT, fontsize=8.5)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nearkin.analysis.hardness import Confusion, Hub, confused_pairs, hubs
-from nearkin.analysis.label_errors import Duplicate, Suspects, find_duplicates, find_suspects
+from nearkin.analysis.label_errors import Duplicate, LabelErrors, find_duplicates, find_label_errors
 from nearkin.data.images import Rows
 from nearkin.errors import DataError
 from nearkin.report import gallery
@@ -43,7 +43,7 @@ class Lists:
     views: dict[str, Rows]
     pairs: list[tuple[Confusion, Rows]]
     hubs: list[Hub]
-    suspects: Suspects | str
+    suspects: LabelErrors | str
     listed: Rows
     copies: Copies
 
@@ -76,14 +76,14 @@ def _pairs(view: View) -> list[tuple[Confusion, Rows]]:
     return [(pair, asking[(labels[asking] == pair.label) & (first == pair.taken_for)][:OF_PAIR]) for pair in found]
 
 
-def _suspects(view: View) -> Suspects | str:
+def _suspects(view: View) -> LabelErrors | str:
     try:
-        return find_suspects(view.emb, view.table.labels)
+        return find_label_errors(view.emb, view.table.labels)
     except DataError as error:  # each class has one row
         return str(error)
 
 
-def _worth_a_look(found: Suspects) -> Rows:
+def _worth_a_look(found: LabelErrors) -> Rows:
     first = found.order[np.isfinite(found.score[found.order])][:SUSPECTS]
     likely = int((found.probability[first] >= LIKELY).sum())
     return first[: max(FEWEST, likely)]

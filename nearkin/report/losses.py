@@ -65,7 +65,7 @@ def explain(name: str, picture: Path | None = None) -> str:
             lines.append(f"  {key:{width}}  default {default}; {span or 'no search range'}")
             lines += [f"  {'':{width}}  {line}" for line in textwrap.wrap(text, 90)]
     if picture is not None:
-        draw(name, picture)
+        draw_gradient(name, picture)
         lines += ["", f"gradient picture written to {picture}"]
     return "\n".join(lines)
 
@@ -175,7 +175,7 @@ def _class_scene(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasses
     return scenes, (*at, 0) if several else at
 
 
-def draw(name: str, path: Path, dpi: int = 120) -> None:
+def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
     """The gradient picture of a loss, as PNG: how hard a pair is pulled or pushed, over its similarity."""
     import_extra("matplotlib", extra="report").use("Agg")
     pyplot = import_extra("matplotlib.pyplot", extra="report")

@@ -65,10 +65,10 @@ class Report:
 
 def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
     """Write the page of one finished run and return where it is: report.html in the run folder, unless told."""
-    return write_report(gather([run], reporter=reporter), out or run.path / "report.html")
+    return write_report(build_report([run], reporter=reporter), out or run.path / "report.html")
 
 
-def gather(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Report:
+def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Report:
     """Look at the runs and all they were judged on. Runs that were judged on different images are refused."""
     if unfinished := [run for run in runs if run.result is None]:
         raise RunError(f"{unfinished[0].path}: this run is not finished. Run its training command again to go on.")

@@ -15,7 +15,7 @@ import numpy as np
 from nearkin._common.files import nan_to_none
 from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
-from nearkin.bench.aggregate import Cell, cells, paired_difference
+from nearkin.bench.aggregate import Aggregate, aggregate, paired_difference
 from nearkin.bench.papers import Published, published
 from nearkin.bench.statistics import holm
 from nearkin.bench.summary import summarize
@@ -23,7 +23,7 @@ from nearkin.bench.tournament import Pair, Tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
-from nearkin.report.critical_difference import draw
+from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.html import fill, write_html
 from nearkin.report.plots import Series, line_chart
 from nearkin.report.study_overview import in_order, run_study_tournament
@@ -41,7 +41,7 @@ class StudyReport:
     experiments: list[str]
     methods: list[str]
     """Best mean rank first."""
-    cells: dict[tuple[str, str], Cell]
+    cells: dict[tuple[str, str], Aggregate]
     """By (experiment, method)."""
     published: dict[tuple[str, str], list[Published]]
     tournament: Tournament | None
@@ -86,7 +86,7 @@ class StudyReport:
         return plain
 
 
-def gather_study(path: str | Path) -> StudyReport:
+def build_study_report(path: str | Path) -> StudyReport:
     """Look at a study as far as it is done."""
     folder = StudyFolder.open(path)
     outcomes = folder.outcomes()
@@ -121,7 +121,7 @@ def gather_study(path: str | Path) -> StudyReport:
         protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
         experiments=list(places),
         methods=order,
-        cells=cells(folder),
+        cells=aggregate(folder),
         published=known,
         tournament=tournament,
         baselines=baselines(folder) if folder.study.metric == "R@1" else {},
@@ -228,7 +228,7 @@ def diagram(tournament: Tournament | None) -> str | None:
     if tournament is None or tournament.friedman is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        drawn = draw(tournament, Path(folder) / "diagram.svg").read_bytes()
+        drawn = draw_critical_difference(tournament, Path(folder) / "diagram.svg").read_bytes()
     return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.report.critical_difference import draw
+from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.figures import COLOURS, DASHES, WIDTH, write_drawings
 from nearkin.report.study import StudyReport
 
@@ -19,7 +19,10 @@ def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
     drawings = {"losses": _losses, "sizes": _sizes, "networks": _networks}
     written = write_drawings(drawings, report, folder)
     if report.tournament is not None and report.tournament.friedman is not None:
-        written += [draw(report.tournament, folder / f"critical_difference{suffix}") for suffix in (".png", ".svg")]
+        written += [
+            draw_critical_difference(report.tournament, folder / f"critical_difference{suffix}")
+            for suffix in (".png", ".svg")
+        ]
     return written
 
 

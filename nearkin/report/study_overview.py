@@ -12,7 +12,7 @@ from typing import Any
 
 from nearkin._common.files import atomic_write
 from nearkin._common.progress import format_duration
-from nearkin.bench.aggregate import Cell, cells
+from nearkin.bench.aggregate import Aggregate, aggregate
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import Result
 from nearkin.bench.summary import summarize
@@ -111,7 +111,7 @@ def status_lines(folder: StudyFolder) -> str:
 # --- what came out ---------------------------------------------------------------------------------------------------
 
 
-def outcome_grid(folder: StudyFolder, found: dict[tuple[str, str], Cell], order: list[str]) -> Grid:
+def outcome_grid(folder: StudyFolder, found: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
     """Entrants by experiments: the mean over draws, and its sample deviation where there are several."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
     rows = []
@@ -128,7 +128,7 @@ def outcome_grid(folder: StudyFolder, found: dict[tuple[str, str], Cell], order:
     return Grid(title, ("method", *heads), tuple(rows))
 
 
-def present(folder: StudyFolder) -> list[Result]:
+def available_results(folder: StudyFolder) -> list[Result]:
     """Results of the methods that have a value somewhere.
 
     One that failed everywhere has withdrawn: it is listed among the failures, and the others are still ranked.
@@ -140,7 +140,7 @@ def present(folder: StudyFolder) -> list[Result]:
 
 def run_study_tournament(folder: StudyFolder) -> Tournament | None:
     """The tournament of those that have a value somewhere; None with fewer than two of them."""
-    results = present(folder)
+    results = available_results(folder)
     return run_tournament(results) if len({result.method for result in results}) > 1 else None
 
 
@@ -159,7 +159,7 @@ def in_order(folder: StudyFolder, tournament: Tournament | None) -> list[str]:
 
 def outcome_parts(folder: StudyFolder) -> list[Any]:
     """For the terminal: numbers, ranks, and in words what is settled."""
-    tournament, found = run_study_tournament(folder), cells(folder)
+    tournament, found = run_study_tournament(folder), aggregate(folder)
     order = in_order(folder, tournament)
     parts: list[Any] = [rich_table(outcome_grid(folder, found, order))]
     if tournament is not None:
@@ -176,7 +176,7 @@ def write_outcome(folder: StudyFolder) -> list[Path]:
     writer.writerow(("experiment", "method", "seed", "value", "reason"))
     for r in folder.results():
         writer.writerow((r.experiment, r.method, r.seed, "" if r.value is None else r.value, r.reason or ""))
-    tournament, found = run_study_tournament(folder), cells(folder)
+    tournament, found = run_study_tournament(folder), aggregate(folder)
     order = in_order(folder, tournament)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
     numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(outcome_grid(folder, found, order))}\n"

@@ -142,10 +142,10 @@ def write_files(judged: Tournament, folder: Path) -> list[Path]:
         raise DataError(f"{folder}: cannot be written: {error.strerror}. Give another folder with --out.") from None
     written = [folder / name for name in texts]
     if judged.friedman is not None:
-        from nearkin.report.critical_difference import draw
+        from nearkin.report.critical_difference import draw_critical_difference
 
         for suffix in (".png", ".svg"):
-            written.append(draw(judged, folder / f"critical_difference{suffix}"))
+            written.append(draw_critical_difference(judged, folder / f"critical_difference{suffix}"))
     return written
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearkin._common.progress import Reporter
 from nearkin.data import sources
 from nearkin.data.images import Rows
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.data.table import Table
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.ranking import neighbours
@@ -88,7 +88,7 @@ def load_view(run: Run, *, reporter: Reporter) -> View:
     table = sources.load(recipe.data, reporter)
     if table.fingerprint != result["protocol"]["fingerprint"]:
         raise DataError(f"{table.source}: the data have changed since this run was made.")
-    split, holdout = split_for(table, recipe.data)
+    split, holdout = make_split(table, recipe.data)
     judged = result["test"] is not None
     part = holdout.open() if judged else split.val
     if part is None:

@@ -1,0 +1,43 @@
+"""Recipes, the training loop, checkpoints, run folders, several processes and the final evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin._common.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from nearkin.training import distributed, recipes, run_key
+    from nearkin.training.auto_recipe import choose_recipe
+    from nearkin.training.evaluation import evaluate, evaluate_final
+    from nearkin.training.factory import choose_device, make_model, make_objective
+    from nearkin.training.loop import fit
+    from nearkin.training.run import Run
+
+__all__ = [
+    "Run",
+    "choose_device",
+    "choose_recipe",
+    "distributed",
+    "evaluate",
+    "evaluate_final",
+    "fit",
+    "make_model",
+    "make_objective",
+    "recipes",
+    "run_key",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "auto_recipe": ("choose_recipe",),
+        "distributed": ("distributed",),
+        "evaluation": ("evaluate", "evaluate_final"),
+        "factory": ("choose_device", "make_model", "make_objective"),
+        "loop": ("fit",),
+        "recipes": ("recipes",),
+        "run": ("Run",),
+        "run_key": ("run_key",),
+    },
+)

@@ -18,7 +18,7 @@ _MANY = 2000  # pictures from which a small network learns more than a pretraine
 _SMALL = 64  # pixels of the shorter side below which a network for photos sees little
 
 
-def recipe_for(given: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
+def choose_recipe(given: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
     """A recipe for what lies at `given.root`, and why it was chosen, in words."""
     if given.source == "features":
         chosen = _at(recipes.features_default(), given)

@@ -13,8 +13,8 @@ Every rank computes the loss of the whole batch, on embeddings gathered from all
 
 One rule holds for all parameters: the mean over the ranks is the gradient of one process. For the network, because the
 gather hands each rank its own rows' gradient times the number of ranks. For class parameters, because every rank has
-the whole gradient already. `all_reduce_gradients` takes this mean; DistributedDataParallel takes it too, so a model may be
-wrapped in that instead. A cross-batch memory remembers the gathered batch and so is the same on every rank.
+the whole gradient already. `all_reduce_gradients` takes this mean; DistributedDataParallel takes it too, so a model
+may be wrapped in that instead. A cross-batch memory remembers the gathered batch and so is the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nearkin.data.samplers import share_of
+from nearkin.data.samplers import rank_share
 from nearkin.errors import ConfigError, DataError, ProcessLostError
 from nearkin.ops.pairs import as_labels
 
@@ -207,7 +207,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 def rank_slice(count: int) -> slice:
     """The rows of `count` that this rank works on: a run of them, at most one longer than another rank's."""
-    return share_of(count, rank(), world_size())
+    return rank_share(count, rank(), world_size())
 
 
 class _Gather(torch.autograd.Function):

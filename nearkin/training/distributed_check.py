@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin._common.progress import Reporter
-from nearkin.data.samplers import share_of
+from nearkin.data.samplers import rank_share
 from nearkin.errors import ConfigError, ProcessLostError
 from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
@@ -52,7 +52,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class GradientCheck:
     """The largest difference between N processes and one, relative to the largest entry of one process's tensor.
 
     embeddings   the gradient of each embedding
@@ -74,13 +74,13 @@ class Row:
         return self.worst <= TOLERANCE
 
 
-def certificate(
+def check_gradients(
     processes: int = 2,
     *,
     dtype: torch.dtype = torch.float32,
     timeout: float = 300.0,
     reporter: Reporter | None = None,
-) -> list[Row]:
+) -> list[GradientCheck]:
     """Compare one process with `processes` local ones (gloo, loopback only) on every case. No process outlives it."""
     if processes < 2:
         raise ConfigError(f"processes: expected 2 or more to compare with one, got {processes}.")
@@ -146,9 +146,9 @@ def own_rows(count: int, split: Split, rank: int, world: int) -> slice:
     if world == 1:
         return slice(0, count)
     if split == "even shares":
-        return share_of(count, rank, world)
+        return rank_share(count, rank, world)
     if split == "one rank idle":
-        return slice(count, count) if rank == world - 1 else share_of(count, rank, world - 1)
+        return slice(count, count) if rank == world - 1 else rank_share(count, rank, world - 1)
     ends = [count * r * (r + 1) // (world * (world + 1)) for r in range(world + 1)]  # rank r holds about r + 1 parts
     return slice(*list(pairwise(ends))[rank])
 
@@ -191,7 +191,7 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return found
 
 
-def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tensor]]) -> Row:
+def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tensor]]) -> GradientCheck:
     """The worst over ranks and tensors of each kind."""
     worst: dict[str, float] = {}
     for found in ranks:
@@ -200,7 +200,7 @@ def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tens
         for name, tensor in alone.items():
             kind = name.partition(" ")[0]
             worst[kind] = max(worst.get(kind, 0.0), relative(found[name], tensor))
-    return Row(case, worst["embeddings"], worst["network"], worst.get("parameters"))
+    return GradientCheck(case, worst["embeddings"], worst["network"], worst.get("parameters"))
 
 
 def relative(got: Tensor, want: Tensor) -> float:

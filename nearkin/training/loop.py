@@ -17,7 +17,7 @@ from nearkin.config.recipe import Recipe
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.data.table import Table
 from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.losses.registry import LOSSES
@@ -68,7 +68,7 @@ def fit(
 
     final     False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
     trackers  "tensorboard", "wandb": where the numbers of each epoch also go
-    watch     is told each epoch and the best validation R@1 so far; where it answers True, `TrainingStoppedError` is raised
+    watch     is told each epoch and the best validation R@1 so far; True raises `TrainingStoppedError`
     """
     with process_group(choose_device(device)) as place:
         said_by = (reporter or Reporter()) if is_main_process() else Reporter(quiet=True)
@@ -86,7 +86,7 @@ def _fit(
 ) -> Run:
     validate_recipe(recipe)
     table = sources.load(recipe.data, reporter)
-    split, holdout = split_for(table, recipe.data)
+    split, holdout = make_split(table, recipe.data)
     model = make_model(recipe, table, reporter)
     key = run_key(recipe, f"{table.fingerprint}{model_fingerprint(recipe, model)}")
     run = Run(broadcast_object(Run.create(runs, key, recipe).path if is_main_process() else None) or runs / key)

@@ -343,7 +343,7 @@ def _whole(text: int | str) -> int:
 
 def find(name: str) -> Recipe:
     """A recipe by its name here (`name:choice:choice` where it takes some), or from a TOML file or a run folder."""
-    from nearkin.data.sources import recognise
+    from nearkin.data.sources import detect_source
 
     plain, *choices = name.split(":")
     if plain in RECIPES:
@@ -357,7 +357,7 @@ def find(name: str) -> Recipe:
         what = "" if (path / "recipe.toml").exists() else "not a run folder (it holds no recipe.toml)"
         path = path / "recipe.toml"
     elif path.is_file() and path.suffix != ".toml":
-        what = "" if recognise(path) == "folder" else "data, not a recipe"
+        what = "" if detect_source(path) == "folder" else "data, not a recipe"
     if what:
         raise ConfigError(f"{name}: {what}. To train on it: nearkin train --data {shlex.quote(name)}")
     if path.suffix == ".toml" or path.exists():

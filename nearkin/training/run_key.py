@@ -8,12 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nearkin import losses as _losses
 from nearkin.config.recipe import ComponentConfig, Recipe, Scalar, to_plain_dict
+from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
-from nearkin.losses.registry import LOSSES
-
-assert _losses  # importing the package registers every loss
 
 
 def run_key(recipe: Recipe, fingerprint: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.paths import SHARED
 
-from nearkin.analysis.label_errors import Suspects, find_duplicates, find_suspects
+from nearkin.analysis.label_errors import LabelErrors, find_duplicates, find_label_errors
 from nearkin.errors import ConfigError, DataError
 
 FEATURES = SHARED / "data" / "cub_efficientnet_lite0_224.npz"
@@ -33,7 +33,7 @@ def planted(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np
     return changed, rows
 
 
-def hits(found: Suspects, rows: np.ndarray) -> float:
+def hits(found: LabelErrors, rows: np.ndarray) -> float:
     return float(np.isin(found.order[: len(rows)], rows).mean())
 
 
@@ -43,7 +43,7 @@ def hits(found: Suspects, rows: np.ndarray) -> float:
 def test_planted_errors_come_first_with_their_true_class():
     x, labels = blobs(noise=0.5)
     changed, rows = planted(labels, 0.05, seed=1)
-    found = find_suspects(x, changed)
+    found = find_label_errors(x, changed)
     assert hits(found, rows) == 1.0
     assert (found.suggested[rows] == labels[rows]).all()
     assert (found.probability[rows] > 0.9).all()
@@ -54,7 +54,7 @@ def test_planted_errors_come_first_with_their_true_class():
 
 def test_clean_labels_are_left_alone():
     x, labels = blobs(noise=0.5)
-    found = find_suspects(x, labels)
+    found = find_label_errors(x, labels)
     assert found.share < 0.005
     assert found.probability.max() < 0.5
 
@@ -63,7 +63,7 @@ def test_clean_labels_are_left_alone():
 def test_the_expected_number_is_right_for_blind_errors(share):
     x, labels = blobs(per=60, noise=1.0)
     changed, rows = planted(labels, share, seed=2)
-    found = find_suspects(x, changed)
+    found = find_label_errors(x, changed)
     assert found.share == pytest.approx(share, rel=0.25)
     top = len(rows)
     assert found.expected(top) / top == pytest.approx(hits(found, rows), abs=0.12)
@@ -71,7 +71,7 @@ def test_the_expected_number_is_right_for_blind_errors(share):
 
 def test_features_without_any_sense_say_so():
     labels = np.repeat(np.arange(10), 30)
-    found = find_suspects(np.random.default_rng(0).standard_normal((300, 16)), labels)
+    found = find_label_errors(np.random.default_rng(0).standard_normal((300, 16)), labels)
     assert found.share > 0.3  # the embeddings do not tell the classes apart
 
 
@@ -83,7 +83,7 @@ def test_planted_errors_among_real_photographs(seed):
     with np.load(FEATURES) as stored:
         x, labels = stored["features"], stored["labels"].astype(np.int64)
     changed, rows = planted(labels, 0.03, seed)
-    found = find_suspects(x, changed)
+    found = find_label_errors(x, changed)
     assert hits(found, rows) >= 0.83
     assert 0.02 < found.share < 0.05
 
@@ -105,7 +105,7 @@ def test_the_judgement_of_a_row_against_plain_loops():
 
     label_errors._choose = note
     try:
-        found = find_suspects(x, labels, folds=3)
+        found = find_label_errors(x, labels, folds=3)
     finally:
         label_errors._choose = choose
     (shrinkage, temperature), fold = seen["chosen"], seen["rows"].fold.numpy()
@@ -134,10 +134,12 @@ def test_the_judgement_of_a_row_against_plain_loops():
 def test_the_result_does_not_depend_on_memory_or_on_types():
     x, labels = blobs(classes=250, per=4, dim=16)
     changed, _ = planted(labels, 0.05, seed=3)
-    found = find_suspects(x, changed)
-    small = find_suspects(torch.tensor(x, dtype=torch.float32), changed.tolist(), memory="1MB")  # 125 rows at a time
+    found = find_label_errors(x, changed)
+    small = find_label_errors(
+        torch.tensor(x, dtype=torch.float32), changed.tolist(), memory="1MB"
+    )  # 125 rows at a time
     np.testing.assert_allclose(small.score, found.score, rtol=1e-4, atol=1e-3)
-    named = find_suspects(x, np.array([f"kind {c:03d}" for c in changed]))
+    named = find_label_errors(x, np.array([f"kind {c:03d}" for c in changed]))
     np.testing.assert_array_equal(named.score, found.score)
     assert named.suggested.tolist() == [f"kind {c:03d}" for c in found.suggested]
 
@@ -149,7 +151,7 @@ def test_classes_of_one_and_two_rows():
     x, labels = blobs(classes=6, noise=0.3)
     labels[0], labels[1], labels[2] = 90, 91, 91  # a class of one row and a class of two, all three really of class 0
     with np.errstate(all="raise"):
-        found = find_suspects(x, labels)
+        found = find_label_errors(x, labels)
     assert math.isnan(found.score[0])
     assert found.order[-1] == 0
     assert np.isfinite(np.delete(found.score, 0)).all()
@@ -158,7 +160,7 @@ def test_classes_of_one_and_two_rows():
 
 
 def test_two_classes_and_three_rows():
-    found = find_suspects([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]], ["a", "a", "b"])
+    found = find_label_errors([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]], ["a", "a", "b"])
     assert found.suggested.tolist() == ["b", "b", "a"]
     assert math.isnan(found.score[2])
 
@@ -166,7 +168,7 @@ def test_two_classes_and_three_rows():
 def test_identical_and_zero_rows():
     labels = np.repeat([0, 1], 6)
     for x in (np.ones((12, 4)), np.zeros((12, 4)), np.repeat(np.eye(2), 6, axis=0)):
-        found = find_suspects(x, labels)
+        found = find_label_errors(x, labels)
         assert np.isfinite(found.score).all()
         assert np.isfinite(found.probability).all()
 
@@ -184,12 +186,12 @@ def test_identical_and_zero_rows():
 )
 def test_what_is_refused(x, labels, text):
     with pytest.raises(DataError, match=text):
-        find_suspects(x, labels)
+        find_label_errors(x, labels)
 
 
 def test_settings_that_are_refused():
     with pytest.raises(ConfigError, match="folds"):
-        find_suspects(np.eye(4), [0, 0, 1, 1], folds=1)
+        find_label_errors(np.eye(4), [0, 0, 1, 1], folds=1)
     with pytest.raises(ConfigError, match="threshold"):
         find_duplicates(np.eye(4), [0, 0, 1, 1], threshold=96)
 
@@ -197,7 +199,7 @@ def test_settings_that_are_refused():
 def test_progress_reaches_one():
     x, labels = blobs()
     seen: list[float] = []
-    find_suspects(x, labels, progress=seen.append)
+    find_label_errors(x, labels, progress=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 
@@ -213,7 +215,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_the_file_holds_the_order_and_no_formulas(tmp_path):
     x, labels = blobs(classes=6, noise=0.3)
     changed, rows = planted(labels, 0.05, seed=4)
-    found = find_suspects(x, changed)
+    found = find_label_errors(x, changed)
     names = ["=HYPERLINK(1)", "+1", "-2+3", "@SUM(A1)", " =1", 'a, "quoted"\nname']
     paths = [f"=photos/{i}.jpg" if i % 2 else f"photos/ü {i}.jpg" for i in range(len(x))]
     target = tmp_path / "suspects.csv"
@@ -233,7 +235,7 @@ def test_the_file_holds_the_order_and_no_formulas(tmp_path):
 
 def test_the_file_without_names_and_its_errors(tmp_path):
     x, labels = blobs(classes=3)
-    found = find_suspects(x, labels)
+    found = find_label_errors(x, labels)
     found.to_csv(tmp_path / "all.csv")
     got = read(tmp_path / "all.csv")
     assert len(got) == len(x)

@@ -9,7 +9,7 @@ from helpers.studies import small_study, write_features
 
 from nearkin._common.progress import Reporter
 from nearkin.bench import presets
-from nearkin.bench.aggregate import cells, paired_difference
+from nearkin.bench.aggregate import aggregate, paired_difference
 from nearkin.bench.estimates import Estimate, costs, measured_speed
 from nearkin.bench.protocols import Protocol
 from nearkin.bench.study import Dataset, Study
@@ -17,7 +17,7 @@ from nearkin.bench.trials import StudyFolder, run_trial, work
 from nearkin.cli import main
 from nearkin.config.recipe import ModelConfig
 from nearkin.data.sources import load_features
-from nearkin.data.splits import Holdout, split_for
+from nearkin.data.splits import Holdout, make_split
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.losses.registry import LOSSES
 from nearkin.metrics.scores import Scores
@@ -78,10 +78,10 @@ def test_the_same_study_from_a_file(features, tmp_path):
 
 
 def test_all_losses_and_the_presets(features):
-    assert presets.find("features", features).names == tuple(LOSSES)
-    assert len(presets.find("features", features).trials()) == len(LOSSES) * 4 * 3
-    assert len(presets.find("tiny").trials()) == len(LOSSES) * 2 * 2
-    matrix = presets.find("thesis").trials()
+    assert presets.find_study("features", features).names == tuple(LOSSES)
+    assert len(presets.find_study("features", features).trials()) == len(LOSSES) * 4 * 3
+    assert len(presets.find_study("tiny").trials()) == len(LOSSES) * 2 * 2
+    matrix = presets.find_study("thesis").trials()
     assert len(matrix) == 3 * 3 * 10 * 4
     sop = next(t for t in matrix if (t.experiment, t.method) == ("sop googlenet 64", "soft_triple"))
     assert (sop.recipe.loss.settings["centers"], sop.recipe.train.step_factor) == (2, 0.25)
@@ -233,7 +233,7 @@ def test_folds_are_disjoint_and_cover_the_training_classes(features):
     trials = [t for t in study.trials() if t.seed == 0]
     groups = []
     for trial in trials:
-        split, holdout = split_for(table, trial.recipe.data)
+        split, holdout = make_split(table, trial.recipe.data)
         groups.append(set(split.val.class_names))
         assert not groups[-1] & set(split.train.class_names)
         assert holdout.num_classes == 12
@@ -285,7 +285,7 @@ def test_means_deviations_and_paired_differences(features, tmp_path):
     for trial in folder.trials:
         stored = Scores.load(f"{folder.outcome(trial).run}/per_query.npz")
         values.setdefault(trial.method, []).append(stored.per_query["R@1"])
-    found = cells(folder)
+    found = aggregate(folder)
     for method, runs in values.items():
         per_run = [100 * float(np.mean(run)) for run in runs]
         cell = found["clouds 4", method]
@@ -304,7 +304,7 @@ def test_a_trial_that_fails_is_shown_and_never_scored(features, tmp_path):
     states = {trial.method: folder.outcome(trial) for trial in folder.trials}
     assert (states["norm_softmax"].status, states["triplet"].status) == ("done", "failed")
     assert "stopped being finite" in states["triplet"].reason
-    assert cells(folder)["clouds 4", "triplet"].short() == "1 failed"
+    assert aggregate(folder)["clouds 4", "triplet"].short() == "1 failed"
     (failed,) = (r for r in folder.results() if r.method == "triplet")
     assert failed.value is None
     assert folder.forget_failures() == 1

@@ -13,7 +13,7 @@ from helpers.studies import small_study, write_features
 import nearkin.training.loop
 from nearkin._common.progress import Reporter
 from nearkin.bench import presets
-from nearkin.bench.machine import threads_for, workers_for
+from nearkin.bench.machine import default_workers, threads_for
 from nearkin.bench.trials import Outcome, StudyFolder, run_trial, work
 from nearkin.bench.workers import Worker, _last_words
 from nearkin.cli import main
@@ -169,8 +169,8 @@ def test_a_worker_that_stops_by_itself_says_why(folder, tmp_path):
 def test_a_folder_named_like_a_preset_is_not_taken_for_a_study(features, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "features").mkdir()
-    assert _place("features", presets.find("features", features)) == Path("studies/features")
-    assert _place(".", presets.find("features", features)) == Path()
+    assert _place("features", presets.find_study("features", features)) == Path("studies/features")
+    assert _place(".", presets.find_study("features", features)) == Path()
 
 
 def test_what_a_narrower_study_leaves_out_is_named(features, tmp_path):
@@ -228,7 +228,7 @@ def test_workers_share_the_cores_that_this_process_may_use():
     may = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(may)})
-        assert (workers_for(0, "cpu"), threads_for(1)) == (1, 1)
+        assert (default_workers(0, "cpu"), threads_for(1)) == (1, 1)
     finally:
         os.sched_setaffinity(0, may)
 

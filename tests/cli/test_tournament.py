@@ -17,7 +17,7 @@ from nearkin.bench.tournament import Result, read_results, run_tournament
 from nearkin.cli.tournament import run as tournament
 from nearkin.errors import UserError
 from nearkin.report import study_tables
-from nearkin.report.critical_difference import draw
+from nearkin.report.critical_difference import draw_critical_difference
 
 pytest.importorskip("scipy", reason="the extra bench is not installed")
 pytest.importorskip("matplotlib", reason="the extra report is not installed")
@@ -152,21 +152,24 @@ def test_the_standings_show_failures_only_if_there_are_any(judged):
 
 
 def test_pictures(judged, tmp_path):
-    png, svg = draw(judged, tmp_path / "sub" / "d.png"), draw(judged, tmp_path / "d.svg")
+    png, svg = (
+        draw_critical_difference(judged, tmp_path / "sub" / "d.png"),
+        draw_critical_difference(judged, tmp_path / "d.svg"),
+    )
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
-    again = draw(judged, tmp_path / "again.svg")
+    again = draw_critical_difference(judged, tmp_path / "again.svg")
     assert again.read_bytes() == svg.read_bytes()
     with pytest.raises(UserError, match=r"written as .png or .svg; got '.pdf'"):
-        draw(judged, tmp_path / "d.pdf")
+        draw_critical_difference(judged, tmp_path / "d.pdf")
     with pytest.raises(UserError, match="needs two experiments"):
-        draw(run_tournament(results(["a", "b"], experiments=1)), tmp_path / "d.png")
+        draw_critical_difference(run_tournament(results(["a", "b"], experiments=1)), tmp_path / "d.png")
 
 
 @pytest.mark.parametrize("count", [2, 3, 25])
 def test_pictures_of_few_and_of_many(count, tmp_path):
     found = run_tournament(results([f"entrant_number_{i}" for i in range(count)], experiments=4), draws=100)
-    assert draw(found, tmp_path / "d.png").stat().st_size > 5000
+    assert draw_critical_difference(found, tmp_path / "d.png").stat().st_size > 5000
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from helpers.paths import SHARED
 from nearkin.cli.train import parse_train
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS, Counts
-from nearkin.data.sources import load, recognise
-from nearkin.data.splits import split_for
+from nearkin.data.sources import detect_source, load
+from nearkin.data.splits import make_split
 from nearkin.errors import DataError
 
 CUB = SHARED / "data" / "CUB_200_2011"
@@ -40,7 +40,7 @@ def test_real_cub_has_the_papers_split_and_not_the_one_for_classification():
     closed_set = [line.split()[1] == "1" for line in (CUB / "train_test_split.txt").read_text().splitlines()]
     assert sum(closed_set) == 5_994
     assert not np.array_equal(closed_set, train)
-    assert recognise(CUB) == recognise(CUB.parent) == "cub"
+    assert detect_source(CUB) == detect_source(CUB.parent) == "cub"
     assert BENCHMARKS["cub"].list(CUB.parent).paths == listing.paths
 
 
@@ -73,7 +73,7 @@ def test_cub_loads_by_name_and_splits_officially(tmp_path, small_cub, quiet):
     assert (table.source, len(table), table.num_classes, table.boxes) == ("cub", 12, 6, None)
     assert table.labels.tolist() == sorted(table.labels.tolist())
     with pytest.raises(DataError, match="3 classes to train and 3 to test"):
-        split_for(table, DataConfig())
+        make_split(table, DataConfig())
     cut = load(DataConfig(source="cub", root=root, image_size=8, crop_to_boxes=True), quiet)
     assert cut.boxes.tolist()[0] == [1, 2, 6, 5]
     assert cut.protocol()["boxes"] is True
@@ -178,7 +178,7 @@ def test_sop(tmp_path):
     assert listing.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert listing.part.tolist() == ["train"] * 4 + ["test"] * 4
     assert listing.groups.tolist() == ["bicycle", "mug"] * 4
-    assert recognise(root) == "sop"
+    assert detect_source(root) == "sop"
     with pytest.raises(DataError, match="sop: expected 59,551 train images of 11,318 classes"):
         BENCHMARKS["sop"].list(root)
     (root / "mug_final" / "103_0.JPG").unlink()
@@ -207,7 +207,7 @@ def test_inshop(tmp_path, above, quiet, monkeypatch):
     table = load(DataConfig(source="inshop", root=tmp_path, image_size=8), quiet)
     assert table.parts == ("train", "query", "gallery")
     assert set(table.groups) == {"WOMEN/Dresses"}
-    split, holdout = split_for(table, DataConfig(val_fraction=0.4))
+    split, holdout = make_split(table, DataConfig(val_fraction=0.4))
     judged = holdout.open()
     assert (holdout.num_images, holdout.num_classes) == (6, 3)
     assert judged.of_part("query").labels.tolist() == judged.of_part("gallery").labels.tolist() == [0, 1, 2]

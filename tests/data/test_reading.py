@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from nearkin.data import reading
 from nearkin.data.images import FileImages
-from nearkin.data.reading import read_size, read_whole, square
+from nearkin.data.reading import read_image, read_size, square
 from nearkin.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
@@ -44,7 +44,7 @@ def test_pictures_are_turned_as_their_camera_meant(tmp_path, orientation, suffix
     path = tmp_path / f"turned.{suffix}"
     Image.fromarray(scene()).save(path, exif=exif)
     expected = planes(ImageOps.exif_transpose(Image.open(path)))
-    assert difference(read_whole(path, 500, decoder=decoder), expected) <= 1
+    assert difference(read_image(path, 500, decoder=decoder), expected) <= 1
     assert sorted(read_size(path)) == [60, 90]
 
 
@@ -89,9 +89,9 @@ def test_every_kind_of_picture_becomes_rgb(tmp_path, mode, suffix, most, decoder
     picture, expected = made(mode)
     path = tmp_path / f"picture.{suffix}"
     picture.save(path, **({"quality": 98, "subsampling": 0} if suffix == "jpg" else {}))
-    assert difference(read_whole(path, 500, decoder=decoder), planes(expected)) <= most
-    assert torch.equal(read_whole(path, 500, decoder=decoder), read_whole(path, 500, decoder="pillow"))
-    grey = read_whole(path, 500, channels=1, decoder=decoder)
+    assert difference(read_image(path, 500, decoder=decoder), planes(expected)) <= most
+    assert torch.equal(read_image(path, 500, decoder=decoder), read_image(path, 500, decoder="pillow"))
+    grey = read_image(path, 500, channels=1, decoder=decoder)
     assert difference(grey, torch.from_numpy(np.array(expected.convert("L")))[None]) <= max(most, 1)
 
 
@@ -101,7 +101,7 @@ def test_a_palette_with_a_transparent_colour_lies_over_white(tmp_path):
     picture.paste(0, (5, 5, 10, 10))
     for name in ("p.png", "p.gif"):
         picture.save(tmp_path / name, transparency=0)
-        pixels = read_whole(tmp_path / name, 50)
+        pixels = read_image(tmp_path / name, 50)
         assert pixels[:, 7, 7].tolist() == [255, 255, 255]
         assert pixels[:, 0, 0].tolist() == [0, 0, 255]
 
@@ -109,7 +109,7 @@ def test_a_palette_with_a_transparent_colour_lies_over_white(tmp_path):
 def test_a_picture_in_memory_is_read_like_its_file(tmp_path):
     picture, _ = made("RGBA")
     picture.save(tmp_path / "a.png")
-    assert torch.equal(read_whole(picture, 30), read_whole(tmp_path / "a.png", 30))
+    assert torch.equal(read_image(picture, 30), read_image(tmp_path / "a.png", 30))
 
 
 @pytest.mark.parametrize(("height", "width"), [(120, 180), (180, 120), (100, 100)])
@@ -117,7 +117,7 @@ def test_scaling_is_antialiased_as_in_pillow(tmp_path, height, width):
     noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
     path = tmp_path / "noise.png"
     Image.fromarray(noise).save(path)
-    whole = read_whole(path, 40)
+    whole = read_image(path, 40)
     assert min(whole.shape[1:]) == 40
     expected = planes(Image.fromarray(noise).resize((whole.shape[2], whole.shape[1]), Image.Resampling.BILINEAR))
     assert difference(whole, expected) <= 1
@@ -127,7 +127,7 @@ def test_scaling_is_antialiased_as_in_pillow(tmp_path, height, width):
 
 def test_a_small_picture_is_not_enlarged_in_the_store_but_is_in_its_square(tmp_path):
     Image.fromarray(scene(20, 30)).save(tmp_path / "small.png")
-    whole = read_whole(tmp_path / "small.png", 64)
+    whole = read_image(tmp_path / "small.png", 64)
     assert whole.shape == (3, 20, 30)
     assert square(whole, 64).shape == (3, 64, 64)
 
@@ -136,10 +136,10 @@ def test_a_small_picture_is_not_enlarged_in_the_store_but_is_in_its_square(tmp_p
 def test_a_large_jpeg_decoded_at_a_fraction_looks_as_if_decoded_whole(tmp_path, decoder):
     picture = Image.fromarray(scene(800, 1200))
     picture.save(tmp_path / "large.jpg", quality=95)
-    whole = read_whole(tmp_path / "large.jpg", 100, decoder=decoder)
+    whole = read_image(tmp_path / "large.jpg", 100, decoder=decoder)
     expected = planes(Image.open(tmp_path / "large.jpg").resize((150, 100), Image.Resampling.BILINEAR))
     assert difference(whole, expected) <= 4
-    boxed = read_whole(tmp_path / "large.jpg", 50, box=(200, 100, 400, 400), decoder=decoder)
+    boxed = read_image(tmp_path / "large.jpg", 50, box=(200, 100, 400, 400), decoder=decoder)
     part = Image.open(tmp_path / "large.jpg").crop((200, 100, 600, 500)).resize((50, 50), Image.Resampling.BILINEAR)
     assert difference(boxed, planes(part)) <= 4
 
@@ -149,25 +149,25 @@ def test_a_box_is_cut_first_and_bounded_by_the_picture(tmp_path):
     path = tmp_path / "a.png"
     Image.fromarray(pixels).save(path)
     expected = torch.from_numpy(pixels[10:40, 20:60].copy()).permute(2, 0, 1)
-    assert torch.equal(read_whole(path, 500, box=(20, 10, 40, 30)), expected)
-    assert read_whole(path, 500, box=(-5, -5, 30, 25)).shape == (3, 20, 25)
+    assert torch.equal(read_image(path, 500, box=(20, 10, 40, 30)), expected)
+    assert read_image(path, 500, box=(-5, -5, 30, 25)).shape == (3, 20, 25)
     with pytest.raises(DataError, match=r"a\.png.*the box \(95, 0, 10, 10\) holds none of its 90 x 60 pixels"):
-        read_whole(path, 500, box=(95, 0, 10, 10))
+        read_image(path, 500, box=(95, 0, 10, 10))
 
 
 def test_a_panorama_keeps_its_middle(tmp_path):
     Image.fromarray(scene(20, 400)).save(tmp_path / "long.png")
-    assert read_whole(tmp_path / "long.png", 500).shape == (3, 20, 80)
-    assert reading.stored_shape(400, 20, 10) == tuple(read_whole(tmp_path / "long.png", 10).shape[1:])
+    assert read_image(tmp_path / "long.png", 500).shape == (3, 20, 80)
+    assert reading.stored_shape(400, 20, 10) == tuple(read_image(tmp_path / "long.png", 10).shape[1:])
 
 
 def test_the_bytes_of_a_file_are_read_as_the_file(tmp_path):
     for name in ("a.jpg", "a.png"):
         Image.fromarray(scene(600, 900)).save(tmp_path / name)
         for side in (40, 700):
-            assert torch.equal(read_whole((tmp_path / name).read_bytes(), side), read_whole(tmp_path / name, side))
+            assert torch.equal(read_image((tmp_path / name).read_bytes(), side), read_image(tmp_path / name, side))
     with pytest.raises(DataError, match="image given as bytes: cannot be read as an image"):
-        read_whole(b"words", 40)
+        read_image(b"words", 40)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -185,11 +185,11 @@ def test_what_is_no_image_is_named_with_the_reason(tmp_path, decoder):
         if data is not None:
             (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError) as error:
-            read_whole(tmp_path / name, 32, decoder=decoder)
+            read_image(tmp_path / name, 32, decoder=decoder)
         assert str(error.value).startswith(f"{tmp_path / name}: cannot be read")
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "f.tiff")
     with pytest.raises(DataError, match=r"f\.tiff.*fractions without an agreed range"):
-        read_whole(tmp_path / "f.tiff", 32, decoder=decoder)
+        read_image(tmp_path / "f.tiff", 32, decoder=decoder)
 
 
 def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path):
@@ -199,17 +199,17 @@ def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path):
     data[16:24] = (20_000).to_bytes(4) * 2
     (tmp_path / "huge.png").write_bytes(data)
     with pytest.raises(DataError, match=r"huge\.png: 20,000 x 20,000 pixels, more than 179 million"):
-        read_whole(tmp_path / "huge.png", 32)
+        read_image(tmp_path / "huge.png", 32)
 
 
 def test_without_torchvision_pillow_reads(tmp_path, monkeypatch):
     Image.fromarray(scene()).save(tmp_path / "a.jpg")
-    both = read_whole(tmp_path / "a.jpg", 32)
+    both = read_image(tmp_path / "a.jpg", 32)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     reading._torchvision_io.cache_clear()
     try:
         assert "torchvision" not in reading.decoder_name()
-        assert torch.equal(read_whole(tmp_path / "a.jpg", 32), both)
+        assert torch.equal(read_image(tmp_path / "a.jpg", 32), both)
     finally:
         reading._torchvision_io.cache_clear()
 
@@ -243,10 +243,10 @@ def test_real_photos_are_the_same_by_both_decoders():
     if not paths:
         pytest.skip("the CUB photos are not here")
     for path in paths:
-        assert difference(read_whole(path, 128), read_whole(path, 128, decoder="pillow")) <= 1
+        assert difference(read_image(path, 128), read_image(path, 128, decoder="pillow")) <= 1
         width, height = read_size(path)
         assert Image.open(path).size == (width, height)
-        assert reading.stored_shape(width, height, 100) == tuple(read_whole(path, 100).shape[1:])
+        assert reading.stored_shape(width, height, 100) == tuple(read_image(path, 100).shape[1:])
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
@@ -259,5 +259,5 @@ def test_large_pictures_are_converted_in_parts(mode, monkeypatch):
         opaque = shown[..., 3:] / 255
         shown = np.round(shown[..., :3] * opaque + 255 * (1 - opaque))
     np.testing.assert_array_equal(
-        reading.read_whole(image, 64).permute(1, 2, 0).numpy(), np.broadcast_to(shown, (50, 31, 3))
+        reading.read_image(image, 64).permute(1, 2, 0).numpy(), np.broadcast_to(shown, (50, 31, 3))
     )

@@ -11,8 +11,8 @@ from PIL import Image
 
 from nearkin.config.recipe import DataConfig
 from nearkin.data.listing import list_folder, list_table, number_classes
-from nearkin.data.sources import fingerprint, list_source, load, load_features, recognise
-from nearkin.data.splits import split_for
+from nearkin.data.sources import detect_source, fingerprint, list_source, load, load_features
+from nearkin.data.splits import make_split
 from nearkin.errors import DataError, MissingExtraError, UserError
 
 # --- folders and tables ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def test_a_csv_with_all_columns(tmp_path, quiet):
         picture(tmp_path / "some images" / f"é {i}.png", i, size=(20, 16))
     rows = [f"some images/é {i}.png,{10 - i // 2},{'train' if i < 4 else 'Testing'},g,1,2,8,9" for i in range(6)]
     file = write_csv(tmp_path / "birds.csv", "\ufeffpath,label,split,group,x,y,w,h", *rows)
-    assert recognise(file) == "table"
+    assert detect_source(file) == "table"
     table = load(DataConfig(source="table", root=file, image_size=8), quiet)
     assert (table.source, table.class_names) == ("birds", ("8", "9", "10"))  # by value, not by letter
     assert table.part.tolist() == ["train"] * 4 + ["test"] * 2
@@ -80,7 +80,7 @@ def test_a_hugging_face_folder(tmp_path, split, quiet):
             picture(tmp_path / part / f"{i}.png", i)
         rows = [f'{i}.png,"{name}, with a comma"' for i, name in enumerate(names)]
         write_csv(tmp_path / part / "metadata.csv", "file_name,label", *rows)
-    assert recognise(tmp_path) == "table"
+    assert detect_source(tmp_path) == "table"
     table = load(DataConfig(source="table", root=tmp_path, image_size=8), quiet)
     assert table.class_names == tuple(f"{name}, with a comma" for name in "abcdxy")
     assert table.parts == (("train", "test") if split else ())
@@ -240,7 +240,7 @@ def test_a_folder_of_ones_own_is_not_taken_for_a_benchmark(tmp_path):
     for name in "abc":
         picture(tmp_path / name / "1.png", ord(name))
     (tmp_path / "images.txt").write_text("a note on my images\n")
-    assert recognise(tmp_path) == "folder"
+    assert detect_source(tmp_path) == "folder"
 
 
 def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
@@ -280,7 +280,7 @@ def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
         np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
         table = load_features(tmp_path / "f.npz")
         assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
-        assert split_for(table, DataConfig())[1].num_images == 4
+        assert make_split(table, DataConfig())[1].num_images == 4
 
 
 def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nearkin.config.recipe import DataConfig
 from nearkin.data.images import ArrayImages
-from nearkin.data.splits import fixed, half_half, kfold, official, split_by_class, split_for
+from nearkin.data.splits import fixed, half_half, kfold, make_split, official, split_by_class
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError
 
@@ -92,10 +92,10 @@ def test_half_half_takes_the_first_half_to_train(classes):
 @given(st.integers(4, 20), st.integers(2, 20), st.integers(0, 3))
 def test_official_parts_are_kept(train, test, seed):
     table = with_parts(*["train"] * train, *["test"] * test)
-    split, holdout = split_for(table, DataConfig(split_seed=seed))
+    split, holdout = make_split(table, DataConfig(split_seed=seed))
     assert_sound(table, [split.train, split.val, holdout.open()])
     assert holdout.open().class_names == table.class_names[train:]
-    half, _ = split_for(table, DataConfig(split="half", split_seed=seed))
+    half, _ = make_split(table, DataConfig(split="half", split_seed=seed))
     assert half.train.class_names == split.train.class_names
 
 
@@ -122,9 +122,9 @@ def test_a_class_on_both_sides_is_refused_with_the_reason():
     part = table.part.astype("U7")
     part[0] = "test"
     with pytest.raises(DataError, match=r"1 of 8 classes are in training and in test, first 'c0'.*unseen") as error:
-        split_for(replace(table, part=part), DataConfig())
+        make_split(replace(table, part=part), DataConfig())
     assert "--data.split by_class" in str(error.value)
-    split, holdout = split_for(replace(table, part=part), DataConfig(split="by_class"))
+    split, holdout = make_split(replace(table, part=part), DataConfig(split="by_class"))
     assert_sound(table, [split.train, split.val, holdout.open()])
     part[:] = "train"
     part[0] = part[3] = "val"
@@ -135,7 +135,7 @@ def test_a_class_on_both_sides_is_refused_with_the_reason():
 @pytest.mark.parametrize("asked", ["closed_set", "train_test_split", "train_test_split.txt"])
 def test_the_split_for_classification_is_refused(asked):
     with pytest.raises(ConfigError, match="refused: it puts images of the same classes on both sides"):
-        split_for(make_table(20), DataConfig(split=asked))
+        make_split(make_table(20), DataConfig(split=asked))
 
 
 def test_the_holdout_shows_its_size_and_nothing_else():
@@ -148,7 +148,7 @@ def test_the_holdout_shows_its_size_and_nothing_else():
 
 def test_a_sources_own_validation_part_is_used():
     table = with_parts(*["train"] * 4, *["val"] * 2, *["test"] * 3)
-    split, holdout = split_for(table, DataConfig())
+    split, holdout = make_split(table, DataConfig())
     assert names(split.train, split.val, holdout.open()) == [{"c0", "c1", "c2", "c3"}, {"c4", "c5"}, {"c6", "c7", "c8"}]
 
 
@@ -156,18 +156,18 @@ def test_folds_through_the_recipe_cover_the_training_classes():
     table = with_parts(*["train"] * 20, *["test"] * 20)
     seen = []
     for fold in range(10):
-        split, holdout = split_for(table, DataConfig(folds=10, fold=fold))
+        split, holdout = make_split(table, DataConfig(folds=10, fold=fold))
         seen += split.val.class_names
         assert holdout.open().class_names == table.class_names[20:]
         assert f"fold {fold + 1} of 10" in split.train.protocol()["split"]
     assert sorted(seen) == sorted(table.class_names[:20])
-    split, holdout = split_for(make_table(40), DataConfig(folds=4, fold=1))
+    split, holdout = make_split(make_table(40), DataConfig(folds=4, fold=1))
     assert_sound(make_table(40), [split.train, split.val, holdout.open()])
 
 
 def test_the_badge_says_how_the_rows_were_chosen():
     table = with_parts(*["train"] * 10, *["test"] * 5)
-    split, holdout = split_for(table, DataConfig(val_fraction=0.3, split_seed=4))
+    split, holdout = make_split(table, DataConfig(val_fraction=0.3, split_seed=4))
     assert split.train.protocol() == {
         "source": "made",
         "fingerprint": "f",
@@ -187,21 +187,21 @@ def test_too_few_classes_say_how_many_are_needed():
         (lambda: fixed(make_table(3), seed=0), "at least 4 are needed"),
         (
             lambda: split_by_class(make_table(10), val_fraction=0.4, test_fraction=0.5, seed=0),
-            r"of 10 classes 5 to test and 4 to validate leave 1 .*\n.*lower --data.test-fraction or --data.val-fraction",
+            r"of 10 classes 5 to test and 4 to validate leave 1 .*\n.*--data.test-fraction or --data.val-fraction",
         ),
         (
-            lambda: split_for(make_table(10), DataConfig(test_fraction=0.8, folds=2)),
+            lambda: make_split(make_table(10), DataConfig(test_fraction=0.8, folds=2)),
             r"of 10 classes 8 to test leave 2 .*\n.*lower --data.test-fraction",
         ),
         (lambda: fixed(make_table(10), ratio=0.1, seed=0), r"9 to validate leave 1 .*\n.*lower --data.val-fraction"),
         (lambda: half_half(make_table(5)), "at least 6 are needed"),
         (lambda: official(with_parts("train", "train", "test")), "2 classes to train and 1 to test"),
-        (lambda: split_for(make_table(5), DataConfig(folds=2)), "at least 6 are needed"),
+        (lambda: make_split(make_table(5), DataConfig(folds=2)), "at least 6 are needed"),
     ):
         with pytest.raises(DataError, match=message):
             make()
     with pytest.raises(ConfigError, match="Did you mean 'half'"):
-        split_for(make_table(9), DataConfig(split="halff"))
+        make_split(make_table(9), DataConfig(split="halff"))
     with pytest.raises(ConfigError, match="between 0 and 1"):
         fixed(make_table(9), ratio=90, seed=0)
     with pytest.raises(ConfigError, match="from 0 to 9"):
@@ -221,7 +221,7 @@ def test_parts_without_two_images_of_a_class_are_refused(parts, sizes, lacking):
     table = Table("made", kinds, names, images, "f", part=np.array(parts)[kinds])
     data = DataConfig(val_fraction=0.1 if "val" in parts else 0.0)
     if lacking is None:
-        assert split_for(table, data)[1].num_images == 3
+        assert make_split(table, data)[1].num_images == 3
         return
     with pytest.raises(DataError, match=f"no {lacking} class has two images"):
-        split_for(table, data)
+        make_split(table, data)

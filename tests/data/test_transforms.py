@@ -13,10 +13,10 @@ from nearkin.data.transforms import (
     chances,
     coloured,
     cut,
+    eval_batches,
     middle_box,
     random_box,
     training_batches,
-    viewing_batches,
 )
 from nearkin.errors import UnknownNameError
 
@@ -190,7 +190,7 @@ def test_batches_do_not_depend_on_threads_or_where_one_starts(name):
     assert torch.equal(torch.cat(made[0][2:]), torch.cat(made[2]))
     side = AUGMENTS[name].input_side(24)
     assert made[0][0].shape == (10, 3, side, side)
-    [seen] = viewing_batches(store, [np.array([4, 2])], AUGMENTS[name])
+    [seen] = eval_batches(store, [np.array([4, 2])], AUGMENTS[name])
     assert torch.equal(seen, F.center_crop(store.pixels[[4, 2]], [side, side]))
 
 

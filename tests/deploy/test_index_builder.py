@@ -29,7 +29,7 @@ from nearkin.deploy.index import builder, files
 from nearkin.deploy.index.builder import find_images
 from nearkin.deploy.index.journal import Journal
 from nearkin.deploy.index.provenance import FileStamp
-from nearkin.deploy.index.trained import trained_on
+from nearkin.deploy.index.trained import training_classes
 from nearkin.errors import ConfigError, DataError, UserError
 
 # --- what is listed --------------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def test_long_looks_show_progress(run, photos, tmp_path):
             return super().track(label, total, unit)
 
     out = tmp_path / "index"
-    with files.writing(out):
-        builder.update(nk.load(run), find_images(photos), out, reporter=Listening(quiet=True))
+    with files.lock_index(out):
+        builder.update_index(nk.load(run), find_images(photos), out, reporter=Listening(quiet=True))
     assert said == ["looking at the files 20", "embedding 20"]
-    trained_on(nk.Run(run), Listening(quiet=True))
+    training_classes(nk.Run(run), Listening(quiet=True))
     assert said[2:] == ["looking at what was trained on 120"]
 
 
@@ -413,7 +413,7 @@ def test_a_drive_without_locks_is_named(index, photos, monkeypatch):
 
 
 def test_a_second_process_is_told(index, photos, tmp_path):
-    with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+    with files.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         index(photos)
 
 

@@ -99,7 +99,7 @@ def test_other_peoples_files_are_left_alone(tmp_path):
 
 
 def test_two_writers_do_not_meet(tmp_path):
-    with files.writing(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+    with files.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         random_index().save(tmp_path / "index")
 
 

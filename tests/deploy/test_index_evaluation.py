@@ -15,7 +15,7 @@ from helpers.small_runs import make_run
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.cli import index as index_command
-from nearkin.deploy.index.trained import trained_on
+from nearkin.deploy.index.trained import training_classes
 from nearkin.errors import ConfigError, DataError, UserError
 
 QUIET = Reporter(quiet=True)
@@ -23,7 +23,7 @@ QUIET = Reporter(quiet=True)
 
 def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
     made, said = index(photo_folder, "--calibrate", "--false-accept", "0.1")
-    trained = trained_on(nk.Run(run), QUIET).labels_in(made)
+    trained = training_classes(nk.Run(run), QUIET).labels_in(made)
     assert len(trained) == 4  # of ten: four are sealed, two validate
     assert "4 indexed classes were trained on" in said
     assert "the chance that an image of a class that is\nmissing here passes as known" in said
@@ -60,9 +60,9 @@ def test_trained_images_are_known_by_their_content(run, photo_folder, tmp_path):
         shutil.copytree(photo_folder / f"class {c}", tmp_path / "renamed" / f"sort {c}")
     index_command.run([str(run), str(tmp_path / "renamed"), "-o", str(tmp_path / "index"), "--quiet"])
     made = nk.Index.load(tmp_path / "index")
-    plain = {f"class {str(label)[-1]}" for label in trained_on(nk.Run(run), QUIET).labels_in(made)}
+    plain = {f"class {str(label)[-1]}" for label in training_classes(nk.Run(run), QUIET).labels_in(made)}
     index_command.run([str(run), str(photo_folder), "-o", str(tmp_path / "second"), "--quiet"])
-    assert plain == trained_on(nk.Run(run), QUIET).labels_in(nk.Index.load(tmp_path / "second"))
+    assert plain == training_classes(nk.Run(run), QUIET).labels_in(nk.Index.load(tmp_path / "second"))
 
 
 def test_changed_training_data_is_noticed(photo_folder, tmp_path):
@@ -74,10 +74,10 @@ def test_changed_training_data_is_noticed(photo_folder, tmp_path):
     now = load(replace(trained.recipe.data, cache=False), QUIET).fingerprint
     trained.finish({"protocol": {"fingerprint": now}})
     everything = nk.Index(np.eye(10), [str(c) for c in range(10)], [f"class {c}" for c in range(10)])
-    assert len(trained_on(trained, QUIET).labels_in(everything)) == 4
+    assert len(training_classes(trained, QUIET).labels_in(everything)) == 4
     shutil.copytree(photo_folder / "class 0", tmp_path / "data" / "class new")
     with pytest.raises(ConfigError, match="is not what it was when the run was trained"):
-        trained_on(trained, QUIET)
+        training_classes(trained, QUIET)
 
 
 def test_images_that_training_left_out_do_not_count_as_a_change(photo_folder, tmp_path):
@@ -91,7 +91,7 @@ def test_images_that_training_left_out_do_not_count_as_a_change(photo_folder, tm
     data = replace(trained.recipe.data, skip_broken=True, cache=False)
     (trained.path / "recipe.toml").write_text(replace(trained.recipe, data=data).to_toml())
     trained.finish({"protocol": {"fingerprint": load(data, QUIET).fingerprint}})
-    found = trained_on(nk.Run(trained.path), QUIET)
+    found = training_classes(nk.Run(trained.path), QUIET)
     assert len(found.names) == 4
     assert len(found.digests) == 48
 

@@ -104,8 +104,10 @@ def test_an_index_is_built_and_kept_in_step(opened, photo_folder, tmp_path):
     store = opened()
 
     def bring_up(**options):
-        with files.writing(out):
-            return builder.update(model, find_images(photos), out, batch=8, store=store, reporter=quiet, **options)
+        with files.lock_index(out):
+            return builder.update_index(
+                model, find_images(photos), out, batch=8, store=store, reporter=quiet, **options
+            )
 
     class Stopped(Exception):
         pass
@@ -129,8 +131,8 @@ def test_an_index_is_built_and_kept_in_step(opened, photo_folder, tmp_path):
         )
     # An index that was made without the store fills it.
     store.remove(index.ids)
-    with files.writing(out):
-        builder.update(model, find_images(photos), out, reporter=quiet)
+    with files.lock_index(out):
+        builder.update_index(model, find_images(photos), out, reporter=quiet)
     assert store.count() == 0
     index, done = bring_up()
     assert (done.embedded, store.count()) == (0, 35)

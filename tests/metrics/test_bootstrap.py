@@ -6,7 +6,7 @@ from helpers.oracle import clustered
 
 import nearkin as nk
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics.bootstrap import bootstrap, class_sums, mean, paired, percentiles
+from nearkin.metrics.bootstrap import bootstrap, class_sums, mean, paired_difference, percentiles
 from nearkin.metrics.scores import Scores, compare
 
 
@@ -66,7 +66,7 @@ def test_class_sums():
 def test_p_value_is_exact_for_few_classes():
     # Five classes that all gain: of 2^5 sign patterns two are as extreme, so p tends to 2/32.
     codes = np.arange(5)
-    result = paired("R@1", np.zeros(5), np.full(5, 0.1), codes, level=0.95, draws=2000, seed=0)
+    result = paired_difference("R@1", np.zeros(5), np.full(5, 0.1), codes, level=0.95, draws=2000, seed=0)
     assert result.p_value == pytest.approx(2 / 32, abs=0.01)
     assert result.difference == pytest.approx(0.1)
     assert (result.queries, result.classes) == (5, 5)
@@ -79,7 +79,9 @@ def test_p_values_are_uniform_when_nothing_differs():
     for trial in range(200):
         shift = rng.normal(0, 0.2, 30)[codes]  # a class gains or loses as a whole, by chance
         p.append(
-            paired("x", rng.random(150), rng.random(150) + shift, codes, level=0.95, draws=100, seed=trial).p_value
+            paired_difference(
+                "x", rng.random(150), rng.random(150) + shift, codes, level=0.95, draws=100, seed=trial
+            ).p_value
         )
     assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.09
     assert 0.4 <= np.mean(p) <= 0.6

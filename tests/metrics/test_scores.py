@@ -218,7 +218,7 @@ def test_save_and_load(tmp_path, labels):
         np.testing.assert_array_equal(back.per_query[name], scores.per_query[name])
     assert back.table() == scores.table()
     assert back.notes == scores.notes
-    assert scores.compare(scores, back, "R@1").difference == 0.0
+    assert nk.compare(scores, back, "R@1").difference == 0.0
     with pytest.raises(UnknownNameError, match="in these scores"):
         back["R@3"]
     with pytest.raises(ConfigError, match="bounds"):

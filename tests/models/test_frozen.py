@@ -10,7 +10,7 @@ import nearkin as nk
 from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.errors import ConfigError, DataError
 from nearkin.models import frozen
 from nearkin.models.frozen import FrozenFeatures
@@ -112,7 +112,7 @@ def test_the_test_classes_are_not_looked_at_before_the_end(lane, tmp_path, quiet
     monkeypatch.setattr(
         FrozenFeatures, "add_to", lambda self, part: seen.append(set(part.class_names)) or real(self, part)
     )
-    _, holdout = split_for(sources.load(lane.data, quiet), lane.data)
+    _, holdout = make_split(sources.load(lane.data, quiet), lane.data)
     sealed = set(holdout.open().class_names)
     nk.fit(lane, tmp_path, reporter=quiet, final=False)
     assert seen

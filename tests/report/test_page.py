@@ -19,7 +19,7 @@ from nearkin.errors import RunError
 from nearkin.report import gallery, lists, projection
 from nearkin.report.compare import verdict
 from nearkin.report.contents import Shown
-from nearkin.report.page import gather, render, safe_json, write_page, write_report
+from nearkin.report.page import build_report, render, safe_json, write_page, write_report
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.view import load_view
 from nearkin.training import recipes
@@ -36,7 +36,7 @@ def features_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def features_report(features_run):
-    return gather([features_run], reporter=QUIET)
+    return build_report([features_run], reporter=QUIET)
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_the_csv_in_the_page_lists_suspects_in_order(features_report):
 
 def test_a_search_run_shows_validation_and_leaves_the_test_sealed(tiny_recipe, tmp_path):
     run = nk.fit(tiny_recipe, tmp_path, final=False, reporter=QUIET)
-    report = gather([run], reporter=QUIET)
+    report = build_report([run], reporter=QUIET)
     assert report.items["part"] == "validation"
     assert report.items["total"] == 24  # two classes of twelve
     page = render(report)
@@ -134,7 +134,7 @@ def test_vectors_are_kept_and_taken_only_where_they_belong(tiny_recipe, tmp_path
 
 def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_path):
     recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, val_fraction=0.0))
-    report = gather([nk.fit(recipe, tmp_path, final=False, reporter=QUIET)], reporter=QUIET)
+    report = build_report([nk.fit(recipe, tmp_path, final=False, reporter=QUIET)], reporter=QUIET)
     assert report.items is None
     assert "no images on this page" in render(report)
     assert "nothing was judged" in render(report)
@@ -146,7 +146,7 @@ def test_no_validation_and_a_frozen_backbone(tiny_recipe, tmp_path):
         data=replace(tiny_recipe.data, val_fraction=0.0),
         model=replace(tiny_recipe.model, freeze="backbone"),
     )
-    report = gather([nk.fit(recipe, tmp_path, reporter=QUIET)], reporter=QUIET)
+    report = build_report([nk.fit(recipe, tmp_path, reporter=QUIET)], reporter=QUIET)
     assert report.findings[0]["copies"]["by_features"]
     page = render(report)
     assert "no validation: last epoch kept" in page
@@ -162,7 +162,7 @@ def test_data_that_are_gone_or_changed_leave_a_page_with_the_numbers(features_ru
         assert 'id="headline"' in page
         stored = dict(np.load(hidden))
         np.savez(root, features=stored["features"] + 1, labels=stored["labels"])
-        assert "have changed since" in gather([features_run], reporter=QUIET).why
+        assert "have changed since" in build_report([features_run], reporter=QUIET).why
     finally:
         hidden.rename(root)
 
@@ -170,7 +170,7 @@ def test_data_that_are_gone_or_changed_leave_a_page_with_the_numbers(features_ru
 def test_a_run_that_lost_its_environment_has_a_page(features_run, tmp_path):
     kept = (features_run.path / "env.json").rename(tmp_path / "env.json")
     try:
-        report = gather([features_run], reporter=QUIET)
+        report = build_report([features_run], reporter=QUIET)
     finally:
         kept.rename(features_run.path / "env.json")
     assert report.stories[0]["environment"] == {}
@@ -192,7 +192,7 @@ def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder,
     for source, root in (("folder", data), ("table", data / "here.csv"), ("table", tmp_path / "away" / "t.csv")):
         recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_fraction=0.0))
         recipe = replace(recipe, train=replace(recipe.train, epochs=1))
-        report = gather([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
+        report = build_report([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
         suspects = report.findings[0]["suspects"]
         told = list(csv.DictReader(io.StringIO(base64.b64decode(suspects["csv"].partition(",")[2]).decode())))
         assert len(told) == 48  # four classes of twelve
@@ -207,7 +207,7 @@ def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder,
 def test_an_unfinished_run_is_refused(features_run, tmp_path):
     (tmp_path / "recipe.toml").write_text((features_run.path / "recipe.toml").read_text())
     with pytest.raises(RunError, match="not finished"):
-        gather([nk.Run(tmp_path)], reporter=QUIET)
+        build_report([nk.Run(tmp_path)], reporter=QUIET)
 
 
 # --- A against B ------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def second_run(features_run):
 
 
 def test_mended_and_broken_are_those_whose_nearest_changed_sides(features_run, second_run):
-    report = gather([features_run, second_run], reporter=QUIET)
+    report = build_report([features_run, second_run], reporter=QUIET)
     right = []
     for run in (features_run, second_run):
         sim, labels = cosines(run)
@@ -246,7 +246,7 @@ def test_runs_judged_on_different_images_are_refused(features_run, tmp_path, cap
     said = capsys.readouterr().err
     assert "cannot be compared: their test classes differ" in said
     with pytest.raises(RunError, match="given twice"):
-        gather([features_run, features_run], reporter=QUIET)
+        build_report([features_run, features_run], reporter=QUIET)
 
 
 def test_the_verdict_says_no_more_than_the_interval():

@@ -9,7 +9,7 @@ import nearkin as nk
 from nearkin import cli
 from nearkin._common.progress import Reporter
 from nearkin.report import gallery
-from nearkin.report.page import gather, write_report
+from nearkin.report.page import build_report, write_report
 from nearkin.training import recipes
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def pair_page(tmp_path_factory, photo_folder):
     """Two short runs on colour pictures, A against B."""
     folder = tmp_path_factory.mktemp("pair")
     runs = [nk.fit(replace(photo_recipe(photo_folder), seed=seed), folder, reporter=QUIET) for seed in (0, 1)]
-    return write_report(gather(runs, reporter=QUIET), folder / "page.html")
+    return write_report(build_report(runs, reporter=QUIET), folder / "page.html")
 
 
 def photo_recipe(photo_folder):
@@ -76,7 +76,7 @@ def nasty_page(tmp_path_factory):
         model=replace(recipe.model, dim=8),
         train=replace(recipe.train, epochs=1),
     )
-    return write_report(gather([nk.fit(recipe, folder, reporter=QUIET)], reporter=QUIET), folder / "page.html")
+    return write_report(build_report([nk.fit(recipe, folder, reporter=QUIET)], reporter=QUIET), folder / "page.html")
 
 
 def label(tile) -> str:
@@ -215,7 +215,7 @@ def test_a_against_b(visit, pair_page):
 
 def test_a_page_that_holds_a_part_of_the_images(visit, photo_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "MOST", 40)
-    report = gather([nk.fit(photo_recipe(photo_folder), tmp_path, reporter=QUIET)], reporter=QUIET)
+    report = build_report([nk.fit(photo_recipe(photo_folder), tmp_path, reporter=QUIET)], reporter=QUIET)
     page = visit(write_report(report, tmp_path / "page.html"))
     # The map: a dot where the nearest neighbour is right, a cross of two lines where it is wrong.
     drawn = page.evaluate("""() => {

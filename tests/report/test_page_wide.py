@@ -8,7 +8,7 @@ from helpers.scored import QUIET, clouds, cosines
 
 import nearkin as nk
 from nearkin.report import gallery
-from nearkin.report.page import gather, render
+from nearkin.report.page import build_report, render
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def named(report, things):
 
 def test_what_a_page_lists_is_on_it(wide_runs, monkeypatch):
     monkeypatch.setattr(gallery, "EACH", 20)
-    whole = gather(wide_runs, reporter=QUIET)
+    whole = build_report(wide_runs, reporter=QUIET)
     monkeypatch.setattr(gallery, "MOST", 560)
-    part = gather(wide_runs, reporter=QUIET)
+    part = build_report(wide_runs, reporter=QUIET)
     assert (len(whole.items["name"]), len(part.items["name"])) == (600, 560)
     for was, now in zip(whole.findings, part.findings, strict=True):
         for name in ("sure", "hardest", "random"):
@@ -47,7 +47,7 @@ def test_what_a_page_lists_is_on_it(wide_runs, monkeypatch):
 def test_neighbours_that_are_not_on_the_page_are_known_by_their_class(wide_runs, monkeypatch):
     monkeypatch.setattr(gallery, "EACH", 20)
     monkeypatch.setattr(gallery, "MOST", 400)
-    report = gather(wide_runs[:1], reporter=QUIET)
+    report = build_report(wide_runs[:1], reporter=QUIET)
     sim, labels = cosines(wide_runs[0], first=60)
     order = np.argsort(-np.round(sim, 9), axis=1, kind="stable")[:, :8]
     found, rows = report.findings[0], [int(name.removeprefix("row ")) - 600 for name in report.items["name"]]

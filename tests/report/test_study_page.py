@@ -13,7 +13,7 @@ from nearkin.bench.trials import StudyFolder, work
 from nearkin.cli import main
 from nearkin.errors import RunError
 from nearkin.metrics.scores import Scores
-from nearkin.report.study import gather_study, headline, render_study, write_study_page
+from nearkin.report.study import build_study_report, headline, render_study, write_study_page
 
 NASTY = "<img src=x onerror=\"document.title='run'\"> & 'quotes'"
 
@@ -57,7 +57,7 @@ def test_the_page_holds_what_the_trials_gave(study, tmp_path, capsys):
     }
     assert told["leader_less"][-1]["difference"] == pytest.approx(np.mean(values[leader] - values[rival]), abs=1e-12)
     assert {f["method"] for f in told["failures"]} == {NASTY}
-    assert [s["method"] for s in told["standings"]] == gather_study(study.path).methods[:3]
+    assert [s["method"] for s in told["standings"]] == build_study_report(study.path).methods[:3]
     text = (tmp_path / "p.html").read_text()
     assert str(tmp_path) not in text
     assert str(study.path.parent) not in text  # no folder of this machine
@@ -78,11 +78,11 @@ def test_figures_of_a_study(study, tmp_path, capsys):
 def test_nothing_done_yet_is_said(tmp_path):
     begun = StudyFolder.begin(tmp_path / "s", small_study(write_features(tmp_path / "clouds.npz")))
     with pytest.raises(RunError, match="nothing of this study is done yet"):
-        gather_study(begun.path)
+        build_study_report(begun.path)
 
 
 def test_too_few_values_to_rank_are_not_taken_for_too_few_entrants(study):
-    report = gather_study(study.path)
+    report = build_study_report(study.path)
     some = {place: cell for place, cell in report.cells.items() if place[1] == "triplet"}
     early = replace(report, tournament=None, cells=some, left=5)
     assert headline(early) == "1 of the 4 methods has a value so far: there is nothing to rank."
@@ -93,7 +93,7 @@ def test_too_few_values_to_rank_are_not_taken_for_too_few_entrants(study):
 
 @pytest.mark.slow
 def test_the_page_in_a_browser(study, tmp_path, visit):
-    page = visit(write_study_page(gather_study(study.path), tmp_path / "page.html"))
+    page = visit(write_study_page(build_study_report(study.path), tmp_path / "page.html"))
     assert page.title() == "nearkin: study small"
     rows = "#matrix tbody tr:not([hidden]) th"
     assert page.locator(rows).count() == 4
@@ -125,6 +125,7 @@ def test_the_page_in_a_browser(study, tmp_path, visit):
 @pytest.mark.parametrize("width", [390, 1200])
 def test_no_sideways_scrolling(study, tmp_path, visit, width):
     page = visit(
-        write_study_page(gather_study(study.path), tmp_path / "page.html"), viewport={"width": width, "height": 800}
+        write_study_page(build_study_report(study.path), tmp_path / "page.html"),
+        viewport={"width": width, "height": 800},
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -8,7 +8,7 @@ from PIL import Image
 from nearkin.cli import train
 from nearkin.config.recipe import DataConfig
 from nearkin.training import auto_recipe
-from nearkin.training.auto_recipe import recipe_for
+from nearkin.training.auto_recipe import choose_recipe
 
 
 def at(root):
@@ -28,7 +28,7 @@ def folder(tmp_path, side, classes=3, each=4):
     [(300, False, "backbone", 224), (300, True, "nothing", 224), (144, False, "backbone", 128)],
 )
 def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
-    recipe, why = recipe_for(at(folder(tmp_path, side)), gpu=gpu)
+    recipe, why = choose_recipe(at(folder(tmp_path, side)), gpu=gpu)
     assert (recipe.model.backbone, recipe.model.freeze, recipe.data.image_size) == ("efficientnet_lite0", freeze, size)
     assert "GPU" in why
     assert f"{size} pixels" in why
@@ -37,22 +37,22 @@ def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
 
 def test_features_keep_at_most_their_own_size(tmp_path):
     write_features(tmp_path / "narrow.npz", dim=12)
-    recipe, why = recipe_for(DataConfig(source="features", root=tmp_path / "narrow.npz"), gpu=False)
+    recipe, why = choose_recipe(DataConfig(source="features", root=tmp_path / "narrow.npz"), gpu=False)
     assert recipe.model.dim == 12
     assert "12 numbers" in why
 
 
 def test_many_small_pictures_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):
     root = folder(tmp_path, 40)
-    assert recipe_for(at(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
+    assert choose_recipe(at(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
     monkeypatch.setattr(auto_recipe, "_MANY", 12)
-    recipe, _ = recipe_for(at(root), gpu=False)
+    recipe, _ = choose_recipe(at(root), gpu=False)
     assert (recipe.model.backbone, recipe.data.image_size) == ("small_conv", 40)
 
 
 def test_without_the_package_a_network_is_trained_from_scratch_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(auto_recipe, "find_spec", lambda name: None)
-    recipe, why = recipe_for(at(folder(tmp_path, 300)), gpu=False)
+    recipe, why = choose_recipe(at(folder(tmp_path, 300)), gpu=False)
     assert recipe.model.backbone == "small_conv"
     assert "pip install" in why
 

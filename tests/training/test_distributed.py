@@ -21,9 +21,9 @@ from nearkin.training import distributed as nd
 from nearkin.training.distributed_check import (
     TOLERANCE,
     Case,
-    Row,
+    GradientCheck,
     cases,
-    certificate,
+    check_gradients,
     compare,
     launch,
     of_one_process,
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_one_process(alone, ranks):
 
 def test_the_certificate():
     """As `nearkin doctor --distributed` makes it: float32, processes of its own."""
-    rows = certificate(2)
+    rows = check_gradients(2)
     assert [row.case for row in rows] == cases()
     assert max(row.worst for row in rows) < TOLERANCE == 1e-5
     table, verdict = certify(rows)
@@ -98,9 +98,9 @@ def test_the_certificate():
 
 
 def test_a_difference_is_not_certified():
-    good = Row(Case("triplet"), 0.0, 1e-7, None)
-    bad = Row(Case("margin", "hard", 40, split="uneven shares"), 0.0, 1e-7, 2e-3)
-    table, verdict = certify([good, bad, Row(Case("margin"), 0.0, float("inf"), None)])
+    good = GradientCheck(Case("triplet"), 0.0, 1e-7, None)
+    bad = GradientCheck(Case("margin", "hard", 40, split="uneven shares"), 0.0, 1e-7, 2e-3)
+    table, verdict = certify([good, bad, GradientCheck(Case("margin"), 0.0, float("inf"), None)])
     assert table.row_count == 2
     assert "NOT certified: 2 of 3 cases" in verdict
     assert "margin, miner hard, memory 40, uneven shares: 2e-03" in verdict
@@ -113,7 +113,7 @@ def test_compare_sees_what_is_wrong():
     broken = {"embeddings 0": torch.full((4, 2), float("nan")), "network": torch.zeros(3)}
     assert not compare(Case("triplet"), want, [broken]).ok
     with pytest.raises(ConfigError, match="expected 2 or more"):
-        certificate(1)
+        check_gradients(1)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

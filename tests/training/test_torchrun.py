@@ -14,7 +14,7 @@ import nearkin as nk
 from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
 from nearkin.data.samplers import make_sampler
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.training.evaluation import evaluate
 from nearkin.training.run import Run
 
@@ -105,7 +105,7 @@ def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
     assert len(judged[0]) == 2
     [folder] = (tmp_path / "runs").iterdir()
     run = Run(folder)
-    _, holdout = split_for(sources.load(recipe.data, quiet), recipe.data)
+    _, holdout = make_split(sources.load(recipe.data, quiet), recipe.data)
     for name, values in evaluate(run.embedder(), holdout.open()).per_query.items():
         np.testing.assert_allclose(per_query(run)[name], values, atol=1e-6, err_msg=name)
 

@@ -1,0 +1,1 @@
+"""The search index: building, storing, searching, re-ranking and saying "unknown"."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from nearkin._common.progress import Reporter
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.listing import Listing, images_below, list_table, part_name
+from nearkin.data.listing import Listing, list_image_files, list_table, part_name
 from nearkin.data.loading import map_in_threads
-from nearkin.data.reading import read_whole
-from nearkin.data.sources import recognise
+from nearkin.data.reading import read_image
+from nearkin.data.sources import detect_source
 from nearkin.data.table import PARTS
 from nearkin.deploy.index import files
 from nearkin.deploy.index.index import Index
@@ -81,7 +81,7 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
 
     Of a folder every image is taken, whatever lies where.
     """
-    kind = recognise(source)
+    kind = detect_source(source)
     for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
         if column is not None and kind != "table":
             raise ConfigError(f"{flag}: is for tables, and {source} is none.")
@@ -92,7 +92,7 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
     if not source.is_dir():
         raise DataError(f"{source}: there is no such folder or table. Give a folder of images, or a .csv file.")
     unopened: list[Path] = []
-    below = images_below(source, [], unopened)
+    below = list_image_files(source, [], unopened)
     if not below:
         raise DataError(f"{source}: no images below it. Give a folder with image files, or one folder per class.")
     places = {str(path.relative_to(source)): path.relative_to(source).parts for path in below}
@@ -128,7 +128,7 @@ def _unopened(folders: Sequence[Path]) -> tuple[str, ...]:
 # --- bringing up to date ---------------------------------------------------------------------------------------------
 
 
-def update(
+def update_index(
     model: Embeds,
     found: Found,
     out: Path,
@@ -139,7 +139,7 @@ def update(
     store: Store | None = None,
     reporter: Reporter,
 ) -> tuple[Index, Summary]:
-    """Embed what is new or changed, and write the index. To be called inside `files.writing(out)`.
+    """Embed what is new or changed, and write the index. To be called inside `files.lock_index(out)`.
 
     The order of the items is that of the listing, then of items that are no longer listed. So the result does not
     depend on how often the work was interrupted.
@@ -347,7 +347,7 @@ def embed_files(model: Embeds, paths: Sequence[Path]) -> tuple[list[int], Vector
 
         def look(place: int) -> str:
             try:
-                read_whole(paths[place], side, channels=channels)
+                read_image(paths[place], side, channels=channels)
             except DataError as error:
                 return str(error)
             return ""

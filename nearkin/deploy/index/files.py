@@ -269,7 +269,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def lock_index(folder: Path) -> Iterator[None]:
     """Hold the folder for this process, made if it is not there; a killed process lets go by itself."""
     with ExitStack() as stack:
         try:

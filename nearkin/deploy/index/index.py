@@ -44,7 +44,7 @@ from nearkin.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a search found. nearest: the highest cosine of any item; known: whether it passes the threshold, if any."""
 
     hits: tuple[Hit, ...]
@@ -202,7 +202,7 @@ class Index:
         row = self.row_of(id)
         return list(self.answer(self.vectors[row], k, own=row, exact=exact).hits)
 
-    def answer(self, query: Any, k: int = 10, *, own: int | None = None, exact: bool = False) -> Answer:
+    def answer(self, query: Any, k: int = 10, *, own: int | None = None, exact: bool = False) -> SearchResult:
         """`search` less the item in row `own`, with whether the query is of a kind that is known here."""
         vector = self.vector_of(query)
         rows, cosines = self._nearest(vector, k, own, exact)
@@ -213,7 +213,7 @@ class Index:
             Hit(self.ids[row], self.labels[row], cosine, row)
             for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
         )
-        return Answer(hits, top, None if self.threshold is None else self.threshold.accepts(top))
+        return SearchResult(hits, top, None if self.threshold is None else self.threshold.accepts(top))
 
     def search_many(self, queries: Any, k: int = 10) -> tuple[Ints, Floats]:
         """Rows and cosines, both [Q, min(k, N)], of the nearest items of many vectors [Q, D]; always exact."""
@@ -299,7 +299,7 @@ class Index:
     def save(self, folder: str | Path) -> None:
         """Write the index; whatever happens meanwhile, the folder holds the old state or the new one, whole."""
         path = Path(folder)
-        with files.writing(path):
+        with files.lock_index(path):
             self.write(path)
 
     def write(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from nearkin.deploy.index.search import Floats, Ints, Vectors, inverse_lengths, nearest, unit_rows, without
 from nearkin.errors import ConfigError, DataError, did_you_mean
-from nearkin.metrics.bootstrap import Difference, paired
+from nearkin.metrics.bootstrap import Difference, paired_difference
 
 Find = Callable[[Vectors, int], tuple[Ints, Floats]]  # (query [D], how many) -> rows and cosines, nearest first
 
@@ -61,10 +61,10 @@ def to_dict(option: Rerank) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any]) -> Rerank:
     settings = dict(values)
-    return by_name(settings.pop("kind"))(**settings)
+    return find_reranker(settings.pop("kind"))(**settings)
 
 
-def by_name(name: str) -> type[Expansion] | type[Reciprocal]:
+def find_reranker(name: str) -> type[Expansion] | type[Reciprocal]:
     if name not in KINDS:
         hint = did_you_mean(name, KINDS) or f" There are: {', '.join(KINDS)}."
         raise ConfigError(f"rerank: no way named '{name}'.{hint}")
@@ -193,7 +193,7 @@ def choose_rerank(
             values[m, n] = _precision(np.array([names[other] == names[row] for other in answer.tolist()]))
     each = 1 - (1 - level) / len(options)
     gains = tuple(
-        (option, paired(metric, values[0], values[1 + m], codes, level=each, draws=2000, seed=seed))
+        (option, paired_difference(metric, values[0], values[1 + m], codes, level=each, draws=2000, seed=seed))
         for m, option in enumerate(options)
     )
     sure = [(gain.difference, option) for option, gain in gains if gain.low > 0]

@@ -1,6 +1,6 @@
 """The nearest items of a query, exactly; and, past a size, by a graph whose recall is measured.
 
-`nearest` gives what `nearkin.metrics.ranking.neighbours` gives, ties included, so that search and score cannot disagree. For
+`nearest` gives what `nk.neighbours` gives, ties included, so that search and score cannot disagree. For
 few queries it first multiplies in float32, straight from the memory-mapped file, and hands over only the items that
 the error bound of that product cannot rule out.
 """

@@ -10,7 +10,7 @@ from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
 from nearkin.data.loading import map_in_threads
 from nearkin.data.sources import file_digests, fingerprint, images_of, list_source
-from nearkin.data.splits import split_for
+from nearkin.data.splits import make_split
 from nearkin.data.table import NoImages, Table
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.search import Label
@@ -19,7 +19,7 @@ from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingClasses:
     """Class names and content hashes of what a run learned from; what chose its epoch is not part of it."""
 
     names: frozenset[str] = frozenset()
@@ -34,7 +34,7 @@ class Trained:
         return (found | {label for label in index.labels if label in self.names}) - {None}
 
 
-def trained_on(run: Run, reporter: Reporter) -> Trained:
+def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
     """What the run learned from, or how to go on where that cannot be told."""
     try:
         return training_part(run, reporter)
@@ -45,11 +45,11 @@ def trained_on(run: Run, reporter: Reporter) -> Trained:
         ) from None
 
 
-def training_part(run: Run, reporter: Reporter) -> Trained:
+def training_part(run: Run, reporter: Reporter) -> TrainingClasses:
     """What the run learned from, by its files as they are now; refused where those have changed."""
     data = run.recipe.data
     if data.source == "glyphs":
-        return Trained()  # drawn, not files
+        return TrainingClasses()  # drawn, not files
     table = listed_table(data, reporter)
     digests: list[bytes] = []
     with reporter.track("looking at what was trained on", len(table), unit="img") as bar:
@@ -60,10 +60,10 @@ def training_part(run: Run, reporter: Reporter) -> Trained:
     before = ((run.result or {}).get("protocol") or {}).get("fingerprint", mark)
     if before != mark:  # with other classes the same seed deals them otherwise
         raise DataError(f"{data.root or table.source}: is not what it was when the run was trained.")
-    names = frozenset(split_for(table, data)[0].train.class_names)
+    names = frozenset(make_split(table, data)[0].train.class_names)
     # Splits are by class, so every image of a training class was one to learn from.
     learned = [table.class_names[label] in names for label in table.labels]
-    return Trained(names, frozenset(d.hex() for d, known in zip(digests, learned, strict=True) if known))
+    return TrainingClasses(names, frozenset(d.hex() for d, known in zip(digests, learned, strict=True) if known))
 
 
 def listed_table(data: DataConfig, reporter: Reporter) -> Table:

@@ -1,0 +1,1 @@
+"""The web server over an index: a page and a JSON API."""

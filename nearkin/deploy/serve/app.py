@@ -37,10 +37,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nearkin._common.version import __version__
-from nearkin.data.loading import usable_cores
-from nearkin.data.reading import read_whole, square
+from nearkin.data.loading import available_cores
+from nearkin.data.reading import read_image, square
 from nearkin.deploy.images import model_input
-from nearkin.deploy.index.index import Answer, Index
+from nearkin.deploy.index.index import Index, SearchResult
 from nearkin.deploy.serve.openapi import document
 from nearkin.deploy.serve.request_limits import (
     Admission,
@@ -101,7 +101,7 @@ class Service:
         self.names = public_names(index.ids)
         self.rows = {name: row for row, name in enumerate(self.names)}
         self.labels = [writable(label) if isinstance(label, str) else label for label in index.labels]
-        threads = max(1, usable_cores() // workers)
+        threads = max(1, available_cores() // workers)
         self.pool = ThreadPoolExecutor(workers, "nearkin-serve", lambda: torch.set_num_threads(threads))
         self._thumbnails: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Service:
                 self._thumbnails.move_to_end(row)
                 return self._thumbnails[row]
         try:
-            pixels = square(read_whole(self.index.path_of(self.index.ids[row]), THUMBNAIL), THUMBNAIL)
+            pixels = square(read_image(self.index.path_of(self.index.ids[row]), THUMBNAIL), THUMBNAIL)
         except (DataError, MemoryError, ValueError):  # ValueError: a name that cannot be a file's
             return None
         buffer = io.BytesIO()
@@ -166,7 +166,7 @@ class Service:
     def _item(self, row: int) -> dict[str, Any]:
         return {"id": self.names[row], "label": self.labels[row]}
 
-    def _shown(self, answer: Answer) -> dict[str, Any]:
+    def _shown(self, answer: SearchResult) -> dict[str, Any]:
         hits = [self._item(hit.row) | {"similarity": hit.similarity} for hit in answer.hits]
         return {"hits": hits, "nearest": answer.nearest, "known": answer.known}
 
