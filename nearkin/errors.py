@@ -53,7 +53,7 @@ class TrainingFailedError(UserError):
 
 
 class TrainingStoppedError(UserError):
-    """A run that whoever watches it (`fit(watch=...)`) ended early; `path` is its folder."""
+    """A run that whoever watches it (`fit(on_epoch_end=...)`) ended early; `path` is its folder."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(f"{path}: {text}")
