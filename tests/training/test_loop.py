@@ -16,6 +16,7 @@ import torch
 
 import nearkin as nk
 from nearkin._common.progress import Pace, Reporter
+from nearkin.cli import main
 from nearkin.config.recipe import ComponentConfig, TrainConfig
 from nearkin.data.images import ArrayImages
 from nearkin.data.samplers import RandomSampler
@@ -387,3 +388,19 @@ def test_the_commit_is_that_of_nearkin_not_of_a_project_it_is_installed_in(tmp_p
     git("add", ".")
     git("commit", "-q", "-m", "a checkout")
     assert len(said()[1]) == 40
+
+
+def test_a_run_folder_of_another_version_gets_one_clear_error(tmp_path, capsys):
+    """Recipe keys were renamed in 0.2.0, so an older run cannot be read; the message names its version."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text("[train]\nper_class = 4\n")
+    (folder / "env.json").write_text('{"packages": {"nearkin": "0.1.0"}}')
+    with pytest.raises(RunError, match=r"written by nearkin 0\.1\.0, which .* cannot read\. Train it again"):
+        Run(folder)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(folder)])
+    assert capsys.readouterr().err.count("\n") == 1
+    (folder / "env.json").unlink()  # without a version, the setting itself is reported
+    with pytest.raises(ConfigError, match=r"train\.per_class: no such setting"):
+        Run(folder)
