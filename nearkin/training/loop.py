@@ -165,17 +165,12 @@ def prepare(
     initial_model = copy.deepcopy(model)
     # Features of the initial backbone: a baseline, the input of a whitened head, and of training with it frozen.
     frozen_features = initial_features(recipe, initial_model, table, reporter)
-    whitened = recipe.model.head_init == "whitened"
-    if whitened:
-        features, labels = features_of(split.train, frozen_features, device)
-        model.head.init_whitened(features, labels, recipe.model.shrinkage)
-        initial_model.head.load_state_dict(model.head.state_dict())
     train, val = split.train, split.val
     if frozen_features is not None and recipe.model.freeze == "backbone":
         train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
     objective = make_objective(recipe, model.dim, train.num_classes).to(device)
-    if whitened:
-        objective.init_proxies(initial_model.embed(features), labels)
+    if recipe.model.head_init == "whitened":
+        init_whitened(model, initial_model, objective, split.train, frozen_features, recipe.model.shrinkage)
     broadcast_state(model)
     broadcast_state(objective)
 
@@ -214,11 +209,21 @@ def prepare(
     return session
 
 
-def features_of(table: Table, frozen: FrozenFeatures | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The features and labels of a table's rows, on the device."""
-    features = (frozen.add_to(table) if frozen else table).features
+def init_whitened(
+    model: Embedder,
+    initial_model: Embedder,
+    objective: Objective,
+    train: Table,
+    frozen_features: FrozenFeatures | None,
+    shrinkage: float,
+) -> None:
+    """Start from a head that whitens the training features, and from proxies at the class means."""
+    features = (frozen_features.add_to(train) if frozen_features else train).features
     assert features is not None
-    return torch.from_numpy(features).to(device), torch.from_numpy(table.labels).to(device)
+    x, labels = torch.from_numpy(features).to(model.mean.device), torch.from_numpy(train.labels).to(model.mean.device)
+    model.head.init_whitened(x, labels, shrinkage)
+    initial_model.head.load_state_dict(model.head.state_dict())
+    objective.init_proxies(initial_model.embed(x), labels)
 
 
 def resume_or_start(s: Session) -> None:
@@ -257,7 +262,9 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
             )
             if on_epoch_end and s.val and any_rank(is_main_process() and on_epoch_end(epoch + 1, state.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)
-                raise TrainingStoppedError(s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end.")
+                raise TrainingStoppedError(
+                    s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end."
+                )
             state.next_epoch()
             state.save(s.run)
             if any_rank(sigint_received()):
