@@ -231,9 +231,7 @@ PRODUCTS = Inputs(
     memory=True,
     call_example='nk.pair_up(emb, labels, metric="dot")',
 )
-ONE_PER_CLASS = Inputs(
-    one_pair_per_class, pairs=True, call_example="nearkin.ops.pairs.one_pair_per_class(emb, labels)"
-)
+ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True, call_example="nearkin.ops.pairs.one_pair_per_class(emb, labels)")
 
 # --- the loss itself --------------------------------------------------------------------------------------------------
 
