@@ -46,7 +46,7 @@ def section(entry: Loss) -> str:
     lines += [f"**When.** {entry.use}", "", f"**Paper.** {entry.paper}. **Cost.** {entry.cost}."]
     lines += [f"**Reduction.** {', '.join(entry.reductions)}.", ""]
     if entry.settings:
-        lines += ["| setting | default | search range | |", "|---|---|---|---|"]
+        lines += ["| setting | default | search range | meaning |", "|---|---|---|---|"]
         lines += [
             f"| `{key}` | {default} | {span or '-'} | {text} |" for key, default, span, text in settings_table(entry)
         ]

@@ -73,7 +73,7 @@ def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = Fals
 
     Args:
         c: Cosines [N, C].
-        scale: 1 is literal, 2 is the squared distance of unit vectors, 8 to 32 trains better.
+        scale: Inverse temperature; 1 is literal, 2 is the squared distance of unit vectors, 8 to 32 trains better.
         include_positive: Whether the own proxy is in the denominator, as in most implementations.
 
     Returns:
@@ -112,10 +112,10 @@ def soft_triple(
 
     Args:
         c: Cosines [N, C, K].
-        scale: Inverse temperature over classes; 20.
-        gamma: Temperature over the centres of a class; 0.1.
-        margin: In cosine; 0.01.
-        tau: Weight of `proxy_regulariser`; 0.2.
+        scale: Inverse temperature over classes.
+        gamma: Temperature over the centres of a class.
+        margin: Margin in cosine.
+        tau: Weight of `proxy_regulariser`, which merges unused centres.
 
     Returns:
         One value per sample [N].
@@ -155,8 +155,8 @@ def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> T
 
     Args:
         c: Cosines [N, C].
-        alpha: Sharpness; 32.
-        margin: In cosine, on both sides; 0.1.
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine, on both sides.
 
     Returns:
         The 0-dim loss: its two averages are part of its definition.
@@ -194,10 +194,10 @@ def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float 
 
     Args:
         c: Cosines [N, C, K].
-        alpha: Sharpness; 32.
-        margin: In cosine, on both sides; 0.1.
-        gamma: Temperature over the centres of a class; 0.1.
-        tau: Weight of `proxy_regulariser`; 0.2.
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine, on both sides.
+        gamma: Temperature over the centres of a class.
+        tau: Weight of `proxy_regulariser`, which merges unused centres.
 
     Returns:
         The 0-dim loss.
@@ -289,8 +289,8 @@ def proxy_repulsion(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -
 
     Args:
         c: Cosines [N, C] and the unit proxies [C, D].
-        alpha: Sharpness; 32.
-        margin: In cosine; 0.1.
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine.
 
     Returns:
         The 0-dim loss.
@@ -318,8 +318,8 @@ def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 
 
     Args:
         c: Cosines [N, C].
-        alpha: Sharpness; 32.
-        margin: In cosine; 0.1.
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine.
         average: Divide the sum over the batch by N, so that the push does not grow with the batch.
 
     Returns:

@@ -222,7 +222,7 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
 
     Args:
         c: Products with the soft means [N, C] and with the own class sum [N], and the probabilities [N, C].
-        lam: Inverse scale of the implied head; 1.
+        lam: Inverse scale of the implied head.
 
     Returns:
         One value per sample [N].

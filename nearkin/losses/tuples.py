@@ -36,7 +36,7 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
 
     Args:
         p: Cosines [N, M] with masks.
-        margin: In cosine; 0.05 to 0.2.
+        margin: Margin in cosine; 0.05 to 0.2.
 
     Returns:
         Sums per anchor [N], and the number of triplets.
@@ -98,7 +98,7 @@ def lifted_structure(p: Pairs, *, margin: float | Tensor = 0.5) -> Tensor:
 
     Args:
         p: Cosines [N, M] with masks.
-        margin: In cosine; it only shifts the hinge, which on the unit sphere is open once P N > e^(2 - margin).
+        margin: Margin in cosine; it only shifts the hinge, which on the unit sphere is open once P N > e^(2 - margin).
 
     Returns:
         One value per anchor [N]; 0 without positives or without negatives.
@@ -126,7 +126,7 @@ def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tens
 
     Args:
         p: Cosines [N, N] with masks.
-        margin: As a distance; 1.0.
+        margin: Margin, as a distance.
 
     Returns:
         Sums per anchor [N], and the number of unordered positive pairs.
@@ -189,7 +189,7 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
 
     Args:
         p: Dot products of anchors and positives [C', C'] (`one_pair_per_class`).
-        l2: Weight of the mean squared length; 0.005 (0.02 in the paper, over the half sum).
+        l2: Weight of the mean squared length (0.02 in the paper, over the half sum).
 
     Returns:
         One value per anchor [C'].

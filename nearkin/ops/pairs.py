@@ -4,8 +4,8 @@
     pairs.sim, pairs.pos, pairs.neg         # [N, M] similarities (higher is nearer) and two boolean masks
 
 A miner narrows the masks (`Pairs -> Pairs`) and a loss reads them. Sums over many pairs use `pairs.positives` and
-`pairs.negatives` with the reductions of `nearkin.ops.reductions`: a class has few samples, so positives are a short list
-of indices, and negatives are everything but a short list.
+`pairs.negatives` with the reductions of `nearkin.ops.reductions`: a class has few samples, so positives are a short
+list of indices, and negatives are everything but a short list.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_explanations_follow_references_and_continuation_lines() -> None:
         return {key: text for key, _, _, text in losses.settings_table(LOSSES[name])}
 
     assert explanations("mpa_dw") == explanations("mpa_ap") == explanations("mpa")
-    assert explanations("mpa")["gamma"] == "Temperature over the centres of a class; 0.1."
+    assert explanations("mpa")["gamma"] == "Temperature over the centres of a class."
     assert explanations("softmax")["dropout"].startswith("Dropout probability on the embeddings")
 
     def function() -> None:

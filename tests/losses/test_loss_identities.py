@@ -19,9 +19,6 @@ from nearkin.analysis import information
 from nearkin.losses import LOSSES
 from nearkin.ops.pairs import Pairs
 
-UNIT_ROWS = [row for row in ROWS if row.unit]
-
-
 # --- identities -------------------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ def test_distance_weighted_draws_with_its_probabilities() -> None:
 def test_distance_weights_need_a_dimension() -> None:
     p = pairs()
     bare = nk.Pairs(p.sim, p.pos, p.neg)
-    with pytest.raises(nk.UserError, match="pass dim="):
+    with pytest.raises(nk.UserError, match=r"the embedding dimensions are unknown\. Pass dim="):
         miners.distance_weighted(bare)
     torch.testing.assert_close(miners.distance_weights(bare, dim=8), miners.distance_weights(p))
 

@@ -324,7 +324,7 @@ def test_a_user_loss_with_a_learned_temperature() -> None:
 
     emb, labels = batch(16)
     objective = nk.Objective("sigmoid_pairs", scale=5.0).double()
-    assert {name: float(value) for name, value in objective.named_parameters()} == {"scale": 5.0}
+    assert {name: value.item() for name, value in objective.named_parameters()} == {"scale": 5.0}
     objective(emb, labels).backward()
     assert float(objective.scale.grad) != 0
     groups = nk.Objective("sigmoid_pairs", learn_bias=True).parameter_groups(lr=0.1)
