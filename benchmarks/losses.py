@@ -142,7 +142,7 @@ def products(row: str, n: int) -> Callable[[], None]:
     if loss.inputs.pairs:
         w = torch.randn(n, DIM)
     else:
-        w = torch.randn(n // PER_CLASS * loss.inputs.outer.get("centers", 1), DIM)
+        w = torch.randn(n // PER_CLASS * loss.inputs.builder_kwargs.get("centers", 1), DIM)
 
     def run() -> None:
         s = x @ w.t()

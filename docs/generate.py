@@ -1,9 +1,9 @@
-"""Write the pages under docs/losses from the registry: one page per family, one picture per loss.
+"""Write the pages under docs/losses from the registry: one page per family, one plot per loss.
 
-    python docs/generate.py             write pages and pictures
-    python docs/generate.py --pages     write the pages alone
+    python docs/generate.py             write pages and plots
+    python docs/generate.py --pages     write the pages only
 
-The pages say nothing that the source does not: edit the docstring or the decorator of a loss, then run this.
+The pages contain only what the source says: edit the docstring or the decorator of a loss, then run this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TITLES = {
 
 
 def pages() -> dict[str, str]:
-    """File name -> text, for every page."""
+    """Return the text of every page by file name."""
     families = {family: [entry for entry in LOSSES.values() if entry.family == family] for family in TITLES}
     index = ["# Losses", "", "| loss | family | what it does | cost |", "|---|---|---|---|"]
     for family, entries in families.items():
@@ -41,12 +41,12 @@ def pages() -> dict[str, str]:
 
 
 def section(entry: Loss) -> str:
-    """One loss."""
+    """Return the section of one loss."""
     lines = [f"## {entry.name}", "", entry.summary, "", "```text", *textwrap.wrap(entry.formula, 110), "```", ""]
     lines += [f"**When.** {entry.use}", "", f"**Paper.** {entry.paper}. **Cost.** {entry.cost}."]
     lines += [f"**Reduction.** {', '.join(entry.reductions)}.", ""]
     if entry.settings:
-        lines += ["| setting | default | search range | |", "|---|---|---|---|"]
+        lines += ["| setting | default | search range | meaning |", "|---|---|---|---|"]
         lines += [
             f"| `{key}` | {default} | {span or '-'} | {text} |" for key, default, span, text in settings_table(entry)
         ]
@@ -56,13 +56,13 @@ def section(entry: Loss) -> str:
 
 
 def example(entry: Loss) -> str:
-    """How to call it, as objective and as function."""
+    """Return how to call a loss, as an objective and as a function."""
     needs = ", num_classes=100, dim=512" if entry.inputs.params else ""
     return "\n".join(
         [
             f'objective = nk.Objective("{entry.name}"{needs})',
             "loss = objective(emb, labels)",
-            f"# or as a function: {entry.takes}",
+            f"# or as a function: {entry.call_example}",
         ]
     )
 

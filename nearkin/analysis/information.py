@@ -64,9 +64,9 @@ def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: T
     with full_precision(emb):
         if name == "center":
             return _center_parts(emb, labels, *params)
-        outer = {k: settings.pop(k) for k in list(settings) if k in entry.inputs.outer}
-        read = entry.inputs.build(emb, labels, *params, **outer)
-        return _PARTS[name](read, **{**entry.own, **settings})
+        built = entry.inputs.build(emb, labels, *params, **entry.inputs.build_kwargs(settings))
+        loss_kwargs = {k: settings.get(k, default) for k, default in entry.loss_kwargs.items()}
+        return _PARTS[name](built, **loss_kwargs)
 
 
 def _contrastive_parts(p: Pairs, margin: float) -> Parts:
@@ -140,16 +140,14 @@ def similarity_gradient(
     """
     entry = LOSSES[name]
     settings = entry.check(settings)
-    outer = {k: v for k, v in settings.items() if k in entry.inputs.outer and k not in ("centers", "dropout")}
-    outer.pop("learn_beta", None)
-    own = {k: v for k, v in settings.items() if k in entry.own}
+    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
     emb, labels = as_batch(emb.detach(), labels)
-    read = entry.inputs.build(emb, labels, *params, **outer)
+    built = entry.inputs.build(emb, labels, *params, **entry.inputs.build_kwargs(settings))
     if miner is not None:
-        read = miner(read)
-    sim = read.sim.detach().requires_grad_()
+        built = miner(built)
+    sim = built.sim.detach().requires_grad_()
     with torch.enable_grad():
-        value = entry.reduce(entry.function(replace(read, sim=sim), **own), "mean")
+        value = entry.reduce(entry.function(replace(built, sim=sim), **loss_kwargs), "mean")
         (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
     return Weights(sim.detach(), torch.zeros_like(sim) if grad is None else grad)
 

@@ -1,7 +1,7 @@
-"""ToClasses: how a batch relates to its classes, and the primitives of the losses that compare the two.
+"""ToClasses: the similarities of a batch to its classes, and the primitives of the losses that use them.
 
-No mask [N, C] is ever built. The own class of a sample is one gathered column, and "all other classes" is the same
-block with that one entry left out, so 100,000 classes cost the similarity block and one buffer more.
+No mask [N, C] is ever built. The similarity to a sample's own class is one gathered column, and "all other classes" is
+the same block without that entry, so 100,000 classes cost the similarity block and one more buffer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from nearkin.ops.reductions import exp_
 
 @dataclass(frozen=True, eq=False)
 class ToClasses:
-    """Samples [N] against classes [C], each class perhaps with several centres [K].
+    """Samples [N] against classes [C], each with one or several centres [K].
 
-    sim       [N, C] or [N, C, K]: cosines to proxies, or the logits of a linear head
-    labels    [N] int64 in 0..C-1
-    proxies   the unit proxies [C, D] or [C, K, D], for losses that also compare proxies with each other
-    own       [N] what else joins a sample to its own class (center: squared distance; pce: product with its mean)
-    probs     [N, C] class probabilities held constant (pce)
+    Attributes:
+        sim: [N, C] or [N, C, K] cosines to proxies, or the logits of a linear head.
+        labels: [N] int64 in 0..C-1.
+        proxies: [C, D] or [C, K, D] unit proxies, for losses that also compare proxies with each other.
+        own: [N] a further term of each sample and its own class (center: squared distance; pce: product with the
+            class sum).
+        probs: [N, C] class probabilities without gradient (pce).
     """
 
     sim: Tensor
@@ -39,8 +41,17 @@ class ToClasses:
     probs: Tensor | None = None
 
 
-def to_proxies(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    """Cosines between embeddings [N, D] and proxies [C, D] or [C, K, D]."""
+def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    """Compute the cosines between embeddings and proxies.
+
+    Args:
+        emb: Embeddings [N, D].
+        labels: Labels [N] in 0..C-1.
+        proxies: Proxies [C, D] or [C, K, D] of any length.
+
+    Returns:
+        Cosines [N, C] or [N, C, K], and the unit proxies.
+    """
     emb, labels = as_batch(emb, labels)
     check_range(labels, len(proxies))
     check_width(emb, proxies, "proxies")
@@ -49,14 +60,24 @@ def to_proxies(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> 
         if w.dim() == 2:
             sim = f @ w.t()
         else:
-            # Laid out as [N, K, C]: sums over the few centres then run along whole rows of classes.
+            # Stored as [N, K, C]: sums over the few centres then run along contiguous rows of classes.
             flat = w.transpose(0, 1).flatten(0, 1)
             sim = (f @ flat.t()).view(len(f), w.shape[1], w.shape[0]).transpose(1, 2)
     return ToClasses(sim, labels, w)
 
 
-def to_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
-    """The logits of a linear head on raw embeddings."""
+def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
+    """Compute the logits of a linear head on embeddings that are not normalised.
+
+    Args:
+        emb: Embeddings [N, D].
+        labels: Labels [N] in 0..C-1.
+        weight: [C, D].
+        bias: [C].
+
+    Returns:
+        Logits [N, C].
+    """
     emb, labels = as_batch(emb, labels)
     check_range(labels, len(weight))
     check_width(emb, weight, "weight")
@@ -66,64 +87,111 @@ def to_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias:
 
 
 def check_range(labels: Tensor, num_classes: int) -> None:
+    """Raise DataError if a label is not in 0..num_classes-1.
+
+    Args:
+        labels: [N] int64.
+        num_classes: Number of classes.
+    """
     low, high = (int(v) for v in torch.aminmax(labels))
     if low < 0 or high >= num_classes:
         raise DataError(
             f"labels: expected 0 to {num_classes - 1} for {num_classes} classes, got {low} to {high}. "
-            "Number the training classes from 0, or raise num_classes."
+            "Number the training classes from 0, or increase num_classes."
         )
 
 
 def check_width(emb: Tensor, params: Tensor, name: str) -> None:
+    """Raise DataError if embeddings and parameters have different dimensions.
+
+    Args:
+        emb: Embeddings [N, D].
+        params: Class parameters [.., D].
+        name: Name of the parameters, for the message.
+    """
     if params.shape[-1] != emb.shape[1]:
-        raise DataError(f"the embeddings have {emb.shape[1]} dimensions, {name} {params.shape[-1]}.")
+        raise DataError(f"{name}: expected {emb.shape[1]} dimensions, as the embeddings have, got {params.shape[-1]}.")
 
 
-PROXIES = Inputs(to_proxies, (Param("proxies", "CD", lr=100.0),))
-CENTERS = Inputs(to_proxies, (Param("proxies", "CKD", lr=100.0),), outer={"centers": 10})
+PROXIES = Inputs(proxy_similarities, params=(Param("proxies", "CD", lr=100.0),))
+CENTERS = Inputs(
+    proxy_similarities,
+    params=(Param("proxies", "CKD", lr=100.0),),
+    builder_kwargs={"centers": 10},
+    builder_docs={"centers": "Number of centres per class."},
+    dims={"K": "centers"},
+)
 HEAD = Inputs(
-    to_logits,
-    (Param("weight", "CD", init="zeros"), Param("bias", "C", init="zeros", decay=False)),
-    outer={"dropout": 0.5},
+    linear_logits,
+    params=(Param("weight", "CD", init="zeros"), Param("bias", "C", init="zeros", decay=False)),
+    builder_kwargs={"dropout": 0.5},
+    builder_docs={"dropout": "Dropout probability on the embeddings before the head, in training only."},
+    dropout="dropout",
 )
 
 # --- primitives -------------------------------------------------------------------------------------------------------
 
 
 def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Per sample: the similarity to its own class [N], and log sum exp(scale * sim) over all other classes [N]."""
+    """Compute, per sample, the similarity to its class and the log-sum-exp over all other classes.
+
+    Args:
+        sim: Similarities [N, C].
+        labels: Labels [N].
+        scale: Factor on the similarities in the sum.
+
+    Returns:
+        Similarity to the own class [N], and log sum exp(scale * sim) over the other classes [N].
+    """
     return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
 
 
 def own_and_other_samples(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Per sample the similarity to its own class [N]; per class log sum exp(scale * sim) over the other samples [C]."""
+    """Compute each sample's similarity to its class, and per class the log-sum-exp over samples of other classes.
+
+    Args:
+        sim: Similarities [N, C].
+        labels: Labels [N].
+        scale: Factor on the similarities in the sum.
+
+    Returns:
+        Similarity to the own class [N], and log sum exp(scale * sim) over the samples of other classes [C].
+    """
     return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
 
 
 class _OwnAndOthers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sim: Tensor, labels: Tensor, scale: float, dim: int) -> tuple[Tensor, Tensor]:
-        at = labels[:, None]
-        own = sim.gather(1, at).squeeze(1)
-        weight = (sim * scale).scatter_(1, at, float("-inf"))
+        index = labels[:, None]
+        own = sim.gather(1, index).squeeze(1)
+        weight = (sim * scale).scatter_(1, index, float("-inf"))
         top = weight.amax(dim, keepdim=True)
         top.masked_fill_(top == float("-inf"), 0.0)
         exp_(weight.sub_(top))
         total = weight.sum(dim, keepdim=True)
         ctx.scale, ctx.dim = scale, dim
-        ctx.save_for_backward(weight, total, at)
+        ctx.save_for_backward(weight, total, index)
         return own, (top + total.log()).squeeze(dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_own: Tensor, g_others: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, total, at = ctx.saved_tensors
-        row = (ctx.scale * g_others.unsqueeze(ctx.dim) / total).masked_fill_(total == 0, 0.0)
-        return (weight * row).scatter_(1, at, g_own[:, None]), None, None, None
+        weight, total, index = ctx.saved_tensors
+        factor = (ctx.scale * g_others.unsqueeze(ctx.dim) / total).masked_fill_(total == 0, 0.0)
+        return (weight * factor).scatter_(1, index, g_own[:, None]), None, None, None
 
 
 def log1p_sum_exp_per_class(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """log(1 + sum of exp(x) over the samples of a class) for each class in the batch [P], and those classes [P]."""
+    """Compute log(1 + sum of exp(x) over the samples of a class) for every class in the batch.
+
+    Args:
+        x: One value per sample [N].
+        labels: Labels [N].
+
+    Returns:
+        The values [P], and the P classes in the batch.
+    """
     present, index = torch.unique(labels, return_inverse=True)
     top = torch.zeros(len(present), dtype=x.dtype, device=x.device)
     top = top.scatter_reduce(0, index, x.detach(), "amax")  # starts at 0: the zero logit
@@ -131,46 +199,54 @@ def log1p_sum_exp_per_class(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return top + total.log(), present
 
 
-def class_similarity(v: Tensor, gamma: float) -> Tensor:
-    """Similarity to classes of several centres [N, C]: the mean of v [N, C, K] with weights softmax(v / gamma)."""
-    return _SoftMaximum.apply(v, gamma)  # type: ignore[no-any-return]
+def class_similarity(sim: Tensor, gamma: float) -> Tensor:
+    """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma).
+
+    Args:
+        sim: Similarities to the centres [N, C, K].
+        gamma: Temperature over the centres.
+
+    Returns:
+        Similarities to the classes [N, C].
+    """
+    return _SoftMaximum.apply(sim, gamma)  # type: ignore[no-any-return]
 
 
 class _SoftMaximum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, v: Tensor, gamma: float) -> Tensor:
-        v = v.transpose(1, 2).contiguous()  # [N, K, C], as `to_proxies` laid it out
+    def forward(ctx: Any, sim: Tensor, gamma: float) -> Tensor:
+        sim = sim.transpose(1, 2).contiguous()  # [N, K, C], as `proxy_similarities` stores it
         ctx.gamma = gamma
-        parts = _by_rows(v)
-        if len(parts) == 1:
-            share, mean = _shares(v, gamma)
-            ctx.save_for_backward(v, share, mean)
+        chunks = _row_chunks(sim)
+        if len(chunks) == 1:
+            weight, mean = _softmax_mean(sim, gamma)
+            ctx.save_for_backward(sim, weight, mean)
             return mean
-        ctx.save_for_backward(v)
-        return torch.cat([_shares(part, gamma)[1] for part in parts])
+        ctx.save_for_backward(sim)
+        return torch.cat([_softmax_mean(chunk, gamma)[1] for chunk in chunks])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        v, *kept = ctx.saved_tensors
-        grad, done = torch.empty_like(v), 0
-        # Not kept, the shares are computed again, some rows at a time: with many classes the block alone fills memory.
-        for part in _by_rows(v):
-            rows = slice(done, done := done + len(part))
-            share, mean = kept or _shares(part, ctx.gamma)
-            slope = torch.sub(part, mean[:, None], out=grad[rows]).div_(ctx.gamma).add_(1.0)
-            slope.mul_(share).mul_(g[rows, None])
+        sim, *saved = ctx.saved_tensors
+        grad, end = torch.empty_like(sim), 0
+        # Weights that were not saved are recomputed by chunks: with many classes the block alone fills the memory.
+        for chunk in _row_chunks(sim):
+            rows = slice(end, end := end + len(chunk))
+            weight, mean = saved or _softmax_mean(chunk, ctx.gamma)
+            slope = torch.sub(chunk, mean[:, None], out=grad[rows]).div_(ctx.gamma).add_(1.0)
+            slope.mul_(weight).mul_(g[rows, None])
         return grad.transpose(1, 2), None
 
 
-def _by_rows(v: Tensor) -> tuple[Tensor, ...]:
-    parts: tuple[Tensor, ...] = torch.split(v, max(1, (1 << 22) // v[0].numel()))
-    return parts
+def _row_chunks(sim: Tensor) -> tuple[Tensor, ...]:
+    chunks: tuple[Tensor, ...] = torch.split(sim, max(1, (1 << 22) // sim[0].numel()))
+    return chunks
 
 
-def _shares(v: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """softmax(v / gamma) over the centres [n, K, C], and the mean of v with it [n, C]."""
-    share = v / gamma
-    exp_(share.sub_(share.amax(1, keepdim=True)))
-    share.div_(share.sum(1, keepdim=True))
-    return share, (share * v).sum(1)
+def _softmax_mean(sim: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return softmax(sim / gamma) over the centres [n, K, C], and the mean of sim with these weights [n, C]."""
+    weight = sim / gamma
+    exp_(weight.sub_(weight.amax(1, keepdim=True)))
+    weight.div_(weight.sum(1, keepdim=True))
+    return weight, (weight * sim).sum(1)

@@ -1,8 +1,8 @@
-"""Losses that ask whether a neighbour, drawn with probability softmax(similarity), is of the same class.
+"""Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class.
 
-snca   scalable neighbourhood components: cosines over a temperature
-nca    neighbourhood components: squared distances of raw vectors
-ice    instance cross entropy: one softmax per positive, and a gradient weighted by its own rule
+snca   scalable neighbourhood components analysis: cosines over a temperature
+nca    neighbourhood components analysis: squared distances of vectors that are not normalised
+ice    instance cross entropy: one softmax per positive, with its own gradient weights
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from nearkin.ops.reductions import PairSet, log_sums, shifted_exp, softplus
     family="neighbour",
     paper="Wu et al. 2018; Boudiaf et al. 2020, table 2",
     formula="mean_i of  log sum_{k != i} exp(s_ik / sigma)  -  log sum_pos exp(s_ij / sigma)",
-    use="Many samples per class, or a memory: it asks only that some positives are near.",
+    use="Many samples per class, or a memory: it only requires that some positives are near.",
     space={"sigma": log(0.01, 0.5)},
 )
 def snca(p: Pairs, *, sigma: float = 0.05) -> Tensor:
-    """The probability that a neighbour, drawn by similarity, is of the anchor's class; as a negative logarithm.
+    """Negative log probability that a neighbour, drawn by similarity, has the anchor's class.
 
-    p       cosines [N, M] with masks; returns one value per anchor [N], 0 without positives
-    sigma   temperature; 0.03 to 0.1
+    Args:
+        p: Cosines [N, M] with masks.
+        sigma: Temperature; 0.03 to 0.1.
 
-    >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
-    >>> float(snca(pair_up(emb, torch.tensor([0, 0, 1])), sigma=0.5))
-    0.2474...
+    Returns:
+        One value per anchor [N]; 0 without positives.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
+        >>> float(snca(pair_up(emb, torch.tensor([0, 0, 1])), sigma=0.5))
+        0.2474...
     """
     return _neighbour(p.sim, p, 1 / sigma)
 
@@ -42,40 +47,45 @@ def snca(p: Pairs, *, sigma: float = 0.05) -> Tensor:
     family="neighbour",
     paper="Goldberger et al. 2004, in log form",
     formula="mean_i of  log sum_{k != i} exp(-|x_i - x_k|^2)  -  log sum_pos exp(-|x_i - x_j|^2)",
-    use="As a reference; the length of the raw vectors is its temperature.",
+    use="As a reference; the length of the vectors acts as the temperature.",
     inputs=PRODUCTS,
 )
 def nca(p: Pairs) -> Tensor:
-    """Neighbourhood components on squared Euclidean distances of the raw embeddings.
+    """Neighbourhood components analysis on squared Euclidean distances of embeddings that are not normalised.
 
-    p   plain products [N, M] with masks (`metric="dot"`); returns one value per anchor [N], 0 without positives
+    Args:
+        p: Dot products [N, M] with masks (`metric="dot"`).
 
-    >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
-    >>> float(nca(pair_up(emb, torch.tensor([0, 0, 1]), metric="dot")))
-    0.2474...
+    Returns:
+        One value per anchor [N]; 0 without positives.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
+        >>> float(nca(pair_up(emb, torch.tensor([0, 0, 1]), metric="dot")))
+        0.2474...
     """
-    # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2, and what all of a row share makes no difference.
-    return _neighbour(p.sim - p.squares()[1] / 2, p, 2.0)
+    # Minus the squared distance is 2 x_i.x_j - |x_j|^2 - |x_i|^2; the last term is constant in a row and cancels.
+    return _neighbour(p.sim - p.squared_norms()[1] / 2, p, 2.0)
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
-    near, far = log_sums(logits, p.positives, p.negatives, scale, scale)
-    alone = near == float("-inf")
-    if alone.any():
-        near = near.masked_fill(alone, float("inf"))  # an anchor without positives: softplus(-inf) is 0
-    # log(e^near + e^far) - near, which is exactly 0 when there is no negative.
-    return softplus(far - near)
+    positive, negative = log_sums(logits, p.positives, p.negatives, scale, scale)
+    empty = positive == float("-inf")
+    if empty.any():
+        positive = positive.masked_fill(empty, float("inf"))  # an anchor without positives: softplus(-inf) is 0
+    # log(e^positive + e^negative) - positive, which is exactly 0 without negatives.
+    return softplus(negative - positive)
 
 
 def _ice_pairs(
-    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None, **options: Any
+    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None, **kwargs: Any
 ) -> Pairs:
-    if options.pop("anchor_grad", True):
-        return pair_up(emb, labels, refs, ref_labels, **options)
+    if kwargs.pop("anchor_grad", True):
+        return pair_up(emb, labels, refs, ref_labels, **kwargs)
     if refs is None:
         refs, ref_labels = emb, labels
-        options["self_columns"] = torch.arange(len(emb), device=emb.device)
-    return pair_up(emb.detach(), labels, refs, ref_labels, **options)
+        kwargs["self_columns"] = torch.arange(len(emb), device=emb.device)
+    return pair_up(emb.detach(), labels, refs, ref_labels, **kwargs)
 
 
 @loss(
@@ -83,22 +93,36 @@ def _ice_pairs(
     paper="Wang et al. 2019, instance cross entropy",
     formula="value: sum_a sum_pos log(1 + sum_neg exp(s_an - s_ap));  gradient on s: "
     "+-1/(2N) times normalised mismatch weights at `scale`",
-    use="Where every positive should count, with weights that sharpen with `scale`; 64 for many classes.",
+    use="When every positive should count, with weights that sharpen with `scale`; 64 for many classes.",
     space={"scale": log(8, 128)},
-    inputs=Inputs(_ice_pairs, outer={"anchor_grad": True}, pairs=True, memory=True),
+    inputs=Inputs(
+        _ice_pairs,
+        builder_kwargs={"anchor_grad": True},
+        builder_docs={
+            "anchor_grad": "Whether the anchor gets a gradient as well; False is the literal reading of the paper."
+        },
+        pairs=True,
+        memory=True,
+    ),
 )
 def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
-    """Match every positive against the negatives; the gradient is re-weighted by the mismatch at `scale`.
+    """Match every positive against the negatives, with gradients re-weighted by the mismatch at `scale`.
 
-    p       cosines [N, M] with masks; returns totals per anchor [N] and 1: the value is a plain sum
-    scale   sharpness of the weights (not of the value); 16 to 64
+    Value and gradient are defined separately, as in the paper: the value is the sum with scale 1, and each anchor
+    distributes 1/(2N) over its positives and 1/(2N) over its negatives. A learning rate tuned for another loss does not
+    carry over.
 
-    Value and gradient are defined apart, as in the paper: the value is the sum with scale 1, and each anchor spreads
-    1/(2N) over its positives and 1/(2N) over its negatives. A learning rate tuned for another loss does not carry over.
+    Args:
+        p: Cosines [N, M] with masks.
+        scale: Sharpness of the weights (not of the value); 16 to 64.
 
-    >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
-    >>> float(ice(pair_up(emb, torch.tensor([0, 0, 1]))))
-    1.0260...
+    Returns:
+        Sums per anchor [N], and 1: the value is a plain sum.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
+        >>> float(ice(pair_up(emb, torch.tensor([0, 0, 1]))))
+        1.0260...
     """
     return _InstanceCrossEntropy.apply(p.sim, p.positives, p.negatives, scale), torch.ones((), device=p.sim.device)
 
@@ -107,21 +131,21 @@ class _InstanceCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sim: Tensor, positives: PairSet, negatives: PairSet, scale: float) -> Tensor:
         n = len(sim)
-        row, column = positives.listed()
-        near = sim[row, column]
+        row, column = positives.indices()
+        positive = sim[row, column]
         _, total, top = shifted_exp(sim, negatives, 1.0)
-        value = sim.new_zeros(n).index_add(0, row, softplus((top + total.log())[row] - near))
+        value = sim.new_zeros(n).index_add(0, row, softplus((top + total.log())[row] - positive))
 
-        # Negatives: softmax of scale * s. Positives: softmax of -log(e^(scale s) + mass of the negatives), which is
+        # Negatives: softmax of scale * s. Positives: softmax of -log(e^(scale s) + sum over the negatives), which is
         # the normalised 1 - p without the 0/0 of well separated anchors.
         weight, total, top = shifted_exp(sim, negatives, scale)
-        logit = -torch.logaddexp(scale * near, (top + total.log())[row])
+        logit = -torch.logaddexp(scale * positive, (top + total.log())[row])
         top = sim.new_full((n,), float("-inf")).scatter_reduce(0, row, logit, "amax")
-        share = torch.exp(logit - top[row])
-        share_total = sim.new_zeros(n).index_add(0, row, share)
-        both = (share_total > 0) & (total > 0)
-        weight.mul_(torch.where(both, 0.5 / n / total, 0.0)[:, None])
-        weight[row, column] = -share * torch.where(both, 0.5 / n / share_total, 0.0)[row]
+        pull = torch.exp(logit - top[row])
+        pull_total = sim.new_zeros(n).index_add(0, row, pull)
+        has_both = (pull_total > 0) & (total > 0)
+        weight.mul_(torch.where(has_both, 0.5 / n / total, 0.0)[:, None])
+        weight[row, column] = -pull * torch.where(has_both, 0.5 / n / pull_total, 0.0)[row]
         ctx.save_for_backward(weight)
         return value
 

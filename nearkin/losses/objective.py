@@ -1,4 +1,4 @@
-"""Objective: a loss with its settings, its learned class parameters, an optional miner and an optional memory."""
+"""Objective: a loss with its settings, its learned parameters, an optional miner and an optional memory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from torch import Tensor, nn
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses.miners import MINERS, Miner
-from nearkin.losses.registry import LOSSES, Loss, Param, Reduction
+from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, as_batch
 
 
 class Objective(nn.Module):
-    """A loss by name, as a module: `objective(emb, labels)` is a 0-dim tensor.
+    """A loss as a module: `objective(emb, labels)` returns a 0-dim tensor.
 
-    name            a registered loss, for example "proxy_anchor" (`nearkin losses` lists them)
-    num_classes     training classes; needed by losses with class parameters, ignored by most others
-    dim             embedding dimensions; needed by losses with class parameters and by a memory
-    miner           a registered miner or any function Pairs -> Pairs; pair losses only
-    miner_settings  for example {"epsilon": 0.2}
-    memory          how many earlier embeddings to keep as extra references (cross-batch memory); pair losses only
-    reduction       "mean" (as the loss defines it), "sum" or "none"
-    prefixes        embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size]
-    settings        of the loss, for example alpha=32.0; an unknown one is refused
+    The parameters that the loss declares (`proxies`, `weight`, ...) are attributes of the module.
 
-    >>> objective = Objective("proxy_anchor", num_classes=3, dim=8, alpha=32.0)
-    >>> objective.proxies.shape
-    torch.Size([3, 8])
-    >>> loss = objective(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
+    Args:
+        name: A registered loss, for example "proxy_anchor" (`nearkin losses` lists them).
+        num_classes: Number of training classes; required by losses with class parameters.
+        dim: Embedding dimensions; required by losses with class parameters and by a memory.
+        miner: A registered miner or any function Pairs -> Pairs; for pair losses only.
+        miner_settings: Settings of the miner, for example {"epsilon": 0.2}.
+        memory: Number of earlier embeddings used as extra references (cross-batch memory); for pair losses only.
+        reduction: "mean" (as the loss defines it), "sum" or "none".
+        prefixes: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
+        **settings: Settings of the loss, for example alpha=32.0.
+
+    Raises:
+        ConfigError: A name, setting or size is unknown, missing or illegal.
+
+    Example:
+        >>> objective = Objective("proxy_anchor", num_classes=3, dim=8, alpha=32.0)
+        >>> objective.proxies.shape
+        torch.Size([3, 8])
+        >>> loss = objective(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
     """
 
-    # Present where the loss has them: [C, D] or [C, K, D]; [C, D] and [C]; [C, D]; 0-dim.
     proxies: nn.Parameter
-    weight: nn.Parameter
-    bias: nn.Parameter
-    centers: nn.Parameter
-    beta: nn.Parameter
     memory_emb: Tensor
     memory_labels: Tensor
     memory_state: Tensor
@@ -62,151 +64,193 @@ class Objective(nn.Module):
         super().__init__()
         self.name = LOSSES[name].name
         merged = {**self.loss.settings, **self.loss.check(settings)}
-        self.settings = {k: v for k, v in merged.items() if k in self.loss.own}
-        self.outer = {k: v for k, v in merged.items() if k in self.loss.inputs.outer}
+        self.loss_kwargs = {k: v for k, v in merged.items() if k in self.loss.loss_kwargs}
+        self.builder_kwargs = {k: v for k, v in merged.items() if k in self.loss.inputs.builder_kwargs}
         self.loss.check_reduction(reduction)
         self.reduction: Reduction = reduction
-        self.num_classes = None if num_classes is None else _whole("num_classes", num_classes)
-        self.dim = None if dim is None else _whole("dim", dim)
+        self.num_classes = None if num_classes is None else _as_int("num_classes", num_classes)
+        self.dim = None if dim is None else _as_int("dim", dim)
         self.prefixes = _check_prefixes(prefixes, self.dim)
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
-        self._make_params()
-        self._make_memory(memory)
+        self._create_parameters()
+        self._create_memory(memory)
 
     @property
     def loss(self) -> Loss:
-        # Looked up, not kept: a module that holds no function can be pickled.
+        """The registered loss."""
+        # Looked up, not stored: a module without functions can be pickled.
         return LOSSES[self.name]
 
-    def forward(self, emb: Tensor, labels: Tensor | Sequence[int], *given: Tensor) -> Tensor:
-        """The loss of a batch: emb [N, D] of any float dtype, labels [N] of any integer dtype.
+    def forward(self, emb: Tensor, labels: Tensor | Sequence[int], *constants: Tensor) -> Tensor:
+        """Compute the loss of a batch.
 
-        `given` passes on constants that a loss takes beside them (the class probabilities of `pce`).
+        Args:
+            emb: Embeddings [N, D] of any float dtype.
+            labels: Labels [N] of any integer dtype.
+            *constants: Tensors that the loss declares as `constants`, such as the class probabilities of `pce`.
+
+        Returns:
+            A 0-dim tensor, or one value per anchor with reduction="none".
+
+        Raises:
+            ConfigError: The loss does not take these constants.
+            DataError: The embeddings or labels cannot be used.
         """
+        self._check_constants(constants)
         emb, labels = as_batch(emb, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
-            raise DataError(f"{self.name}: the embeddings have {emb.shape[1]} dimensions, the objective {self.dim}.")
+            raise DataError(f"{self.name}: expected embeddings of {self.dim} dimensions, got {emb.shape[1]}.")
         if self.prefixes and max(self.prefixes) > emb.shape[1]:
-            raise DataError(f"prefixes: {max(self.prefixes)} is more than the {emb.shape[1]} dimensions given.")
+            raise DataError(f"prefixes: {max(self.prefixes)} exceeds the {emb.shape[1]} dimensions of the embeddings.")
         with full_precision(emb):
-            parts = [self._loss(emb[:, :size], labels, *given) for size in self.prefixes or (emb.shape[1],)]
+            parts = [self._loss(emb[:, :size], labels, *constants) for size in self.prefixes or (emb.shape[1],)]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if self.memory_size and self.training:
-            self._remember(emb.detach(), labels)
+            self._update_memory(emb.detach(), labels)
         return loss
 
-    def _loss(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Tensor:
-        settings = {**self.settings, "beta": self.beta} if self.outer.get("learn_beta") else self.settings
-        read = self._pairs(emb, labels) if self.loss.inputs.pairs else self._to_classes(emb, labels, *given)
-        return self.loss.reduce(self.loss.function(read, **settings), self.reduction)
+    def _loss(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Tensor:
+        inputs = self.loss.inputs
+        if inputs.dropout is not None:
+            emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
+        built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
+        learned = {scalar.name: value for scalar, value in self._learned_scalars()}
+        return self.loss.reduce(self.loss.function(built, **{**self.loss_kwargs, **learned}), self.reduction)
 
-    # --- references: the batch, the memory, the class parameters ------------------------------------------------------
+    # --- inputs of the loss function ----------------------------------------------------------------------------------
 
-    def _pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
-        options = {k: v for k, v in self.outer.items() if k != "learn_beta"}
+    def _build_pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
+        kwargs = self.loss.inputs.build_kwargs(self.builder_kwargs)
         filled = int(self.memory_state[0]) if self.memory_size else 0
         if filled:
-            # The batch itself comes first, with its gradient; its own column is removed by index.
-            options["refs"] = torch.cat([emb, self.memory_emb[:filled, : emb.shape[1]].to(emb.dtype)])
-            options["ref_labels"] = torch.cat([labels, self.memory_labels[:filled]])
-            options["self_columns"] = torch.arange(len(emb), device=emb.device)
-        pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **options))
-        if self.miner is None:
-            return pairs
-        return _find_miner(self.miner)(pairs, **self.miner_settings)
+            # The batch comes first, with its gradient; its own column is removed by index.
+            kwargs["refs"] = torch.cat([emb, self.memory_emb[:filled, : emb.shape[1]].to(emb.dtype)])
+            kwargs["ref_labels"] = torch.cat([labels, self.memory_labels[:filled]])
+            kwargs["self_columns"] = torch.arange(len(emb), device=emb.device)
+        pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **kwargs))
+        return pairs if self.miner is None else _find_miner(self.miner)(pairs, **self.miner_settings)
 
-    def _to_classes(self, emb: Tensor, labels: Tensor, *given: Tensor) -> Any:
-        if self.outer.get("dropout"):
-            emb = nn.functional.dropout(emb, self.outer["dropout"], self.training)
-        params = [value[..., : emb.shape[1]] if "D" in spec.shape else value for spec, value in self._class_params()]
-        count = {"num_classes": self.num_classes} if self.loss.inputs.counts_classes else {}
-        return self.loss.inputs.build(emb, labels, *params, *given, **count)
+    def _build_classes(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Any:
+        inputs, dim = self.loss.inputs, emb.shape[1]
+        params = [value[..., :dim] if "D" in param.shape else value for param, value in self._params()]
+        kwargs = inputs.build_kwargs(self.builder_kwargs)
+        if inputs.takes_num_classes:
+            kwargs["num_classes"] = self.num_classes
+        return inputs.build(emb, labels, *params, *constants, **kwargs)
+
+    def _check_constants(self, constants: tuple[Any, ...]) -> None:
+        inputs = self.loss.inputs
+        call = f"objective({', '.join(['emb', 'labels', *inputs.constants])})"
+        if len(constants) > len(inputs.constants):
+            hint = " To mine pairs, pass miner=... to nk.Objective." if inputs.pairs else ""
+            raise ConfigError(f"{self.name}: expected {call}, got {2 + len(constants)} arguments.{hint}")
+        for name, value in zip(inputs.constants, constants, strict=False):
+            if value is not None and not isinstance(value, Tensor):
+                raise ConfigError(f"{self.name}: {name} must be a tensor, got {type(value).__name__}. Call {call}.")
 
     def _check_miner(self, miner: str | Miner | None, settings: dict[str, Any]) -> dict[str, Any]:
         if miner is None:
             if settings:
-                raise ConfigError(f"miner_settings: there is no miner to take {', '.join(settings)}. Pass miner=...")
+                raise ConfigError(f"miner_settings: {', '.join(settings)} given without a miner. Pass miner=...")
             return {}
         if not self.loss.inputs.pairs:
-            raise ConfigError(f"{self.name} compares with classes, not with pairs: it takes no miner.")
-        check = getattr(_find_miner(miner), "check", dict)  # a function of the user's own knows its settings itself
+            raise ConfigError(f"{self.name} compares samples with classes, not with each other: it takes no miner.")
+        check = getattr(_find_miner(miner), "check", dict)  # an unregistered function checks its settings itself
         return cast(dict[str, Any], check(settings))
 
-    # --- learned state ------------------------------------------------------------------------------------------------
+    # --- parameters ---------------------------------------------------------------------------------------------------
 
-    def _make_params(self) -> None:
-        sizes = {"C": self.num_classes, "D": self.dim, "K": self.outer.get("centers")}
-        for spec in self.loss.inputs.params:
+    def _create_parameters(self) -> None:
+        inputs = self.loss.inputs
+        sizes = {"C": self.num_classes, "D": self.dim}
+        sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
+        for param in inputs.params:
             for letter, argument in (("C", "num_classes"), ("D", "dim")):
-                if letter in spec.shape and sizes[letter] is None:
-                    raise ConfigError(f"{self.name} learns {spec.name} for every class: pass {argument}=...")
-            value = torch.zeros([cast(int, sizes[letter]) for letter in spec.shape])
-            if spec.init == "normal":
+                if letter in param.shape and sizes[letter] is None:
+                    raise ConfigError(f"{self.name} learns {param.name} for every class: pass {argument}=...")
+            value = torch.zeros([cast(int, sizes[letter]) for letter in param.shape])
+            if param.init == "normal":
                 # The variance of the published proxy losses: it sets how far one step turns a proxy.
                 nn.init.normal_(value, std=math.sqrt(2.0 / len(value)))
-            self.register_parameter(spec.name, nn.Parameter(value))
-        if self.outer.get("learn_beta"):
-            self.beta = nn.Parameter(torch.tensor(float(self.settings["beta"])))
+            self.register_parameter(param.name, nn.Parameter(value))
+        for scalar in inputs.learned_scalars:
+            if scalar.switch is None or self.builder_kwargs[scalar.switch]:
+                initial = torch.tensor(float(self.loss_kwargs[scalar.name]))
+                self.register_parameter(scalar.name, nn.Parameter(initial))
 
-    def _class_params(self) -> Iterable[tuple[Param, Tensor]]:
-        return [(spec, cast(Tensor, getattr(self, spec.name))) for spec in self.loss.inputs.params]
+    def _params(self) -> Iterable[tuple[Param, Tensor]]:
+        return [(param, cast(Tensor, getattr(self, param.name))) for param in self.loss.inputs.params]
+
+    def _learned_scalars(self) -> Iterable[tuple[LearnedScalar, Tensor]]:
+        scalars = [scalar for scalar in self.loss.inputs.learned_scalars if scalar.name in self._parameters]
+        return [(scalar, cast(Tensor, getattr(self, scalar.name))) for scalar in scalars]
 
     @torch.no_grad()
     def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Put the proxies where their classes are: at the mean direction of each class's embeddings.
+        """Set the proxies to the mean direction of each class's embeddings.
 
-        For a network that starts well, proxies drawn at random would first pull it apart. Several proxies of a class
-        keep their random offsets around the mean; a class without embeddings keeps its proxies, and losses without
-        proxies are left as they are.
+        A good initial network would be damaged by random proxies. Several proxies of a class keep their random offsets
+        around the mean; a class without embeddings keeps its proxies. Losses without proxies are left unchanged.
+
+        Args:
+            emb: Embeddings [N, D].
+            labels: Labels [N] in 0..C-1.
         """
-        if "proxies" not in dict(self.named_parameters()):
+        if "proxies" not in self._parameters:
             return
-        proxies = cast(Tensor, self.proxies)
-        sums = torch.zeros(len(proxies), emb.shape[1], dtype=torch.float64)
+        sums = torch.zeros(len(self.proxies), emb.shape[1], dtype=torch.float64)
         means = nn.functional.normalize(
             sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
-        ).to(proxies)
-        if proxies.ndim == 2:
-            known = means.norm(dim=1) > 0.5  # a proxy at 0 has no direction, and would never move again
-            proxies[known] = means[known]
+        ).to(self.proxies)
+        if self.proxies.ndim == 2:
+            present = means.norm(dim=1) > 0.5  # a proxy at 0 has no direction, and would never move again
+            self.proxies[present] = means[present]
         else:
-            offsets = nn.functional.normalize(proxies, dim=-1)
-            proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
+            offsets = nn.functional.normalize(self.proxies, dim=-1)
+            self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Optimizer groups for the class parameters, given the network's learning rate.
+        """Return optimizer groups for the parameters of the loss.
 
-        Proxies want a hundred times the rate of the network; biases, centres and boundaries no weight decay.
+        Proxies and centres get 100 times the learning rate of the network; biases, centres and learned scalars get no
+        weight decay.
 
-        >>> objective = Objective("proxy_anchor", num_classes=3, dim=8)
-        >>> [(g["name"], g["lr"]) for g in objective.parameter_groups(lr=1e-4)]
-        [('proxies', 0.01)]
+        Args:
+            lr: Learning rate of the network.
+
+        Returns:
+            One group per parameter, with its "name".
+
+        Example:
+            >>> objective = Objective("proxy_anchor", num_classes=3, dim=8)
+            >>> [(g["name"], g["lr"]) for g in objective.parameter_groups(lr=1e-4)]
+            [('proxies', 0.01)]
         """
         groups: list[dict[str, Any]] = []
-        for spec, value in self._class_params():
-            groups.append({"name": spec.name, "params": [value], "lr": lr * spec.lr})
-            if not spec.decay:
+        for param, value in self._params():
+            groups.append({"name": param.name, "params": [value], "lr": lr * param.lr})
+            if not param.decay:
                 groups[-1]["weight_decay"] = 0.0
-        if self.outer.get("learn_beta"):
-            groups.append({"name": "beta", "params": [self.beta], "lr": 50 * lr, "weight_decay": 0.0})
+        for scalar, value in self._learned_scalars():
+            groups.append({"name": scalar.name, "params": [value], "lr": scalar.lr * lr, "weight_decay": 0.0})
         return groups
 
     # --- cross-batch memory -------------------------------------------------------------------------------------------
 
-    def _make_memory(self, size: int) -> None:
-        size = _whole("memory", size, "a number of embeddings, 0 or more", least=0)
+    def _create_memory(self, size: int) -> None:
+        size = _as_int("memory", size, "a number of embeddings, 0 or more", minimum=0)
         if size and not self.loss.inputs.memory:
-            raise ConfigError(f"{self.name} has no use for references from earlier batches: leave memory at 0.")
+            raise ConfigError(f"{self.name} cannot use references from earlier batches. Leave memory at 0.")
         if size and self.dim is None:
-            raise ConfigError("memory: pass dim=..., the size of the embeddings to keep.")
+            raise ConfigError("memory: pass dim=..., the dimensions of the stored embeddings.")
         self.memory_size = size
         if size:
             self.register_buffer("memory_emb", torch.zeros(size, cast(int, self.dim)))
             self.register_buffer("memory_labels", torch.zeros(size, dtype=torch.int64))
-            # How many rows are filled, and which is written next: part of the state, so that a run resumes exactly.
+            # The number of filled rows and the next row to write: part of the state, so that a run resumes exactly.
             self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64))
 
-    def _remember(self, emb: Tensor, labels: Tensor) -> None:
+    def _update_memory(self, emb: Tensor, labels: Tensor) -> None:
         emb, labels = emb[-self.memory_size :], labels[-self.memory_size :]
         if self.memory_emb.dtype != emb.dtype:  # the memory follows the model
             self.memory_emb = self.memory_emb.to(emb.dtype)
@@ -214,28 +258,33 @@ class Objective(nn.Module):
         rows = (start + torch.arange(len(emb), device=emb.device)) % self.memory_size
         self.memory_emb[rows] = emb
         self.memory_labels[rows] = labels
-        after = [min(filled + len(emb), self.memory_size), (start + len(emb)) % self.memory_size]
-        self.memory_state.copy_(torch.tensor(after))
+        new_state = [min(filled + len(emb), self.memory_size), (start + len(emb)) % self.memory_size]
+        self.memory_state.copy_(torch.tensor(new_state))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        kept = state_dict.get(f"{prefix}memory_emb")
-        if self.memory_size and isinstance(kept, Tensor):
-            self.memory_emb = self.memory_emb.to(kept.dtype)  # copying into another dtype would round
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(f"{prefix}memory_emb")
+        if self.memory_size and isinstance(saved, Tensor):
+            self.memory_emb = self.memory_emb.to(saved.dtype)  # copying into another dtype would round
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        """Return the name and the settings, for repr()."""
         extras = {"miner": self.miner, "memory": self.memory_size, "prefixes": self.prefixes}
-        shown = {**self.settings, **self.outer, **{k: v for k, v in extras.items() if v}}
+        shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
 
 
 class WeightedSum(nn.Module):
-    """Several objectives on one batch, each with a weight.
+    """A weighted sum of several objectives on one batch.
 
-    >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
-    >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
-    >>> [g["name"] for g in both.parameter_groups(lr=1e-4)]
-    ['0.proxies']
+    Args:
+        *parts: (weight, objective) of each.
+
+    Example:
+        >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
+        >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
+        >>> [g["name"] for g in both.parameter_groups(lr=1e-4)]
+        ['0.proxies']
     """
 
     def __init__(self, *parts: tuple[float, Objective]) -> None:
@@ -246,16 +295,37 @@ class WeightedSum(nn.Module):
         self.parts = nn.ModuleList(objective for _, objective in parts)
 
     def forward(self, emb: Tensor, labels: Tensor | Sequence[int]) -> Tensor:
+        """Compute the weighted sum of the losses of a batch.
+
+        Args:
+            emb: Embeddings [N, D].
+            labels: Labels [N].
+
+        Returns:
+            A 0-dim tensor.
+        """
         terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
         return torch.stack(terms).sum(0)
 
     def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Put the proxies of every part where their classes are."""
+        """Set the proxies of every part to the means of their classes.
+
+        Args:
+            emb: Embeddings [N, D].
+            labels: Labels [N] in 0..C-1.
+        """
         for part in self.parts:
             cast(Objective, part).init_proxies(emb, labels)
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """The groups of every part, their names led by its number."""
+        """Return the optimizer groups of every part, their names prefixed with its index.
+
+        Args:
+            lr: Learning rate of the network.
+
+        Returns:
+            One group per parameter.
+        """
         parts = [cast(Objective, part) for part in self.parts]
         return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.parameter_groups(lr)]
 
@@ -264,17 +334,17 @@ def _find_miner(miner: str | Miner) -> Miner:
     return MINERS[miner] if isinstance(miner, str) else miner
 
 
-def _whole(name: str, value: Any, what: str = "a whole number above 0", least: int = 1) -> int:
-    """A whole number of any kind (NumPy's too) as an int, or an error."""
+def _as_int(name: str, value: Any, expected: str = "an integer above 0", minimum: int = 1) -> int:
+    """Return an integer of any type, NumPy's included, as an int; or raise."""
     number = to_python_scalar(value)
-    if not is_number(number, int) or number < least:
-        raise ConfigError(f"{name}: expected {what}, got {value!r}.")
+    if not is_number(number, int) or number < minimum:
+        raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
     return cast(int, number)
 
 
 def _check_prefixes(prefixes: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    what = f"sizes from 1 to {dim or 'the embedding size'}"
-    sizes = tuple(_whole("prefixes", size, what) for size in prefixes)
+    expected = f"sizes from 1 to {dim or 'the embedding size'}"
+    sizes = tuple(_as_int("prefixes", size, expected) for size in prefixes)
     if dim is not None and max(sizes, default=0) > dim:
-        raise ConfigError(f"prefixes: expected {what}, got {max(sizes)}.")
+        raise ConfigError(f"prefixes: expected {expected}, got {max(sizes)}.")
     return sizes

@@ -1,13 +1,13 @@
-"""Losses that compare the batch with learned proxies of the classes.
+"""Proxy losses: the batch compared with learned proxies of the classes.
 
-    proxy_nca                 own proxy against all others, one sample at a time
+    proxy_nca                 own proxy against all others, per sample
     proxy_anchor              every proxy is an anchor for the whole batch
     soft_triple               several centres per class, in a softmax
     mpa, mpa_dw, mpa_ap       several centres per class: as anchors, per sample, per sample in one logarithm
     proxy_repulsion           proxies pull their samples and push each other
-    proxy_repulsion_batch     the same, with proxies compared through the batch
+    proxy_repulsion_batch     proxies pull their samples and push each other through the batch
 
-Proxies are unit vectors wherever they are compared; give them about a hundred times the network's learning rate.
+Proxies are normalised wherever they are compared; train them with about 100 times the learning rate of the network.
 """
 
 from __future__ import annotations
@@ -30,28 +30,33 @@ from nearkin.ops.reductions import PairSet, log1p_sum_exp, softplus
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:
-    """Half the mean distance between the centres of a class, 0-dim; a small weight on it merges spare centres.
+    """Compute half the mean distance between the centres of a class; a small weight on it merges unused centres.
 
-    proxies   [C, K, D], any length; 0 for K = 1. Centres that coincide get no gradient.
+    Args:
+        proxies: [C, K, D] of any length. Centres that coincide get no gradient.
 
-    >>> float(proxy_regulariser(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
-    0.7071...
+    Returns:
+        A 0-dim tensor; 0 for K = 1.
+
+    Example:
+        >>> float(proxy_regulariser(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
+        0.7071...
     """
-    return _spread(unit(proxies))
+    return _center_spread(unit(proxies))
 
 
-def _spread(w: Tensor) -> Tensor:
+def _center_spread(w: Tensor) -> Tensor:
     classes, centers, _ = w.shape
     if centers == 1:
         return w.sum() * 0.0
     products = gram(w)
-    square = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
-    gap = safe_sqrt(torch.add(square[:, :, None] + square[:, None, :], products, alpha=-2), scale=2.0)
-    # The matrix of gaps holds every pair twice.
-    return gap.sum() / (2 * classes * centers * (centers - 1))
+    squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
+    squared = torch.add(squared_norm[:, :, None] + squared_norm[:, None, :], products, alpha=-2)
+    # The distance matrix holds every pair twice.
+    return safe_sqrt(squared, scale=2.0).sum() / (2 * classes * centers * (centers - 1))
 
 
-# --- one sample at a time ---------------------------------------------------------------------------------------------
+# --- one value per sample ---------------------------------------------------------------------------------------------
 
 
 @loss(
@@ -64,14 +69,19 @@ def _spread(w: Tensor) -> Tensor:
     cost="N C D",
 )
 def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = False) -> Tensor:
-    """Nearer to the own proxy than to the others, one sample at a time.
+    """Keep each sample nearer to its own proxy than to the others.
 
-    c                  cosines [N, C]; returns one value per sample [N], which may be negative
-    scale              1 is literal, 2 is the squared distance of unit vectors, 8 to 32 trains better
-    include_positive   whether the own proxy is in the denominator, as most implementations have it
+    Args:
+        c: Cosines [N, C].
+        scale: Inverse temperature; 1 is literal, 2 is the squared distance of unit vectors, 8 to 32 trains better.
+        include_positive: Whether the own proxy is in the denominator, as in most implementations.
 
-    >>> float(proxy_nca(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
-    -1.0
+    Returns:
+        One value per sample [N], which may be negative.
+
+    Example:
+        >>> float(proxy_nca(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+        -1.0
     """
     own, others = own_and_others(c.sim, c.labels, scale)
     if include_positive:
@@ -84,7 +94,7 @@ def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = Fals
     paper="Qian et al. 2019",
     formula="mean_i of  -log softmax_c(scale (r_ic - margin [c = y]))_y  +  tau * regulariser,  "
     "r_ic = sum_k softmax_k(s_ick / gamma) s_ick",
-    use="Classes of several looks (poses, colours): each may have its own centre, and spare ones merge.",
+    use="Classes with several modes (poses, colours): each can have its own centre, and unused ones merge.",
     space={
         "scale": log(5, 100),
         "gamma": log(0.02, 0.5),
@@ -98,27 +108,32 @@ def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = Fals
 def soft_triple(
     c: ToClasses, *, scale: float = 20.0, gamma: float = 0.1, margin: float = 0.01, tau: float = 0.2
 ) -> Tensor:
-    """Cross entropy on similarities to classes of several centres, with a regulariser that merges spare centres.
+    """Cross entropy on similarities to classes of several centres, with a regulariser that merges unused centres.
 
-    c        cosines [N, C, K]; returns one value per sample [N]
-    scale    inverse temperature over classes; 20
-    gamma    temperature over the centres of a class; 0.1
-    margin   in cosine; 0.01
-    tau      weight of `proxy_regulariser`; 0.2
+    Args:
+        c: Cosines [N, C, K].
+        scale: Inverse temperature over classes.
+        gamma: Temperature over the centres of a class.
+        margin: Margin in cosine.
+        tau: Weight of `proxy_regulariser`, which merges unused centres.
 
-    >>> float(soft_triple(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None], scale=1.0))
-    0.3159...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(soft_triple(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None], scale=1.0))
+        0.3159...
     """
     own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, scale)
-    return softplus(others - scale * (own - margin)) + _merge(c, tau)
+    return softplus(others - scale * (own - margin)) + _regulariser(c, tau)
 
 
-def _merge(c: ToClasses, tau: float) -> Tensor | float:
+def _regulariser(c: ToClasses, tau: float) -> Tensor | float:
     assert c.proxies is not None
-    return tau * _spread(c.proxies) if tau else 0.0
+    return tau * _center_spread(c.proxies) if tau else 0.0
 
 
-# --- every proxy an anchor --------------------------------------------------------------------------------------------
+# --- proxies as anchors -----------------------------------------------------------------------------------------------
 
 _ANCHOR_SPACE = {"alpha": log(8, 64), "margin": linear(0.0, 0.5)}
 _MPA_SPACE = {**_ANCHOR_SPACE, "gamma": log(0.02, 0.5), "tau": linear(0.0, 0.5), "centers": integer(1, 20)}
@@ -129,32 +144,37 @@ _MPA_SPACE = {**_ANCHOR_SPACE, "gamma": log(0.02, 0.5), "tau": linear(0.0, 0.5),
     paper="Kim et al. 2020",
     formula="mean over present classes of log(1 + sum_own exp(-alpha (s - margin)))  +  "
     "mean over all classes of log(1 + sum_others exp(alpha (s + margin)))",
-    use="The default: fast, robust, no miner. Give its proxies 100 times the learning rate.",
+    use="The default: fast, robust, no miner. Train its proxies with 100 times the learning rate.",
     space=_ANCHOR_SPACE,
     inputs=PROXIES,
     cost="N C D",
     reductions=("mean",),
 )
 def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> Tensor:
-    """Each proxy is an anchor: it pulls its own samples, hardest first, and pushes all others.
+    """Use each proxy as an anchor: it pulls its own samples, hardest first, and pushes all others.
 
-    c        cosines [N, C] to the proxies; returns the loss (its two averages are part of its definition)
-    alpha    sharpness; 32
-    margin   in cosine, on both sides; 0.1
+    Args:
+        c: Cosines [N, C].
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine, on both sides.
 
-    >>> float(proxy_anchor(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
-    3.2399...
+    Returns:
+        The 0-dim loss: its two averages are part of its definition.
+
+    Example:
+        >>> float(proxy_anchor(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+        3.2399...
     """
-    return _anchor(c.sim, c.labels, alpha, margin)
+    return _anchor_loss(c.sim, c.labels, alpha, margin)
 
 
-def _anchor(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
-    own, strangers = own_and_other_samples(sim, labels, alpha)
-    push = softplus(strangers + alpha * margin)
-    return _pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
+def _anchor_loss(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
+    own, others = own_and_other_samples(sim, labels, alpha)
+    push = softplus(others + alpha * margin)
+    return _anchor_pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
 
 
-def _pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
+def _anchor_pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
     pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels)
     return pull.sum() / len(present)
 
@@ -163,7 +183,7 @@ def _pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
     family="proxy",
     paper="Saeki et al. 2023, multi-proxies anchor",
     formula="proxy_anchor with r_ic = sum_k softmax_k(s_ick / gamma) s_ick for s_ic,  +  tau * regulariser",
-    use="proxy_anchor for classes of several looks. With one centre and tau 0 it is proxy_anchor.",
+    use="proxy_anchor for classes with several modes. With one centre and tau 0 it is proxy_anchor.",
     space=_MPA_SPACE,
     inputs=CENTERS,
     cost="N C K D + C K^2 D",
@@ -172,16 +192,21 @@ def _pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
 def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
     """Proxy anchor over classes of several centres.
 
-    c        cosines [N, C, K]; returns the loss
-    alpha    sharpness; 32
-    margin   in cosine, on both sides; 0.1
-    gamma    temperature over the centres of a class; 0.1
-    tau      weight of `proxy_regulariser`; 0.2
+    Args:
+        c: Cosines [N, C, K].
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine, on both sides.
+        gamma: Temperature over the centres of a class.
+        tau: Weight of `proxy_regulariser`, which merges unused centres.
 
-    >>> float(mpa(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
-    3.2399...
+    Returns:
+        The 0-dim loss.
+
+    Example:
+        >>> float(mpa(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+        3.2399...
     """
-    return _anchor(class_similarity(c.sim, gamma), c.labels, alpha, margin) + _merge(c, tau)
+    return _anchor_loss(class_similarity(c.sim, gamma), c.labels, alpha, margin) + _regulariser(c, tau)
 
 
 @loss(
@@ -195,15 +220,24 @@ def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float 
     cost="N C K D + C K^2 D",
 )
 def mpa_dw(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
-    """Each sample is pulled to its own class and pushed from all others, over several centres.
+    """Pull each sample to its own class and push it from all others, over several centres.
 
-    c   cosines [N, C, K]; returns one value per sample [N]; settings as in `mpa`
+    Args:
+        c: Cosines [N, C, K].
+        alpha: As in `mpa`.
+        margin: As in `mpa`.
+        gamma: As in `mpa`.
+        tau: As in `mpa`.
 
-    >>> float(mpa_dw(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
-    3.2399...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(mpa_dw(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+        3.2399...
     """
     own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, alpha)
-    return softplus(-alpha * (own - margin)) + softplus(others + alpha * margin) + _merge(c, tau)
+    return softplus(-alpha * (own - margin)) + softplus(others + alpha * margin) + _regulariser(c, tau)
 
 
 @loss(
@@ -211,7 +245,7 @@ def mpa_dw(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
     paper="Saeki et al. 2023, all-proxies form",
     formula="mean_i of  log(1 + exp(alpha (margin - r_iy)) + sum_{c != y} exp(alpha (r_ic + margin)))"
     "  +  tau * regulariser",
-    use="As mpa_dw; a sample attends to its worst relation only, own class or other.",
+    use="As mpa_dw; a sample attends only to its worst relation, own class or other.",
     space=_MPA_SPACE,
     inputs=CENTERS,
     cost="N C K D + C K^2 D",
@@ -219,13 +253,22 @@ def mpa_dw(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
 def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float = 0.1, tau: float = 0.2) -> Tensor:
     """One logarithm per sample over the pull of its own class and the push of all others, over several centres.
 
-    c   cosines [N, C, K]; returns one value per sample [N]; settings as in `mpa`
+    Args:
+        c: Cosines [N, C, K].
+        alpha: As in `mpa`.
+        margin: As in `mpa`.
+        gamma: As in `mpa`.
+        tau: As in `mpa`.
 
-    >>> float(mpa_ap(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
-    3.2399...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(mpa_ap(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)[:, None]))
+        3.2399...
     """
     own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, alpha)
-    return softplus(torch.logaddexp(alpha * (margin - own), others + alpha * margin)) + _merge(c, tau)
+    return softplus(torch.logaddexp(alpha * (margin - own), others + alpha * margin)) + _regulariser(c, tau)
 
 
 # --- proxies that push each other -------------------------------------------------------------------------------------
@@ -235,7 +278,7 @@ def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
     family="proxy",
     paper="Psomas 2020, eq 6.1",
     formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (w.w' + margin)))",
-    use="When the classes are few enough for C^2: classes are spread by their proxies, whatever the batch holds.",
+    use="When the classes are few enough for C^2: the proxies spread the classes, whatever the batch holds.",
     space=_ANCHOR_SPACE,
     inputs=PROXIES,
     cost="N C D + C^2 D",
@@ -244,22 +287,27 @@ def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
 def proxy_repulsion(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> Tensor:
     """Proxies pull their own samples, as in proxy_anchor, and push each other.
 
-    c        cosines [N, C] and the unit proxies [C, D]; returns the loss
-    alpha    sharpness; 32
-    margin   in cosine; 0.1
+    Args:
+        c: Cosines [N, C] and the unit proxies [C, D].
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine.
 
-    >>> float(proxy_repulsion(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
-    3.2399...
+    Returns:
+        The 0-dim loss.
+
+    Example:
+        >>> float(proxy_repulsion(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+        3.2399...
     """
     assert c.proxies is not None
-    return _repel(c, gram(c.proxies), alpha, margin)
+    return _repulsion_loss(c, gram(c.proxies), alpha, margin)
 
 
 @loss(
     family="proxy",
     paper="Psomas 2020, eq 6.2",
     formula="pull of proxy_anchor  +  mean_w of log(1 + sum_{w' != w} exp(alpha (g + margin))),  g = sum_x (w.x)(x.w')",
-    use="As proxy_repulsion, where the batch decides in which directions proxies must differ; average=True is tamer.",
+    use="As proxy_repulsion, when the batch decides in which directions proxies must differ; average=True is milder.",
     space={**_ANCHOR_SPACE, "average": choice(False, True)},
     inputs=PROXIES,
     cost="N C D + N C^2",
@@ -268,20 +316,25 @@ def proxy_repulsion(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -
 def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, average: bool = False) -> Tensor:
     """Proxies pull their own samples and push each other, compared through the samples of the batch.
 
-    c         cosines [N, C]; returns the loss
-    alpha     sharpness; 32
-    margin    in cosine; 0.1
-    average   divide the sum over the batch by N, so that the push does not grow with the batch
+    Args:
+        c: Cosines [N, C].
+        alpha: Sharpness; the larger it is, the more hard samples dominate.
+        margin: Margin in cosine.
+        average: Divide the sum over the batch by N, so that the push does not grow with the batch.
 
-    >>> float(proxy_repulsion_batch(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
-    3.2399...
+    Returns:
+        The 0-dim loss.
+
+    Example:
+        >>> float(proxy_repulsion_batch(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
+        3.2399...
     """
-    through = gram(c.sim.t())
-    return _repel(c, through / len(c.sim) if average else through, alpha, margin)
+    products = gram(c.sim.t())
+    return _repulsion_loss(c, products / len(c.sim) if average else products, alpha, margin)
 
 
-def _repel(c: ToClasses, between: Tensor, alpha: float, margin: float) -> Tensor:
+def _repulsion_loss(c: ToClasses, proxy_sim: Tensor, alpha: float, margin: float) -> Tensor:
     own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
-    others = ~torch.eye(len(between), dtype=torch.bool, device=between.device)
-    push = log1p_sum_exp(between, PairSet(others), alpha, -margin)
-    return _pull(own, c.labels, alpha, margin) + push.mean()
+    others = ~torch.eye(len(proxy_sim), dtype=torch.bool, device=proxy_sim.device)
+    push = log1p_sum_exp(proxy_sim, PairSet(others), alpha, -margin)
+    return _anchor_pull(own, c.labels, alpha, margin) + push.mean()

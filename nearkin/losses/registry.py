@@ -1,11 +1,11 @@
-"""What it takes to be a loss: a decorator, a registry, and the ranges a tuner may search.
+"""The `@loss` decorator, the registry of losses, and the search ranges of their settings.
 
     @loss(family="pair", paper="...", formula="...", use="...", space={"margin": linear(0, 1)})
     def my_loss(p: Pairs, *, margin: float = 0.5) -> Tensor: ...
 
-The decorated function is the mathematics alone: a pure function of similarities and labels. The decorator puts the
-reduction around it, and keeps what the tuner, the command line and the documentation need to know. State (proxies,
-heads, memory) belongs to `Objective`.
+The decorated function is the formula alone: a pure function of similarities and labels. The decorator adds the
+reduction and records what the tuner, the command line and the documentation need. A loss with state (proxies, a linear
+head, a learned margin) declares it in `Inputs`; `Objective` creates and owns that state.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
 
 Reduction = Literal["mean", "sum", "none"]
+LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 # --- search ranges ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where a tuner may look for a setting: an interval (even on a linear or a log scale), integers, or a list.
+    """The values of a setting that a tuner searches, and the wider interval that the formula accepts.
 
-    `legal` is the wider interval of what the formula can use at all; what is outside is refused.
+    Attributes:
+        kind: "log" or "linear" for an interval on that scale, "integer" or "choice".
+        low: Lower end of the search interval.
+        high: Upper end of the search interval.
+        options: The values of a choice.
+        legal: The interval that the formula accepts, such as "[0, 1)"; values outside are rejected.
     """
 
     kind: Literal["log", "linear", "integer", "choice"]
@@ -54,86 +60,203 @@ class Range:
         return isinstance(value, int | float) and self.low <= value <= self.high
 
     def allows(self, value: float) -> bool:
-        """Whether a number is legal, inside the range or not.
+        """Return whether a number is legal, inside the search range or not.
 
-        >>> log(0.5, 50).allows(1000.0), log(0.5, 50).allows(0.0)
-        (True, False)
+        Args:
+            value: The number to check.
+
+        Returns:
+            True if the number is in the `legal` interval.
+
+        Example:
+            >>> log(0.5, 50).allows(1000.0), log(0.5, 50).allows(0.0)
+            (True, False)
         """
-        least, most = map(float, self.legal[1:-1].split(","))
-        ends = (self.legal[0] == "[" and value == least) or (self.legal[-1] == "]" and value == most)
-        return ends or least < value < most
+        low, high = map(float, self.legal[1:-1].split(","))
+        at_closed_end = (self.legal[0] == "[" and value == low) or (self.legal[-1] == "]" and value == high)
+        return at_closed_end or low < value < high
 
 
 def log(low: float, high: float, *, legal: str = "(0, inf)") -> Range:
-    """A positive setting whose ratio matters; a weight that may be switched off has legal="[0, inf)".
+    """Return a range on a log scale, for positive settings.
 
-    >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
-    ('0.5 to 50, log scale', True)
+    Args:
+        low: Lower end of the search interval.
+        high: Upper end of the search interval.
+        legal: What the formula accepts; "[0, inf)" for a weight that may be switched off.
+
+    Returns:
+        The range.
+
+    Example:
+        >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
+        ('0.5 to 50, log scale', True)
     """
     return Range("log", low, high, legal=legal)
 
 
 def linear(low: float, high: float, *, legal: str = "(-inf, inf)") -> Range:
-    """A setting whose difference matters."""
+    """Return a range on a linear scale.
+
+    Args:
+        low: Lower end of the search interval.
+        high: Upper end of the search interval.
+        legal: What the formula accepts.
+
+    Returns:
+        The range.
+    """
     return Range("linear", low, high, legal=legal)
 
 
 def integer(low: int, high: int) -> Range:
-    """A whole number, from `low` on."""
+    """Return a range of integers.
+
+    Args:
+        low: The smallest legal value, and the lower end of the search interval.
+        high: Upper end of the search interval.
+
+    Returns:
+        The range.
+    """
     return Range("integer", low, high, legal=f"[{low}, inf)")
 
 
 def choice(*options: Any) -> Range:
-    """One of a few."""
+    """Return a range of a few values.
+
+    Args:
+        *options: The values.
+
+    Returns:
+        The range.
+    """
     return Range("choice", options=options)
 
 
-# --- what a loss is compared with -------------------------------------------------------------------------------------
+# --- what a loss reads ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Param:
-    """A learned tensor that an objective holds for its loss."""
+    """A learned tensor that the objective passes to the builder.
+
+    Attributes:
+        name: Its name in the objective and in its state_dict.
+        shape: One letter per dimension: "C" classes, "D" embedding dimensions, others as in `Inputs.dims`.
+        init: "normal" with variance 2 / C, or "zeros".
+        lr: Learning rate, as a multiple of the network's.
+        decay: Whether weight decay applies.
+    """
 
     name: str
-    shape: str  # letters: C classes, K centers, D dimensions
+    shape: str
     init: Literal["normal", "zeros"] = "normal"
-    lr: float = 1.0  # learning rate, as a multiple of the network's
-    decay: bool = True  # whether weight decay makes sense for it
+    lr: float = 1.0
+    decay: bool = True
+
+
+@dataclass(frozen=True)
+class LearnedScalar:
+    """A setting of the loss function that the objective learns: a 0-dim parameter without weight decay.
+
+    The setting must be annotated `float | Tensor`. Its value is the initial value of the parameter.
+
+    Attributes:
+        name: The setting, and the name of the parameter in the objective and in its state_dict.
+        lr: Learning rate, as a multiple of the network's.
+        switch: A boolean setting in `Inputs.builder_kwargs` that turns learning on; None learns it always.
+    """
+
+    name: str
+    lr: float = 1.0
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """How embeddings and labels become what the function reads.
+    """How embeddings and labels become the input of a loss function, and the state that this needs.
 
-    build    (emb, labels, ...) -> Pairs, or (emb, labels, *params) -> ToClasses
-    params   the learned tensors that `build` takes, in order
-    outer    settings of the objective that `build` or the state needs and the function itself does not
-    memory   whether references from earlier batches make sense
-    counts_classes   whether `build` takes num_classes, as a number rather than as the rows of a parameter
+    Attributes:
+        build: (emb, labels, ...) -> Pairs, or (emb, labels, *params, *constants) -> ToClasses.
+        params: Learned tensors that `build` takes, in order.
+        builder_kwargs: Settings of the builder or of the state, with their defaults. Those that `dims`, `dropout` or
+            a switch refer to configure the state; the others are passed to `build`.
+        builder_docs: One sentence on each of `builder_kwargs`.
+        dims: Further letters of parameter shapes, and the setting with the size of each: {"K": "centers"}.
+        dropout: The setting with the dropout probability on the embeddings in training.
+        learned_scalars: Settings of the loss function that are learned.
+        constants: Optional tensors that `build` takes after the parameters: `objective(emb, labels, *constants)`.
+        pairs: Whether `build` returns Pairs.
+        memory: Whether `build` takes references from earlier batches.
+        takes_num_classes: Whether `build` takes the keyword num_classes.
+        call_example: For pair losses, how to make the pairs by hand.
     """
 
     build: Callable[..., Any]
     params: tuple[Param, ...] = ()
-    outer: Mapping[str, Any] = field(default_factory=dict)
+    builder_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    builder_docs: Mapping[str, str] = field(default_factory=dict)
+    dims: Mapping[str, str] = field(default_factory=dict)
+    dropout: str | None = None
+    learned_scalars: tuple[LearnedScalar, ...] = ()
+    constants: tuple[str, ...] = ()
     pairs: bool = False
     memory: bool = False
-    counts_classes: bool = False
+    takes_num_classes: bool = False
+    call_example: str = "nk.pair_up(emb, labels)"
+
+    @property
+    def state_settings(self) -> frozenset[str]:
+        """The settings in `builder_kwargs` that configure the state and are not passed to `build`."""
+        switches = (scalar.switch for scalar in self.learned_scalars)
+        return frozenset(name for name in (*self.dims.values(), self.dropout, *switches) if name is not None)
+
+    def build_kwargs(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that are passed to `build`.
+
+        Args:
+            settings: Any settings of the loss.
+
+        Returns:
+            Those of them that are keyword arguments of `build`.
+        """
+        return {k: v for k, v in settings.items() if k in self.builder_kwargs and k not in self.state_settings}
 
 
 BATCH = Inputs(pair_up, pairs=True, memory=True)
-PRODUCTS = Inputs(functools.partial(pair_up, metric="dot"), pairs=True, memory=True)
-ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True)
+PRODUCTS = Inputs(
+    functools.partial(pair_up, metric="dot"),
+    pairs=True,
+    memory=True,
+    call_example='nk.pair_up(emb, labels, metric="dot")',
+)
+ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True, call_example="nearkin.ops.pairs.one_pair_per_class(emb, labels)")
 
 # --- the loss itself --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A registered loss: the function and all that is known about it."""
+    """A registered loss: the function and its metadata.
+
+    Attributes:
+        name: The registered name, which is the name of the function.
+        function: The undecorated function.
+        family: "pair", "tuple", "neighbour", "proxy", "softmax" or a new one.
+        paper: Where it was published.
+        formula: The formula, as text.
+        use: When to use it.
+        cost: Computational cost of one batch.
+        inputs: How its input is built, and the state it needs.
+        space: Search ranges of its settings.
+        reductions: The reductions that its definition allows.
+        loss_kwargs: Settings of the function, with their defaults.
+        learnable: Those of them that may be a tensor with a gradient.
+    """
 
     name: str
-    function: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    function: LossFunction
     family: str
     paper: str
     formula: str
@@ -142,74 +265,102 @@ class Loss:
     inputs: Inputs
     space: Mapping[str, Range]
     reductions: tuple[Reduction, ...]
-    own: Mapping[str, Any]  # settings of the function, with their defaults
-    learned: frozenset[str]  # those of them that may be a tensor with a gradient
+    loss_kwargs: Mapping[str, Any]
+    learnable: frozenset[str]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Every setting an objective of this loss takes, with its default."""
-        return {**self.own, **self.inputs.outer}
+        """Every setting that an objective of this loss takes, with its default."""
+        return {**self.loss_kwargs, **self.inputs.builder_kwargs}
 
     @property
     def summary(self) -> str:
+        """The first line of the docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
     @property
-    def takes(self) -> str:
-        """How the function is called."""
-        if self.inputs is PRODUCTS:
-            return f'nk.losses.{self.name}(nk.pair_up(emb, labels, metric="dot"))'
-        if self.inputs is ONE_PER_CLASS:
-            return f"nk.losses.{self.name}(nearkin.ops.pairs.one_pair_per_class(emb, labels))"
+    def call_example(self) -> str:
+        """How to call the function."""
         if self.inputs.pairs:
-            return f"nk.losses.{self.name}(nk.pair_up(emb, labels))"
-        given = ["emb", "labels", *(spec.name for spec in self.inputs.params)]
-        if self.inputs.counts_classes:
-            given.append("probabilities" if self.name == "pce" else "num_classes")
-        return f"nk.losses.{self.name}({', '.join(given)})"
+            return f"nk.losses.{self.name}({self.inputs.call_example})"
+        args = ["emb", "labels", *(param.name for param in self.inputs.params), *self.inputs.constants]
+        if self.inputs.takes_num_classes and not self.inputs.constants:
+            args.append("num_classes")
+        return f"nk.losses.{self.name}({', '.join(args)})"
 
     def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings as plain numbers, or an error for one that does not exist or cannot be used.
+        """Validate settings and convert them to Python numbers.
 
-        A 0-dim tensor with a gradient stays what it is where the function passes the gradient on.
+        Args:
+            settings: Settings by name. A 0-dim tensor with a gradient is kept where the function is differentiable
+                in that setting.
+
+        Returns:
+            The settings as Python numbers.
+
+        Raises:
+            ConfigError: A setting does not exist or has an illegal value.
         """
-        return {key: self._check_one(key, value) for key, value in settings.items()}
+        return {key: self._check_setting(key, value) for key, value in settings.items()}
 
-    def _check_one(self, key: str, value: Any) -> Any:
+    def _check_setting(self, key: str, value: Any) -> Any:
         known = self.settings
         if key not in known:
-            hint = did_you_mean(key, known) or (f" It has: {', '.join(known)}." if known else " It has none.")
+            hint = did_you_mean(key, known) or (f" Settings: {', '.join(known)}." if known else " It has no settings.")
             raise ConfigError(f"{self.name}: no setting '{key}'.{hint}")
         if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad:
-            if key not in self.learned:
-                raise ConfigError(f"{self.name}: {key} cannot be learned; give a number, or detach the tensor.")
+            if key not in self.learnable:
+                raise ConfigError(f"{self.name}: {key} cannot be learned. Pass a number, or detach the tensor.")
             return value
-        value, default, where = to_python_scalar(value), known[key], self.space.get(key)
-        fits = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
-        if not fits:
-            kind = {bool: "True or False", int: "a whole number"}.get(type(default), "a finite number")
-            raise ConfigError(f"{self.name}: {key} must be {kind}, got {value!r}.")
-        if where is not None and where.kind != "choice" and not where.allows(value):
-            raise ConfigError(f"{self.name}: {key} must be in {where.legal}, got {value!r}.")
+        value, default, span = to_python_scalar(value), known[key], self.space.get(key)
+        valid = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
+        if not valid:
+            expected = {bool: "True or False", int: "an integer"}.get(type(default), "a finite number")
+            raise ConfigError(f"{self.name}: {key} must be {expected}, got {value!r}.")
+        if span is not None and span.kind != "choice" and not span.allows(value):
+            raise ConfigError(f"{self.name}: {key} must be in {span.legal}, got {value!r}.")
         return value
 
     def check_params(self, values: Sequence[Any]) -> None:
-        """Refuse class parameters of another shape than the loss has them in."""
+        """Check the shapes of parameters that were passed to the function.
+
+        Args:
+            values: The parameters, in the order of `inputs.params`; further values are ignored.
+
+        Raises:
+            ConfigError: One is not a tensor, or its shape does not match.
+        """
         sizes: dict[str, int] = {}
-        for spec, value in zip(self.inputs.params, values, strict=False):
-            want = ", ".join(str(sizes.get(letter, letter)) for letter in spec.shape)
+        for param, value in zip(self.inputs.params, values, strict=False):
+            expected = ", ".join(str(sizes.get(letter, letter)) for letter in param.shape)
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fits = isinstance(value, Tensor) and value.dim() == len(spec.shape)
-            if not fits or any(sizes.setdefault(k, n) != n for k, n in zip(spec.shape, value.shape, strict=True)):
-                raise ConfigError(f"{self.name}: {spec.name} must be a tensor [{want}], got {got}.")
+            valid = isinstance(value, Tensor) and value.dim() == len(param.shape)
+            if not valid or any(sizes.setdefault(k, n) != n for k, n in zip(param.shape, value.shape, strict=True)):
+                raise ConfigError(f"{self.name}: {param.name} must be a tensor [{expected}], got {got}.")
 
     def check_reduction(self, reduction: str) -> None:
+        """Check that the loss supports a reduction.
+
+        Args:
+            reduction: "mean", "sum" or "none".
+
+        Raises:
+            ConfigError: The definition of the loss does not allow it.
+        """
         if reduction not in self.reductions:
             allowed = " or ".join(repr(r) for r in self.reductions)
             raise ConfigError(f"{self.name}: reduction must be {allowed}, got {reduction!r}.")
 
     def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
-        """One number from what the function returned: values, or (totals, how many terms they hold)."""
+        """Reduce what the function returned.
+
+        Args:
+            result: Values [N], (sums [N], number of terms), or a finished 0-dim loss.
+            reduction: "mean", "sum" or "none".
+
+        Returns:
+            A 0-dim tensor, or [N] for "none".
+        """
         self.check_reduction(reduction)
         values, count = result if isinstance(result, tuple) else (result, None)
         if reduction == "none" or values.dim() == 0:
@@ -218,7 +369,7 @@ class Loss:
             return values.sum()
         if count is None and len(values):
             return values.mean()
-        # With no terms at all the sum is an attached 0, and 0 / 1 is the answer.
+        # Without terms the sum is 0 with a graph attached: divide it by 1, not by 0.
         return values.sum() / (1 if count is None else count + (count == 0))
 
 
@@ -235,19 +386,30 @@ def loss(
     inputs: Inputs = BATCH,
     cost: str = "N^2 D",
     reductions: tuple[Reduction, ...] = ("mean", "sum", "none"),
-) -> Callable[[Callable[..., Tensor | tuple[Tensor, Tensor]]], Callable[..., Tensor]]:
-    """Register a function as a loss under its own name, and give it the public call.
+) -> Callable[[LossFunction], Callable[..., Tensor]]:
+    """Register a function as a loss under its own name.
 
-    The function takes `Pairs` (or `ToClasses`) and keyword-only settings. To one annotated `float | Tensor` it must
-    pass a gradient on: such a setting may be learned. It returns one value per anchor [N], or (totals [N], count) when
-    the mean is not over anchors, or the finished 0-dim loss (`reductions=("mean",)`).
-    The public call of a pair loss takes `Pairs`; that of a class loss takes (emb, labels, *params). Both take the
-    settings and `reduction`.
+    The function takes `Pairs` (or `ToClasses`) and keyword-only settings with defaults. It returns one value per anchor
+    [N]; or (sums [N], number of terms) when the mean is not over anchors; or a finished 0-dim loss, with
+    `reductions=("mean",)`. A setting annotated `float | Tensor` may be learned: the function must be differentiable in
+    it. The public function takes `Pairs`, or (emb, labels, *params), and the settings and `reduction` as keywords.
+
+    Args:
+        family: "pair", "tuple", "neighbour", "proxy", "softmax" or a new one.
+        paper: Where it was published.
+        formula: The formula, as text.
+        use: When to use it.
+        space: Search ranges of the settings.
+        inputs: How its input is built, and the state it needs.
+        cost: Computational cost of one batch.
+        reductions: The reductions that its definition allows.
+
+    Returns:
+        A decorator that returns the public function.
     """
 
-    def register(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        signature = inspect.signature(function)
-        named = {n: p for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+    def register(function: LossFunction) -> Callable[..., Tensor]:
+        keyword_only = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         entry = Loss(
             name=function.__name__,
             function=function,
@@ -259,46 +421,72 @@ def loss(
             inputs=inputs,
             space=space or {},
             reductions=reductions,
-            own={n: p.default for n, p in named.items()},
-            learned=frozenset(n for n, p in named.items() if "Tensor" in str(p.annotation)),
+            loss_kwargs={p.name: p.default for p in keyword_only},
+            learnable=frozenset(p.name for p in keyword_only if "Tensor" in str(p.annotation)),
         )
-        unknown = set(entry.space) - set(entry.settings)
-        assert not unknown, f"{entry.name}: search space for settings it does not have: {unknown}"
+        _check_declarations(entry)
         LOSSES.add(entry.name, entry)
-        build = inspect.signature(inputs.build)
-
-        @functools.wraps(function)
-        def public(*given: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
-            by_name = {} if inputs.pairs else {k: settings.pop(k) for k in build.parameters if k in settings}
-            settings = entry.check(settings)
-            for key in settings:
-                if key in inputs.outer:
-                    raise ConfigError(f"{entry.name}: '{key}' is a setting of nk.Objective, not of the function.")
-            if inputs.pairs:
-                if len(given) != 1 or not isinstance(given[0], Pairs):
-                    raise ConfigError(f"{entry.name} takes Pairs: {entry.takes}.")
-                read = given[0]
-            else:
-                try:
-                    bound = build.bind(*given, **by_name)
-                except TypeError as error:
-                    raise ConfigError(f"{entry.name}: {error}. Call it as {entry.takes}.") from None
-                entry.check_params(bound.args[2:])  # after emb and labels
-                read = inputs.build(*bound.args, **bound.kwargs)
-            with full_precision(read.sim):
-                return entry.reduce(function(read, **settings), reduction)
-
-        public.loss = entry  # type: ignore[attr-defined]
-        # What help() shows: the call as it is made, not that of the mathematics within.
-        taken = list((signature if inputs.pairs else build).parameters.values())
-        public.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                *(p for p in taken if p.kind <= p.POSITIONAL_OR_KEYWORD),
-                *named.values(),
-                inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
-            ],
-            return_annotation="Tensor",
-        )
-        return public
+        return _public_function(entry)
 
     return register
+
+
+def _check_declarations(entry: Loss) -> None:
+    """Raise if a declaration refers to a setting or a dimension that does not exist."""
+    inputs = entry.inputs
+    letters = {letter for param in inputs.params for letter in param.shape}
+    for what, names, known in (
+        ("space", entry.space, entry.settings),
+        ("builder_docs", inputs.builder_docs, inputs.builder_kwargs),
+        ("dims, dropout or switch", inputs.state_settings, inputs.builder_kwargs),
+        ("shape", letters, {"C", "D", *inputs.dims}),
+        ("learned_scalars", (scalar.name for scalar in inputs.learned_scalars), entry.learnable),
+    ):
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            reason = "not annotated `float | Tensor`" if what == "learned_scalars" else "not declared"
+            raise ConfigError(f"{entry.name}: {what} refers to {', '.join(unknown)}, which is {reason}.")
+
+
+def _public_function(entry: Loss) -> Callable[..., Tensor]:
+    """Return the function that users call: it checks its arguments, builds the input and reduces the result."""
+    inputs, build_signature = entry.inputs, inspect.signature(entry.inputs.build)
+
+    @functools.wraps(entry.function)
+    def public(*args: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
+        by_name = {} if inputs.pairs else {k: settings.pop(k) for k in build_signature.parameters if k in settings}
+        settings = entry.check(settings)
+        for key in settings:
+            if key in inputs.builder_kwargs:
+                raise ConfigError(f"{entry.name}: '{key}' is a setting of nk.Objective, not of the function.")
+        if inputs.pairs:
+            if len(args) != 1 or not isinstance(args[0], Pairs):
+                raise ConfigError(f"{entry.name} takes Pairs: {entry.call_example}.")
+            built = args[0]
+        else:
+            try:
+                bound = build_signature.bind(*args, **by_name)
+            except TypeError as error:
+                raise ConfigError(f"{entry.name}: {error}. Call it as {entry.call_example}.") from None
+            entry.check_params(bound.args[2:])  # after emb and labels
+            built = inputs.build(*bound.args, **bound.kwargs)
+        with full_precision(built.sim):
+            return entry.reduce(entry.function(built, **settings), reduction)
+
+    public.loss = entry  # type: ignore[attr-defined]
+    public.__signature__ = _public_signature(entry)  # type: ignore[attr-defined]
+    return public
+
+
+def _public_signature(entry: Loss) -> inspect.Signature:
+    """Return the signature of the public function, which help() shows."""
+    function = inspect.signature(entry.function)
+    called = function if entry.inputs.pairs else inspect.signature(entry.inputs.build)
+    return inspect.Signature(
+        [
+            *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
+            *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
+            inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
+        ],
+        return_annotation="Tensor",
+    )

@@ -1,12 +1,12 @@
-"""Losses that classify: a softmax over the training classes, or over the classes of the batch.
+"""Classification losses: a softmax over the training classes, or over the classes of the batch.
 
-    softmax        a linear head on raw embeddings, with label smoothing
-    norm_softmax   cosines over a temperature
-    arcface        cosines, with an angle added between a sample and its own class
-    center         a linear head, and a pull towards a learned centre
-    pce, spce      pairwise cross entropy: the head is made of the batch's own class means
+    softmax        linear head on embeddings that are not normalised, with label smoothing
+    norm_softmax   cosines to proxies over a temperature
+    arcface        cosines to proxies, with an angular margin
+    center         linear head, plus the distance to a learned class centre
+    pce, spce      pairwise cross entropy: the head is built from the class means of the batch
 
-All read `ToClasses` and return one value per sample [N].
+All take `ToClasses` and return one value per sample [N].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import DataError
-from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, own_and_others, to_logits
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, linear_logits, own_and_others
 from nearkin.losses.registry import Inputs, Param, linear, log, loss
 from nearkin.ops.geometry import check_finite, full_precision
 from nearkin.ops.pairs import as_batch
@@ -29,7 +29,7 @@ from nearkin.ops.reductions import softplus
     family="softmax",
     paper="Boudiaf et al. 2020",
     formula="mean_i of  -sum_c t_ic log softmax(W x_i + b)_c,  t = 1 - smoothing (own), smoothing/(C - 1) (others)",
-    use="The plainest baseline, and a hard one to beat when tuned; it needs neither pairs nor a special sampler.",
+    use="The simplest baseline, and hard to beat when tuned; it needs neither pairs nor a special sampler.",
     space={"smoothing": linear(0.0, 0.3, legal="[0, 1]"), "dropout": linear(0.0, 0.6, legal="[0, 1)")},
     inputs=HEAD,
     cost="N C D",
@@ -37,25 +37,30 @@ from nearkin.ops.reductions import softplus
 def softmax(c: ToClasses, *, smoothing: float = 0.1) -> Tensor:
     """Cross entropy of a linear head with label smoothing, on embeddings that are not normalised.
 
-    c           logits [N, C]; returns one value per sample [N]
-    smoothing   what the other classes share; 0 to 0.2. torch's label_smoothing is smoothing * C / (C - 1)
-
     The head starts at zero: the first loss is log C and sends no gradient to the embeddings.
 
-    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
-    >>> float(softmax(emb, labels, torch.eye(2), torch.zeros(2), smoothing=0.0))
-    0.3132...
+    Args:
+        c: Logits [N, C].
+        smoothing: Probability mass of all other classes; 0 to 0.2. torch's label_smoothing is smoothing * C / (C - 1).
+
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+        >>> float(softmax(emb, labels, torch.eye(2), torch.zeros(2), smoothing=0.0))
+        0.3132...
     """
     return _cross_entropy(c, smoothing)
 
 
 def _cross_entropy(c: ToClasses, smoothing: float = 0.0, scale: float = 1.0) -> Tensor:
     own, others = own_and_others(c.sim, c.labels, scale)
-    wrong = softplus(others - scale * own)
+    plain = softplus(others - scale * own)
     if smoothing == 0 or c.sim.shape[1] == 1:
-        return wrong
+        return plain
     mean_of_others = (c.sim.sum(1) - own) / (c.sim.shape[1] - 1)
-    return wrong + smoothing * scale * (own - mean_of_others)
+    return plain + smoothing * scale * (own - mean_of_others)
 
 
 @loss(
@@ -70,11 +75,16 @@ def _cross_entropy(c: ToClasses, smoothing: float = 0.0, scale: float = 1.0) -> 
 def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
     """Cross entropy on cosines to the class proxies.
 
-    c             cosines [N, C]; returns one value per sample [N]
-    temperature   0.03 to 0.1
+    Args:
+        c: Cosines [N, C].
+        temperature: Softmax temperature; 0.03 to 0.1.
 
-    >>> float(norm_softmax(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), temperature=0.5))
-    0.1269...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(norm_softmax(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), temperature=0.5))
+        0.1269...
     """
     return _cross_entropy(c, scale=1 / temperature)
 
@@ -83,70 +93,80 @@ def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
     family="softmax",
     paper="Deng et al. 2019",
     formula="mean_i of  log(1 + sum_{c != y} exp(scale (cos t_ic - cos(t_iy + margin))))",
-    use="Many classes (faces, products); it wants a long training and a large scale.",
+    use="Many classes (faces, products); needs long training and a large scale.",
     space={"margin_degrees": linear(5.0, 45.0), "scale": log(8, 256)},
     inputs=PROXIES,
     cost="N C D",
 )
 def arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) -> Tensor:
-    """Cross entropy on cosines after turning each sample away from its own class by an angle.
-
-    c                cosines [N, C]; returns one value per sample [N]
-    margin_degrees   the angle, in degrees (28.6 is half a radian)
-    scale            inverse temperature; 16 to 64
+    """Cross entropy on cosines, with an angular margin between each sample and its class.
 
     Beyond 180 degrees the cosine would rise again; there the target is cos t - m sin m, with m in radians.
 
-    >>> float(arcface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), margin_degrees=60.0, scale=2.0))
-    0.3132...
+    Args:
+        c: Cosines [N, C].
+        margin_degrees: Angular margin in degrees; 28.6 is half a radian.
+        scale: Inverse temperature; 16 to 64.
+
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(arcface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), margin_degrees=60.0, scale=2.0))
+        0.3132...
     """
     m = math.radians(margin_degrees)
     own, others = own_and_others(c.sim, c.labels, scale)
     # The derivative of the sine is singular at |cos| = 1; below the clamp it is 0.
-    turned = own * math.cos(m) - (1 - own.square()).clamp(min=1e-12).sqrt() * math.sin(m)
-    target = torch.where(own < -math.cos(m), own - m * math.sin(m), turned)
+    rotated = own * math.cos(m) - (1 - own.square()).clamp(min=1e-12).sqrt() * math.sin(m)
+    target = torch.where(own < -math.cos(m), own - m * math.sin(m), rotated)
     return softplus(others - scale * target)
 
 
-def _to_head_and_centers(
+def _logits_and_center_distances(
     emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor, centers: Tensor
 ) -> ToClasses:
-    c = to_logits(emb, labels, weight, bias)
-    gap = emb.to(c.sim.dtype) - centers.to(c.sim.dtype)[c.labels]
-    return ToClasses(c.sim, c.labels, own=gap.square().sum(1))
+    c = linear_logits(emb, labels, weight, bias)
+    difference = emb.to(c.sim.dtype) - centers.to(c.sim.dtype)[c.labels]
+    return ToClasses(c.sim, c.labels, own=difference.square().sum(1))
 
 
 @loss(
     family="softmax",
     paper="Wen et al. 2016",
     formula="mean_i of  -log softmax(W x_i + b)_y  +  (strength / 2) |x_i - center_y|^2",
-    use="Cross entropy with tighter classes; strength sets the compromise.",
+    use="Cross entropy with more compact classes; strength sets the trade-off.",
     space={"strength": log(1e-4, 0.1, legal="[0, inf)")},
     inputs=Inputs(
-        _to_head_and_centers,
-        (*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
+        _logits_and_center_distances,
+        params=(*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
     ),
     cost="N C D",
 )
 def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
-    """Cross entropy of a linear head plus the squared distance to a learned centre of the own class.
+    """Cross entropy of a linear head, plus the squared distance to a learned centre of the class.
 
-    c          logits [N, C] and squared distances to the own centre [N]; returns one value per sample [N]
-    strength   weight of the pull; 0.001 to 0.01
+    Args:
+        c: Logits [N, C] and squared distances to the class centre [N].
+        strength: Weight of the distance; 0.001 to 0.01.
 
-    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
-    >>> float(center(emb, labels, torch.eye(2), torch.zeros(2), torch.zeros(2, 2), strength=0.2))
-    0.4132...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+        >>> float(center(emb, labels, torch.eye(2), torch.zeros(2), torch.zeros(2, 2), strength=0.2))
+        0.4132...
     """
     assert c.own is not None
     return _cross_entropy(c) + (strength / 2) * c.own
 
 
-# --- the head made of the batch itself --------------------------------------------------------------------------------
+# --- heads built from the batch ---------------------------------------------------------------------------------------
 
 
 def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
-    """Labels counted from 0, and (1/N) times the sum of each class [C, D]; classes absent from the batch are 0."""
+    """Return labels in 0..C-1, and the sum of each class over N [C, D]; classes absent from the batch are 0."""
     check_finite(emb)
     if num_classes is None:
         present, labels = torch.unique(labels, return_inverse=True)
@@ -156,14 +176,14 @@ def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[T
     return labels, emb.new_zeros(num_classes, emb.shape[1]).index_add(0, labels, emb) / len(emb)
 
 
-def _to_class_sums(emb: Tensor, labels: Tensor | Sequence[int], num_classes: int | None = None) -> ToClasses:
+def _class_sum_logits(emb: Tensor, labels: Tensor | Sequence[int], num_classes: int | None = None) -> ToClasses:
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
         labels, theta = _class_sums(emb, labels, num_classes)
         return ToClasses(emb @ theta.t(), labels)
 
 
-def _to_soft_means(
+def _soft_mean_logits(
     emb: Tensor,
     labels: Tensor | Sequence[int],
     probabilities: Tensor | None = None,
@@ -172,9 +192,10 @@ def _to_soft_means(
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
         if probabilities is not None:
+            if probabilities.dim() != 2 or len(probabilities) != len(emb):
+                shape = list(probabilities.shape)
+                raise DataError(f"probabilities: expected [N, C] for {len(emb)} embeddings, got {shape}.")
             num_classes = probabilities.shape[1]
-            if len(probabilities) != len(emb):
-                raise DataError(f"{len(emb)} embeddings but {len(probabilities)} rows of probabilities.")
         labels, theta = _class_sums(emb, labels, num_classes)
         if probabilities is None:
             probabilities = torch.softmax(emb.detach() @ theta.detach().t(), 1)
@@ -190,45 +211,56 @@ def _to_soft_means(
     "- 1/(2 lam) sum_k |c_k|^2,  c_k = (1/N) sum_i p_ik x_i",
     use="To study cross entropy as a pairwise loss; for training, spce is simpler.",
     space={"lam": log(0.05, 20)},
-    inputs=Inputs(_to_soft_means, counts_classes=True),
+    inputs=Inputs(_soft_mean_logits, constants=("probabilities",), takes_num_classes=True),
     cost="N C D",
 )
 def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
-    """Pairwise cross entropy: tightness of the classes against soft class means. No parameters, raw embeddings.
+    """Pairwise cross entropy: tightness of the classes against soft class means, without learned parameters.
 
-    c     products with the soft means [N, C], with the own class sum [N], and p [N, C]; one value per sample [N]
-    lam   inverse size of the implied head; 1
+    Embeddings are not normalised. Call it as pce(emb, labels, probabilities); the probabilities [N, C] get no gradient.
+    Without them the softmax of the `spce` logits is used.
 
-    Called as pce(emb, labels, probabilities): p is held constant. Without it p is the softmax of the `spce` logits.
+    Args:
+        c: Products with the soft means [N, C] and with the own class sum [N], and the probabilities [N, C].
+        lam: Inverse scale of the implied head.
 
-    >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
-    >>> float(pce(emb, labels, torch.eye(2)))
-    0.4740...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> emb, labels = torch.eye(2), torch.tensor([0, 1])
+        >>> float(pce(emb, labels, torch.eye(2)))
+        0.4740...
     """
     assert c.own is not None
     assert c.probs is not None
-    near, others = own_and_others(c.sim, c.labels, 1 / lam)
-    spread = torch.logaddexp(near / lam, others)
-    return spread - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
+    own, others = own_and_others(c.sim, c.labels, 1 / lam)
+    log_sum = torch.logaddexp(own / lam, others)
+    return log_sum - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
 
 
 @loss(
     family="softmax",
     paper="Boudiaf et al. 2020, eq 15",
     formula="mean_i of  -log softmax(theta x_i)_y,  theta_k = (1/N) sum_{j in k} x_j",
-    use="Cross entropy without a head to learn: the classes of the batch are their own weights. Large batches.",
-    inputs=Inputs(_to_class_sums, counts_classes=True),
+    use="Cross entropy without a learned head: the weights are the class sums of the batch. Use large batches.",
+    inputs=Inputs(_class_sum_logits, takes_num_classes=True),
     cost="N C D",
 )
 def spce(c: ToClasses) -> Tensor:
-    """Simplified pairwise cross entropy: cross entropy at the head made of the batch's class sums. Raw embeddings.
+    """Simplified pairwise cross entropy: cross entropy of a head built from the class sums of the batch.
 
-    c   products with the class sums divided by N [N, C]; returns one value per sample [N]
+    Embeddings are not normalised. Call it as spce(emb, labels, num_classes); classes absent from the batch have the
+    logit 0. Without num_classes only the classes in the batch count.
 
-    Called as spce(emb, labels, num_classes); classes absent from the batch give the logit 0. Without num_classes
-    only those present count.
+    Args:
+        c: Products with the class sums divided by N [N, C].
 
-    >>> float(spce(torch.eye(2), torch.tensor([0, 1])))
-    0.4740...
+    Returns:
+        One value per sample [N].
+
+    Example:
+        >>> float(spce(torch.eye(2), torch.tensor([0, 1])))
+        0.4740...
     """
     return _cross_entropy(c)

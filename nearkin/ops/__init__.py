@@ -1,4 +1,4 @@
-"""Tensor operations under the losses: pairs, masked reductions, geometry, whitening. Tensors in, tensors out."""
+"""Tensor operations: pairs, masked reductions, geometry, whitening."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Pairs: the one vocabulary that losses and miners share, and the few numeric primitives under it.
+"""Pairs: similarities with positive and negative masks, the input of pair losses and miners.
 
-    pairs = pair_up(emb, labels)            # cosine similarities [N, N]; self removed by index
+    pairs = pair_up(emb, labels)            # cosine similarities [N, N]; self-pairs removed by index
     pairs.sim, pairs.pos, pairs.neg         # [N, M] similarities (higher is nearer) and two boolean masks
 
-A miner narrows the masks (`Pairs -> Pairs`), a loss reads them, through `pairs.positives` and `pairs.negatives` when it
-sums over many pairs: those know that a class has few members, so that positives are a short list and negatives are
-everything but a short list. The sums themselves are in `nearkin.ops.reductions`.
+A miner narrows the masks (`Pairs -> Pairs`) and a loss reads them. Sums over many pairs use `pairs.positives` and
+`pairs.negatives` with the reductions of `nearkin.ops.reductions`: a class has few samples, so positives are a short
+list of indices, and negatives are everything but a short list.
 """
 
 from __future__ import annotations
@@ -26,23 +26,40 @@ Metric = Literal["cosine", "dot"]
 
 
 @dataclass(frozen=True, eq=False)
-class Kin:
-    """The pairs of one class as a list, self included, and the masks that the list is true of."""
+class ClassPairs:
+    """The pairs of the same class as a list of indices, self-pairs included, and the masks they describe.
+
+    Attributes:
+        row: [T] row of every pair.
+        column: [T] its column.
+        is_self: [T] whether it is a self-pair; None if there are none.
+        pos: The positive mask that the list describes.
+        neg: The negative mask that the list describes.
+        versions: Version counters of the two masks.
+    """
 
     row: Tensor
     column: Tensor
     is_self: Tensor | None
     pos: Tensor
     neg: Tensor
-    writes: tuple[int, int]
+    versions: tuple[int, int]
 
     def describes(self, pos: Tensor, neg: Tensor) -> bool:
-        # A miner makes new masks, or (a careless one) writes into these: either way the list no longer holds.
-        return pos is self.pos and neg is self.neg and self.writes == (_writes(pos), _writes(neg))
+        """Return whether the list is still valid for a pair of masks.
+
+        Args:
+            pos: The positive mask.
+            neg: The negative mask.
+
+        Returns:
+            False if a miner replaced a mask or wrote into it.
+        """
+        return pos is self.pos and neg is self.neg and self.versions == (_version(pos), _version(neg))
 
 
-def _writes(mask: Tensor) -> int:
-    """How often a tensor was written to in place; tensors of inference mode do not count."""
+def _version(mask: Tensor) -> int:
+    """Return the number of in-place writes; inference tensors do not count them."""
     return 0 if mask.is_inference() else mask._version
 
 
@@ -50,13 +67,16 @@ def _writes(mask: Tensor) -> int:
 class Pairs:
     """Anchors [N] against references [M].
 
-    sim          [N, M] similarities, higher is nearer: cosines, or plain products for `metric="dot"`
-    pos, neg     [N, M] bool: the pairs of one class (self excluded) and of two classes
-    anchor_sq    [N] squared lengths of the vectors whose products `sim` holds (1, or 0 for a zero vector, if cosine)
-    ref_sq       [M] the same for the references; left out, both are 1
-    triplets     [T, 3] (anchor, positive, negative) if a miner chose triplets rather than pairs
-    dim          D, the dimension of the vectors, for the miner that needs to know it
-    kin          the pairs of one class as a list; it only saves time
+    Attributes:
+        sim: [N, M] similarities, higher is nearer: cosines, or dot products for `metric="dot"`.
+        pos: [N, M] bool: pairs of the same class, self-pairs excluded.
+        neg: [N, M] bool: pairs of different classes.
+        anchor_sq: [N] squared lengths of the vectors whose products `sim` holds (1, or 0 for a zero vector, if cosine);
+            1 if None.
+        ref_sq: [M] the same for the references.
+        triplets: [T, 3] (anchor, positive, negative) if a miner selected triplets rather than pairs.
+        dim: Embedding dimensions, for the miner that needs them.
+        same_class: The pairs of the same class as a list of indices; an optimisation only.
     """
 
     sim: Tensor
@@ -66,43 +86,43 @@ class Pairs:
     ref_sq: Tensor | None = None
     triplets: Tensor | None = None
     dim: int | None = None
-    kin: Kin | None = None
+    same_class: ClassPairs | None = None
 
     @cached_property
     def positives(self) -> PairSet:
-        """The positive pairs, as a list if they are few."""
-        if self.kin is not None and self.kin.describes(self.pos, self.neg):
-            row, column = self.kin.row, self.kin.column
-            if self.kin.is_self is not None:
-                others = ~self.kin.is_self
+        """The positive pairs, with an index if they are few."""
+        if self.same_class is not None and self.same_class.describes(self.pos, self.neg):
+            row, column = self.same_class.row, self.same_class.column
+            if self.same_class.is_self is not None:
+                others = ~self.same_class.is_self
                 row, column = row[others], column[others]
             return PairSet(self.pos, inside=(row, column))
-        return PairSet(self.pos, inside=_list_if_few(self.pos))
+        return PairSet(self.pos, inside=_indices_if_few(self.pos))
 
     @cached_property
     def negatives(self) -> PairSet:
-        """The negative pairs, as everything but a list if that is short, or as a list if a miner left few."""
-        if self.kin is not None and self.kin.describes(self.pos, self.neg):
-            return PairSet(self.neg, outside=(self.kin.row, self.kin.column))
-        return PairSet(self.neg, inside=_list_if_few(self.neg))
+        """The negative pairs, with an index of all other pairs, or of themselves if a miner left few."""
+        if self.same_class is not None and self.same_class.describes(self.pos, self.neg):
+            return PairSet(self.neg, outside=(self.same_class.row, self.same_class.column))
+        return PairSet(self.neg, inside=_indices_if_few(self.neg))
 
-    def squares(self) -> tuple[Tensor, Tensor]:
-        """Squared lengths of the anchors [N] and of the references [M]."""
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Return the squared lengths of the anchors [N] and of the references [M]."""
         n, m = self.sim.shape
         anchor = self.sim.new_ones(n) if self.anchor_sq is None else self.anchor_sq
         return anchor, self.sim.new_ones(m) if self.ref_sq is None else self.ref_sq
 
     def sq_distance(self) -> Tensor:
-        """Squared Euclidean distances [N, M], unclamped: rounding may leave -1e-16 for coincident points."""
-        anchor, ref = self.squares()
+        """Return squared Euclidean distances [N, M], unclamped: coincident points may have -1e-16."""
+        anchor, ref = self.squared_norms()
         return torch.sub(ref, self.sim, alpha=2).add_(anchor[:, None])
 
     def distance(self) -> Tensor:
-        """Euclidean distances [N, M]; coincident points are at exactly 0, with zero gradient."""
-        return distances(self.sim, *self.squares())
+        """Return Euclidean distances [N, M]; exactly 0 with zero gradient for coincident points."""
+        return distances(self.sim, *self.squared_norms())
 
 
-def _list_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+def _indices_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
     return mask_indices(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
 
 
@@ -115,23 +135,31 @@ def pair_up(
     metric: Metric = "cosine",
     self_columns: Tensor | None = None,
 ) -> Pairs:
-    """All similarities of a batch with itself, or with references (a memory, the batches of other processes).
+    """Compute all similarities of a batch with itself, or with references (a memory, batches of other processes).
 
-    emb            [N, D] raw embeddings of any float dtype; float16 and bfloat16 are computed in float32
-    labels         [N] integers of any width
-    refs           [M, D] references; the batch itself when left out
-    ref_labels     [M]
-    metric         "cosine" normalises both sides; "dot" takes plain products
-    self_columns   [N] the column of `refs` that is the anchor itself, removed from both masks
+    Args:
+        emb: [N, D] embeddings of any float dtype; float16 and bfloat16 are computed in float32.
+        labels: [N] integers of any width.
+        refs: [M, D] references; the batch itself by default.
+        ref_labels: [M] labels of the references.
+        metric: "cosine" normalises both sides; "dot" computes dot products.
+        self_columns: [N] the column of `refs` that is the anchor itself, removed from both masks.
 
-    >>> pairs = pair_up(torch.eye(3), torch.tensor([7, 7, 9]))
-    >>> pairs.pos.tolist()
-    [[False, True, False], [True, False, False], [False, False, False]]
+    Returns:
+        The similarities with their masks.
+
+    Raises:
+        DataError: The embeddings or labels cannot be used.
+
+    Example:
+        >>> pairs = pair_up(torch.eye(3), torch.tensor([7, 7, 9]))
+        >>> pairs.pos.tolist()
+        [[False, True, False], [True, False, False], [False, False, False]]
     """
     if metric not in ("cosine", "dot"):
         raise ConfigError(f"metric: expected 'cosine' or 'dot', got {metric!r}.")
     if (refs is None) != (ref_labels is None):
-        raise ConfigError("pair_up: refs and ref_labels go together; got only one of them.")
+        raise ConfigError("pair_up: pass refs and ref_labels together, got only one of them.")
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
         if refs is None or ref_labels is None:
@@ -139,35 +167,37 @@ def pair_up(
             if metric == "cosine":
                 sim, anchor_sq = cosine_gram(emb)
             else:
-                sim, anchor_sq = gram(emb), _squares(emb)
+                sim, anchor_sq = gram(emb), _checked_squared_norms(emb)
             ref_sq = anchor_sq
         else:
             refs, ref_labels = as_batch(refs, ref_labels, what="refs")
             if refs.shape[1] != emb.shape[1]:
-                raise DataError(f"refs have {refs.shape[1]} dimensions, the embeddings {emb.shape[1]}.")
+                raise DataError(
+                    f"refs: expected {emb.shape[1]} dimensions, as the embeddings have, got {refs.shape[1]}."
+                )
             refs = refs.to(emb.dtype)
             if metric == "cosine":
                 emb, refs = unit(emb), unit(refs)
                 anchor_sq, ref_sq = ((f.detach().square().sum(1) > 0.5).to(f.dtype) for f in (emb, refs))
             else:
-                anchor_sq, ref_sq = _squares(emb), _squares(refs)
+                anchor_sq, ref_sq = _checked_squared_norms(emb), _checked_squared_norms(refs)
             sim = emb @ refs.t()
-    pos, neg, kin = _masks(labels, ref_labels, self_columns)
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], kin=kin)
+    pos, neg, same_class = _masks(labels, ref_labels, self_columns)
+    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], same_class=same_class)
 
 
-def _squares(x: Tensor) -> Tensor:
+def _checked_squared_norms(x: Tensor) -> Tensor:
     check_finite(x)
     return x.square().sum(1)
 
 
-def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, Kin | None]:
-    """Positive and negative masks, and the pairs of one class as a list if it is short."""
+def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, ClassPairs | None]:
+    """Return the positive and negative masks, and the pairs of the same class if they are few."""
     n, m = len(labels), len(ref_labels)
-    if n * m <= 1 << 16:  # a small block is compared faster than it is sorted
+    if n * m <= 1 << 16:  # for a small block comparing is faster than sorting
         pos = labels[:, None] == ref_labels
         row, column = mask_indices(pos)
-        return _with_kin(pos, row, column, self_columns)
+        return _with_class_pairs(pos, row, column, self_columns)
     order = torch.argsort(ref_labels, stable=True)
     ranked = ref_labels[order]
     start = torch.searchsorted(ranked, labels)
@@ -183,27 +213,35 @@ def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> t
     column = order[(start - size.cumsum(0) + size)[row] + torch.arange(total, device=row.device)]
     pos = torch.zeros(n, m, dtype=torch.bool, device=row.device)
     pos[row, column] = True
-    return _with_kin(pos, row, column, self_columns)
+    return _with_class_pairs(pos, row, column, self_columns)
 
 
-def _with_kin(
+def _with_class_pairs(
     same: Tensor, row: Tensor, column: Tensor, self_columns: Tensor | None
-) -> tuple[Tensor, Tensor, Kin | None]:
-    """Masks from the mask of one class, which becomes the positive one, and its list if that is short."""
+) -> tuple[Tensor, Tensor, ClassPairs | None]:
+    """Return both masks and the list, given the mask of the same class, which is modified."""
     neg = ~same
     if self_columns is not None:
         same.scatter_(1, self_columns[:, None], False)
     if len(row) * 8 > same.numel():
         return same, neg, None
     is_self = None if self_columns is None else column == self_columns[row]
-    return same, neg, Kin(row, column, is_self, same, neg, (_writes(same), _writes(neg)))
+    return same, neg, ClassPairs(row, column, is_self, same, neg, (_version(same), _version(neg)))
 
 
 def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
-    """The first two samples of every class that has two: one as anchor, one as reference. [C', C'] plain products.
+    """Pair the first two samples of every class: one as the anchor, one as the reference.
 
-    >>> one_pair_per_class(torch.eye(5), torch.tensor([4, 2, 4, 4, 2])).pos.tolist()
-    [[True, False], [False, True]]
+    Args:
+        emb: [N, D] embeddings.
+        labels: [N] integers; classes with a single sample are left out.
+
+    Returns:
+        Dot products [C', C'] for the C' classes with two samples or more.
+
+    Example:
+        >>> one_pair_per_class(torch.eye(5), torch.tensor([4, 2, 4, 4, 2])).pos.tolist()
+        [[True, False], [False, True]]
     """
     emb, labels = as_batch(emb, labels)
     check_finite(emb)
@@ -212,38 +250,60 @@ def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]
     first = torch.nonzero(starts[:-1] & ~starts[1:]).flatten()
-    used = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
+    selected = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
     with full_precision(emb):
-        anchor_sq, ref_sq = used.square().sum(1).tensor_split(2)
-        anchors, refs = used.tensor_split(2)
+        anchor_sq, ref_sq = selected.square().sum(1).tensor_split(2)
+        anchors, refs = selected.tensor_split(2)
         sim = anchors @ refs.t()
     pos, diagonal = torch.eye(len(first), dtype=torch.bool, device=emb.device), torch.arange(len(first))
-    pos, neg, kin = _with_kin(pos, diagonal.to(emb.device), diagonal.to(emb.device), None)
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], kin=kin)
+    pos, neg, same_class = _with_class_pairs(pos, diagonal.to(emb.device), diagonal.to(emb.device), None)
+    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], same_class=same_class)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> tuple[Tensor, Tensor]:
-    """Embeddings in float32 or float64 and labels in int64 on the same device, or an error that names the cure."""
+    """Validate a batch.
+
+    Args:
+        emb: Embeddings [N, D] of any float dtype.
+        labels: Labels [N] of any integer dtype.
+        what: Name of the embeddings in error messages.
+
+    Returns:
+        Embeddings in float32 or float64, and labels in int64 on the same device.
+
+    Raises:
+        DataError: They cannot be used.
+    """
     if not isinstance(emb, Tensor) or emb.dim() != 2 or not emb.is_floating_point():
         got = f"{emb.dtype} {list(emb.shape)}" if isinstance(emb, Tensor) else type(emb).__name__
         raise DataError(f"{what}: expected a float tensor [N, D], got {got}.")
     labels = as_labels(labels).to(emb.device)
     if len(labels) != len(emb):
-        raise DataError(f"{len(emb)} embeddings but {len(labels)} labels; every row needs one label.")
+        raise DataError(f"{len(emb)} embeddings but {len(labels)} labels. Pass one label per embedding.")
     if len(emb) == 0:
         raise DataError(f"{what}: the batch is empty.")
-    # Half precision cannot hold exp(64) or a sum of 512 squares: everything is computed in float32 at least.
+    # Half precision cannot represent exp(64) or a sum of 512 squares: compute in float32 at least.
     return (emb.float() if emb.dtype in (torch.float16, torch.bfloat16) else emb), labels
 
 
 def as_labels(labels: Tensor | Sequence[int]) -> Tensor:
-    """Labels [N] as int64, exactly. Bool and float labels are refused: equality of rounded ids is no equality."""
+    """Validate labels. Bool and float labels are rejected: rounded ids may be equal by accident.
+
+    Args:
+        labels: [N] integers of any width.
+
+    Returns:
+        The labels as int64.
+
+    Raises:
+        DataError: They are not integers, or not one per row.
+    """
     try:
         labels = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # names, None, rows of several lengths, beyond 64 bits
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # strings, None, ragged rows, beyond 64 bits
         got = " ".join(repr(labels).split())
         raise DataError(
             f"labels: expected integers, got {got if len(got) < 60 else got[:57] + '...'}. "

@@ -1,4 +1,4 @@
-"""What `nearkin losses` prints: the list of losses, and one of them explained, with a picture of its gradient."""
+"""Text and plots of `nearkin losses`: the list of losses, and the description of one with a plot of its gradient."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from torch import Tensor
 
 from nearkin.errors import import_extra
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.registry import LOSSES, Loss
+from nearkin.losses.registry import LOSSES, ONE_PER_CLASS, Loss
 from nearkin.ops.pairs import Pairs
 
 FAMILIES = {
-    "pair": "each pair of one class is pulled, each pair of two classes is pushed",
-    "tuple": "an anchor with its positives and negatives taken together",
-    "neighbour": "whether a neighbour drawn by similarity is of the same class",
-    "proxy": "the batch against learned proxies of the classes",
+    "pair": "pairs of the same class are pulled together, pairs of different classes are pushed apart",
+    "tuple": "an anchor compared with all its positives and negatives together",
+    "neighbour": "the probability that a neighbour drawn by similarity has the same class",
+    "proxy": "the batch compared with learned proxies of the classes",
     "softmax": "classification: a softmax over classes",
 }
 
 
 def list_losses() -> str:
-    """Every registered loss by family: what it does, the paper, what a batch costs."""
+    """List every registered loss by family: summary, paper and cost of a batch.
+
+    Returns:
+        The text.
+    """
     width = max(map(len, LOSSES))
     lines = []
     for family in dict.fromkeys([*FAMILIES, *(entry.family for entry in LOSSES.values())]):
@@ -38,13 +42,21 @@ def list_losses() -> str:
     lines += [
         "",
         "N batch, M references, C classes (C' with two samples in the batch), K centres, P positives, D dimensions.",
-        "nearkin losses NAME explains one.",
+        "Run nearkin losses NAME for details.",
     ]
     return "\n".join(lines).lstrip()
 
 
-def explain(name: str, picture: Path | None = None) -> str:
-    """One loss: what it does, its formula, its settings and ranges, when to use it; and a picture if asked."""
+def explain(name: str, plot: Path | None = None) -> str:
+    """Describe one loss: summary, formula, settings with their ranges, and when to use it.
+
+    Args:
+        name: A registered loss.
+        plot: Where to write a plot of its gradient, as PNG.
+
+    Returns:
+        The text.
+    """
     entry = LOSSES[name]
     lines = [
         f"{name} ({entry.family})",
@@ -55,7 +67,7 @@ def explain(name: str, picture: Path | None = None) -> str:
         _block("when", entry.use),
         _block("paper", entry.paper),
         _block("cost", f"{entry.cost} for a batch"),
-        _block("takes", entry.takes),
+        _block("call", entry.call_example),
         _block("reduction", ", ".join(entry.reductions)),
     ]
     if entry.settings:
@@ -64,9 +76,9 @@ def explain(name: str, picture: Path | None = None) -> str:
         for key, default, span, text in settings_table(entry):
             lines.append(f"  {key:{width}}  default {default}; {span or 'no search range'}")
             lines += [f"  {'':{width}}  {line}" for line in textwrap.wrap(text, 90)]
-    if picture is not None:
-        draw_gradient(name, picture)
-        lines += ["", f"gradient picture written to {picture}"]
+    if plot is not None:
+        draw_gradient(name, plot)
+        lines += ["", f"gradient plot saved to {plot}"]
     return "\n".join(lines)
 
 
@@ -75,33 +87,53 @@ def _block(title: str, text: str) -> str:
 
 
 def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
-    """(setting, default, range, explanation) for every setting, the explanation read from the docstring."""
-    text = inspect.getdoc(entry.function) or ""
-    elsewhere = re.search(r"settings as in `(\w+)`", text)
-    if elsewhere:
-        text += "\n" + (inspect.getdoc(LOSSES[elsewhere[1]].function) or "")
-    rows = []
-    for key, default in entry.settings.items():
-        line = next((li for li in text.splitlines() if li.startswith(f"{key} ")), "")
-        words = line[len(key) :].strip() or _BUILDER_SETTINGS.get(key, "")
-        rows.append((key, default, str(entry.space.get(key, "")), words))
-    return rows
+    """List the settings of a loss.
+
+    Explanations are read from the `Args:` of the docstring of the function, where "As in `other`." refers to another
+    loss, and from `Inputs.builder_docs`.
+
+    Args:
+        entry: A registered loss.
+
+    Returns:
+        (setting, default, range, explanation) of every setting.
+    """
+    return [
+        (key, default, str(entry.space.get(key, "")), _explanation(entry, key))
+        for key, default in entry.settings.items()
+    ]
 
 
-# Settings of the objective rather than of a function: they have no line in a docstring.
-_BUILDER_SETTINGS = {
-    "normalize": "whether embeddings are scaled to length 1 first",
-    "learn_beta": "make beta a parameter, with a learning rate of its own",
-    "anchor_grad": "whether the anchor moves as well; False is the literal reading of the paper",
-    "dropout": "on the embeddings before the head, in training only",
-    "centers": "centres per class",
-}
+def _explanation(entry: Loss, setting: str) -> str:
+    text = _documented_args(entry.function).get(setting) or entry.inputs.builder_docs.get(setting, "")
+    reference = re.fullmatch(r"[Aa]s in `(\w+)`\.?", text)
+    return _explanation(LOSSES[reference[1]], setting) if reference else text
 
-# --- the gradient picture ---------------------------------------------------------------------------------------------
+
+def _documented_args(function: Any) -> dict[str, str]:
+    """Return the text on each argument in the `Args:` section of a Google-style docstring."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", inspect.getdoc(function) or "", re.MULTILINE)
+    args: dict[str, str] = {}
+    name = ""
+    for line in textwrap.dedent(section[1]).splitlines() if section else ():
+        if start := re.match(r"\*{0,2}(\w+)(?: \([^)]*\))?: *(.*)", line):
+            name, args[start[1]] = start[1], start[2]
+        elif name and line.strip():
+            args[name] = f"{args[name]} {line.strip()}".strip()
+    return args
+
+
+# --- gradient plots ---------------------------------------------------------------------------------------------------
 
 
 class Curve(NamedTuple):
-    """The pull on one similarity while it runs over [-1, 1] and the others stay where they are."""
+    """The gradient on one similarity as it varies over [-1, 1] while the others are fixed.
+
+    Attributes:
+        label: "positive" or "negative".
+        sim: The similarity [points].
+        grad: The gradient of the loss on it [points].
+    """
 
     label: str
     sim: Tensor
@@ -109,45 +141,53 @@ class Curve(NamedTuple):
 
 
 def gradient_curves(name: str, points: int = 201) -> list[Curve]:
-    """d loss / d s of one positive and of one negative, in a small scene of fixed others.
+    """Compute d loss / d s of one positive and of one negative, with all other similarities fixed.
 
-    For pair losses the scene is one anchor with positives at 0.7 and at s (or 0.6), negatives at 0.3, 0 and s (or
-    0.1). For class losses it is one sample, its own class at s (or 0.6) and four others at 0.3, 0.1, 0, and s (or 0.2).
+    For pair losses there is one anchor with positives at 0.7 and at s (or 0.6), and negatives at 0.3, 0 and s (or 0.1).
+    For class losses there is one sample, its own class at s (or 0.6) and four others at 0.3, 0.1, 0, and s (or 0.2).
+
+    Args:
+        name: A registered loss.
+        points: Number of values of s.
+
+    Returns:
+        The curves of the positive and of the negative.
     """
     entry = LOSSES[name]
     sweep = torch.linspace(-1, 1, points, dtype=torch.float64)
-    build = _pair_scene if entry.inputs.pairs else _class_scene
-    return [Curve(label, sweep, _pull(entry, *build(entry, sweep, label))) for label in ("positive", "negative")]
+    build = _pair_inputs if entry.inputs.pairs else _class_inputs
+    return [Curve(label, sweep, _gradients(entry, *build(entry, sweep, label))) for label in ("positive", "negative")]
 
 
-def _pull(entry: Loss, scenes: list[Any], at: tuple[int, ...]) -> Tensor:
-    pulls = []
-    for scene in scenes:
-        sim = scene.sim.detach().requires_grad_()
-        values = {k: v for k, v in vars(scene).items() if k in type(scene).__dataclass_fields__}
-        value = entry.reduce(entry.function(type(scene)(**{**values, "sim": sim})), "mean")
+def _gradients(entry: Loss, inputs: list[Any], index: tuple[int, ...]) -> Tensor:
+    grads = []
+    for built in inputs:
+        sim = built.sim.detach().requires_grad_()
+        fields = {k: v for k, v in vars(built).items() if k in type(built).__dataclass_fields__}
+        value = entry.reduce(entry.function(type(built)(**{**fields, "sim": sim})), "mean")
         (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
-        pulls.append(torch.zeros((), dtype=sim.dtype) if grad is None else grad[at])
-    return torch.stack(pulls)
+        grads.append(torch.zeros((), dtype=sim.dtype) if grad is None else grad[index])
+    return torch.stack(grads)
 
 
-def _pair_scene(entry: Loss, sweep: Tensor, label: str) -> tuple[list[Pairs], tuple[int, ...]]:
+def _pair_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[Pairs], tuple[int, ...]]:
     pos = torch.tensor([[True, True, False, False, False]])
-    scenes = []
+    one_positive = entry.inputs is ONE_PER_CLASS
+    inputs = []
     for s in sweep.tolist():
         row = [0.7, s, 0.3, 0.0, 0.1] if label == "positive" else [0.7, 0.6, 0.3, 0.0, s]
-        if entry.name == "lifted_song":
-            scenes.append(_square_scene(row))
-        elif entry.name == "npair_mc":  # one positive per anchor
-            scenes.append(Pairs(torch.tensor([row[1:]], dtype=sweep.dtype), pos[:, 1:], ~pos[:, 1:]))
+        if one_positive:
+            inputs.append(Pairs(torch.tensor([row[1:]], dtype=sweep.dtype), pos[:, 1:], ~pos[:, 1:]))
+        elif not entry.inputs.memory:
+            inputs.append(_square_pairs(row))
         else:
-            scenes.append(Pairs(torch.tensor([row], dtype=sweep.dtype), pos, ~pos))
+            inputs.append(Pairs(torch.tensor([row], dtype=sweep.dtype), pos, ~pos))
     column = 1 if label == "positive" else 4
-    return scenes, (0, column - 1 if entry.name == "npair_mc" else column)
+    return inputs, (0, column - 1 if one_positive else column)
 
 
-def _square_scene(row: list[float]) -> Pairs:
-    """The same for a loss that looks from both ends of a positive pair; the far end sees no negatives here."""
+def _square_pairs(row: list[float]) -> Pairs:
+    """The same for a loss that compares a batch with itself only; here the other samples have no negatives."""
     sim = torch.zeros(5, 5, dtype=torch.float64)
     sim[0] = torch.tensor(row)
     pos, neg = torch.zeros(5, 5, dtype=torch.bool), torch.zeros(5, 5, dtype=torch.bool)
@@ -155,28 +195,34 @@ def _square_scene(row: list[float]) -> Pairs:
     return Pairs(sim, pos, neg)
 
 
-def _class_scene(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasses], tuple[int, ...]]:
+def _class_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasses], tuple[int, ...]]:
     labels, dtype = torch.tensor([0]), sweep.dtype
-    several = "centers" in entry.inputs.outer
-    scenes = []
+    has_centers = bool(entry.inputs.dims)
+    inputs = []
     for s in sweep.tolist():
         row = [s, 0.3, 0.1, 0.0, 0.2] if label == "positive" else [0.6, 0.3, 0.1, 0.0, s]
         sim = torch.tensor([row], dtype=dtype)
-        scenes.append(
+        inputs.append(
             ToClasses(
-                sim[..., None] if several else sim,
+                sim[..., None] if has_centers else sim,
                 labels,
-                proxies=torch.eye(5, dtype=dtype)[:, None] if several else torch.eye(5, dtype=dtype),
+                proxies=torch.eye(5, dtype=dtype)[:, None] if has_centers else torch.eye(5, dtype=dtype),
                 own=torch.ones(1, dtype=dtype),
                 probs=torch.full((1, 5), 0.2, dtype=dtype),
             )
         )
-    at = (0, 0) if label == "positive" else (0, 4)
-    return scenes, (*at, 0) if several else at
+    index = (0, 0) if label == "positive" else (0, 4)
+    return inputs, (*index, 0) if has_centers else index
 
 
 def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
-    """The gradient picture of a loss, as PNG: how hard a pair is pulled or pushed, over its similarity."""
+    """Plot the gradient of a loss over the similarity of a pair, as PNG.
+
+    Args:
+        name: A registered loss.
+        path: The file to write.
+        dpi: Resolution.
+    """
     import_extra("matplotlib", extra="report").use("Agg")
     pyplot = import_extra("matplotlib.pyplot", extra="report")
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The pages about losses are what the source says, and the code in them runs."""
+"""The loss pages match the source, and their code runs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_pages_are_up_to_date() -> None:
         assert (ROOT / "docs" / "losses" / f"{name}.png").exists()
 
 
-def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
-    """A stray "|" in a docstring or a setting would open a new column."""
+def test_table_rows_have_as_many_cells_as_their_header() -> None:
+    """A stray "|" in a docstring or a setting would add a column."""
     for name, text in generate().pages().items():
         cells = 0
         for line in text.splitlines():
@@ -71,7 +71,7 @@ def test_examples(module: object) -> None:
     assert doctest.testmod(module, globs=scope, optionflags=doctest.ELLIPSIS).failed == 0
 
 
-def test_the_list_names_every_loss() -> None:
+def test_the_list_contains_every_loss() -> None:
     text = losses.list_losses()
     for name, entry in LOSSES.items():
         assert f"  {name} " in text
@@ -83,15 +83,19 @@ def test_explain(name: str) -> None:
     text = losses.explain(name)
     entry = LOSSES[name]
     assert entry.summary in text
-    for key, default, _, words in losses.settings_table(entry):
-        assert f"{key}" in text
+    table = losses.settings_table(entry)
+    assert [key for key, *_ in table] == list(entry.settings)
+    for key, default, _, explanation in table:
+        assert f"  {key} " in text
         assert f"default {default}" in text
-        assert words, f"{key} is not explained"
+        assert len(explanation) > 5, f"{key} is not explained"
+        assert explanation.endswith("."), f"{key}: the explanation is cut off"
+        assert " ".join(explanation.split()) in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_gradient_curves(name: str) -> None:
-    """Positives are pulled and negatives pushed, somewhere on the way; pce and the repulsions also elsewhere."""
+    """Somewhere in the range positives are pulled and negatives are pushed."""
     positive, negative = losses.gradient_curves(name, points=21)
     assert torch.isfinite(positive.grad).all()
     assert torch.isfinite(negative.grad).all()
@@ -100,10 +104,33 @@ def test_gradient_curves(name: str) -> None:
         assert float(negative.grad.max()) > 0
 
 
-def test_picture(tmp_path: Path) -> None:
+def test_explanations_follow_references_and_continuation_lines() -> None:
+    def explanations(name: str) -> dict[str, str]:
+        return {key: text for key, _, _, text in losses.settings_table(LOSSES[name])}
+
+    assert explanations("mpa_dw") == explanations("mpa_ap") == explanations("mpa")
+    assert explanations("mpa")["gamma"] == "Temperature over the centres of a class."
+    assert explanations("softmax")["dropout"].startswith("Dropout probability on the embeddings")
+
+    def function() -> None:
+        """Summary.
+
+        Args:
+            first: One line.
+            second: Two lines,
+                with a colon: here.
+
+        Returns:
+            third: Not an argument.
+        """
+
+    assert losses._documented_args(function) == {"first": "One line.", "second": "Two lines, with a colon: here."}
+
+
+def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "new" / "ms.png"
-    assert str(picture) in losses.explain("multi_similarity", picture)
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    plot = tmp_path / "new" / "ms.png"
+    assert str(plot) in losses.explain("multi_similarity", plot)
+    assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(Exception, match="Did you mean 'multi_similarity'"):
         losses.explain("multisimilarity")

@@ -1,7 +1,7 @@
-"""What every registered loss must do, tested before its author writes a test.
+"""Contract tests: what every registered loss must do.
 
-Each contract is a function of a name. They run on all that is registered; a new loss fails one of them, `has_a_row`,
-until it has a row in rows.py. The last test proves that with a toy loss.
+Each contract is a function of a name and runs on every registered loss. A new loss fails one of them, `has_a_row`,
+until it has a row in tests/helpers/rows.py; a toy loss below proves that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import nearkin as nk
 from nearkin.errors import ConfigError, DataError, UserError
 from nearkin.losses import LOSSES, linear, loss
 from nearkin.ops.pairs import Pairs
+from nearkin.report.losses import settings_table
 
 CLASSES, DIM = 6, 8
 
@@ -33,7 +34,7 @@ def batch(n: int = 20, seed: int = 0, classes: int = CLASSES) -> tuple[Tensor, T
 
 
 def make(name: str, **options: object) -> nk.Objective:
-    """The objective in float64 with random class parameters, without dropout."""
+    """Return the objective in float64 with random class parameters, without dropout."""
     objective = nk.Objective(name, num_classes=CLASSES, dim=DIM, **options).double().eval()
     g = torch.Generator().manual_seed(1)
     for value in objective.parameters():
@@ -54,16 +55,18 @@ def run(objective: nk.Objective, emb: Tensor, labels: Tensor) -> tuple[Tensor, T
 
 
 def has_a_row(name: str) -> None:
-    assert name in {row.name for row in ROWS}, f"{name} has no row in tests/rows.py"
+    assert name in {row.name for row in ROWS}, f"{name} has no row in tests/helpers/rows.py"
 
 
 def is_documented(name: str) -> None:
     entry = LOSSES[name]
-    text = entry.function.__doc__ or ""
-    assert entry.summary.endswith((".", ":")), "the first line of the docstring is a sentence"
-    assert ">>>" in text, "the docstring holds an example"
-    for key in entry.own:
-        assert key in text or "settings as in" in text, f"the docstring does not explain {key}"
+    text = inspect.getdoc(entry.function) or ""
+    assert entry.summary.endswith("."), "the first line of the docstring is not a sentence"
+    for section in ("Args:", "Returns:", "Example:"):
+        assert f"\n\n{section}\n" in text, f"the docstring has no section {section}"
+    assert ">>>" in text, "the docstring has no example"
+    for key, _, _, explanation in settings_table(entry):
+        assert explanation, f"the docstring does not explain {key}"
     assert entry.paper
     assert entry.formula
     assert entry.use
@@ -93,7 +96,7 @@ def settings_are_ranged(name: str) -> None:
             assert value in entry.space[key], f"the default {key}={value} is outside its range {entry.space[key]}"
 
 
-def gives_a_finite_attached_number(name: str) -> None:
+def returns_a_finite_scalar_with_gradient(name: str) -> None:
     value, grad = run(make(name), *batch())
     assert value.shape == ()
     assert value.dtype == torch.float64
@@ -102,7 +105,7 @@ def gives_a_finite_attached_number(name: str) -> None:
     assert grad.abs().max() > 0
 
 
-def survives_degenerate_batches(name: str) -> None:
+def is_finite_on_degenerate_batches(name: str) -> None:
     emb, labels = batch(6)
     duplicate = emb[:1].expand(6, DIM)
     hole = emb.clone()
@@ -119,10 +122,10 @@ def survives_degenerate_batches(name: str) -> None:
         value, grad = run(make(name), x, y)
         assert torch.isfinite(value), what
         assert torch.isfinite(grad).all(), what
-        assert grad.abs().max() < 1e6, f"{what}: a gradient that destroys a step"
+        assert grad.abs().max() < 1e6, f"{what}: the gradient explodes"
 
 
-def survives_half_precision(name: str) -> None:
+def is_finite_in_half_precision(name: str) -> None:
     emb, labels = batch()
     for dtype in (torch.float16, torch.bfloat16):
         x = (emb * 64).to(dtype).requires_grad_()
@@ -155,7 +158,7 @@ def agrees_in_float32(name: str) -> None:
 
 def does_not_depend_on_the_order_of_the_batch(name: str) -> None:
     emb, labels = batch()
-    # Classes change places, the order within a class stays: some losses pick the first samples of a class.
+    # Reorder classes but not the samples within a class: some losses use the first samples of a class.
     order = torch.argsort(torch.tensor([3, 1, 5, 0, 4, 2])[labels], stable=True)
     want, want_grad = run(make(name), emb, labels)
     got, got_grad = run(make(name), emb[order], labels[order])
@@ -163,19 +166,19 @@ def does_not_depend_on_the_order_of_the_batch(name: str) -> None:
     torch.testing.assert_close(got_grad, want_grad[order], rtol=1e-7, atol=1e-12)
 
 
-def does_not_depend_on_the_names_of_the_classes(name: str) -> None:
+def does_not_depend_on_the_numbering_of_the_classes(name: str) -> None:
     emb, labels = batch()
     new = torch.tensor([4, 2, 0, 5, 1, 3])
     objective, renamed = make(name), make(name)
-    for spec in LOSSES[name].inputs.params:
-        getattr(renamed, spec.name).data[new] = getattr(objective, spec.name).data
+    for param in LOSSES[name].inputs.params:
+        getattr(renamed, param.name).data[new] = getattr(objective, param.name).data
     want, want_grad = run(objective, emb, labels)
     got, got_grad = run(renamed, emb, new[labels])
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-7, atol=1e-12)
 
 
-def takes_labels_of_any_width(name: str) -> None:
+def takes_labels_of_any_integer_dtype(name: str) -> None:
     emb, labels = batch()
     want = make(name)(emb, labels)
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
@@ -183,7 +186,7 @@ def takes_labels_of_any_width(name: str) -> None:
     assert torch.equal(make(name)(emb, labels.tolist()), want)
 
 
-def reduces_as_it_says(name: str) -> None:
+def supports_its_reductions(name: str) -> None:
     emb, labels = batch()
     allowed = LOSSES[name].reductions
     assert "mean" in allowed
@@ -191,14 +194,14 @@ def reduces_as_it_says(name: str) -> None:
         with pytest.raises(ConfigError, match="reduction must be"):
             make(name, reduction=reduction)
     if "none" in allowed:
-        each = make(name, reduction="none")(emb, labels)
-        assert each.dim() == 1
-        torch.testing.assert_close(each.sum(), make(name, reduction="sum")(emb, labels))
+        values = make(name, reduction="none")(emb, labels)
+        assert values.dim() == 1
+        torch.testing.assert_close(values.sum(), make(name, reduction="sum")(emb, labels))
     with pytest.raises(ConfigError, match="reduction must be"):
         make(name, reduction="average")
 
 
-def refuses_what_it_cannot_use(name: str) -> None:
+def rejects_invalid_inputs(name: str) -> None:
     emb, labels = batch(12)
     objective = make(name)
     with pytest.raises(DataError, match="12 embeddings but 11 labels"):
@@ -224,14 +227,14 @@ def refuses_what_it_cannot_use(name: str) -> None:
         if not isinstance(default, bool):
             with pytest.raises(ConfigError, match=f"{name}: {key} must be"):
                 make(name, **{key: float("nan")})
-    for key, where in LOSSES[name].space.items():
-        illegal = {"log": -1.0, "integer": 0}.get(where.kind)
+    for key, span in LOSSES[name].space.items():
+        illegal = {"log": -1.0, "integer": 0}.get(span.kind)
         if illegal is not None:
             with pytest.raises(ConfigError, match=f"{name}: {key} must be in"):
                 make(name, **{key: illegal})
 
 
-def refuses_labels_beyond_its_classes(name: str) -> None:
+def rejects_labels_out_of_range(name: str) -> None:
     if not LOSSES[name].inputs.params:
         return
     emb, labels = batch()
@@ -247,7 +250,7 @@ def refuses_labels_beyond_its_classes(name: str) -> None:
             nk.Objective(name, **options)
 
 
-def is_restored_by_its_state(name: str) -> None:
+def is_restored_by_its_state_dict(name: str) -> None:
     emb, labels = batch()
     objective = make(name)
     other = nk.Objective(name, num_classes=CLASSES, dim=DIM).double().eval()
@@ -265,18 +268,18 @@ CONTRACTS = [
     is_documented,
     example_runs,
     settings_are_ranged,
-    gives_a_finite_attached_number,
-    survives_degenerate_batches,
-    survives_half_precision,
+    returns_a_finite_scalar_with_gradient,
+    is_finite_on_degenerate_batches,
+    is_finite_in_half_precision,
     ignores_autocast,
     agrees_in_float32,
     does_not_depend_on_the_order_of_the_batch,
-    does_not_depend_on_the_names_of_the_classes,
-    takes_labels_of_any_width,
-    reduces_as_it_says,
-    refuses_what_it_cannot_use,
-    refuses_labels_beyond_its_classes,
-    is_restored_by_its_state,
+    does_not_depend_on_the_numbering_of_the_classes,
+    takes_labels_of_any_integer_dtype,
+    supports_its_reductions,
+    rejects_invalid_inputs,
+    rejects_labels_out_of_range,
+    is_restored_by_its_state_dict,
 ]
 
 
@@ -286,20 +289,26 @@ def test_contract(name: str, contract: Callable[[str], None]) -> None:
     contract(name)
 
 
-def test_a_new_loss_fails_for_its_row_alone() -> None:
+def test_a_new_loss_fails_only_for_its_missing_row() -> None:
     @loss(family="toy", paper="none", formula="1 - mean positive cosine", use="Never.", space={"margin": linear(0, 1)})
     def toy(p: Pairs, *, margin: float = 0.2) -> Tensor:
         """The mean shortfall of the positives.
 
-        margin   how much is forgiven
+        Args:
+            p: Cosines [N, M] with masks.
+            margin: Shortfall that is ignored.
 
-        >>> float(toy(pair_up(torch.eye(2), torch.tensor([0, 0])), margin=0.5))
-        0.5
+        Returns:
+            One value per anchor [N].
+
+        Example:
+            >>> float(toy(pair_up(torch.eye(2), torch.tensor([0, 0])), margin=0.5))
+            0.5
         """
         return (torch.relu(1 - margin - p.sim) * p.pos).sum(1)
 
     toy_module = sys.modules[__name__]
-    toy_module.toy = toy  # the public call, where a module-level loss would be
+    toy_module.toy = toy  # the public function, where a module-level loss would be
     try:
         failed = []
         for contract in CONTRACTS:
@@ -312,8 +321,8 @@ def test_a_new_loss_fails_for_its_row_alone() -> None:
         del LOSSES._items["toy"], toy_module.toy
 
 
-def test_names_and_settings_are_those_of_the_design() -> None:
-    """Programs are written against these."""
+def test_names_and_default_settings_are_stable() -> None:
+    """They are public API."""
     want = {
         "contrastive": {"margin": 0.5},
         "contrastive_l2": {"margin": 1.0, "normalize": True},
@@ -348,7 +357,7 @@ def test_names_and_settings_are_those_of_the_design() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "refused", "legal"),
+    ("name", "key", "illegal", "legal"),
     [
         ("norm_softmax", "temperature", [0.0, 0, -0.05], [1e-3, 10.0]),
         ("snca", "sigma", [0.0], [5.0]),
@@ -365,9 +374,9 @@ def test_names_and_settings_are_those_of_the_design() -> None:
         ("proxy_repulsion_batch", "average", [1], [np.True_, torch.tensor(True)]),
     ],
 )
-def test_values_that_a_formula_cannot_use(name: str, key: str, refused: list[float], legal: list[float]) -> None:
-    """Refused are a division by zero and what is no probability, no weight, no number of things; margins are free."""
-    for value in refused:
+def test_illegal_values_are_rejected(name: str, key: str, illegal: list[float], legal: list[float]) -> None:
+    """Rejected: divisions by zero, invalid probabilities, weights and counts. Margins may have any value."""
+    for value in illegal:
         with pytest.raises(ConfigError, match=f"{name}: {key} must be .*, got {value}"):
             make(name, **{key: value})
     for value in legal:
@@ -375,13 +384,16 @@ def test_values_that_a_formula_cannot_use(name: str, key: str, refused: list[flo
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_help_shows_the_call(name: str) -> None:
+def test_help_shows_the_public_signature(name: str) -> None:
     entry = LOSSES[name]
     shown = inspect.signature(public(name)).parameters
     positional = [n for n, p in shown.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional[:2] == (["p"] if entry.inputs.pairs else ["emb", "labels"])
-    assert all(spec.name in positional for spec in entry.inputs.params)
-    assert {n: p.default for n, p in shown.items() if p.kind is p.KEYWORD_ONLY} == {**entry.own, "reduction": "mean"}
+    assert all(param.name in positional for param in entry.inputs.params)
+    assert {n: p.default for n, p in shown.items() if p.kind is p.KEYWORD_ONLY} == {
+        **entry.loss_kwargs,
+        "reduction": "mean",
+    }
 
 
 @pytest.mark.parametrize(
@@ -414,7 +426,7 @@ def test_a_wrong_call_is_explained(name: str, call: Callable[..., Tensor], messa
         call(public(name), emb, labels, torch.eye(CLASSES, DIM, dtype=torch.float64))
 
 
-def test_class_losses_take_what_they_compare_with_by_name() -> None:
+def test_class_losses_take_parameters_by_name() -> None:
     (emb, labels), w = batch(), torch.eye(CLASSES, DIM, dtype=torch.float64)
     assert torch.equal(nk.losses.proxy_anchor(emb, labels, proxies=w), nk.losses.proxy_anchor(emb, labels, w))
     assert torch.equal(
@@ -425,7 +437,7 @@ def test_class_losses_take_what_they_compare_with_by_name() -> None:
     assert torch.equal(centers, nk.losses.center(emb, labels, w, w[:, 7], w, strength=0.5, reduction="sum"))
 
 
-def test_a_name_that_is_missed_is_suggested() -> None:
+def test_unknown_names_get_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"No loss named 'proxyanchor'. Did you mean 'proxy_anchor'?"):
         nk.Objective("proxyanchor")
     with pytest.raises(ConfigError, match=r"proxy_anchor: no setting 'alfa'. Did you mean 'alpha'?"):

@@ -1,4 +1,4 @@
-"""Every value and gradient of the golden file: 1e-9 for values and 1e-6 for gradients in float64, 1e-4 in float32."""
+"""Values and gradients against the golden file: to 1e-9 and 1e-6 in float64, to 1e-4 in float32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensor(values: Any, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def load(row: Row, batch: dict[str, Any], dtype: torch.dtype) -> tuple[nk.Objective, Tensor, Tensor, list[Tensor]]:
-    """The objective with the batch's parameters, the embeddings as a leaf, the labels, and further inputs."""
+    """Return the objective with the parameters of the batch, the embeddings as a leaf, the labels and constants."""
     objective = nk.Objective(
         row.name,
         num_classes=batch["num_classes"],
@@ -45,8 +45,8 @@ def load(row: Row, batch: dict[str, Any], dtype: torch.dtype) -> tuple[nk.Object
     ).to(dtype)
     for name, key in parameter_keys(objective).items():
         getattr(objective, name).data = tensor(batch[key], dtype)
-    given = [tensor(batch["p_for_pce"], dtype)] if row.name == "pce" else []
-    return objective, tensor(batch["embeddings"], dtype).requires_grad_(), torch.tensor(batch["labels"]), given
+    constants = [tensor(batch["p_for_pce"], dtype)] if row.name == "pce" else []
+    return objective, tensor(batch["embeddings"], dtype).requires_grad_(), torch.tensor(batch["labels"]), constants
 
 
 def parameter_keys(objective: nk.Objective) -> dict[str, str]:
@@ -66,15 +66,15 @@ def assert_close(got: Tensor, want: Tensor, rel: float, floor: float, what: str)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_value_and_gradient(row: Row, batch_name: str, data: dict[str, Any]) -> None:
     want = data["losses"][row.golden]["results"][batch_name]
-    objective, emb, labels, given = load(row, data["batches"][batch_name], torch.float64)
-    loss = objective(emb, labels, *given)
-    # The golden file writes spce as a difference of numbers of size 20, so its last digits are 1e-15 of that.
+    objective, emb, labels, constants = load(row, data["batches"][batch_name], torch.float64)
+    loss = objective(emb, labels, *constants)
+    # The golden file computes spce as a difference of numbers of size 20, so it is exact to 1e-15 of that.
     assert_close(loss.detach(), tensor(want["value"]), 1e-9, 1e-14, "value")
     loss.backward()
     if "grad_embeddings" not in want or not row.gradient:
         assert torch.isfinite(emb.grad).all()
         return
-    # Its gradients are finite differences with step 3e-5: what they resolve is the rounding of the value over that.
+    # The golden gradients are finite differences with step 3e-5: their resolution is the rounding error over the step.
     floor = 1e-10 * max(1.0, abs(want["value"]))
     assert_close(emb.grad, tensor(want["grad_embeddings"]), 1e-6, floor, "gradient on the embeddings")
     for name, key in parameter_keys(objective).items():
@@ -85,8 +85,8 @@ def test_value_and_gradient(row: Row, batch_name: str, data: dict[str, Any]) -> 
 def test_float32(row: Row, data: dict[str, Any]) -> None:
     for batch_name in BATCHES:
         want = data["losses"][row.golden]["results"][batch_name]
-        objective, emb, labels, given = load(row, data["batches"][batch_name], torch.float32)
-        loss = objective(emb, labels, *given)
+        objective, emb, labels, constants = load(row, data["batches"][batch_name], torch.float32)
+        loss = objective(emb, labels, *constants)
         loss.backward()
         assert loss.dtype == torch.float32
         assert_close(loss.detach(), tensor(want["value"]), 1e-4, 1e-6, f"{batch_name} value")
@@ -105,7 +105,7 @@ def test_ice_gradient(scale: int, batch_name: str, data: dict[str, Any]) -> None
         assert_close(emb.grad, tensor(want[key]), 1e-9, 1e-14, key)
     weights = information.similarity_gradient("ice", tensor(batch["embeddings"]), labels, scale=float(scale)).grad
     assert_close(weights, tensor(want["signed_pair_weights_dL_dS"]), 1e-9, 1e-16, "weights")
-    # Per anchor that has both sides, the positives and the negatives share 1/(2N) each.
+    # For each anchor with positives and negatives, the weights of each sum to 1/(2N).
     pull, push = weights.clamp(max=0).sum(1), weights.clamp(min=0).sum(1)
     active = push > 0
     torch.testing.assert_close(-pull[active], torch.full_like(pull[active], 0.5 / n))
@@ -143,8 +143,8 @@ def test_tightness_and_contrast(batch_name: str, data: dict[str, Any]) -> None:
         parts = data["losses"][key]["results"][batch_name]["parts"]
         return parts if "C" in parts else {**parts, "C": parts["C_lse"] + parts["C_softmeans"]}
 
-    def check(key: str, name: str, *given: Tensor, **settings: Any) -> None:
-        parts = information.decompose(name, emb, labels, *given, **settings)
+    def check(key: str, name: str, *constants: Tensor, **settings: Any) -> None:
+        parts = information.decompose(name, emb, labels, *constants, **settings)
         assert float(parts.tightness) == pytest.approx(want(key)["T"], rel=1e-9, abs=1e-14)
         assert float(parts.contrastive) == pytest.approx(want(key)["C"], rel=1e-9, abs=1e-14)
 

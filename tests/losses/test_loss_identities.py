@@ -1,4 +1,4 @@
-"""Identities between losses and with pytorch-metric-learning (PML), and every sum written out by brute force."""
+"""Identities between losses, agreement with pytorch-metric-learning (PML), and brute-force values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from nearkin.analysis import information
 from nearkin.losses import LOSSES
 from nearkin.ops.pairs import Pairs
 
-UNIT_ROWS = [row for row in ROWS if row.unit]
-
-
 # --- identities -------------------------------------------------------------------------------------------------------
 
 
-def test_mpa_of_one_centre_is_proxy_anchor() -> None:
+def test_mpa_with_one_centre_is_proxy_anchor() -> None:
     for seed, classes in ((0, 7), (1, 1), (2, 3)):
         emb, labels = batch(9, classes, seed=seed)
         w = proxies(7)
@@ -52,20 +49,20 @@ def test_snca_is_nca_of_unit_vectors(sigma: float) -> None:
     emb, labels = balanced(5, 3)
     peer = pml.NCALoss(softmax_scale=1 / (2 * sigma))(emb, labels)
     assert float(nk.losses.snca(nk.pair_up(emb, labels), sigma=sigma)) == pytest.approx(float(peer), rel=1e-9)
-    # The same by our own nca, on unit vectors of length 1 / sqrt(2 sigma).
+    # The same with our nca, on vectors of length 1 / sqrt(2 sigma).
     scaled = torch.nn.functional.normalize(emb) / math.sqrt(2 * sigma)
     own = nk.losses.nca(nk.pair_up(scaled, labels, metric="dot"))
     assert float(own) == pytest.approx(float(peer), rel=1e-9)
 
 
-def test_proxy_nca_with_its_positive_is_norm_softmax() -> None:
+def test_proxy_nca_with_include_positive_is_norm_softmax() -> None:
     emb, labels = batch(12, 5)
     w = proxies(5)
     got = nk.losses.proxy_nca(emb, labels, w, scale=20.0, include_positive=True)
     assert float(got) == pytest.approx(float(nk.losses.norm_softmax(emb, labels, w, temperature=0.05)), rel=1e-12)
 
 
-def test_label_smoothing_is_that_of_torch_rescaled() -> None:
+def test_label_smoothing_is_rescaled_torch_label_smoothing() -> None:
     emb, labels = batch(12, 5)
     w, b = proxies(5), proxies(1, 5)[0]
     want = torch.nn.functional.cross_entropy(emb @ w.t() + b, labels, label_smoothing=0.1 * 5 / 4)
@@ -74,7 +71,7 @@ def test_label_smoothing_is_that_of_torch_rescaled() -> None:
     assert float(one) == 0.0
 
 
-def test_a_head_of_zeros_sends_nothing_back() -> None:
+def test_a_zero_head_sends_no_gradient() -> None:
     emb, labels = batch(12, 5)
     emb.requires_grad_()
     loss = nk.Objective("softmax", num_classes=5, dim=6).double()(emb, labels)
@@ -151,7 +148,7 @@ def test_against_pml() -> None:
         assert float(got.detach()) == pytest.approx(float(want.detach()), rel=1e-6)
 
 
-# --- brute force: every sum written out -------------------------------------------------------------------------------
+# --- brute force ------------------------------------------------------------------------------------------------------
 
 
 def _hinge(x: float) -> float:
@@ -170,7 +167,7 @@ Sets = list[tuple[int, list[int], list[int]]]
 
 
 def _brute(name: str, s: list[list[float]], d: list[list[float]], sets: Sets) -> float:
-    """The default loss from cosines s and unit distances d, by loops over (anchor, positives, negatives)."""
+    """Compute a loss with default settings from cosines s and unit distances d, in loops over anchors."""
     n = len(s)
     if name == "contrastive":
         terms = [-s[a][p] for a, pos, _ in sets for p in pos]
@@ -243,10 +240,10 @@ def _sets(labels: list[int]) -> Sets:
 @pytest.mark.parametrize("classes", [2, 12], ids=["few classes", "many classes"])
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_brute_force(name: str, classes: int) -> None:
-    """Few classes take the dense way through the sums, many classes the listed one."""
+    """Few classes use the dense sums, many classes the indexed ones."""
     emb, labels = batch(26, classes, dim=4, seed=3)
     pairs = nk.pair_up(emb, labels)
-    assert (pairs.kin is not None) == (classes == 12)
+    assert (pairs.same_class is not None) == (classes == 12)
     f = emb / emb.norm(dim=1, keepdim=True)
     s, d = (f @ f.t()).tolist(), (f[:, None] - f).norm(dim=2).tolist()
     want = _brute(name, s, d, _sets(labels.tolist()))
@@ -255,7 +252,7 @@ def test_brute_force(name: str, classes: int) -> None:
 
 @pytest.mark.parametrize("classes", [2, 12], ids=["few classes", "many classes"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gradient], ids=lambda row: row.id)
-def test_gradient_is_that_of_the_value(row: Row, classes: int) -> None:
+def test_gradient_matches_finite_differences(row: Row, classes: int) -> None:
     emb, labels = batch(20, classes, dim=3, seed=4)
     objective = build(row, 12, 3)
     probabilities = [torch.softmax(emb @ proxies(12, 3).t(), 1)] if row.name == "pce" else []
@@ -264,18 +261,20 @@ def test_gradient_is_that_of_the_value(row: Row, classes: int) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: objective(x, labels, *probabilities), inputs, fast_mode=True)
 
 
-SETTINGS = [(name, key) for name, entry in LOSSES.items() for key, v in entry.own.items() if isinstance(v, float)]
+SETTINGS = [
+    (name, key) for name, entry in LOSSES.items() for key, v in entry.loss_kwargs.items() if isinstance(v, float)
+]
 
 
 @pytest.mark.parametrize(("name", "key"), SETTINGS)
-def test_a_learned_setting_gets_its_gradient_or_is_refused(name: str, key: str) -> None:
-    """Against finite differences of the value, with few classes (dense sums) and with many (lists)."""
-    value = torch.tensor(LOSSES[name].own[key], dtype=DOUBLE, requires_grad=True)
-    if key not in LOSSES[name].learned:
-        with pytest.raises(nk.UserError, match=f"{name}: {key} cannot be learned; give a number"):
+def test_a_learnable_setting_gets_its_gradient_and_others_are_rejected(name: str, key: str) -> None:
+    """Against finite differences of the value, with few classes (dense sums) and with many (indexed sums)."""
+    value = torch.tensor(LOSSES[name].loss_kwargs[key], dtype=DOUBLE, requires_grad=True)
+    if key not in LOSSES[name].learnable:
+        with pytest.raises(nk.UserError, match=f"{name}: {key} cannot be learned. Pass a number"):
             nk.Objective(name, num_classes=3, dim=4, **{key: value})
         plain = nk.Objective(name, num_classes=3, dim=4, **{key: value.detach()})
-        assert isinstance(plain.settings[key], float)
+        assert isinstance(plain.loss_kwargs[key], float)
         return
     for classes in (2, 12):
         emb, labels = batch(26, classes, dim=4, seed=3)
@@ -283,18 +282,20 @@ def test_a_learned_setting_gets_its_gradient_or_is_refused(name: str, key: str) 
             if "normalize" in options and "normalize" not in LOSSES[name].settings:
                 continue
 
-            def at(
+            def value_at(
                 x: Tensor, options: dict[str, object] = options, pair: tuple[Tensor, Tensor] = (emb, labels)
             ) -> Tensor:
                 return nk.Objective(name, **{key: x}, **options)(*pair)
 
-            assert torch.autograd.gradcheck(at, (value,))
-            assert float(torch.autograd.grad(at(value), value)[0]) != 0, "the test would not see a lost gradient"
+            assert torch.autograd.gradcheck(value_at, (value,))
+            assert float(torch.autograd.grad(value_at(value), value)[0]) != 0, (
+                "the test would not detect a missing gradient"
+            )
 
 
-def test_which_settings_may_be_learned() -> None:
-    learned = {name: sorted(entry.learned) for name, entry in LOSSES.items() if entry.learned}
-    assert learned == {
+def test_which_settings_are_learnable() -> None:
+    learnable = {name: sorted(entry.learnable) for name, entry in LOSSES.items() if entry.learnable}
+    assert learnable == {
         "contrastive": ["margin"],
         "contrastive_l2": ["margin"],
         "margin": ["alpha", "beta"],
@@ -305,12 +306,12 @@ def test_which_settings_may_be_learned() -> None:
 
 
 @pytest.mark.parametrize("name", [*PAIR_LOSSES, "nca"])
-def test_lists_and_masks_agree(name: str) -> None:
-    """Pairs without the list of kin, and pairs built by hand, give the same values and gradients."""
+def test_indices_and_masks_agree(name: str) -> None:
+    """Pairs without the indices of same-class pairs, and pairs built by hand, give the same values and gradients."""
     emb, labels = batch(40, 18, seed=8)
     metric = "dot" if name == "nca" else "cosine"
     results = []
-    for change in (lambda p: p, lambda p: replace(p, kin=None), lambda p: replace(p, pos=p.pos.clone())):
+    for change in (lambda p: p, lambda p: replace(p, same_class=None), lambda p: replace(p, pos=p.pos.clone())):
         leaf = emb.clone().requires_grad_()
         value = LOSSES[name].reduce(LOSSES[name].function(change(nk.pair_up(leaf, labels, metric=metric))), "mean")
         value.backward()
@@ -320,8 +321,8 @@ def test_lists_and_masks_agree(name: str) -> None:
         torch.testing.assert_close(grad, results[0][1], rtol=1e-9, atol=1e-12)
 
 
-def test_lifted_song_of_pairs_met_from_one_end_only() -> None:
-    """A pair seen once weighs half of one seen twice, so the mean over pairs alike in all else is the same."""
+def test_lifted_song_of_one_sided_pairs() -> None:
+    """A one-sided pair has half the weight of a two-sided one, so the mean over otherwise equal pairs is the same."""
     sim = torch.tensor([[1.0, 0.8, 0.6], [0.8, 1.0, 0.6], [0.6, 0.6, 1.0]], dtype=DOUBLE)
     pos, neg = torch.zeros(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
     neg[:2, 2] = pos[0, 1] = True

@@ -1,4 +1,4 @@
-"""Random batches of any labels: what every loss must hold to, whatever it is given."""
+"""Properties that every loss has on random batches with any labels."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def value_and_grad(objective: Callable[..., Tensor], emb: Tensor, labels: Tensor
 @EXAMPLES
 @given(labels=LABELS, seed=st.integers(0, 1000), data=st.data())
 def test_any_batch(row: Row, labels: list[int], seed: int, data: st.DataObject) -> None:
-    """Finite and attached; the order of the batch and the names of the classes do not matter."""
+    """Finite with a gradient, and invariant to the order of the batch and the numbering of the classes."""
     emb, y = random_batch(labels, seed)
     objective = build(row, 7, 5)
     value, grad = value_and_grad(objective, emb, y)
     assert torch.isfinite(value)
     assert torch.isfinite(grad).all()
     order = torch.tensor(data.draw(st.permutations(range(len(labels)))))
-    if row.name == "npair_mc":  # it takes the first two of each class: keep the order within classes
+    if row.name == "npair_mc":  # it uses the first two samples of each class: keep the order within classes
         order = torch.argsort(torch.tensor([3, 0, 6, 1, 5, 2, 4])[y], stable=True)
     moved, moved_grad = value_and_grad(objective, emb[order], y[order])
     torch.testing.assert_close(moved, value, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(moved_grad, grad[order], rtol=1e-6, atol=1e-10)
     if not LOSSES[row.name].inputs.params:
-        names = torch.tensor([40, 7, 2**40, -3, 2**24 + 1, 2**24, 5])  # float32 cannot tell two of these apart
-        renamed, _ = value_and_grad(_without_classes(row), emb, names[y])
+        ids = torch.tensor([40, 7, 2**40, -3, 2**24 + 1, 2**24, 5])  # two of these are equal in float32
+        renamed, _ = value_and_grad(_without_classes(row), emb, ids[y])
         torch.testing.assert_close(renamed, _without_classes(row)(emb, y), rtol=1e-9, atol=1e-11)
 
 
@@ -64,15 +64,15 @@ def _without_classes(row: Row) -> nk.Objective:
 @pytest.mark.parametrize("row", UNIT_ROWS, ids=lambda row: row.id)
 @EXAMPLES
 @given(labels=LABELS, seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3))
-def test_length_does_not_matter(row: Row, labels: list[int], seed: int, scale: float) -> None:
-    """The loss of scaled embeddings is the same, and the gradient is at right angles to each embedding."""
+def test_the_length_of_embeddings_does_not_matter(row: Row, labels: list[int], seed: int, scale: float) -> None:
+    """The loss of scaled embeddings is the same, and the gradient is orthogonal to each embedding."""
     emb, y = random_batch(labels, seed)
     objective = build(row, 7, 5)
     value, grad = value_and_grad(objective, emb, y)
     scaled, _ = value_and_grad(objective, emb * scale, y)
     torch.testing.assert_close(scaled, value, rtol=1e-7, atol=1e-9)
-    along = (grad * emb).sum(1).abs()
-    assert float(along.max()) <= 1e-9 * max(1.0, float(grad.abs().max() * emb.abs().max()))
+    radial = (grad * emb).sum(1).abs()
+    assert float(radial.max()) <= 1e-9 * max(1.0, float(grad.abs().max() * emb.abs().max()))
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -95,7 +95,7 @@ def test_mined_sets_are_empty_together(labels: list[int], seed: int, epsilon: fl
 
 
 def test_sums_over_180_samples_stay_finite() -> None:
-    """exp(32 * 180) is beyond float64; the logarithm of the sum is not."""
+    """exp(32 * 180) overflows float64; the logarithm of the sum does not."""
     emb = torch.ones(180, 8, requires_grad=True)
     loss = nk.Objective("proxy_repulsion_batch", num_classes=4, dim=8)
     loss.proxies.data = torch.ones(4, 8) + 0.01 * torch.eye(4, 8)
@@ -120,30 +120,30 @@ def test_documented_degenerate_values() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_similarity_gradient(row: Row) -> None:
-    """d loss / d similarity, taken through the similarities, is the gradient on the embeddings."""
+    """d loss / d similarity, backpropagated through the similarities, is the gradient on the embeddings."""
     emb, labels = batch(12, 4, dim=5, seed=2)
     objective = build(row, 4, 5)
     entry = LOSSES[row.name]
-    params = [getattr(objective, spec.name).detach() for spec in entry.inputs.params]
-    own = {k: v for k, v in row.settings.items() if k != "dropout"}
-    mine = (lambda p: miners.MINERS[row.miner](p, **row.miner_settings)) if row.miner else None
-    weights = information.similarity_gradient(row.name, emb, labels, *params, miner=mine, **own)
+    params = [getattr(objective, param.name).detach() for param in entry.inputs.params]
+    miner = (lambda p: miners.MINERS[row.miner](p, **row.miner_settings)) if row.miner else None
+    weights = information.similarity_gradient(row.name, emb, labels, *params, miner=miner, **row.settings)
     assert weights.sim.shape == weights.grad.shape
-    outside = row.name in ("center", "npair_mc", "nca", "pce", "spce", "proxy_repulsion") or "tau" in entry.settings
-    if outside or row.settings.get("normalize") is False:
-        return  # these depend on the embeddings (or proxies) beside their similarities as well
+    other_inputs = (
+        row.name in ("center", "npair_mc", "nca", "pce", "spce", "proxy_repulsion") or "tau" in entry.settings
+    )
+    if other_inputs or row.settings.get("normalize") is False:
+        return  # these also depend on the embeddings or proxies directly
     leaf = emb.clone().requires_grad_()
     objective(leaf, labels).backward()
     again = emb.clone().requires_grad_()
-    outer = {k: v for k, v in row.settings.items() if k in entry.inputs.outer and k != "dropout"}
-    read = entry.inputs.build(again, labels, *params, **outer)
-    total = (read.sim * weights.grad).sum() * (len(emb) if row.reduction == "sum" else 1)
+    built = entry.inputs.build(again, labels, *params, **entry.inputs.build_kwargs(row.settings))
+    total = (built.sim * weights.grad).sum() * (len(emb) if row.reduction == "sum" else 1)
     total.backward()
     torch.testing.assert_close(again.grad, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_pairs_by_hand() -> None:
-    """A library user may bring similarities of their own."""
+    """Users may pass their own similarities."""
     sim = torch.tensor([[0.9, 0.2], [0.1, 0.8]], requires_grad=True)
     eye = torch.eye(2, dtype=torch.bool)
     value = nk.losses.snca(Pairs(sim, eye, ~eye), sigma=1.0)
@@ -153,15 +153,15 @@ def test_pairs_by_hand() -> None:
 
 
 @pytest.mark.parametrize("m", [4, 16])
-def test_lifted_song_of_a_batch_against_references_is_refused(m: int) -> None:
+def test_lifted_song_rejects_references(m: int) -> None:
     (emb, labels), (refs, ref_labels) = batch(8, 3), batch(m, 3, seed=1)
-    with pytest.raises(nk.UserError, match=rf"takes Pairs \[N, N\], got \[8, {m}\]"):
+    with pytest.raises(nk.UserError, match=rf"takes Pairs \[N, N\], a batch with itself, got \[8, {m}\]"):
         nk.losses.lifted_song(nk.pair_up(emb, labels, refs, ref_labels))
 
 
 @pytest.mark.parametrize("margin", [0.5, -0.2], ids=["few active", "most active"])
 def test_large_batches_against_plain_autograd(margin: float) -> None:
-    """From 257 samples on gradients may be sparse, alone or added to dense ones; plain torch must agree."""
+    """From 257 samples on gradients may be sparse, alone or added to dense ones; they agree with autograd."""
     g = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 90, (300,), generator=g)
     emb = torch.randn(90, 24, generator=g, dtype=DOUBLE)[labels] + torch.randn(300, 24, generator=g, dtype=DOUBLE)

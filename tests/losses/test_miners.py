@@ -1,4 +1,4 @@
-"""Miners choose pairs, without gradients, and do it reproducibly. Their golden choices are in test_golden.py."""
+"""Miners select pairs without gradients, reproducibly. Their golden values are in test_golden.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def pairs(n: int = 40, classes: int = 8, dim: int = 8, seed: int = 0) -> nk.Pair
     return nk.pair_up(emb, torch.randint(0, classes, (n,), generator=g))
 
 
-def test_there_are_six() -> None:
+def test_registered_miners() -> None:
     assert set(MINERS) == {"all", "hard", "semihard", "multi_similarity", "distance_weighted", "random"}
     assert miners.all(pairs()).pos.any()
 
 
 @pytest.mark.parametrize("name", list(MINERS))
 @pytest.mark.parametrize(("n", "classes"), [(40, 8), (40, 30), (6, 1), (1, 1), (5, 1000)])
-def test_a_miner_only_narrows(name: str, n: int, classes: int) -> None:
+def test_a_miner_selects_a_subset(name: str, n: int, classes: int) -> None:
     p = pairs(n, classes)
     mined = MINERS[name](p)
     assert not (mined.pos & ~p.pos).any()
@@ -46,7 +46,7 @@ def test_against_a_memory(name: str) -> None:
     assert torch.isfinite(nk.losses.triplet(mined))
 
 
-def test_hard_is_that_of_pml() -> None:
+def test_hard_agrees_with_pml() -> None:
     g = torch.Generator().manual_seed(4)
     emb, labels = torch.randn(32, 8, generator=g, dtype=torch.float64), torch.arange(32) // 4
     want = pml_miners.BatchHardMiner(distance=CosineSimilarity())(emb, labels)
@@ -54,7 +54,7 @@ def test_hard_is_that_of_pml() -> None:
     assert got.tolist() == torch.stack(want, 1).tolist()
 
 
-def test_multi_similarity_is_that_of_pml() -> None:
+def test_multi_similarity_agrees_with_pml() -> None:
     g = torch.Generator().manual_seed(4)
     emb, labels = torch.randn(32, 8, generator=g, dtype=torch.float64), torch.arange(32) // 4
     a1, p, a2, n = pml_miners.MultiSimilarityMiner(epsilon=0.2)(emb, labels)
@@ -64,7 +64,7 @@ def test_multi_similarity_is_that_of_pml() -> None:
 
 
 @pytest.mark.parametrize("name", ["distance_weighted", "random"])
-def test_random_miners_follow_their_generator(name: str) -> None:
+def test_random_miners_use_their_generator(name: str) -> None:
     p = pairs()
 
     def draw(seed: int) -> nk.Pairs:
@@ -79,24 +79,24 @@ def test_random_miners_follow_their_generator(name: str) -> None:
     assert torch.equal(one.neg.sum(1), rows.long())
 
 
-def test_distance_weights_are_drawn_as_they_say() -> None:
+def test_distance_weighted_draws_with_its_probabilities() -> None:
     p = pairs(12, 3, dim=4)
-    chance = miners.distance_weights(p)
+    probability = miners.distance_weights(p)
     g = torch.Generator().manual_seed(0)
     count = sum(miners.distance_weighted(p, generator=g).neg.double() for _ in range(600))
-    rows = p.pos.any(1) & (chance.sum(1) > 0)
-    assert float((count[rows] / 600 - chance[rows]).abs().max()) < 0.08
+    rows = p.pos.any(1) & (probability.sum(1) > 0)
+    assert float((count[rows] / 600 - probability[rows]).abs().max()) < 0.08
 
 
 def test_distance_weights_need_a_dimension() -> None:
     p = pairs()
     bare = nk.Pairs(p.sim, p.pos, p.neg)
-    with pytest.raises(nk.UserError, match="pass dim="):
+    with pytest.raises(nk.UserError, match=r"the embedding dimensions are unknown\. Pass dim="):
         miners.distance_weighted(bare)
     torch.testing.assert_close(miners.distance_weights(bare, dim=8), miners.distance_weights(p))
 
 
-def test_unknown_settings_are_refused() -> None:
+def test_unknown_settings_are_rejected() -> None:
     with pytest.raises(nk.UserError, match=r"miner multi_similarity: no setting 'epsilom'\. Did you mean 'epsilon'\?"):
         miners.multi_similarity(pairs(), epsilom=0.1)
     with pytest.raises(AttributeError, match="Did you mean 'hard'"):
@@ -110,18 +110,18 @@ def test_unknown_settings_are_refused() -> None:
         ("multi_similarity", {"epsilon": float("nan")}, "epsilon must be a finite number, got nan"),
         ("multi_similarity", {"epsilon": None}, "epsilon must be a finite number, got None"),
         ("semihard", {"band": True}, "band must be a finite number, got True"),
-        ("distance_weighted", {"dim": 2.5}, "dim must be a whole number, got 2.5"),
+        ("distance_weighted", {"dim": 2.5}, "dim must be an integer, got 2.5"),
         ("random", {"generator": 3}, "generator must be a torch.Generator, got 3"),
-        (miners.hard, {"band": 0.1}, "miner hard: no setting 'band'. It has none"),
-        (None, {"epsilon": 0.1}, "miner_settings: there is no miner to take epsilon"),
+        (miners.hard, {"band": 0.1}, "miner hard: no setting 'band'. It has no settings"),
+        (None, {"epsilon": 0.1}, "miner_settings: epsilon given without a miner"),
     ],
 )
-def test_wrong_settings_are_refused_before_there_are_pairs(miner: object, settings: dict, message: str) -> None:
+def test_invalid_settings_are_rejected_at_construction(miner: object, settings: dict, message: str) -> None:
     with pytest.raises(nk.UserError, match=message):
         nk.Objective("triplet", miner=miner, miner_settings=settings)
 
 
-def test_settings_that_are_numbers_of_another_kind() -> None:
+def test_settings_may_be_numpy_or_torch_scalars() -> None:
     p = pairs()
     want = miners.semihard(p, band=0.5).triplets
     for band in (np.float32(0.5), torch.tensor(0.5), np.array(0.5)):

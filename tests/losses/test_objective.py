@@ -1,8 +1,9 @@
-"""Objective: class parameters, memory, prefixes, weighted sums."""
+"""Objective: parameters, memory, prefixes, weighted sums, and losses that users declare."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 import nearkin as nk
+from nearkin.losses import LOSSES, Inputs, LearnedScalar, Param, integer, linear, log, loss
+from nearkin.losses.classes import ToClasses
 from nearkin.losses.objective import WeightedSum
+from nearkin.report.losses import settings_table
 
 STATUS = Path("/proc/self/status")
 
@@ -32,15 +36,15 @@ def test_memory_adds_earlier_batches_as_references() -> None:
     torch.testing.assert_close(objective(b, lb), want)
 
 
-def test_an_item_met_again_in_the_memory_counts_and_self_does_not() -> None:
+def test_an_earlier_copy_in_the_memory_counts_and_self_does_not() -> None:
     objective = nk.Objective("contrastive", memory=4, dim=2, reduction="sum")
     x, y = torch.tensor([[1.0, 0.0]]), torch.tensor([7])
     assert float(objective(x, y)) == 0.0
-    assert float(objective(x, y)) == -1.0  # its copy of the step before, not itself
+    assert float(objective(x, y)) == -1.0  # its copy from the previous step, not itself
     assert float(objective(x, y)) == -2.0
 
 
-def test_memory_is_a_ring() -> None:
+def test_memory_is_a_ring_buffer() -> None:
     objective = nk.Objective("contrastive", memory=5, dim=1)
     for step in range(4):
         objective(torch.tensor([[3.0 * step + 1], [3.0 * step + 2], [3.0 * step + 3]]), torch.tensor([step] * 3))
@@ -51,7 +55,7 @@ def test_memory_is_a_ring() -> None:
 
 
 def test_memory_resumes_exactly() -> None:
-    """Fill state, pointer and every digit, also for a memory of another dtype than the fresh objective's."""
+    """Fill state, pointer and every digit, also when the new objective has another dtype."""
     batches = [batch(seed=s) for s in range(6)]
     first = nk.Objective("multi_similarity", memory=20, dim=6)
     for emb, labels in batches[:2]:
@@ -71,21 +75,21 @@ def test_memory_is_not_written_in_eval() -> None:
     assert objective.memory_state.tolist() == [0, 0]
 
 
-def test_memory_sends_no_gradient_to_the_past() -> None:
+def test_memory_sends_no_gradient_to_earlier_batches() -> None:
     objective = nk.Objective("triplet", memory=20, dim=6, miner="semihard")
-    past, labels = batch(seed=1)
-    past.requires_grad_()
-    objective(past, labels)
-    now, labels = batch(seed=2)
-    now.requires_grad_()
-    objective(now, labels).backward()
-    assert past.grad is None
-    assert now.grad.abs().max() > 0
+    first, labels = batch(seed=1)
+    first.requires_grad_()
+    objective(first, labels)
+    second, labels = batch(seed=2)
+    second.requires_grad_()
+    objective(second, labels).backward()
+    assert first.grad is None
+    assert second.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "npair_mc", "lifted_song"])
-def test_memory_is_refused_where_it_makes_no_sense(name: str) -> None:
-    with pytest.raises(nk.UserError, match="has no use for references from earlier batches"):
+def test_memory_is_rejected_by_losses_that_cannot_use_it(name: str) -> None:
+    with pytest.raises(nk.UserError, match="cannot use references from earlier batches"):
         nk.Objective(name, num_classes=3, dim=4, memory=10)
 
 
@@ -122,16 +126,16 @@ def test_weighted_sum() -> None:
 
 
 def test_prefixes_longer_than_the_embeddings() -> None:
-    """Without dim it shows only when a batch comes."""
+    """Without dim it is detected at the first batch."""
     emb, labels = batch()
-    with pytest.raises(nk.UserError, match="prefixes: 100 is more than the 6 dimensions given"):
+    with pytest.raises(nk.UserError, match="prefixes: 100 exceeds the 6 dimensions of the embeddings"):
         nk.Objective("contrastive", prefixes=(2, 100))(emb, labels)
 
 
 # --- learned state ----------------------------------------------------------------------------------------------------
 
 
-def test_learned_beta_moves() -> None:
+def test_gradient_of_a_learned_beta() -> None:
     emb, labels = batch(16)
     objective = nk.Objective("margin", learn_beta=True).double()
     value = objective(emb, labels)
@@ -146,9 +150,9 @@ def test_learned_beta_moves() -> None:
     assert not list(nk.Objective("margin").parameters())
 
 
-def test_proxies_start_at_the_means_of_their_classes() -> None:
+def test_init_proxies_sets_class_means() -> None:
     emb = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [1.0, 2.0, 0.0], [-1.0, -2.0, 0.0]])
-    labels = torch.tensor([0, 0, 1, 3, 3])  # none of class 2, and those of class 3 cancel
+    labels = torch.tensor([0, 0, 1, 3, 3])  # class 2 is absent, and the samples of class 3 cancel
     objective = nk.Objective("proxy_anchor", num_classes=4, dim=3)
     several = nk.Objective("mpa", num_classes=4, dim=3, centers=2)
     both = WeightedSum((1.0, objective), (1.0, several), (1.0, nk.Objective("contrastive")))
@@ -176,7 +180,7 @@ def test_shapes_of_class_parameters() -> None:
     assert shapes("triplet") == {}
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_is_for_training_only() -> None:
     emb, labels = batch()
     objective = nk.Objective("softmax", num_classes=3, dim=6).double()
     torch.nn.init.normal_(objective.weight)
@@ -211,23 +215,23 @@ def test_proxies_learn() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_classes": 0, "dim": 4}, "num_classes: expected a whole number above 0, got 0"),
-        ({"num_classes": 3, "dim": 2.5}, "dim: expected a whole number above 0, got 2.5"),
+        ({"num_classes": 0, "dim": 4}, "num_classes: expected an integer above 0, got 0"),
+        ({"num_classes": 3, "dim": 2.5}, "dim: expected an integer above 0, got 2.5"),
         ({"memory": -1}, "memory: expected a number of embeddings"),
     ],
 )
-def test_sizes_that_make_no_sense(options: dict[str, object], message: str) -> None:
+def test_invalid_sizes_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(nk.UserError, match=message):
         nk.Objective("contrastive", **options)
 
 
-def test_sizes_may_be_numbers_of_numpy() -> None:
+def test_sizes_may_be_numpy_scalars() -> None:
     sizes = {"num_classes": np.int64(3), "dim": np.int32(6), "memory": np.int64(5), "prefixes": np.array([2, 6])}
     objective = nk.Objective("contrastive", **sizes, margin=np.float32(0.25))
     assert (objective.num_classes, objective.dim, objective.memory_size, objective.prefixes) == (3, 6, 5, (2, 6))
     assert torch.isfinite(objective(*batch()))
     for wrong in (np.float64(3), True, np.True_, "3", -1, torch.tensor([3, 4])):
-        with pytest.raises(nk.UserError, match="dim: expected a whole number above 0"):
+        with pytest.raises(nk.UserError, match="dim: expected an integer above 0"):
             nk.Objective("contrastive", dim=wrong)
 
 
@@ -236,9 +240,177 @@ def test_memory_needs_the_dimension() -> None:
         nk.Objective("contrastive", memory=10)
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     text = repr(nk.Objective("triplet", miner="semihard", margin=0.2))
     assert text == "Objective('triplet', margin=0.2, miner='semihard')"
+
+
+# --- constants --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [None, 3, (1, 2), torch.ones(8, 3)], ids=["None", "int", "tuple", "tensor"])
+@pytest.mark.parametrize("name", ["triplet", "proxy_anchor", "spce"])
+def test_an_argument_that_the_loss_cannot_use_is_rejected(name: str, extra: object) -> None:
+    objective = nk.Objective(name, num_classes=3, dim=6)
+    with pytest.raises(nk.errors.ConfigError, match=rf"{name}: expected objective\(emb, labels\), got 3 arguments"):
+        objective(*batch(), extra)
+
+
+def test_a_pair_loss_points_to_its_miner() -> None:
+    with pytest.raises(nk.errors.ConfigError, match=r"To mine pairs, pass miner=\.\.\. to nk\.Objective"):
+        nk.Objective("triplet")(*batch(), torch.zeros(2, 3))
+
+
+def test_pce_takes_probabilities() -> None:
+    emb, labels = batch()
+    probabilities = torch.softmax(emb[:, :3], 1)
+    objective = nk.Objective("pce", num_classes=3)
+    assert torch.equal(objective(emb, labels, probabilities), nk.losses.pce(emb, labels, probabilities))
+    assert not torch.equal(objective(emb, labels, probabilities), objective(emb, labels))
+    call = r"objective\(emb, labels, probabilities\)"
+    with pytest.raises(nk.errors.ConfigError, match=f"pce: expected {call}, got 4 arguments"):
+        objective(emb, labels, probabilities, probabilities)
+    with pytest.raises(nk.errors.ConfigError, match=f"pce: probabilities must be a tensor, got list. Call {call}"):
+        objective(emb, labels, probabilities.tolist())
+    for wrong in (probabilities[:5], probabilities[:, 0]):
+        with pytest.raises(nk.errors.DataError, match=r"probabilities: expected \[N, C\] for 8 embeddings, got \["):
+            objective(emb, labels, wrong)
+
+
+# --- losses of a user -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Remove the losses that a test registers."""
+    known = set(LOSSES)
+    yield
+    for name in set(LOSSES) - known:
+        del LOSSES._items[name]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_user_loss_with_a_learned_temperature() -> None:
+    """A contrastive loss with a learned temperature and bias, like the sigmoid loss of SigLIP."""
+
+    @loss(
+        family="pair",
+        paper="Zhai et al. 2023",
+        formula="mean_i of sum_j softplus(-z_ij (scale s_ij + bias)), z = 1 (same class), -1 (other class)",
+        use="As an example of a loss with learned scalars.",
+        space={"scale": log(1, 100), "bias": linear(-20, 0)},
+        inputs=Inputs(
+            nk.pair_up,
+            pairs=True,
+            builder_kwargs={"learn_bias": False},
+            builder_docs={"learn_bias": "Learn the bias as well."},
+            learned_scalars=(LearnedScalar("scale", lr=10.0), LearnedScalar("bias", switch="learn_bias")),
+        ),
+    )
+    def sigmoid_pairs(p: nk.Pairs, *, scale: float | torch.Tensor = 10.0, bias: float | torch.Tensor = -10.0):
+        """Sigmoid loss on pairs.
+
+        Args:
+            p: Cosines [N, M] with masks.
+            scale: Inverse temperature.
+            bias: Logit at cosine 0.
+
+        Returns:
+            One value per anchor [N].
+        """
+        logits = scale * p.sim + bias
+        terms = torch.nn.functional.softplus(torch.where(p.pos, -logits, logits))
+        return (terms * (p.pos | p.neg)).sum(1)
+
+    emb, labels = batch(16)
+    objective = nk.Objective("sigmoid_pairs", scale=5.0).double()
+    assert {name: value.item() for name, value in objective.named_parameters()} == {"scale": 5.0}
+    objective(emb, labels).backward()
+    assert float(objective.scale.grad) != 0
+    groups = nk.Objective("sigmoid_pairs", learn_bias=True).parameter_groups(lr=0.1)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [("scale", 1.0, 0.0), ("bias", 0.1, 0.0)]
+    value = sigmoid_pairs(nk.pair_up(emb, labels), scale=5.0)
+    torch.testing.assert_close(objective(emb, labels).detach(), value)
+    explained = {key: text for key, _, _, text in settings_table(LOSSES["sigmoid_pairs"])}
+    assert explained == {
+        "scale": "Inverse temperature.",
+        "bias": "Logit at cosine 0.",
+        "learn_bias": "Learn the bias as well.",
+    }
+    optimizer = torch.optim.SGD(objective.parameter_groups(lr=1e-3))
+    optimizer.step()
+    restored = nk.Objective("sigmoid_pairs").double()
+    restored.load_state_dict(objective.state_dict())
+    assert torch.equal(restored(emb, labels), objective(emb, labels))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_user_loss_declares_dimensions_dropout_and_constants() -> None:
+    def subspace_distances(emb, labels, bases, weights=None, *, power=2.0):
+        sim = torch.einsum("nd,crd->ncr", emb, bases.to(emb.dtype)).abs().pow(power).sum(2)
+        return ToClasses(sim if weights is None else sim * weights, torch.as_tensor(labels))
+
+    @loss(
+        family="softmax",
+        paper="none",
+        formula="cross entropy of the projections on one subspace per class",
+        use="As an example.",
+        space={"rank": integer(1, 4)},
+        inputs=Inputs(
+            subspace_distances,
+            params=(Param("bases", "CRD", lr=3.0, decay=False),),
+            builder_kwargs={"rank": 2, "drop": 0.0, "power": 2.0},
+            dims={"R": "rank"},
+            dropout="drop",
+            constants=("weights",),
+        ),
+    )
+    def subspaces(c: ToClasses) -> torch.Tensor:
+        """Cross entropy over subspaces."""
+        return torch.nn.functional.cross_entropy(c.sim, c.labels, reduction="none")
+
+    emb, labels = batch()
+    objective = nk.Objective("subspaces", num_classes=3, dim=6, rank=4, power=1.0).double()
+    assert objective.bases.shape == (3, 4, 6)
+    groups = objective.parameter_groups(lr=0.1)
+    assert [(g["name"], round(g["lr"], 6), g["weight_decay"]) for g in groups] == [("bases", 0.3, 0.0)]
+    want = torch.nn.functional.cross_entropy((emb @ objective.bases.flatten(0, 1).T).abs().view(8, 3, 4).sum(2), labels)
+    torch.testing.assert_close(objective(emb, labels), want)
+    assert not torch.equal(objective(emb, labels, torch.rand(8, 3)), objective(emb, labels))
+    dropped = nk.Objective("subspaces", num_classes=3, dim=6, drop=0.5).double()
+    assert not torch.equal(dropped(emb, labels), dropped(emb, labels))
+    assert torch.equal(dropped.eval()(emb, labels), dropped(emb, labels))
+    assert LOSSES["subspaces"].call_example == "nk.losses.subspaces(emb, labels, bases, weights)"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"params": (Param("w", "CZ"),)}, "shape refers to Z, which is not declared"),
+        ({"dims": {"K": "centers"}}, "dims, dropout or switch refers to centers, which is not declared"),
+        ({"dropout": "dropout"}, "dims, dropout or switch refers to dropout, which is not declared"),
+        ({"builder_docs": {"rank": "Rank."}}, "builder_docs refers to rank, which is not declared"),
+        ({"learned_scalars": (LearnedScalar("slope"),)}, "learned_scalars refers to slope, which is not annotated"),
+        ({"learned_scalars": (LearnedScalar("offset"),)}, "learned_scalars refers to offset, which is not annotated"),
+        ({}, "space refers to slope, which is not declared"),
+    ],
+)
+def test_inconsistent_declarations_are_rejected(inputs: dict[str, object], message: str) -> None:
+    register = loss(
+        family="pair",
+        paper="none",
+        formula="none",
+        use="Never.",
+        space={} if inputs else {"slope": linear(0, 1)},
+        inputs=Inputs(nk.pair_up, pairs=True, **inputs),
+    )
+
+    def inconsistent(p: nk.Pairs, *, offset: float = 0.0) -> torch.Tensor:
+        return p.sim.sum(1) + offset
+
+    with pytest.raises(nk.errors.ConfigError, match=f"inconsistent: {message}"):
+        register(inconsistent)
+    assert "inconsistent" not in LOSSES
 
 
 # --- very many classes ------------------------------------------------------------------------------------------------
@@ -248,16 +420,16 @@ def _memory(key: str) -> float:
     return next(float(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(key))
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc to see the peak memory")
+@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc to measure the peak memory")
 @pytest.mark.parametrize("name", ["norm_softmax", "arcface", "proxy_nca", "proxy_anchor", "softmax", "center"])
-def test_100_000_classes_cost_their_similarities(name: str) -> None:
+def test_100_000_classes_cost_only_their_similarities(name: str) -> None:
     n, classes, dim = 128, 100_000, 8
     objective = nk.Objective(name, num_classes=classes, dim=dim)
     emb, labels = torch.randn(n, dim, requires_grad=True), torch.randint(0, classes, (n,))
     objective(emb, labels).backward()  # once, so that the gradients exist
     gc.collect()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     except OSError:
         pytest.skip("the peak memory cannot be reset here")
     before = _memory("VmRSS")

@@ -1,4 +1,4 @@
-"""All triplets without enumerating them: value and gradient equal those of three nested loops."""
+"""Sums over all triplets, without enumerating them, equal three nested loops in value and gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nearkin.ops.pairs import Pairs
 
 
 def brute(sim: Tensor, pos: Tensor, neg: Tensor, margin: float) -> tuple[float, int, Tensor]:
-    """Sum and number of all triplets, and the gradient of the sum on the similarities."""
+    """Return the sum and the number of all triplets, and the gradient of the sum on the similarities."""
     total, count, grad = 0.0, 0, torch.zeros_like(sim)
     for a in range(len(sim)):
         for p in pos[a].nonzero().flatten().tolist():
@@ -56,7 +56,7 @@ def test_random_batches(labels: list[int], seed: int, margin: float) -> None:
     labels=st.lists(st.integers(0, 2), min_size=8, max_size=8),
 )
 def test_ties(grid: list[int], labels: list[int]) -> None:
-    """Similarities on a coarse grid: equal ones, and violations of exactly 0, at every turn."""
+    """Similarities on a coarse grid: many are equal, and many violations are exactly 0."""
     y, refs = torch.tensor(labels[:6]), torch.tensor(labels)
     same = y[:, None] == refs
     check(Pairs(torch.tensor(grid, dtype=torch.float64).view(6, 8) / 4, same, ~same), 0.25)
@@ -67,12 +67,12 @@ def test_batch_against_memory() -> None:
     emb, refs = torch.randn(7, 5, generator=g).double(), torch.randn(31, 5, generator=g).double()
     labels, ref_labels = torch.randint(0, 12, (7,), generator=g), torch.randint(0, 12, (31,), generator=g)
     pairs = nk.pair_up(emb, labels, refs, ref_labels)
-    assert pairs.kin is not None
+    assert pairs.same_class is not None
     check(pairs, 0.3)
 
 
 def test_many_positives_in_float32() -> None:
-    """Two classes of 200: long prefix sums keep their digits."""
+    """Two classes of 200 samples: long prefix sums stay accurate."""
     emb = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(400) % 2
     got = nk.losses.triplet(nk.pair_up(emb, labels))
@@ -83,7 +83,7 @@ def test_many_positives_in_float32() -> None:
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(labels=st.lists(st.integers(0, 3), min_size=2, max_size=12), seed=st.integers(0, 10**6), coarse=st.booleans())
 def test_semihard(labels: list[int], seed: int, coarse: bool) -> None:
-    """Per (anchor, positive): the nearest of the negatives strictly farther than the positive, lowest index on ties."""
+    """Per (anchor, positive): the nearest negative strictly farther than the positive, lowest index on ties."""
     n = len(labels)
     sim = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sim = (sim * 2).round() / 2 if coarse else sim

@@ -1,4 +1,4 @@
-"""Pairs, pair_up and the sums under the losses."""
+"""Pairs, pair_up, geometry and the masked reductions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_self_is_removed_by_index_and_duplicates_are_kept() -> None:
+def test_self_pairs_are_removed_by_index_and_duplicates_stay() -> None:
     emb = torch.ones(3, 2)
     pairs = nk.pair_up(emb, torch.tensor([1, 1, 2]))
     assert pairs.pos.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
@@ -27,18 +27,18 @@ def test_self_is_removed_by_index_and_duplicates_are_kept() -> None:
 
 @pytest.mark.parametrize("n", [60, 300])
 @pytest.mark.parametrize("classes", [2, 40])
-def test_masks_by_list_and_by_comparison(classes: int, n: int) -> None:
+def test_masks_by_indices_and_by_comparison(classes: int, n: int) -> None:
     labels = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(1)) * 2**40 - 5
     pairs = nk.pair_up(randn(n, 4), labels)
     same = labels[:, None] == labels
-    assert (pairs.kin is None) == (classes == 2)
+    assert (pairs.same_class is None) == (classes == 2)
     assert torch.equal(pairs.pos, same & ~torch.eye(n, dtype=torch.bool))
     assert torch.equal(pairs.neg, ~same)
-    row, column = pairs.positives.listed()
+    row, column = pairs.positives.indices()
     assert torch.equal(torch.stack([row, column], 1), pairs.pos.nonzero())
 
 
-def test_labels_that_float32_cannot_tell_apart() -> None:
+def test_labels_that_are_equal_in_float32() -> None:
     labels = torch.tensor([2**24, 2**24 + 1, 2**62, 2**62 + 1])
     assert not nk.pair_up(randn(4, 3), labels).pos.any()
 
@@ -53,23 +53,23 @@ def test_labels_that_float32_cannot_tell_apart() -> None:
         None,
         [2**70] * 3,
     ],
-    ids=["names", "array of names", "array of objects", "none", "nothing", "beyond 64 bits"],
+    ids=["strings", "array of strings", "array of objects", "list of None", "None", "beyond 64 bits"],
 )
-def test_labels_that_are_no_integers(labels: object) -> None:
+def test_labels_that_are_not_integers(labels: object) -> None:
     with pytest.raises(nk.UserError, match=r"labels: expected integers, got .* Number the classes: np\.unique"):
         nk.pair_up(randn(3, 2), labels)
 
 
-def test_a_changed_mask_is_believed() -> None:
-    """Miners may replace the masks, or even write into them: the list of kin must not outlive that."""
+def test_a_changed_mask_invalidates_the_indices() -> None:
+    """Miners may replace the masks or write into them: the indices of same-class pairs must not be used afterwards."""
     emb, labels = randn(40, 4), torch.arange(40) // 2
     pairs = nk.pair_up(emb, labels)
     before = float(nk.losses.contrastive(pairs))
-    careless = nk.pair_up(emb, labels)
-    careless.pos.fill_(False)
-    only_negatives = float(nk.losses.contrastive(careless))
+    modified = nk.pair_up(emb, labels)
+    modified.pos.fill_(False)
+    only_negatives = float(nk.losses.contrastive(modified))
     assert only_negatives != before
-    assert only_negatives == pytest.approx(float(nk.losses.contrastive(Pairs(pairs.sim, careless.pos, pairs.neg))))
+    assert only_negatives == pytest.approx(float(nk.losses.contrastive(Pairs(pairs.sim, modified.pos, pairs.neg))))
 
 
 def test_references() -> None:
@@ -100,8 +100,8 @@ def test_distances_of_near_duplicates_are_zero_with_zero_gradient() -> None:
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
-def test_one_long_vector_does_not_blot_out_the_distances_of_others() -> None:
-    """In float32, against the differences themselves in float64; values and gradients."""
+def test_one_long_vector_does_not_erase_the_distances_between_others() -> None:
+    """Values and gradients in float32, against differences in float64."""
     x = randn(9, 3) * 0.5
     x[4] *= 2000
     x[8] = x[7]
@@ -135,7 +135,7 @@ def test_unit() -> None:
     f.sum().backward()
     assert torch.equal(x.grad[2], torch.zeros(3, dtype=torch.float64))
     assert torch.autograd.gradcheck(unit, randn(4, 3).requires_grad_())
-    # Squares beyond float32 are no reason to give up a direction.
+    # The squares overflow float32, the direction is still exact.
     torch.testing.assert_close(unit(torch.tensor([[3e30, 4e30]])), torch.tensor([[0.6, 0.8]]))
 
 
@@ -150,7 +150,7 @@ def test_gram(n: int) -> None:
 
 
 @pytest.mark.parametrize("filled", [0.001, 0.9], ids=["sparse", "dense"])
-def test_gram_gradient_either_way(filled: float) -> None:
+def test_gram_gradient_sparse_and_dense(filled: float) -> None:
     x = randn(300, 5).requires_grad_()
     weight = randn(300, 300, seed=1) * (torch.rand(300, 300, generator=torch.Generator().manual_seed(2)) < filled)
     (gram(x) * weight).sum().backward()
@@ -165,15 +165,15 @@ def test_safe_sqrt() -> None:
     assert x.grad.tolist() == [0.25, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_log_sums(listed: bool) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_log_sums(indexed: bool) -> None:
     x = torch.tensor([[800.0, 1.0, 2.0], [-900.0, 5.0, 5.0], [1.0, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
     row, column = mask.nonzero(as_tuple=True)
-    side = PairSet(mask, inside=(row, column) if listed else None)
-    plain = log_sum_exp(x, side)
+    pairs = PairSet(mask, inside=(row, column) if indexed else None)
+    plain = log_sum_exp(x, pairs)
     assert plain.tolist() == [800.0, -900.0, -math.inf]
-    with_one = log1p_sum_exp(x, side, 0.5, 1.0)
+    with_one = log1p_sum_exp(x, pairs, 0.5, 1.0)
     torch.testing.assert_close(with_one, torch.tensor([399.5, 0.0, 0.0], dtype=torch.float64))
     (plain[:2].sum() + with_one.sum()).backward()
     want = torch.tensor([[1.5, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.float64)
@@ -181,31 +181,31 @@ def test_log_sums(listed: bool) -> None:
 
 
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("listed", [False, True])
-def test_hinges(listed: bool, power: int) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_hinges(indexed: bool, power: int) -> None:
     x = torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.8, 0.3]], dtype=torch.float64, requires_grad=True)
-    at = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    threshold = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     row, column = mask.nonzero(as_tuple=True)
-    value, count = hinge_sum(x, PairSet(mask, inside=(row, column) if listed else None), -2.0, at, power)
+    value, count = hinge_sum(x, PairSet(mask, inside=(row, column) if indexed else None), -2.0, threshold, power)
     assert count.tolist() == [1, 2]
     want = torch.tensor([0.6**power, 0.8**power + 0.4**power], dtype=torch.float64)
     torch.testing.assert_close(value, want)
     value.sum().backward()
     slope = 2.0 if power == 1 else 4.0
     terms = [0.6, 0.8, 0.4] if power == 2 else [1, 1, 1]
-    assert float(at.grad) == pytest.approx(slope * sum(terms))
+    assert float(threshold.grad) == pytest.approx(slope * sum(terms))
     assert float(x.grad[0, 1]) == pytest.approx(-slope * terms[0])
     assert x.grad[0, 2] == 0
 
 
-def test_errors_name_the_cure() -> None:
+def test_error_messages() -> None:
     emb, labels = randn(4, 3), torch.tensor([0, 0, 1, 1])
     with pytest.raises(nk.UserError, match="metric: expected 'cosine' or 'dot', got 'l2'"):
         nk.pair_up(emb, labels, metric="l2")
-    with pytest.raises(nk.UserError, match="refs and ref_labels go together"):
+    with pytest.raises(nk.UserError, match="pass refs and ref_labels together"):
         nk.pair_up(emb, labels, emb)
-    with pytest.raises(nk.UserError, match="refs have 2 dimensions, the embeddings 3"):
+    with pytest.raises(nk.UserError, match="refs: expected 3 dimensions, as the embeddings have, got 2"):
         nk.pair_up(emb, labels, emb[:, :2], labels)
     with pytest.raises(nk.UserError, match=r"expected a float tensor \[N, D\], got torch.int64 \[4\]"):
         nk.pair_up(labels, labels)
