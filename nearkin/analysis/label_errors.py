@@ -34,7 +34,7 @@ from torch import Tensor
 
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._problem import Progress, as_bytes
+from nearkin.metrics._problem import Progress, parse_bytes
 from nearkin.metrics._vectors import as_labels, as_matrix, encode, identical_rows
 from nearkin.ops.geometry import unit
 
@@ -170,7 +170,7 @@ def find_label_errors(
     x -= x.mean(0)
     y = torch.as_tensor(codes, device=x.device)
     fold = torch.as_tensor(np.random.default_rng(seed).permutation(len(x)) % folds, device=x.device)
-    rows = _Rows(x, y, len(classes), fold, folds, as_bytes(memory))
+    rows = _Rows(x, y, len(classes), fold, folds, parse_bytes(memory))
     against, rival = _judge(rows, progress)
     against[~judged] = math.nan
     # Never 0, which would leave nothing to rank by: half a row.
@@ -372,7 +372,7 @@ def find_duplicates(
     codes, _, _ = encode(as_labels(labels, len(x), "labels", "embeddings"), None, "labels")
     f = unit(x.float())
     (group,) = identical_rows([x], [torch.zeros(len(x), dtype=torch.bool)])
-    step = max(1, min(2048, as_bytes(memory) // (8 * len(x))))
+    step = max(1, min(2048, parse_bytes(memory) // (8 * len(x))))
     found: list[Duplicate] = []
     for a in range(0, len(x), step):
         sim = f[a : a + step] @ f[a:].T
