@@ -76,7 +76,7 @@ def find_duplicates(
         sim = unit_x[a : a + step] @ unit_x[a:].T
         # The margin covers the float32 error; candidates are recomputed in float64.
         candidates = torch.nonzero((sim >= threshold - 1e-5).triu_(1)) + a
-        for pairs in candidates.split(_CHUNK):
+        for pairs in torch.split(candidates, _CHUNK):
             left, right = (unit(x[pairs[:, side]].double()) for side in (0, 1))
             cosine = (left * right).sum(1).clamp(-1, 1)
             for i, j, s in zip(*pairs.T.tolist(), cosine.tolist(), strict=True):

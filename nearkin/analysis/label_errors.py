@@ -225,7 +225,7 @@ def _score_rows(data: _FoldedData, progress: Progress | None) -> tuple[Floats, I
     for f in range(data.folds):
         whitener = _whitener(within[f], shrinkage)
         means = _whiten(whitener, sums)
-        for rows in torch.nonzero(data.fold == f).flatten().split(data.step):
+        for rows in torch.split(torch.nonzero(data.fold == f).flatten(), data.step):
             sim = _similarities(data, rows, whitener, means)
             index, own = rows.cpu().numpy(), data.y[rows, None]
             suggested[index] = sim.scatter(1, own, -math.inf).argmax(1).cpu().numpy()
@@ -238,7 +238,7 @@ def _score_rows(data: _FoldedData, progress: Progress | None) -> tuple[Floats, I
 def _class_sums(data: _FoldedData, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sums [C, D] in float64 and counts [C] of some rows."""
     sums = torch.zeros(data.classes, data.x.shape[1], dtype=torch.float64, device=data.x.device)
-    for chunk in rows.split(_CHUNK):
+    for chunk in torch.split(rows, _CHUNK):
         sums.index_add_(0, data.y[chunk], data.x[chunk].double())
     return sums, torch.bincount(data.y[rows], minlength=data.classes)
 
@@ -248,7 +248,7 @@ def _within_class_covariance(data: _FoldedData) -> Tensor:
     dim = data.x.shape[1]
     scatter = torch.zeros(data.folds, dim, dim, dtype=torch.float64, device=data.x.device)
     for f in range(data.folds):
-        for rows in torch.nonzero(data.fold == f).flatten().split(_CHUNK):
+        for rows in torch.split(torch.nonzero(data.fold == f).flatten(), _CHUNK):
             part = data.x[rows].double()
             scatter[f].addmm_(part.T, part)
     total = scatter.sum(0)
@@ -307,7 +307,7 @@ def _choose_hyperparameters(data: _FoldedData, sums: Tensor, count: Tensor, with
                 continue
             whitener = _whitener(within[f], shrinkage)
             means = _whiten(whitener, sums)
-            for rows in in_fold.split(data.step):
+            for rows in torch.split(in_fold, data.step):
                 sim = _similarities(data, rows, whitener, means)
                 for i, temperature in enumerate(TEMPERATURES):
                     parts[i].append(_log_odds(sim, data.y[rows, None], temperature))
