@@ -1,16 +1,16 @@
-"""Linear metrics against metric-learn: nearest-neighbour accuracy and time on small data, then 60,000 x 512.
+"""Linear metrics and metric-learn: nearest-neighbour accuracy and time on small data and on 60,000 x 512.
 
     python benchmarks/linear.py [--peer PYTHON] [--limit SECONDS] [--quick] [--only small|large] [--markdown FILE]
 
-metric-learn needs an older scikit-learn than ours, so it is run by an interpreter of its own, named by --peer:
+metric-learn needs an older scikit-learn than nearkin, so it runs in its own environment, given by --peer:
 
     python -m venv ml && ml/bin/pip install metric-learn 'scikit-learn<1.6'
     python benchmarks/linear.py --peer ml/bin/python
 
-Small data: standardised, three folds (the same for all; four times over for the small ones), accuracy of 3 nearest
-neighbours. Large data: class centres plus noise that is strong in some directions; every method in a process of its
-own, stopped after --limit seconds (and theirs at 8 GB of memory). Seconds are CPU seconds of `fit` alone on one
-thread, which a busy machine hardly changes.
+Small data: standardised, three folds (the same for all methods; repeated four times for iris and wine), accuracy of 3
+nearest neighbours. Large data: class centres plus noise that is strong in some directions; every method runs in its own
+process, stopped after --limit seconds (metric-learn also at 8 GB of memory). Seconds are CPU seconds of `fit` alone on
+one thread, which a busy machine hardly affects.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nearkin.metrics.scores import score
 
 HERE = Path(__file__).parent
 FOLDS = 3
-REPEATS = {"iris": 4, "wine": 4, "digits": 1}  # so that the small ones have more than three folds to judge by
+REPEATS = {"iris": 4, "wine": 4, "digits": 1}  # more folds for the small data sets
 SMALL = {"iris": datasets.load_iris, "wine": datasets.load_wine, "digits": datasets.load_digits}
-# Ours, and the method of metric-learn that it stands beside.
+# Estimator, and the corresponding method of metric-learn.
 OURS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "Mahalanobis": (lambda: Mahalanobis(shrinkage=0.01), None),
     "WithinClassWhitening": (lambda: WithinClassWhitening(shrinkage=0.1), None),
     "MetricLearner pairs": (lambda: MetricLearner(draw="pairs"), None),
-    # As in MMC the distances of similar pairs are what is made small.
+    # Like MMC, this minimises the distances of similar pairs.
     "MetricLearner pairs, scatter": (lambda: MetricLearner(draw="pairs", regulariser="scatter"), "mmc"),
     "MetricLearner triplets": (lambda: MetricLearner(draw="triplets"), None),
     "MetricLearner nca": (lambda: MetricLearner("nca"), "nca"),
@@ -66,10 +66,10 @@ LARGE: dict[str, Callable[[], Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", help="an interpreter that has metric-learn; without it ours are run alone")
-    parser.add_argument("--limit", type=float, default=300, help="most CPU seconds for one fit of either side")
+    parser.add_argument("--peer", help="Python interpreter with metric-learn; skipped when omitted")
+    parser.add_argument("--limit", type=float, default=300, help="maximum CPU seconds per fit")
     parser.add_argument("--quick", action="store_true", help="iris and wine, and 6,000 x 64 for the large part")
-    parser.add_argument("--only", choices=["small", "large"], help="one of the two parts")
+    parser.add_argument("--only", choices=["small", "large"], help="run one of the two parts")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     if args.peer is None:
-        print("metric-learn is left out; see --help for how to have it beside ours.", file=sys.stderr)
+        print("metric-learn is skipped; see --help for how to install it.", file=sys.stderr)
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.npz"
@@ -97,65 +97,72 @@ def main() -> None:
 
 
 def small(peer: str | None, limit: float, names: list[str], file: Path) -> str:
-    lines = ["| data | method | accuracy % (sd over folds) | less metric-learn (sd) | CPU s per fit |"]
+    lines = ["| data | method | accuracy % (sd over folds) | minus metric-learn (sd) | CPU s per fit |"]
     lines.append("|---|---|---:|---:|---:|")
     for name in names:
         x, y = SMALL[name](return_X_y=True)
-        found: dict[str, list[tuple[float, float]] | str] = {"unchanged": []}
+        results: dict[str, list[tuple[float, float]] | str] = {"unchanged": []}
         folds = RepeatedStratifiedKFold(n_splits=FOLDS, n_repeats=REPEATS[name], random_state=0)
         for train, test in folds.split(x, y):
             scaler = StandardScaler().fit(x[train])
             a, b = scaler.transform(x[train]), scaler.transform(x[test])
-            keep(found, "unchanged", (0.0, nearest(a, y[train], b, y[test])))
+            add(results, "unchanged", (0.0, knn_accuracy(a, y[train], b, y[test])))
             np.savez(file, x=a, y=y[train], x_test=b, y_test=y[test])
             for method, (make, other) in OURS.items():
                 metric = make()
-                began = time.process_time()
+                start = time.process_time()
                 metric.fit(a, y[train])
-                seconds = time.process_time() - began
-                keep(found, method, (seconds, nearest(metric.transform(a), y[train], metric.transform(b), y[test])))
-                if peer and other and not isinstance(found.get(f"metric-learn {other}"), str):
+                seconds = time.process_time() - start
+                add(
+                    results,
+                    method,
+                    (seconds, knn_accuracy(metric.transform(a), y[train], metric.transform(b), y[test])),
+                )
+                if peer and other and not isinstance(results.get(f"metric-learn {other}"), str):
                     answer = run([peer, str(HERE / "linear_peer.py"), other, str(file)], limit)
-                    keep(
-                        found,
+                    add(
+                        results,
                         f"metric-learn {other}",
                         answer if isinstance(answer, str) else (answer["seconds"], answer["accuracy"]),
                     )
-            print(f"{name}: a fold done", file=sys.stderr)
-        for method, values in found.items():
+            print(f"{name}: fold finished", file=sys.stderr)
+        for method, values in results.items():
             _, other = OURS.get(method, (None, None))
-            lines.append(f"| {name} | {method} | {cells(values, found.get(f'metric-learn {other}'))} |")
+            lines.append(f"| {name} | {method} | {cells(values, results.get(f'metric-learn {other}'))} |")
             print(lines[-1], file=sys.stderr)
     return "\n".join(["## Small data", "", *lines, ""])
 
 
-def keep(found: dict[str, Any], method: str, value: tuple[float, float] | str) -> None:
+def add(results: dict[str, Any], method: str, value: tuple[float, float] | str) -> None:
+    """Add the (seconds, accuracy) of a fold; an error message replaces all folds."""
     if isinstance(value, str):
-        found[method] = value
+        results[method] = value
     else:
-        found.setdefault(method, []).append(value)
+        results.setdefault(method, []).append(value)
 
 
-def cells(values: list[tuple[float, float]] | str, theirs: list[tuple[float, float]] | str | None) -> str:
+def cells(values: list[tuple[float, float]] | str, peer: list[tuple[float, float]] | str | None) -> str:
     if isinstance(values, str):
         return f"- | | {values}"
     accuracy = [100 * v[1] for v in values]
     seconds = statistics.median(v[0] for v in values)
-    less = ""
-    if isinstance(theirs, list):  # fold by fold, which is sharper than two means
-        gaps = [100 * (a[1] - b[1]) for a, b in zip(values, theirs, strict=False)]
-        less = f"{statistics.mean(gaps):+.1f} ({statistics.stdev(gaps):.1f})" if len(gaps) > 1 else f"{gaps[0]:+.1f}"
-    return f"{statistics.mean(accuracy):.1f} ({statistics.stdev(accuracy):.1f}) | {less} | {seconds:.2f}"
+    difference = ""
+    if isinstance(peer, list):  # paired by fold, which is more precise than comparing two means
+        gaps = [100 * (a[1] - b[1]) for a, b in zip(values, peer, strict=False)]
+        difference = (
+            f"{statistics.mean(gaps):+.1f} ({statistics.stdev(gaps):.1f})" if len(gaps) > 1 else f"{gaps[0]:+.1f}"
+        )
+    return f"{statistics.mean(accuracy):.1f} ({statistics.stdev(accuracy):.1f}) | {difference} | {seconds:.2f}"
 
 
-def nearest(a: Any, y: Any, b: Any, y_test: Any) -> float:
+def knn_accuracy(a: Any, y: Any, b: Any, y_test: Any) -> float:
     return float(KNeighborsClassifier(3).fit(a, y).score(b, y_test))
 
 
 # --- large data -------------------------------------------------------------------------------------------------------
 
 
-def made_up(count: int, size: int) -> tuple[Any, Any]:
+def synthetic_data(count: int, size: int) -> tuple[Any, Any]:
     """100 classes that differ in an eighth of the directions; the noise is strongest in a quarter of the others."""
     rng = np.random.default_rng(0)
     y = np.arange(count) % 100
@@ -163,13 +170,13 @@ def made_up(count: int, size: int) -> tuple[Any, Any]:
     spread[size // 2 : size // 2 + size // 4] = 6.0
     x = rng.standard_normal((count, size), dtype=np.float32) * spread
     x[:, : size // 8] += 0.7 * rng.standard_normal((100, size // 8), dtype=np.float32)[y]
-    turn, _ = np.linalg.qr(rng.standard_normal((size, size)))
-    return x @ turn.astype(np.float32), y
+    rotation, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    return x @ rotation.astype(np.float32), y
 
 
 def large(peer: str | None, limit: float, shape: tuple[int, int], file: Path) -> str:
     count, size = shape
-    x, y = made_up(count + 5_000, size)
+    x, y = synthetic_data(count + 5_000, size)
     np.savez(file, x=x[:count], y=y[:count], fresh=x[count:], fresh_labels=y[count:])
     raw = score(x[count:], y[count:], similarity="euclidean", ks=(1,), verbose=False)["R@1"]
     lines = [
@@ -199,24 +206,24 @@ def fit_large(name: str, path: str) -> dict[str, float]:
     with np.load(path) as file:
         x, y, fresh, labels = (file[key] for key in ("x", "y", "fresh", "fresh_labels"))
     metric = LARGE[name]()
-    began = time.process_time()
+    start = time.process_time()
     metric.fit(x, y)
-    seconds = time.process_time() - began
+    seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"seconds": seconds, "peak_mb": peak, "recall": metric.score(fresh, labels)}
 
 
 def run(command: list[str], limit: float) -> dict[str, float] | str:
-    """The answer of a process, or why there is none. The limit is of CPU seconds, kept by the system."""
-    most = int(limit) + 30  # with starting up and judging
-    command = ["sh", "-c", f'ulimit -t {most}; exec "$@"', "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"not done after {limit:.0f} s, or out of memory"
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
+    """Run a process and return its JSON output, or the reason of failure. The limit is in CPU seconds (ulimit)."""
+    max_seconds = int(limit) + 30  # including start-up and evaluation
+    command = ["sh", "-c", f'ulimit -t {max_seconds}; exec "$@"', "sh", *command]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"not finished after {limit:.0f} s, or out of memory"
+    if process.returncode:
+        last = process.stderr.strip().splitlines()[-1] if process.stderr.strip() else f"exit {process.returncode}"
         return f"failed: {last[:80]}"
-    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 

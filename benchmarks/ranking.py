@@ -1,18 +1,18 @@
-"""Time and memory of exact evaluation, ours against the bare matrix product and against peers, in one run.
+"""Time and memory of exact evaluation: nearkin, the bare matrix product and other libraries, in one run.
 
     python benchmarks/ranking.py                       all sizes (about half an hour on two cores)
-    python benchmarks/ranking.py --quick               one minute
+    python benchmarks/ranking.py --quick               about a minute
     python benchmarks/ranking.py --sizes 60502 --repeat 3
 
-Every contender runs in its own process on the same vectors, with the same number of threads, the best of the repeats
-is kept, and what counts is the ratio to the bare product of that run. Prints a Markdown table.
+Every method runs in its own process on the same vectors with the same number of threads. The best of the repeats
+counts, as a ratio to the bare product of the same run. Prints a Markdown table.
 
-    product   all similarities, block by block into one kept buffer, and nothing done with them: the floor for any
-              method that forms them all. (Ours forms half of them, as one half mirrors the other.)
-    ours      nk.score: R@1,10,100,1000, MAP@R, nDCG@10,100, with ties in expectation and everything per query
+    product   all similarities, block by block into one reused buffer, without using them: the lower bound of any method
+              that computes them all. (nearkin computes half of them, as the matrix is symmetric.)
+    ours      nk.score: R@1,10,100,1000, MAP@R, nDCG@10,100, expected values under ties, per query
     faiss     faiss-cpu flat search for the 1000 nearest, and the same metrics from the lists with NumPy
-    PML 1000  pytorch-metric-learning's AccuracyCalculator with k = 1000: P@1, R-precision, MAP@R
-    PML least the same with k as small as MAP@R allows; it could not give R@1000
+    PML 1000  AccuracyCalculator of pytorch-metric-learning with k = 1000: P@1, R-precision, MAP@R
+    PML least the same with the smallest k that MAP@R allows; it cannot compute R@1000
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from pathlib import Path
 
 import numpy as np
 
-SIZES = {5924: (512, 100), 12000: (512, 2400), 60502: (512, 11316), 200000: (256, 40000)}  # items: (numbers, classes)
-CONTENDERS = ("product", "ours", "faiss", "PML 1000", "PML least")
+# Items: (dimensions, classes).
+SIZES = {5924: (512, 100), 12000: (512, 2400), 60502: (512, 11316), 200000: (256, 40000)}
+METHODS = ("product", "ours", "faiss", "PML 1000", "PML least")
 NAMES = ("R@1", "R@10", "R@100", "R@1000", "MAP@R", "nDCG@10", "nDCG@100")
 
 
 def data(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of a fair model: the nearest item is right for about three queries of four."""
+    """Vectors of a realistic model: R@1 is about 75 %."""
     dim, classes = SIZES[n]
     rng = np.random.default_rng(0)
     labels = np.sort(np.concatenate([np.arange(classes).repeat(2), rng.integers(0, classes, n - 2 * classes)]))
     centres = rng.standard_normal((classes, dim), dtype=np.float32)
-    # More positives to choose from need more noise to be as hard.
+    # With more positives per query, more noise is needed for the same R@1.
     noise = np.float32({5924: 3.2, 200000: 1.8}.get(n, 2.2))
     x = centres[labels] + noise * rng.standard_normal((n, dim), dtype=np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
@@ -71,28 +72,28 @@ def faiss(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     index = faiss.IndexFlatIP(x.shape[1])
     index.add(x)
     k = min(1001, len(x))
-    found: dict[str, list[np.ndarray]] = {name: [] for name in NAMES}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in NAMES}
     total = np.bincount(labels)
     discount = 1 / np.log2(np.arange(2, k + 1))
     for a in range(0, len(x), 4096):
         _, near = index.search(x[a : a + 4096], k)
         own = np.arange(a, a + len(near))[:, None]
-        # Self is dropped by index; where it is not in the list the last item is.
+        # Exclude the query by index; where it is not in the list, drop the last item.
         keep = near != own
         keep[keep.all(1), -1] = False
         near = near[keep].reshape(len(near), -1)
         hit = labels[near] == labels[own]
         relevant = total[labels[own[:, 0]]] - 1
-        place = np.arange(1, hit.shape[1] + 1)
+        rank = np.arange(1, hit.shape[1] + 1)
         for m in (1, 10, 100, 1000):
-            found[f"R@{m}"].append(hit[:, :m].any(1))
-        precision = np.cumsum(hit, axis=1) / place
-        inside = place[None, :] <= relevant[:, None]
-        found["MAP@R"].append((precision * hit * inside).sum(1) / np.maximum(relevant, 1))
+            values[f"R@{m}"].append(hit[:, :m].any(1))
+        precision = np.cumsum(hit, axis=1) / rank
+        inside = rank[None, :] <= relevant[:, None]
+        values["MAP@R"].append((precision * hit * inside).sum(1) / np.maximum(relevant, 1))
         for m in (10, 100):
             best = np.cumsum(discount)[np.minimum(relevant, m) - 1]
-            found[f"nDCG@{m}"].append((hit[:, :m] * discount[:m]).sum(1) / best)
-    return {name: float(np.concatenate(values).mean()) for name, values in found.items()}
+            values[f"nDCG@{m}"].append((hit[:, :m] * discount[:m]).sum(1) / best)
+    return {name: float(np.concatenate(parts).mean()) for name, parts in values.items()}
 
 
 def pml(x: np.ndarray, labels: np.ndarray, k: int | str) -> dict[str, float]:
@@ -114,25 +115,25 @@ RUN = {
 }
 
 
-def one(contender: str, n: int, threads: int) -> None:
-    """Measure one contender in this process and print the outcome as JSON."""
+def run_one(method: str, n: int, threads: int) -> None:
+    """Measure one method in this process and print the result as JSON."""
     import torch
 
     torch.set_num_threads(threads)
     x, labels = data(n)
     small, few = x[:4000], np.arange(4000) // 4
-    # Load libraries and compiled loops first: once per process, and not what is measured.
+    # Warm up: loading libraries and compiled loops is not measured.
     for _ in range(2):
-        RUN[contender](small.copy(), few)
+        RUN[method](small.copy(), few)
     start_memory = reset_peak()
     start = time.perf_counter()
-    values = RUN[contender](x, labels)
+    values = RUN[method](x, labels)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "bytes": peak() - start_memory, "values": values}))
 
 
 def reset_peak() -> int:
-    """Forget the process's peak memory and return what it uses now (Linux)."""
+    """Reset the peak memory of the process and return the current one (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
@@ -142,16 +143,16 @@ def peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(contender: str, n: int, threads: int, repeat: int) -> dict[str, object]:
-    command = [sys.executable, __file__, "--one", contender, "--sizes", str(n), "--threads", str(threads)]
+def measure(method: str, n: int, threads: int, repeat: int) -> dict[str, object]:
+    command = [sys.executable, __file__, "--one", method, "--sizes", str(n), "--threads", str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(Path(__file__).parents[1])}
     best: dict[str, object] = {}
     for _ in range(repeat):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"])[-1]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or [f"killed by signal {-process.returncode}"])[-1]
             return {"failed": reason}
-        got = json.loads(done.stdout.splitlines()[-1])
+        got = json.loads(process.stdout.splitlines()[-1])
         if not best or got["seconds"] < best["seconds"]:
             best = got
     return best
@@ -159,27 +160,27 @@ def measure(contender: str, n: int, threads: int, repeat: int) -> dict[str, obje
 
 def table(sizes: list[int], threads: int, repeat: int, peers_up_to: int) -> None:
     print(f"{threads} threads, best of {repeat}\n", flush=True)
-    print("| items x numbers, classes | contender | seconds | x product | x ours | extra MB | R@1 | MAP@R | nDCG@100 |")
+    print("| items x dimensions, classes | method | seconds | x product | x ours | extra MB | R@1 | MAP@R | nDCG@100 |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for n in sizes:
         dim, classes = SIZES[n]
         seconds: dict[str, float] = {}
-        for contender in CONTENDERS:
+        for method in METHODS:
             label = f"{n:,} x {dim}, {classes:,}"
-            if n > peers_up_to and contender not in ("product", "ours"):
-                print(f"| {label} | {contender} | not run | | | | | | |", flush=True)
+            if n > peers_up_to and method not in ("product", "ours"):
+                print(f"| {label} | {method} | not run | | | | | | |", flush=True)
                 continue
-            got = measure(contender, n, threads, repeat)
+            got = measure(method, n, threads, repeat)
             if "failed" in got:
-                print(f"| {label} | {contender} | failed: {got['failed']} | | | | | | |", flush=True)
+                print(f"| {label} | {method} | failed: {got['failed']} | | | | | | |", flush=True)
                 continue
-            s = seconds[contender] = got["seconds"]
+            s = seconds[method] = got["seconds"]
             shown = [
                 f"{100 * got['values'][v]:.2f}" if v in got["values"] else "" for v in ("R@1", "MAP@R", "nDCG@100")
             ]
             of_product = f"{s / seconds['product']:.2f}" if "product" in seconds else ""
             of_ours = f"{s / seconds['ours']:.1f}" if "ours" in seconds else ""
-            cells = [label, contender, f"{s:.2f}", of_product, of_ours, f"{got['bytes'] / 1e6:,.0f}", *shown]
+            cells = [label, method, f"{s:.2f}", of_product, of_ours, f"{got['bytes'] / 1e6:,.0f}", *shown]
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
@@ -189,8 +190,8 @@ def main() -> None:
     parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(map(str, SIZES))}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--peers-up-to", type=int, default=100_000, help="largest size the peers are run on")
-    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--peers-up-to", type=int, default=100_000, help="largest size for the other libraries")
+    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = (
         [int(s) for s in args.sizes.split(",")]
@@ -202,7 +203,7 @@ def main() -> None:
     if unknown := [n for n in sizes if n not in SIZES]:
         parser.error(f"--sizes: {unknown} not among {list(SIZES)}")
     if args.one:
-        one(args.one, sizes[0], args.threads)
+        run_one(args.one, sizes[0], args.threads)
     else:
         table(sizes, args.threads, args.repeat, args.peers_up_to)
 

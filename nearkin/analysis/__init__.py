@@ -1,8 +1,9 @@
-"""What a set of embeddings looks like: diagnostics, information, hard classes, label errors."""
+"""Analysis of embeddings: diagnostics, information-theoretic measures, hard classes, label errors."""
 
 from __future__ import annotations
 
 from nearkin.analysis.diagnostics import Alarm, Diagnosis, alarms, diagnose, effective_rank
+from nearkin.analysis.duplicates import find_duplicates
 from nearkin.analysis.hardness import class_table, confused_pairs, hardest, hubness, hubs
 from nearkin.analysis.information import (
     conditional_entropy,
@@ -12,7 +13,7 @@ from nearkin.analysis.information import (
     mutual_information,
     mutual_information_bound,
 )
-from nearkin.analysis.label_errors import LabelErrors, find_duplicates, find_label_errors
+from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 
 __all__ = [
     "Alarm",

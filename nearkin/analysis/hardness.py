@@ -1,6 +1,6 @@
-"""What is hard: classes, pairs of classes, single queries, and items that turn up everywhere.
+"""Hard classes, confused pairs of classes, hard queries and hubs.
 
-Small functions over Scores and lists of neighbours, used by the report and free to use alone.
+Small functions over Scores and lists of neighbours, used by the report and usable on their own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,34 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClassRow:
+    """Scores of one class.
+
+    Attributes:
+        label: The class.
+        queries: Number of its queries.
+        means: Mean of each metric over them.
+    """
+
     label: Any
     queries: int
     means: dict[str, float]
 
 
 def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> list[ClassRow]:
-    """Means of each class, hardest first by the first metric, then by label.
+    """Compute the means of each class.
 
-    >>> from nearkin import score
-    >>> rows = class_table(score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"]))
-    >>> [(row.label, row.queries, row.means["R@1"]) for row in rows]
-    [('a', 2, 1.0), ('b', 2, 1.0)]
+    Args:
+        scores: Scores of all queries.
+        names: Metrics; the first one sorts the table.
+
+    Returns:
+        One row per class, hardest first, then by label; classes whose queries the metric excludes come last.
+
+    Example:
+        >>> from nearkin import score
+        >>> rows = class_table(score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"]))
+        >>> [(row.label, row.queries, row.means["R@1"]) for row in rows]
+        [('a', 2, 1.0), ('b', 2, 1.0)]
     """
     if not names:
         raise ConfigError("names: expected at least one metric, for example ('R@1',).")
@@ -41,36 +57,52 @@ def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> li
     for code, members in enumerate(np.split(order, np.cumsum(np.bincount(scores.codes))[:-1])):
         means = {name: mean(scores.per_query[name][members]) for name in names}
         rows.append(ClassRow(scores.classes[code : code + 1].tolist()[0], len(members), means))
-    # NaN (no query of the class counts) goes last.
     return sorted(rows, key=lambda row: (np.isnan(row.means[names[0]]), row.means[names[0]]))
 
 
 @dataclass(frozen=True)
 class Confusion:
+    """Two confused classes.
+
+    Attributes:
+        label: Class of the queries.
+        taken_for: Class of their nearest item.
+        count: Number of such queries.
+        share: Their fraction of the queries of `label`.
+    """
+
     label: Any
     taken_for: Any
     count: int
-    share: float  # of the queries of `label`
+    share: float
 
 
 def confused_pairs(
     neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int | None = 20
 ) -> list[Confusion]:
-    """Pairs of classes where the nearest item of a query is of another class, most frequent first.
+    """Find pairs of classes where the nearest item of a query is of another class.
 
-    neighbours: [Q, k] gallery indices, nearest first (from `nearkin.metrics.neighbours`); only the first is used.
+    Args:
+        neighbours: [Q, k] gallery indices, nearest first, from `nearkin.metrics.neighbours`; only the first is used.
+        labels: [Q] labels of the queries.
+        gallery_labels: [G]; those of the queries when omitted.
+        top: Maximum number of pairs; None for all.
 
-    >>> confused_pairs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
-    Confusion(label='cat', taken_for='dog', count=2, share=1.0)
+    Returns:
+        The pairs, most frequent first.
+
+    Example:
+        >>> confused_pairs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
+        Confusion(label='cat', taken_for='dog', count=2, share=1.0)
     """
-    nearest = _indices(neighbours)[:, 0]
-    ours, theirs, classes = _codes(labels, gallery_labels, len(nearest))
-    _check_range(nearest, len(theirs))
-    found = theirs[nearest]
-    wrong = found != ours
-    pair, count = np.unique(ours[wrong] * len(classes) + found[wrong], return_counts=True)
+    nearest = _as_indices(neighbours)[:, 0]
+    codes, gallery_codes, classes = _encode(labels, gallery_labels, len(nearest))
+    _check_range(nearest, len(gallery_codes))
+    predicted = gallery_codes[nearest]
+    wrong = predicted != codes
+    pair, count = np.unique(codes[wrong] * len(classes) + predicted[wrong], return_counts=True)
     order = np.lexsort((pair, -count))[:top]
-    size = np.bincount(ours, minlength=len(classes))
+    size = np.bincount(codes, minlength=len(classes))
     names = classes.tolist()
     out = []
     for p, c in zip(pair[order].tolist(), count[order].tolist(), strict=True):
@@ -81,50 +113,82 @@ def confused_pairs(
 
 @dataclass(frozen=True)
 class Hub:
+    """An item that is a neighbour of many queries.
+
+    Attributes:
+        item: Gallery index.
+        lists: Number of neighbour lists that contain it.
+        wrong: How many of those belong to queries of another class.
+    """
+
     item: int
-    lists: int  # lists of neighbours it is in
-    wrong: int  # of those, lists of queries of another class
+    lists: int
+    wrong: int
 
 
 def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int | None = 20) -> list[Hub]:
-    """Gallery items that are among the neighbours of the most queries, most frequent first.
+    """Find the gallery items that are neighbours of the most queries.
 
-    >>> hubs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
-    Hub(item=1, lists=2, wrong=2)
+    Args:
+        neighbours: [Q, k] gallery indices.
+        labels: [Q] labels of the queries.
+        gallery_labels: [G]; those of the queries when omitted.
+        top: Maximum number of items; None for all.
+
+    Returns:
+        The items, most frequent first.
+
+    Example:
+        >>> hubs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
+        Hub(item=1, lists=2, wrong=2)
     """
-    index = _indices(neighbours)
-    ours, theirs, _ = _codes(labels, gallery_labels, len(index))
-    _check_range(index, len(theirs))
-    count = np.bincount(index.ravel(), minlength=len(theirs))
-    wrong = np.bincount(index[theirs[index] != ours[:, None]], minlength=len(theirs))
+    index = _as_indices(neighbours)
+    codes, gallery_codes, _ = _encode(labels, gallery_labels, len(index))
+    _check_range(index, len(gallery_codes))
+    count = np.bincount(index.ravel(), minlength=len(gallery_codes))
+    wrong = np.bincount(index[gallery_codes[index] != codes[:, None]], minlength=len(gallery_codes))
     order = np.lexsort((np.arange(len(count)), -wrong, -count))[:top]
     return [Hub(int(j), int(count[j]), int(wrong[j])) for j in order if count[j]]
 
 
 def hubness(neighbours: Any, items: int) -> float:
-    """Skewness of how often an item is a neighbour: about 0 is even, above 1 a few items crowd the lists.
+    """Compute the skewness of how often an item is a neighbour.
 
-    >>> hubness([[1], [2], [0]], items=3)
-    0.0
+    Args:
+        neighbours: [Q, k] gallery indices.
+        items: Number of gallery items.
+
+    Returns:
+        About 0 for an even distribution; above 1 a few items dominate the lists.
+
+    Example:
+        >>> hubness([[1], [2], [0]], items=3)
+        0.0
     """
-    index = _indices(neighbours)
+    index = _as_indices(neighbours)
     _check_range(index, items)
     count = np.bincount(index.ravel(), minlength=items).astype(np.float64)
-    spread = count.std()
-    return float((((count - count.mean()) / spread) ** 3).mean()) if spread > 0 else 0.0
+    std = count.std()
+    return float((((count - count.mean()) / std) ** 3).mean()) if std > 0 else 0.0
 
 
 def hardest(scores: Scores, name: str = "MAP@R", *, top: int = 20) -> Ints:
-    """Indices of the queries with the lowest values, those equal by the place of their first relevant item, then index.
+    """Find the queries with the lowest values. Equal values are ordered by the rank of their first relevant item.
 
-    Queries that the metric leaves out (NaN) are not listed.
+    Args:
+        scores: Scores of all queries.
+        name: The metric.
+        top: Maximum number of queries.
+
+    Returns:
+        Indices of the queries, hardest first; queries that the metric excludes (NaN) are left out.
     """
     values, first = scores.per_query[name], scores.per_query["MRR"]
     order = np.lexsort((np.arange(len(values)), first, values))
     return np.asarray(order[~np.isnan(values[order])][:top])
 
 
-def _indices(neighbours: Any) -> Ints:
+def _as_indices(neighbours: Any) -> Ints:
     index = np.asarray(neighbours)
     if index.ndim != 2 or index.dtype.kind not in "iu":
         raise ConfigError(f"neighbours: expected integer indices [Q, k], got {index.dtype} of shape {index.shape}.")
@@ -136,9 +200,8 @@ def _check_range(index: Ints, items: int) -> None:
         raise ConfigError(f"neighbours: expected indices of {items} items, got {index.min()} to {index.max()}.")
 
 
-def _codes(labels: Any, gallery_labels: Any, queries: int) -> tuple[Ints, Ints, NDArray[Any]]:
-    ours = as_labels(labels, queries, "labels", "neighbours")
-    other = (
-        None if gallery_labels is None else as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery")
-    )
-    return encode(ours, other, "labels")
+def _encode(labels: Any, gallery_labels: Any, queries: int) -> tuple[Ints, Ints, NDArray[Any]]:
+    query = as_labels(labels, queries, "labels", "neighbours")
+    if gallery_labels is None:
+        return encode(query, None, "labels")
+    return encode(query, as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery"), "labels")

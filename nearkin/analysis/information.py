@@ -1,10 +1,10 @@
-"""What a loss does to the embeddings: its tightness and contrast, its pull on every similarity, and the entropies.
+"""How a loss acts on embeddings: its tightness and contrastive parts, its gradient on every similarity, and entropies.
 
     decompose("multi_similarity", emb, labels)             Parts(tightness, contrastive), two 0-dim tensors
-    similarity_gradient("triplet", emb, labels)            Weights(sim, grad): d loss / d similarity, pair by pair
+    similarity_gradient("triplet", emb, labels)            Weights(sim, grad): d loss / d similarity per pair
     feature_entropy(emb), conditional_entropy(emb, labels), label_entropy(labels), mutual_information(emb, labels)
 
-The parts and the entropies are those of Boudiaf et al. 2020, "A unifying mutual information view of metric learning:
+The parts and the entropies follow Boudiaf et al. 2020, "A unifying mutual information view of metric learning:
 cross-entropy vs. pairwise losses". Entropies are in nats.
 """
 
@@ -28,36 +28,55 @@ from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_su
 
 
 class Parts(NamedTuple):
-    """A loss as the sum of what pulls a class together and what pushes classes apart."""
+    """A loss as the sum of a term that pulls classes together and a term that pushes them apart.
+
+    Attributes:
+        tightness: 0-dim tensor.
+        contrastive: 0-dim tensor.
+    """
 
     tightness: Tensor
     contrastive: Tensor
 
 
 class Weights(NamedTuple):
-    """Similarities and the gradient of the loss on each of them, both [N, M], [N, C] or [N, C, K]."""
+    """Similarities and the gradient of the loss on each of them.
+
+    Attributes:
+        sim: [N, M], [N, C] or [N, C, K].
+        grad: The same shape.
+    """
 
     sim: Tensor
     grad: Tensor
 
 
-# --- tightness and contrast -------------------------------------------------------------------------------------------
+# --- tightness and contrastive part -----------------------------------------------------------------------------------
 
 
 def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, **settings: Any) -> Parts:
-    """The tightness and the contrastive part of a loss; they sum to it.
+    """Split a loss into its tightness and its contrastive part.
 
-    name       contrastive_l2, snca, multi_similarity, pce, spce or center
-    params     what the loss itself takes after the labels: (probabilities) for pce, (weight, bias) for center
-    settings   of the loss; `strength` of center is 1 here, and its centres are the class means of the batch
+    Args:
+        name: contrastive_l2, snca, multi_similarity, pce, spce or center.
+        emb: [N, D] embeddings.
+        labels: [N] integers.
+        *params: What the loss itself takes after the labels: (probabilities) for pce, (weight, bias) for center.
+        **settings: Of the loss; `strength` of center is 1 here, and its centres are the class means of the batch.
 
-    >>> emb, labels = torch.eye(4), torch.tensor([0, 0, 1, 1])
-    >>> [round(float(part), 3) for part in decompose("snca", emb, labels, sigma=1.0)]
-    [-0.0, 1.099]
+    Returns:
+        The two parts, which add up to the loss.
+
+    Example:
+        >>> emb, labels = torch.eye(4), torch.tensor([0, 0, 1, 1])
+        >>> [round(float(part), 3) for part in decompose("snca", emb, labels, sigma=1.0)]
+        [-0.0, 1.099]
     """
     if name not in _PARTS:
-        LOSSES[name]  # a name that is no loss at all gets its own suggestion
-        raise ConfigError(f"{name} has no two parts.{did_you_mean(name, _PARTS)} There are: {', '.join(_PARTS)}.")
+        LOSSES[name]  # an unknown loss raises its own error with a suggestion
+        raise ConfigError(
+            f"{name}: no decomposition into two parts.{did_you_mean(name, _PARTS)} Available: {', '.join(_PARTS)}."
+        )
     entry = LOSSES[name]
     settings = entry.check(settings)
     emb, labels = as_batch(emb, labels)
@@ -70,16 +89,24 @@ def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: T
 
 
 def _contrastive_parts(p: Pairs, margin: float) -> Parts:
-    slack, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
-    return Parts(row_sum(p.sq_distance(), p.positives).mean(), slack.mean())
+    push, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
+    return Parts(row_sum(p.sq_distance(), p.positives).mean(), push.mean())
 
 
 def snca_parts(p: Pairs, sigma: float) -> Parts:
-    """`decompose("snca", ...)` of pairs made already; the sum is the cross entropy of soft nearest neighbours."""
-    near, far = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
-    alone = near == float("-inf")  # an anchor without positives is in neither part
-    everyone = torch.logaddexp(near.masked_fill(alone, 0.0), far)
-    return Parts(-near.masked_fill(alone, 0.0).mean(), everyone.masked_fill(alone, 0.0).mean())
+    """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts.
+
+    Args:
+        p: Pairs of a batch.
+        sigma: Temperature.
+
+    Returns:
+        The two parts; anchors without positives are in neither.
+    """
+    pos, neg = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
+    no_positives = pos == float("-inf")
+    everyone = torch.logaddexp(pos.masked_fill(no_positives, 0.0), neg)
+    return Parts(-pos.masked_fill(no_positives, 0.0).mean(), everyone.masked_fill(no_positives, 0.0).mean())
 
 
 def _multi_similarity_parts(p: Pairs, alpha: float, beta: float, base: float) -> Parts:
@@ -91,8 +118,8 @@ def _multi_similarity_parts(p: Pairs, alpha: float, beta: float, base: float) ->
 def _pce_parts(c: ToClasses, lam: float) -> Parts:
     assert c.own is not None
     assert c.probs is not None
-    spread = torch.logsumexp(c.sim / lam, 1) - (c.probs * c.sim).sum(1) / (2 * lam)
-    return Parts(-c.own.mean() / (2 * lam), spread.mean())
+    push = torch.logsumexp(c.sim / lam, 1) - (c.probs * c.sim).sum(1) / (2 * lam)
+    return Parts(-c.own.mean() / (2 * lam), push.mean())
 
 
 def _spce_parts(c: ToClasses) -> Parts:
@@ -123,20 +150,29 @@ def _scatter(emb: Tensor, labels: Tensor) -> Tensor:
     return gap.square().sum(1)
 
 
-# --- the pull on every similarity -------------------------------------------------------------------------------------
+# --- the gradient on every similarity ---------------------------------------------------------------------------------
 
 
 def similarity_gradient(
     name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, miner: Any = None, **settings: Any
 ) -> Weights:
-    """d loss / d similarity: what general pair weighting calls the weights of a loss.
+    """Compute d loss / d similarity: the weights of a loss in the sense of general pair weighting.
 
-    params   proxies, or the parameters of the head, as the loss itself takes them
-    miner    a function Pairs -> Pairs, for pair losses
+    Args:
+        name: A loss.
+        emb: [N, D] embeddings.
+        labels: [N] integers.
+        *params: Proxies, or the parameters of the head, as the loss itself takes them.
+        miner: A function Pairs -> Pairs, for pair losses.
+        **settings: Of the loss.
 
-    >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
-    >>> float(w.grad[0, 1])  # the one positive of anchor 0, one of six ordered pairs
-    -0.1666...
+    Returns:
+        Similarities and gradients.
+
+    Example:
+        >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
+        >>> float(w.grad[0, 1])  # the only positive of anchor 0, one of six ordered pairs
+        -0.1666...
     """
     entry = LOSSES[name]
     settings = entry.check(settings)
@@ -156,20 +192,34 @@ def similarity_gradient(
 
 
 def label_entropy(labels: Tensor | Sequence[int]) -> float:
-    """H(Y) of the labels as they are, in nats.
+    """Compute the entropy H(Y) of the labels.
 
-    >>> round(label_entropy(torch.tensor([0, 0, 1, 1])), 4)
-    0.6931
+    Args:
+        labels: [N] integers.
+
+    Returns:
+        The entropy in nats.
+
+    Example:
+        >>> round(label_entropy(torch.tensor([0, 0, 1, 1])), 4)
+        0.6931
     """
     share = torch.unique(as_labels(labels), return_counts=True)[1].double() / len(labels)
     return abs(float((share * share.log()).sum()))
 
 
 def feature_entropy(emb: Tensor, *, literal: bool = False) -> float:
-    """Differential entropy of the features from their pairwise distances, up to a constant; nan below two samples.
+    """Estimate the differential entropy H(Z) of features from their pairwise distances, up to a constant.
 
-    D times the mean of log distance over pairs: scaling the features by c adds D log c, as it must. `literal` doubles
-    it, as printed in the paper (log of the squared distance). Coincident points are clamped, with a warning.
+    The estimate is D times the mean log distance of pairs, so that scaling the features by c adds D log c, as it must.
+    Coincident points are clamped to a distance of 1e-12, with a warning.
+
+    Args:
+        emb: [N, D] features.
+        literal: Use the log of the squared distance as printed in the paper, which doubles the value.
+
+    Returns:
+        The entropy in nats; NaN below two samples.
     """
     n, dim = emb.shape
     if n < 2:
@@ -177,13 +227,21 @@ def feature_entropy(emb: Tensor, *, literal: bool = False) -> float:
     x = emb.detach().double()
     distance = torch.nn.functional.pdist(x)
     if bool((distance < 1e-12).any()):
-        warnings.warn("feature_entropy: coincident features, taken as 1e-12 apart", stacklevel=2)
+        warnings.warn("feature_entropy: coincident features, distance clamped to 1e-12", stacklevel=2)
     value = dim * float(distance.clamp(min=1e-12).log().mean())
     return 2 * value if literal else value
 
 
 def conditional_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
-    """H(Z | Y): `feature_entropy` within the classes, each weighted by its size; a class of one sample adds 0."""
+    """Estimate H(Z | Y): `feature_entropy` within classes, each weighted by its size.
+
+    Args:
+        emb: [N, D] features.
+        labels: [N] integers.
+
+    Returns:
+        The entropy in nats; singleton classes add 0, NaN if all classes are singletons.
+    """
     emb, labels = as_batch(emb, labels)
     present, count = torch.unique(labels, return_counts=True)
     sizes = {int(k): int(c) for k, c in zip(present, count, strict=True) if c > 1}
@@ -192,17 +250,43 @@ def conditional_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
 
 
 def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
-    """Cross entropy to unit Gaussians at the class means: an upper bound of H(Z | Y), and the tightness of center."""
+    """Compute the cross entropy to unit Gaussians at the class means.
+
+    It is an upper bound of H(Z | Y), and the tightness part of the center loss.
+
+    Args:
+        emb: [N, D] features.
+        labels: [N] integers.
+
+    Returns:
+        The cross entropy in nats.
+    """
     emb, labels = as_batch(emb, labels)
     scatter = _scatter(emb.detach().double(), labels)
     return float(scatter.mean()) / 2 + emb.shape[1] / 2 * math.log(2 * math.pi)
 
 
 def mutual_information(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
-    """I(Z; Y) = H(Z) - H(Z | Y) by the pairwise estimators, in nats."""
+    """Estimate I(Z; Y) = H(Z) - H(Z | Y) with the pairwise estimators.
+
+    Args:
+        emb: [N, D] features.
+        labels: [N] integers.
+
+    Returns:
+        The mutual information in nats.
+    """
     return feature_entropy(emb) - conditional_entropy(emb, labels)
 
 
 def mutual_information_bound(labels: Tensor | Sequence[int], cross_entropy: float) -> float:
-    """A lower bound of I(Z; Y): H(Y) less the cross entropy of any classifier on Z."""
+    """Compute a lower bound of I(Z; Y): H(Y) minus the cross entropy of any classifier on Z.
+
+    Args:
+        labels: [N] integers.
+        cross_entropy: Of the classifier, in nats.
+
+    Returns:
+        The bound in nats.
+    """
     return label_entropy(labels) - cross_entropy

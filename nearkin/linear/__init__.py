@@ -1,4 +1,4 @@
-"""Classical metric learning on features: whitening, linear and kernel metrics, scikit-learn style.
+"""Classical metric learning on features: whitening, linear and kernel metrics as scikit-learn estimators.
 
     from nearkin import linear
 

@@ -1,4 +1,4 @@
-"""Whitenings as scikit-learn estimators, and what all linear metrics share: a fitted map x -> weight @ x + bias."""
+"""Whitening as scikit-learn estimators, and the base class of all linear metrics, a map x -> weight @ x + bias."""
 
 from __future__ import annotations
 
@@ -22,43 +22,72 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E40
 FLOATS = [np.float64, np.float32]
 
 
-# scikit-learn's own bases: they are its contract (get_params, clone, pipelines, set_output), not ours.
+# The scikit-learn bases provide get_params, clone, pipelines and set_output.
 class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """A fitted linear map: `transform`, `distance`, `score`, and the map itself as tensors `weight` and `bias`.
+    """Base class of linear metrics.
 
-    After fit: weight_ [dim, F] and bias_ [dim] as arrays, n_features_in_. Euclidean distances after `transform` are
-    the learned distances; the squared ones are (x - y)^T A (x - y) with A = `matrix`.
+    Euclidean distances after `transform` are the learned distances; their squares are (x - y)^T A (x - y) with
+    A = `matrix`.
+
+    Attributes:
+        weight_: [dim, F] array, after fit.
+        bias_: [dim] array, after fit.
+        n_features_in_: F, after fit.
     """
 
     weight_: NDArray[Any]
     bias_: NDArray[Any]
 
     def transform(self, X: Any) -> NDArray[Any]:
-        """Samples [N, F] in the learned space [N, dim], float32 if they are, else float64."""
+        """Map samples to the learned space.
+
+        Args:
+            X: [N, F] samples.
+
+        Returns:
+            The mapped samples [N, dim], float32 for float32 input, otherwise float64.
+        """
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: NDArray[Any] = x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False)
         return mapped
 
     def distance(self, X: Any, Y: Any = None) -> NDArray[np.float64]:
-        """Learned distances (not squared) between the rows of X and of Y [N, M], or among those of X."""
+        """Compute the learned distances (not squared) between rows.
+
+        Args:
+            X: [N, F] samples.
+            Y: [M, F] samples; X when omitted.
+
+        Returns:
+            The distances [N, M].
+        """
         other = None if Y is None else self.transform(Y)
-        found: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
-        return found
+        distances: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
+        return distances
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
-        """R@1: the share of samples whose nearest other sample is of their class. Works for classes never seen."""
+        """Compute R@1: the fraction of samples whose nearest other sample is of their class.
+
+        Args:
+            X: [N, F] samples, also of classes not seen in training.
+            y: [N] labels.
+            similarity: "euclidean" or "cosine", in the learned space.
+
+        Returns:
+            R@1 in [0, 1].
+        """
         return score(self.transform(X), as_codes(np.ravel(y)), similarity=similarity, ks=(1,), verbose=False)["R@1"]
 
     @property
     def weight(self) -> Tensor:
-        """[dim, F], for a head: torch.nn.functional.linear(features, metric.weight, metric.bias)."""
+        """[dim, F] tensor, for torch.nn.functional.linear(features, metric.weight, metric.bias)."""
         check_is_fitted(self, "weight_")
         return torch.as_tensor(self.weight_)
 
     @property
     def bias(self) -> Tensor:
-        """[dim]: minus the mapped mean of the training data."""
+        """[dim] tensor: minus the mapped mean of the training data."""
         check_is_fitted(self, "weight_")
         return torch.as_tensor(self.bias_)
 
@@ -73,7 +102,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _n_features_out(self) -> int:
         return len(self.weight_)
 
-    def _keep(self, weight: Tensor, bias: Tensor) -> None:
+    def _set_map(self, weight: Tensor, bias: Tensor) -> None:
         self.weight_, self.bias_ = weight.numpy(), bias.numpy()
 
     def __sklearn_tags__(self) -> Any:
@@ -84,25 +113,28 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
 
 def as_tensor(x: NDArray[Any]) -> Tensor:
-    """An array as a tensor, copied only if it is read-only: torch has no such thing."""
+    """Convert an array to a tensor, copying only read-only arrays, which torch does not support."""
     return torch.from_numpy(x if x.flags.writeable else x.copy())
 
 
 def as_codes(y: Any) -> Tensor:
-    """Labels of any kind as 0, 1, ..."""
+    """Encode labels of any type as 0, 1, ..."""
     check_classification_targets(y)
     return torch.from_numpy(np.unique(y, return_inverse=True)[1].astype(np.int64).reshape(-1))
 
 
 class Mahalanobis(LinearMetric):
-    """Whitening by the covariance of the data: Euclidean distance in it is the Mahalanobis distance. Needs no labels.
+    """Whitening by the covariance of the data, without labels. Its Euclidean distance is the Mahalanobis distance.
 
-    dim         keep the directions of most variance; all when left out
-    shrinkage   times the mean variance, added to every variance; above 0 when features are many and samples few
+    Args:
+        dim: Keep the directions of largest variance; all when omitted.
+        shrinkage: Multiple of the mean variance added to every variance; use more than 0 with many features and few
+            samples.
 
-    >>> x = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]])
-    >>> (np.cov(Mahalanobis().fit_transform(x).T).round(6) + 0.0).tolist()
-    [[1.0, 0.0], [0.0, 1.0]]
+    Example:
+        >>> x = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]])
+        >>> (np.cov(Mahalanobis().fit_transform(x).T).round(6) + 0.0).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
     """
 
     def __init__(self, dim: int | None = None, shrinkage: float = 0.0) -> None:
@@ -110,8 +142,17 @@ class Mahalanobis(LinearMetric):
         self.shrinkage = shrinkage
 
     def fit(self, X: Any, y: Any = None) -> Mahalanobis:
+        """Fit the whitening.
+
+        Args:
+            X: [N, F] samples.
+            y: Ignored.
+
+        Returns:
+            self.
+        """
         x = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2)
-        self._keep(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
+        self._set_map(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
         return self
 
     def __sklearn_tags__(self) -> Any:
@@ -123,15 +164,17 @@ class Mahalanobis(LinearMetric):
 class WithinClassWhitening(LinearMetric):
     """Whitening by the covariance within classes, then PCA: the strongest closed form on frozen features.
 
-    dim         output dimensions; all when left out
-    shrinkage   times the mean variance within classes, added to every variance; 0.1 to 1, more with few samples
+    The same function, `nearkin.ops.whitening.within_class_whitening`, initialises the heads of networks.
 
-    The same function, `nearkin.ops.whitening.within_class_whitening`, makes the heads of networks.
+    Args:
+        dim: Output dimensions; all when omitted.
+        shrinkage: Multiple of the mean within-class variance added to every variance; 0.1 to 1, more with few samples.
 
-    >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
-    >>> metric = WithinClassWhitening(shrinkage=0.01).fit(x, ["a", "a", "b", "b"])
-    >>> metric.score(x, ["a", "a", "b", "b"])
-    1.0
+    Example:
+        >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
+        >>> metric = WithinClassWhitening(shrinkage=0.01).fit(x, ["a", "a", "b", "b"])
+        >>> metric.score(x, ["a", "a", "b", "b"])
+        1.0
     """
 
     def __init__(self, dim: int | None = None, shrinkage: float = 1.0) -> None:
@@ -139,6 +182,15 @@ class WithinClassWhitening(LinearMetric):
         self.shrinkage = shrinkage
 
     def fit(self, X: Any, y: Any) -> WithinClassWhitening:
+        """Fit the whitening.
+
+        Args:
+            X: [N, F] samples.
+            y: [N] labels.
+
+        Returns:
+            self.
+        """
         x, labels = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
-        self._keep(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))
+        self._set_map(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))
         return self

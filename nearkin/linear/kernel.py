@@ -1,6 +1,6 @@
-"""Kernels, the distance that a kernel stands for, and a linear metric learned in its space.
+"""Kernels, kernel distances, and linear metrics learned in the space of a kernel.
 
-A kernel is a name with its settings or any function (X [N, F], Y [M, F]) -> [N, M] that is positive semi-definite.
+A kernel is a name with its settings, or any positive semi-definite function (X [N, F], Y [M, F]) -> [N, M].
 """
 
 from __future__ import annotations
@@ -23,57 +23,85 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # isort: sk
 
 Array = NDArray[Any]
 Kernel = Callable[[Array, Array], Array]
-_BLOCK = 4096  # rows whose kernel values are held at once
+_BLOCK = 4096  # rows per kernel evaluation
 
 
 def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
-    """exp(-|x - y|^2 / (2 sigma^2)) for all pairs of rows.
+    """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)).
 
-    >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
-    [[1.0, 0.6065]]
+    Args:
+        x: [N, F].
+        y: [M, F].
+        sigma: Bandwidth.
+
+    Returns:
+        Kernel values [N, M].
+
+    Example:
+        >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
+        [[1.0, 0.6065]]
     """
-    return np.exp(_squares(x, y) / (-2 * sigma**2))
+    return np.exp(_squared_distances(x, y) / (-2 * sigma**2))
 
 
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
-    """(x . y + constant) ** degree. The degree is a whole number and the constant not negative, else it is no kernel.
+    """Compute the polynomial kernel (x . y + constant) ** degree.
 
-    >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
-    [[16.0]]
+    Args:
+        x: [N, F].
+        y: [M, F].
+        degree: Integer of at least 1.
+        constant: At least 0.
+
+    Returns:
+        Kernel values [N, M].
+
+    Example:
+        >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
+        [[16.0]]
     """
     if degree < 1 or degree != int(degree) or constant < 0:
         raise ConfigError(
-            f"polynomial: expected a whole degree from 1 and a constant from 0, got {degree} and {constant}. "
-            "Other powers are not positive semi-definite."
+            f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
+            "Other values are not positive semi-definite."
         )
     values: Array = (x @ y.T + constant) ** int(degree)
     return values
 
 
 def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
-    """Euclidean distances [N, M] in the space of a kernel: sqrt(k(x, x) - 2 k(x, y) + k(y, y)), never below 0.
+    """Compute Euclidean distances in the space of a kernel: sqrt(k(x, x) - 2 k(x, y) + k(y, y)), clamped at 0.
 
     With `KNeighborsClassifier(metric="precomputed")` this is kernelised nearest-neighbour search.
 
-    >>> kernel_distance([[0.0, 0.0]], [[3.0, 4.0]], lambda a, b: a @ b.T).tolist()
-    [[5.0]]
+    Args:
+        x: [N, F].
+        y: [M, F].
+        kernel: A function (X, Y) -> [N, M].
+
+    Returns:
+        The distances [N, M].
+
+    Example:
+        >>> kernel_distance([[0.0, 0.0]], [[3.0, 4.0]], lambda a, b: a @ b.T).tolist()
+        [[5.0]]
     """
     x, y = (np.atleast_2d(np.asarray(v, dtype=np.float64)) for v in (x, y))
     if x.shape[1] != y.shape[1]:
-        raise DataError(f"kernel_distance: {x.shape[1]} and {y.shape[1]} features; both sides need the same.")
+        raise DataError(f"kernel_distance: x has {x.shape[1]} features and y has {y.shape[1]}; they must be equal.")
     squared = _diagonal(kernel, x)[:, None] - 2 * kernel(x, y) + _diagonal(kernel, y)
     distances: Array = np.sqrt(np.maximum(squared, 0))
     return distances
 
 
 def _diagonal(kernel: Kernel, x: Array) -> Array:
-    # A kernel only knows blocks; small ones waste little.
+    # A kernel computes whole blocks; small ones waste little.
     return np.concatenate([np.diagonal(kernel(x[a : a + 16], x[a : a + 16])) for a in range(0, len(x), 16)])
 
 
-def _squares(x: Array, y: Array) -> Array:
-    middle = y.mean(0)  # far from the origin the squares would drown the differences
-    x, y = x - middle, y - middle
+def _squared_distances(x: Array, y: Array) -> Array:
+    mean = y.mean(0)  # centring avoids cancellation far from the origin
+    x, y = x - mean, y - mean
     squared: Array = (x**2).sum(1)[:, None] - 2 * (x @ y.T) + (y**2).sum(1)
     return np.maximum(squared, 0, out=squared)
 
@@ -81,22 +109,31 @@ def _squares(x: Array, y: Array) -> Array:
 class KernelMetricLearner(LinearMetric):
     """A linear metric in the space of a kernel: non-linear in the input.
 
-    kernel             "gaussian", "polynomial", or a function (X, Y) -> [N, M]
-    sigma              width of the Gaussian; the median distance of the data when left out
-    degree, constant   of the polynomial
-    landmarks          samples that span the space (Nystrom), drawn at random; None takes all, which is exact and costs
-                       N^2 memory and N^3 time
-    metric             what to learn in that space: a MetricLearner or any estimator with weight_ and bias_
-                       (WithinClassWhitening); MetricLearner() when left out
-    random_state       for drawing the landmarks
+    The learned squared distance of x and y is that of their kernel columns k_x = k(landmarks, x):
+    (k_x - k_y)^T M (k_x - k_y).
 
-    The learned distance of x and y is that of their kernel columns k_x = k(landmarks, x): (k_x - k_y)^T M (k_x - k_y).
-    After fit: landmarks_ [m, F], weight_ [dim, m] and bias_ [dim], which map kernel columns, and metric_.
+    Args:
+        kernel: "gaussian", "polynomial", or a function (X, Y) -> [N, M].
+        sigma: Bandwidth of the Gaussian; the median distance of the data when omitted.
+        degree: Of the polynomial.
+        constant: Of the polynomial.
+        landmarks: Number of random samples that span the space (Nystrom). None uses all samples, which is exact and
+            takes N^2 memory and N^3 time.
+        metric: The metric to learn in that space: a MetricLearner, or any estimator with weight_ and bias_
+            (WithinClassWhitening); MetricLearner() when omitted.
+        random_state: For drawing the landmarks.
 
-    >>> x = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).repeat(2, 0)
-    >>> xor = [0, 0, 1, 1, 1, 1, 0, 0]
-    >>> KernelMetricLearner("polynomial", degree=2).fit(x, xor).transform(x).shape
-    (8, 4)
+    Attributes:
+        landmarks_: [m, F].
+        weight_: [dim, m], maps kernel columns.
+        bias_: [dim].
+        metric_: The fitted metric.
+
+    Example:
+        >>> x = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).repeat(2, 0)
+        >>> xor = [0, 0, 1, 1, 1, 1, 0, 0]
+        >>> KernelMetricLearner("polynomial", degree=2).fit(x, xor).transform(x).shape
+        (8, 4)
     """
 
     def __init__(
@@ -118,46 +155,62 @@ class KernelMetricLearner(LinearMetric):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
-        """Learn from labels y [N], or from constraints on the rows of X."""
+        """Learn from labels or from constraints.
+
+        Args:
+            X: [N, F] samples.
+            y: [N] labels; ignored with constraints.
+            constraints: On the rows of X.
+
+        Returns:
+            self.
+        """
         if constraints is None:
             X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
         else:
             X = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2)
         random = check_random_state(self.random_state)
         if self.landmarks is not None and self.landmarks < 1:
-            raise ConfigError(f"landmarks: expected a whole number from 1, or None for all; got {self.landmarks}.")
-        take = len(X) if self.landmarks is None else min(self.landmarks, len(X))
-        self.landmarks_ = X if take == len(X) else X[random.permutation(len(X))[:take]]
+            raise ConfigError(f"landmarks: expected an integer >= 1, or None for all; got {self.landmarks}.")
+        count = len(X) if self.landmarks is None else min(self.landmarks, len(X))
+        self.landmarks_ = X if count == len(X) else X[random.permutation(len(X))[:count]]
         self.sigma_ = self.sigma if self.sigma is not None else _median_distance(X, random)
         if not 0 < self.sigma_ < float("inf"):
-            raise ConfigError(f"sigma: expected a width above 0, got {self.sigma_}.")
+            raise ConfigError(f"sigma: expected a bandwidth above 0, got {self.sigma_}.")
         columns = self._columns(X)
-        # With this map the products of mapped columns are the kernel's own, on the span of the landmarks.
-        span = _span(self._columns(self.landmarks_), take)
+        # With this map the inner products of mapped columns equal the kernel on the span of the landmarks.
+        root = _inverse_root(self._columns(self.landmarks_), count)
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
         if constraints is None:
-            self.metric_.fit(columns @ span, y)
+            self.metric_.fit(columns @ root, y)
         elif isinstance(self.metric_, MetricLearner):
-            self.metric_.fit(columns @ span, y, constraints=constraints)
+            self.metric_.fit(columns @ root, y, constraints=constraints)
         else:
-            raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Give a MetricLearner.")
-        self.weight_, self.bias_ = self.metric_.weight_ @ span.T, self.metric_.bias_
+            raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Use a MetricLearner.")
+        self.weight_, self.bias_ = self.metric_.weight_ @ root.T, self.metric_.bias_
         return self
 
     def transform(self, X: Any) -> Array:
-        """Samples [N, F] in the learned space [N, dim]."""
+        """Map samples to the learned space.
+
+        Args:
+            X: [N, F] samples.
+
+        Returns:
+            The mapped samples [N, dim].
+        """
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: Array = self._columns(x) @ self.weight_.T.astype(x.dtype) + self.bias_.astype(x.dtype)
         return mapped
 
     def _columns(self, x: Array) -> Array:
-        """Kernel values against the landmarks [N, m], by blocks of rows."""
+        """Kernel values against the landmarks [N, m], in blocks of rows."""
         out = np.empty((len(x), len(self.landmarks_)), dtype=x.dtype)
         for a in range(0, len(x), _BLOCK):
             out[a : a + _BLOCK] = self._kernel(x[a : a + _BLOCK], self.landmarks_)
         if not np.isfinite(out).all():
-            raise DataError("kernel: a value is NaN or infinite. Scale the features, or lower the degree.")
+            raise DataError("kernel: some values are NaN or infinite. Scale the features, or lower the degree.")
         return out
 
     def _kernel(self, x: Array, y: Array) -> Array:
@@ -169,8 +222,8 @@ class KernelMetricLearner(LinearMetric):
         return polynomial(x, y, self.degree, self.constant)
 
 
-def _span(kernel: Array, count: int) -> Array:
-    """K^-1/2 of the landmarks' kernel matrix [m, m] as [m, rank]: directions below rounding are left out."""
+def _inverse_root(kernel: Array, count: int) -> Array:
+    """K^-1/2 of the landmarks' kernel matrix [m, m] as [m, rank], without directions below rounding error."""
     if kernel.shape != (count, count):
         raise DataError(f"kernel: expected [{count}, {count}] values for {count} landmarks, got {list(kernel.shape)}.")
     values, vectors = np.linalg.eigh(kernel.astype(np.float64))
@@ -178,14 +231,14 @@ def _span(kernel: Array, count: int) -> Array:
     if values[-1] <= 0 or values[0] < -100 * noise:
         raise DataError(
             f"kernel: not positive semi-definite, its matrix has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}. "
-            "Use a kernel, or clip its matrix yourself."
+            "Use another kernel, or clip the eigenvalues."
         )
-    kept = values > 10 * noise
-    span: Array = (vectors[:, kept] / np.sqrt(values[kept])).astype(kernel.dtype)
-    return span
+    significant = values > 10 * noise
+    root: Array = (vectors[:, significant] / np.sqrt(values[significant])).astype(kernel.dtype)
+    return root
 
 
 def _median_distance(x: Array, random: Any) -> float:
     i, j = random.randint(len(x), size=(2, 2000))
-    gaps = np.sqrt(((x[i[i != j]] - x[j[i != j]]) ** 2).sum(1))
-    return float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1.0
+    distance = np.sqrt(((x[i[i != j]] - x[j[i != j]]) ** 2).sum(1))
+    return float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0

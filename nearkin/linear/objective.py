@@ -1,7 +1,7 @@
-"""r(A) + lam * sum of c_i: what a linear metric d_A(x, y) = (x - y)^T A (x - y) minimises, differentiable in A or G.
+"""Objectives r(A) + lam * sum of c_i of a linear metric d_A(x, y) = (x - y)^T A (x - y), differentiable in A or G.
 
-A is positive semi-definite, or A = G^T G with a free G [rank, F]. Every term sees the data only through X A X^T, so
-either form serves every objective: `form` says which one `matrix` is.
+A is positive semi-definite, or A = G^T G with an unconstrained G [rank, F]. Every term depends on the data only through
+X A X^T, so both forms work with every objective: `form` says which one `matrix` is.
 """
 
 from __future__ import annotations
@@ -24,18 +24,39 @@ REGULARISERS = ("frobenius", "trace", "scatter", "none")
 
 
 def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> Tensor:
-    """d_A of difference vectors [E, F]: squared, not clamped.
+    """Compute d_A of difference vectors.
 
-    >>> squared_distances(torch.eye(2), torch.tensor([[3.0, 4.0]])).tolist()
-    [25.0]
+    Args:
+        matrix: A [F, F] or G [rank, F].
+        differences: [E, F].
+        form: Which of the two `matrix` is.
+
+    Returns:
+        Squared distances [E], not clamped.
+
+    Example:
+        >>> squared_distances(torch.eye(2), torch.tensor([[3.0, 4.0]])).tolist()
+        [25.0]
     """
     if form == "A":
         return ((differences @ matrix) * differences).sum(1)
     return (differences @ matrix.T).square().sum(1)
 
 
-def product_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
-    """The learned inner products of anchors [N, F] and references [M, F] as Pairs, for losses that read distances."""
+def learned_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
+    """Compute the learned inner products as Pairs, for losses that use distances.
+
+    Args:
+        matrix: A [F, F] or G [rank, F].
+        anchors: [N, F].
+        refs: [M, F].
+        pos: [N, M] bool, positive pairs.
+        neg: [N, M] bool, negative pairs.
+        form: Which of the two `matrix` is.
+
+    Returns:
+        The pairs.
+    """
     if form == "A":
         left, right = anchors @ matrix, refs @ matrix
         return Pairs(left @ refs.T, pos, neg, anchor_sq=(left * anchors).sum(1), ref_sq=(right * refs).sum(1))
@@ -43,49 +64,84 @@ def product_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, ne
     return Pairs(left @ right.T, pos, neg, anchor_sq=left.square().sum(1), ref_sq=right.square().sum(1))
 
 
-def in_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
-    """A matrix that was learned on x @ basis^T, as one for x: basis^T B basis, or H basis."""
+def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
+    """Convert a matrix learned on x @ basis^T to one for x: basis^T B basis, or H basis.
+
+    Args:
+        matrix: A or G in the basis.
+        basis: [B, F], or None for the identity.
+        form: Which of the two `matrix` is.
+
+    Returns:
+        A or G for x.
+    """
     if basis is None:
         return matrix
     return basis.T @ matrix @ basis if form == "A" else matrix @ basis
 
 
-def regularise(matrix: Tensor, kind: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
-    """0.5 |A|^2 ("frobenius") or the trace of A ("trace"); "scatter" needs data and is a sum of distances instead.
+def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
+    """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace").
 
-    With a `basis` the matrix is in its coordinates and A is not: the value is that of A all the same.
+    Args:
+        matrix: A or G, in `basis`.
+        regulariser: Others give 0; "scatter" needs data and is added by the objectives.
+        form: Which of the two `matrix` is.
+        basis: The value is that of A in the original coordinates.
 
-    >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
-    (1.5, 3.0)
+    Returns:
+        A 0-dim tensor.
+
+    Example:
+        >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
+        (1.5, 3.0)
     """
-    if kind not in ("frobenius", "trace"):
+    if regulariser not in ("frobenius", "trace"):
         return matrix.new_zeros(())
-    matrix = in_basis(matrix, basis, form)
-    if kind == "frobenius":
-        # |G^T G| = |G G^T|, and the second is small for a low rank.
+    matrix = undo_basis(matrix, basis, form)
+    if regulariser == "frobenius":
+        # |G^T G| = |G G^T|, and the latter is small for a low rank.
         return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
     return matrix.trace() if form == "A" else matrix.square().sum()
 
 
-def hinge(slack: Tensor, width: float = 0.0) -> Tensor:
-    """max(0, slack), its corner rounded over `width` by a parabola so that a gradient method can settle in it.
+def hinge(violation: Tensor, width: float = 0.0) -> Tensor:
+    """Compute max(0, violation), optionally smoothed so that gradient methods converge at the kink.
 
-    >>> hinge(torch.tensor([0.5, 2.0])).tolist(), hinge(torch.tensor([0.5, 2.0]), 1.0).tolist()
-    ([0.5, 2.0], [0.125, 1.5])
+    Args:
+        violation: Any shape.
+        width: Of the parabola that replaces the kink; 0 for the plain hinge.
+
+    Returns:
+        The same shape.
+
+    Example:
+        >>> hinge(torch.tensor([0.5, 2.0])).tolist(), hinge(torch.tensor([0.5, 2.0]), 1.0).tolist()
+        ([0.5, 2.0], [0.125, 1.5])
     """
     if width <= 0:
-        return slack.relu()
-    inside = slack.clamp(0, width)
-    return inside * (slack - inside / 2) / width
+        return violation.relu()
+    inside = violation.clamp(0, width)
+    return inside * (violation - inside / 2) / width
 
 
 @dataclass(frozen=True, eq=False)
-class Hinges:
-    """Pairs under `upper`, pairs over `lower`, triplets with `margin`: the general linear model of Kulis 2013.
+class HingeObjective:
+    """Hinges on pairs and triplets: the general linear model of Kulis 2013.
 
     r(A) + lam * ( sum_S [d_A - upper]_+  +  sum_D [lower - d_A]_+  +  sum_T [d_A(i,j) - d_A(i,k) + margin]_+ )
 
-    `terms` is the number of constraints; `value(matrix, rows)` takes only those, scaled up to stand for all.
+    Attributes:
+        x: [N, F] samples.
+        constraints: On the rows of x.
+        upper: Bound of the squared distances of similar pairs.
+        lower: Bound of the squared distances of dissimilar pairs.
+        margin: Between the squared distances of a triplet.
+        lam: Weight of the hinges.
+        regulariser: "frobenius", "trace", "scatter" (sum of d_A over similar pairs) or "none".
+        form: "A" or "G".
+        basis: The map already applied to x, if any.
+        width: Over which the hinges are smoothed.
     """
 
     x: Tensor
@@ -96,97 +152,131 @@ class Hinges:
     lam: float = 1.0
     regulariser: Regulariser = "frobenius"
     form: Form = "A"
-    basis: Tensor | None = None  # the map that x went through before, if any
-    width: float = 0.0  # over which the corners of the hinges are rounded
+    basis: Tensor | None = None
+    width: float = 0.0
 
     @property
     def terms(self) -> int:
+        """The number of constraints."""
         return len(self.constraints)
 
     @property
-    def unit(self) -> float:
-        """The size of distances that matter, to judge the width of a rounded corner by."""
+    def distance_scale(self) -> float:
+        """The scale of relevant distances, in which the smoothing width is measured."""
         return min(self.margin, self.lower - self.upper)
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The objective as a 0-dim tensor: all of it, or an estimate from the constraints numbered `rows`.
+        """Compute the objective.
 
-        >>> asked = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
-        >>> float(Hinges(torch.tensor([[0.0], [2.0], [1.0]]), asked).value(torch.eye(1)))  # 0.5 + (4 - 1) + (4 - 1)
-        6.5
+        Args:
+            matrix: A or G.
+            rows: Indices of the constraints to estimate it from; all when omitted.
+
+        Returns:
+            A 0-dim tensor.
+
+        Example:
+            >>> constraints = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
+            >>> objective = HingeObjective(torch.tensor([[0.0], [2.0], [1.0]]), constraints)
+            >>> float(objective.value(torch.eye(1)))  # 0.5 + (4 - 1) + (4 - 1)
+            6.5
         """
         c, x = self.constraints, self.x
-        share = 1.0
+        weight = 1.0
         if rows is not None:
-            c, share = c.take(rows), self.terms / len(rows)
+            c, weight = c.take(rows), self.terms / len(rows)
         near = squared_distances(matrix, x[c.similar[:, 0]] - x[c.similar[:, 1]], self.form)
         far = squared_distances(matrix, x[c.dissimilar[:, 0]] - x[c.dissimilar[:, 1]], self.form)
         i, j, k = c.triplets.unbind(1)
         order = squared_distances(matrix, x[i] - x[j], self.form) - squared_distances(matrix, x[i] - x[k], self.form)
-        broken = (
+        hinges = (
             hinge(near - self.upper, self.width).sum()
             + hinge(self.lower - far, self.width).sum()
             + hinge(order + self.margin, self.width).sum()
         )
         r = regularise(matrix, self.regulariser, self.form, self.basis)
         if self.regulariser == "scatter":
-            r = share * near.sum()
-        return r + self.lam * share * broken
+            r = weight * near.sum()
+        return r + self.lam * weight * hinges
 
 
 @dataclass(frozen=True, eq=False)
-class Neighbourhoods:
-    """NCA, or LMNN with its target neighbours, over all samples or over some of them.
+class NeighbourObjective:
+    """NCA, or LMNN with its target neighbours.
 
     "nca"    sum over samples of -log p(a neighbour drawn by exp(-d_A) is of the class)          (nearkin.losses.nca)
     "lmnn"   sum over (sample, target) of the pull d_A, as regulariser "scatter", and of the push
              [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
 
-    `terms` is the number of samples. `value(matrix, rows)` takes only those as anchors, and as the crowd around them
-    (with their targets for LMNN); sums are scaled up to stand for all. For NCA, whose sums are inside a logarithm,
-    that is the usual biased estimate.
+    Attributes:
+        x: [N, F] samples.
+        labels: [N] integers.
+        loss: "nca" or "lmnn".
+        targets: [P, 2] (sample, one of its nearest of the class).
+        margin: Of LMNN.
+        lam: Weight of the sum.
+        regulariser: "frobenius", "trace", "scatter" (sum of d_A over targets) or "none".
+        form: "A" or "G".
+        basis: The map already applied to x, if any.
     """
 
     x: Tensor
     labels: Tensor
-    kind: Literal["nca", "lmnn"]
-    targets: Tensor  # [P, 2] (sample, one of its nearest of the class)
+    loss: Literal["nca", "lmnn"]
+    targets: Tensor
     margin: float = 1.0
     lam: float = 1.0
     regulariser: Regulariser = "none"
     form: Form = "A"
-    basis: Tensor | None = None  # the map that x went through before, if any
+    basis: Tensor | None = None
 
     @property
     def terms(self) -> int:
+        """The number of samples."""
         return len(self.x)
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The objective as a 0-dim tensor: all of it, or an estimate from the samples numbered `rows`."""
+        """Compute the objective.
+
+        Args:
+            matrix: A or G.
+            rows: Samples to estimate it from, used as anchors and as references (with their targets for LMNN). Sums
+                are scaled up; for NCA, whose sums are inside a logarithm, the estimate is biased, as usual. All
+                samples when omitted.
+
+        Returns:
+            A 0-dim tensor.
+        """
         rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
         i, j = self.targets[torch.isin(self.targets[:, 0], rows)].T.contiguous()
-        crowd = rows if self.kind == "nca" else torch.unique(torch.cat([rows, j]))
-        share = len(self.x) / len(rows)
-        same = self.labels[rows, None] == self.labels[crowd]
-        if self.kind == "nca":
-            pos = same & (rows[:, None] != crowd)
-            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
-            broken = nca(pairs, reduction="sum")
+        refs = rows if self.loss == "nca" else torch.unique(torch.cat([rows, j]))
+        weight = len(self.x) / len(rows)
+        same = self.labels[rows, None] == self.labels[refs]
+        if self.loss == "nca":
+            pos = same & (rows[:, None] != refs)
+            pairs = learned_pairs(matrix, self.x[rows], self.x[refs], pos, ~same, self.form)
+            loss = nca(pairs, reduction="sum")
         else:
             pos = torch.zeros_like(same)
-            pos[torch.searchsorted(rows, i), torch.searchsorted(crowd, j)] = True
-            pairs = product_pairs(matrix, self.x[rows], self.x[crowd], pos, ~same, self.form)
+            pos[torch.searchsorted(rows, i), torch.searchsorted(refs, j)] = True
+            pairs = learned_pairs(matrix, self.x[rows], self.x[refs], pos, ~same, self.form)
             # The loss compares similarities: minus the squared distances.
             pairs = replace(pairs, sim=-pairs.sq_distance())
-            broken = len(self.x) / len(crowd) * triplet(pairs, margin=self.margin, reduction="sum")
+            loss = len(self.x) / len(refs) * triplet(pairs, margin=self.margin, reduction="sum")
         r = regularise(matrix, self.regulariser, self.form, self.basis)
         if self.regulariser == "scatter":
-            r = share * squared_distances(matrix, self.x[i] - self.x[j], self.form).sum()
-        return r + self.lam * share * broken
+            r = weight * squared_distances(matrix, self.x[i] - self.x[j], self.form).sum()
+        return r + self.lam * weight * loss
 
 
-def check_name(setting: str, given: object, known: tuple[str, ...]) -> None:
-    """Raise if a setting is not one of the names it may have."""
-    if given not in known:
+def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise a ConfigError unless a setting has one of its known values.
+
+    Args:
+        setting: Name of the setting.
+        value: Its value.
+        known: Allowed values.
+    """
+    if value not in known:
         names = ", ".join(f"'{k}'" for k in known)
-        raise ConfigError(f"{setting}: expected one of {names}, got {given!r}.{did_you_mean(str(given), known)}")
+        raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")

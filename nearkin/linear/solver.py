@@ -1,6 +1,6 @@
-"""Two ways down: accelerated projected gradient on a whole objective, stochastic steps on parts of it.
+"""Optimisers: accelerated projected gradient on the full objective, and stochastic steps on batches of its terms.
 
-Both are generators that yield every iterate, so that the caller counts, watches and stops.
+Both are generators that yield every iterate, so that the caller counts, reports and stops.
 """
 
 from __future__ import annotations
@@ -14,73 +14,90 @@ from torch import Tensor
 
 from nearkin.errors import TrainingFailedError
 
-Project = Callable[[Tensor], Tensor]
-LOOK = 10  # steps on batches from one look at the watched terms to the next
+Projection = Callable[[Tensor], Tensor]
+VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validation terms
 
 
 def project_psd(a: Tensor) -> Tensor:
-    """The nearest symmetric positive semi-definite matrix: symmetrise, clip the eigenvalues at 0.
+    """Project onto the symmetric positive semi-definite matrices.
 
-    >>> project_psd(torch.tensor([[1.0, 0.0], [0.0, -2.0]])).tolist()
-    [[1.0, 0.0], [0.0, 0.0]]
+    Args:
+        a: [F, F].
+
+    Returns:
+        The nearest such matrix: symmetrised, with eigenvalues clipped at 0.
+
+    Example:
+        >>> project_psd(torch.tensor([[1.0, 0.0], [0.0, -2.0]])).tolist()
+        [[1.0, 0.0], [0.0, 0.0]]
     """
     values, vectors = torch.linalg.eigh((a + a.T) / 2)
     half: Tensor = vectors * values.clamp(min=0).sqrt()
     return half @ half.T
 
 
-def descend(
-    value: Callable[[Tensor], Tensor], start: Tensor, project: Project, *, tol: float = 1e-6
+def projected_gradient(
+    objective: Callable[[Tensor], Tensor], start: Tensor, project: Projection, *, tol: float = 1e-6
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yield (matrix, value), each no worse than the last, until `value` stops falling by more than `tol` of itself.
+    """Minimise by Nesterov's method with backtracking and adaptive restart (O'Donoghue and Candes 2015).
 
-    Nesterov's method with a step found by backtracking and the momentum thrown away whenever it leads uphill
-    (O'Donoghue and Candes 2015). `project` is project_psd for A and the identity for G.
+    Args:
+        objective: Maps the matrix to a 0-dim tensor.
+        start: First matrix.
+        project: `project_psd` for A, the identity for G.
+        tol: Stop when the value decreases by less than this fraction three times in a row.
+
+    Yields:
+        (matrix, value), each no worse than the last.
     """
     best = project(start)
-    level, gradient = _slope(value, best)
-    if not math.isfinite(level):
-        raise TrainingFailedError(f"The objective is {level} at the start. Scale the features (scale=True).")
-    ahead, momentum, still = best, 1.0, 0
-    # A first step that would change the matrix by a tenth of its length.
+    value, gradient = _value_and_gradient(objective, best)
+    if not math.isfinite(value):
+        raise TrainingFailedError(f"The objective is {value} at the start. Scale the features (scale=True).")
+    point, point_value, momentum, stalled = best, value, 1.0, 0
+    # A first step that would change the matrix by a tenth of its norm.
     step = 0.1 * float(best.norm() + 1e-12) / max(float(gradient.norm()), 1e-300)
-    at_ahead = level
-    while still < 3:
-        found = _backtrack(value, project, ahead, at_ahead, gradient, step)
-        if found is None or found[1] > level:
+    while stalled < 3:
+        result = _backtrack(objective, project, point, point_value, gradient, step)
+        if result is None or result[1] > value:
             if momentum == 1.0:
-                return  # no step along the gradient goes down: a minimum, or a corner
-            ahead, momentum = best, 1.0
-            at_ahead, gradient = _slope(value, ahead)
+                return  # no descent along the gradient: a minimum or a kink
+            point, momentum = best, 1.0
+            point_value, gradient = _value_and_gradient(objective, point)
             continue
-        new, new_level, step = found
-        still = still + 1 if level - new_level <= tol * max(abs(level), 1e-12) else 0
-        grown = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = new + (momentum - 1) / grown * (new - best)
-        best, level, momentum = new, new_level, grown
-        yield best, level
+        new, new_value, step = result
+        stalled = stalled + 1 if value - new_value <= tol * max(abs(value), 1e-12) else 0
+        new_momentum = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        point = new + (momentum - 1) / new_momentum * (new - best)
+        best, value, momentum = new, new_value, new_momentum
+        yield best, value
         step *= 1.25
-        at_ahead, gradient = _slope(value, ahead)
+        point_value, gradient = _value_and_gradient(objective, point)
 
 
 def _backtrack(
-    value: Callable[[Tensor], Tensor], project: Project, at: Tensor, level: float, gradient: Tensor, step: float
+    objective: Callable[[Tensor], Tensor],
+    project: Projection,
+    point: Tensor,
+    value: float,
+    gradient: Tensor,
+    step: float,
 ) -> tuple[Tensor, float, float] | None:
-    """Halve the step until the parabola that it stands for lies above the value."""
+    """Halve the step until its quadratic upper bound holds."""
     for _ in range(60):
-        new = project(at - step * gradient)
+        new = project(point - step * gradient)
         with torch.no_grad():
-            new_level = float(value(new))
-        move = new - at
-        bound = level + float((gradient * move).sum()) + float(move.square().sum()) / (2 * step)
-        if new_level <= bound + 1e-12 * abs(level):
-            return new, new_level, step
+            new_value = float(objective(new))
+        move = new - point
+        bound = value + float((gradient * move).sum()) + float(move.square().sum()) / (2 * step)
+        if new_value <= bound + 1e-12 * abs(value):
+            return new, new_value, step
         step /= 2
     return None
 
 
-class Parts(Protocol):
-    """An objective whose value can be estimated from some of its terms, by number."""
+class SumObjective(Protocol):
+    """An objective whose value can be estimated from some of its terms."""
 
     @property
     def terms(self) -> int: ...
@@ -88,37 +105,54 @@ class Parts(Protocol):
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
 
-def descend_parts(
-    problem: Parts, start: Tensor, project: Project, batch: int, steps: int, rate: float, generator: torch.Generator
+def stochastic_descent(
+    objective: SumObjective,
+    start: Tensor,
+    project: Projection,
+    batch_size: int,
+    steps: int,
+    rate: float,
+    generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yield (matrix, estimate) for `steps` batches of terms, drawn without repetition until all were seen.
+    """Minimise with Adam on batches of terms, with a cosine learning rate schedule.
 
-    Adam, whose step does not depend on the scale of the objective, with a rate that falls to zero along a half
-    cosine; `rate` is relative to the root mean square of the start. Where few terms are broken a gradient is mostly
-    chance, and Adam takes it for as much as any other; so a fixed sample of the terms is looked at now and then, and
-    when it got worse the search goes back to its best with half the rate. The last matrix yielded is the best.
+    Where few terms are violated the gradient is mostly noise, which Adam does not scale down. A fixed validation
+    sample of the terms is therefore evaluated regularly; when it gets worse, the search returns to the best matrix and
+    halves the rate. The last matrix yielded is the best.
+
+    Args:
+        objective: What to minimise.
+        start: First matrix.
+        project: `project_psd` for A, the identity for G.
+        batch_size: Terms per step, drawn without replacement until all were used.
+        steps: Number of steps.
+        rate: Initial learning rate, relative to the root mean square of `start`.
+        generator: For drawing batches.
+
+    Yields:
+        (matrix, estimate of the value) per step.
     """
     matrix = project(start).clone().requires_grad_(True)
-    unit = float(start.square().mean().sqrt().clamp(min=1e-12))
-    watched = torch.randperm(problem.terms, generator=generator)[: 4 * batch]
-    best, least = matrix.detach().clone(), _level(problem, matrix, watched)
+    scale = float(start.square().mean().sqrt().clamp(min=1e-12))
+    validation = torch.randperm(objective.terms, generator=generator)[: 4 * batch_size]
+    best, best_value = matrix.detach().clone(), _value(objective, matrix, validation)
     adam = torch.optim.Adam([matrix], betas=(0.9, 0.99))
     queue = torch.empty(0, dtype=torch.int64)
-    for number in range(steps):
-        if len(queue) < batch:
-            queue = torch.cat([queue, torch.randperm(problem.terms, generator=generator)])
-        rows, queue = queue[:batch], queue[batch:]
-        adam.param_groups[0]["lr"] = rate * unit * 0.5 * (1 + math.cos(math.pi * number / steps))
+    for step in range(steps):
+        if len(queue) < batch_size:
+            queue = torch.cat([queue, torch.randperm(objective.terms, generator=generator)])
+        rows, queue = queue[:batch_size], queue[batch_size:]
+        adam.param_groups[0]["lr"] = rate * scale * 0.5 * (1 + math.cos(math.pi * step / steps))
         adam.zero_grad()
-        estimate = problem.value(matrix, rows)
+        estimate = objective.value(matrix, rows)
         torch.autograd.backward(estimate)
         adam.step()
         with torch.no_grad():
             matrix.copy_(project(matrix))
-        if (number + 1) % LOOK == 0 or number + 1 == steps:
-            level = _level(problem, matrix, watched)
-            if level < least:
-                best, least = matrix.detach().clone(), level
+        if (step + 1) % VALIDATE_EVERY == 0 or step + 1 == steps:
+            value = _value(objective, matrix, validation)
+            if value < best_value:
+                best, best_value = matrix.detach().clone(), value
             else:
                 rate /= 2
                 with torch.no_grad():
@@ -126,13 +160,13 @@ def descend_parts(
         yield matrix.detach(), float(estimate.detach())
 
 
-def _level(problem: Parts, matrix: Tensor, rows: Tensor) -> float:
+def _value(objective: SumObjective, matrix: Tensor, rows: Tensor) -> float:
     with torch.no_grad():
-        return float(problem.value(matrix, rows))
+        return float(objective.value(matrix, rows))
 
 
-def _slope(value: Callable[[Tensor], Tensor], at: Tensor) -> tuple[float, Tensor]:
-    point = at.detach().requires_grad_(True)
-    level = value(point)
-    (gradient,) = torch.autograd.grad(level, point)
-    return float(level.detach()), gradient
+def _value_and_gradient(objective: Callable[[Tensor], Tensor], point: Tensor) -> tuple[float, Tensor]:
+    leaf = point.detach().requires_grad_(True)
+    value = objective(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return float(value.detach()), gradient

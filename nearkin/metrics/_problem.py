@@ -1,4 +1,4 @@
-"""What both counting paths share: the checked input, its relevant items, and ties among those."""
+"""The validated ranking problem, its relevant items, and the ties among them: shared by both counting backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.metrics._vectors import (
     Floats,
     Ints,
-    Points,
+    VectorSet,
     as_labels,
     as_matrix,
     check_similarity,
@@ -29,45 +29,66 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class RankingProblem:
-    """Checked input. Gallery positions are in class order, so that a class is a range of columns."""
+    """Validated input. Gallery positions are in class order, so that a class is a range of columns.
 
-    query: Points
-    gallery: Points
-    alone: bool  # the query is the gallery
-    codes: Ints  # [Q] class of each query
+    Attributes:
+        query: Query vectors.
+        gallery: Gallery vectors.
+        single_set: The query is the gallery; an item is never ranked for itself.
+        codes: [Q] class of each query.
+        classes: [C] distinct labels.
+        order: [G] gallery row at each position.
+        class_start: [C + 1] first position of each class.
+        similarity: "cosine" or "euclidean".
+        query_group: [Q] group of each query, or None.
+        position_group: [G] group of the item at each position, or None.
+    """
+
+    query: VectorSet
+    gallery: VectorSet
+    single_set: bool
+    codes: Ints
     classes: NDArray[Any]
-    order: Ints  # [G] gallery row at each position
-    class_start: Ints  # [C + 1] first position of each class
+    order: Ints
+    class_start: Ints
     similarity: str
-    group: Ints | None  # [Q] group of each query
-    order_group: Ints | None  # [G] group of the item at each position
+    query_group: Ints | None
+    position_group: Ints | None
 
     @property
-    def pairs(self) -> int:
-        """How many relevant pairs there are, at most."""
+    def max_pairs(self) -> int:
+        """An upper bound of the number of relevant pairs."""
         return int(np.diff(self.class_start)[self.codes].sum())
 
-    def relevant(self, queries: Ints) -> tuple[Ints, Ints]:
-        """(row, position) of every relevant item of the given queries; row counts within `queries`."""
+    def relevant_pairs(self, queries: Ints) -> tuple[Ints, Ints]:
+        """Return (row, position) of every relevant item; `row` indexes into `queries`."""
         code = self.codes[queries]
         size = self.class_start[code + 1] - self.class_start[code]
         row = np.repeat(np.arange(len(queries)), size)
         first = np.cumsum(size) - size
         position = np.arange(len(row)) - first[row] + self.class_start[code][row]
         keep = np.ones(len(row), dtype=bool)
-        if self.alone:
+        if self.single_set:
             keep &= self.order[position] != queries[row]
-        if self.group is not None and self.order_group is not None:
-            keep &= self.order_group[position] != self.group[queries][row]
+        if self.query_group is not None and self.position_group is not None:
+            keep &= self.position_group[position] != self.query_group[queries][row]
         return row[keep], position[keep]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Groups of some queries: the result of a path, before it is put in order. Arrays as in Ranking."""
+class PartialRanking:
+    """The tie groups of some queries, as counted by a backend. Arrays as in Ranking.
+
+    Attributes:
+        queries: [n] queries.
+        counts: [n] tie groups per query.
+        above: [T] items strictly nearer than the group.
+        relevant: [T] relevant items in the group.
+        size: [T] items in the group.
+    """
 
     queries: Ints
-    counts: Ints  # groups per query
+    counts: Ints
     above: Ints
     relevant: Ints
     size: Ints
@@ -75,126 +96,161 @@ class Part:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The tie groups of relevant items, which the other items are counted against. Nearest first within a row."""
+    """Tie groups of relevant items, against which the other items are counted. Nearest first within a row.
 
-    counts: Ints  # [rows] groups per row
-    key: Floats  # [T] key of the group
-    sample: Ints  # [T] position of one relevant item of the group
-    relevant: Ints  # [T] relevant items in the group
+    Attributes:
+        counts: [rows] groups per row.
+        key: [T] key of the group.
+        sample: [T] position of one relevant item of the group.
+        relevant: [T] relevant items in the group.
+    """
+
+    counts: Ints
+    key: Floats
+    sample: Ints
+    relevant: Ints
 
 
 def make_problem(
-    query: Any, labels: Any, gallery: Any, g_labels: Any, similarity: str, groups: Any, g_groups: Any
+    query: Any, labels: Any, gallery: Any, gallery_labels: Any, similarity: str, groups: Any, g_groups: Any
 ) -> RankingProblem:
+    """Validate the arguments of `nearkin.metrics.rank` and prepare the vectors.
+
+    Args:
+        query: [Q, D] vectors.
+        labels: [Q] labels.
+        gallery: [G, D] vectors, or None.
+        gallery_labels: [G] labels, or None.
+        similarity: "cosine" or "euclidean".
+        groups: [Q] groups, or None.
+        g_groups: [G] groups, or None.
+
+    Returns:
+        The problem.
+    """
     check_similarity(similarity)
-    if (gallery is None) != (g_labels is None):
-        missing = "gallery labels" if g_labels is None else "gallery"
-        raise ConfigError(f"rank: the {missing} are missing. Use (emb, labels) or (query, labels, gallery, labels).")
-    alone = gallery is None
-    q = as_matrix(query, "embeddings" if alone else "query")
-    q_labels = as_labels(labels, len(q), "labels" if alone else "query labels", "embeddings" if alone else "query")
-    g, g_names = None, None
-    if not alone:
-        q, g = same_space(q, as_matrix(gallery, "gallery"))
-        g_names = as_labels(g_labels, len(g), "gallery labels", "gallery")
-    codes, g_codes, classes = encode(q_labels, g_names, "labels")
-    group, g_group = _groups(groups, g_groups, len(q), None if g is None else len(g))
-    left, right = prepare(q, g, similarity)
+    if (gallery is None) != (gallery_labels is None):
+        missing = "gallery labels are" if gallery_labels is None else "gallery is"
+        raise ConfigError(f"rank: the {missing} missing. Use (emb, labels) or (query, labels, gallery, labels).")
+    single_set = gallery is None
+    name = "embeddings" if single_set else "query"
+    q = as_matrix(query, name)
+    q_labels = as_labels(labels, len(q), "labels" if single_set else "query labels", name)
+    g, g_labels = None, None
+    if not single_set:
+        q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
+        g_labels = as_labels(gallery_labels, len(g), "gallery labels", "gallery")
+    codes, g_codes, classes = encode(q_labels, g_labels, "labels")
+    query_group, g_group = _encode_groups(groups, g_groups, len(q), None if g is None else len(g))
+    q_vectors, g_vectors = prepare(q, g, similarity)
     size = np.bincount(g_codes, minlength=len(classes))
     order = np.lexsort((np.arange(len(g_codes)), g_codes))
-    start = np.concatenate([[0], np.cumsum(size)])
     return RankingProblem(
-        query=left,
-        gallery=right,
-        alone=alone,
+        query=q_vectors,
+        gallery=g_vectors,
+        single_set=single_set,
         codes=codes,
         classes=classes,
         order=order,
-        class_start=start,
+        class_start=np.concatenate([[0], np.cumsum(size)]),
         similarity=similarity,
-        group=group,
-        order_group=None if g_group is None else g_group[order],
+        query_group=query_group,
+        position_group=None if g_group is None else g_group[order],
     )
 
 
-def same_space(q: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and gallery on one device and in the wider of their two types, which changes no value."""
-    if q.shape[1] != g.shape[1]:
-        raise DataError(f"gallery: vectors of {g.shape[1]} numbers, but the query's have {q.shape[1]}.")
-    dtype = torch.promote_types(q.dtype, g.dtype)
-    return q.to(dtype), g.to(device=q.device, dtype=dtype)
+def match_dtype_and_device(query: Tensor, gallery: Tensor) -> tuple[Tensor, Tensor]:
+    """Put query and gallery on one device and in the wider of their two dtypes, which changes no value."""
+    if query.shape[1] != gallery.shape[1]:
+        raise DataError(
+            f"gallery: {gallery.shape[1]} dimensions, but the query has {query.shape[1]}. Embed both with one model."
+        )
+    dtype = torch.promote_types(query.dtype, gallery.dtype)
+    return query.to(dtype), gallery.to(device=query.device, dtype=dtype)
 
 
-def _groups(groups: Any, g_groups: Any, n: int, g: int | None) -> tuple[Ints | None, Ints | None]:
+def _encode_groups(groups: Any, g_groups: Any, queries: int, items: int | None) -> tuple[Ints | None, Ints | None]:
     if groups is None and g_groups is None:
         return None, None
-    if groups is None or (g is not None) != (g_groups is not None):
+    if groups is None or (items is not None) != (g_groups is not None):
         raise ConfigError("groups: give groups for one set, or both groups and g_groups for a query and a gallery.")
-    first = as_labels(groups, n, "groups", "the query")
-    second = None if g is None else as_labels(g_groups, g, "g_groups", "the gallery")
-    ours, theirs, _ = encode(first, second, "groups")
-    return ours, theirs
+    first = as_labels(groups, queries, "groups", "the query")
+    second = None if items is None else as_labels(g_groups, items, "g_groups", "the gallery")
+    query_group, gallery_group, _ = encode(first, second, "groups")
+    return query_group, gallery_group
 
 
-def as_bytes(memory: str | int) -> int:
-    """Bytes of "512MB", "1.5GB" or a number.
+def parse_bytes(memory: str | int) -> int:
+    """Parse a size such as "512MB", "1.5GB" or a number of bytes.
 
-    >>> as_bytes("1GB")
-    1000000000
+    Args:
+        memory: The size, at least 1 MB.
+
+    Returns:
+        The number of bytes.
+
+    Example:
+        >>> parse_bytes("1GB")
+        1000000000
     """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
     text = str(memory).strip().upper()
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            text, size = text[: -len(unit)], factor
-            break
-    else:
-        size = 1
+    unit = next((u for u in units if text.endswith(u)), "")
     try:
-        found = int(float(text) * size)
+        size = int(float(text.removesuffix(unit)) * units.get(unit, 1))
     except ValueError:
         raise ConfigError(f"memory: expected a size such as '512MB' or '2GB', got {memory!r}.") from None
-    if found < 10**6:
-        raise ConfigError(f"memory: at least 1MB is needed, got {memory!r}.")
-    return found
+    if size < 10**6:
+        raise ConfigError(f"memory: expected at least 1MB, got {memory!r}.")
+    return size
 
 
 # ------------------------------------------------------------------------------------------------------------- ties
 
 
 def order_by_distance(
-    query: Points, gallery: Points, i: Ints, row: Ints, col: Ints, key: Floats, slack: Floats
+    query: VectorSet, gallery: VectorSet, i: Ints, row: Ints, col: Ints, key: Floats, error_bound: Floats
 ) -> tuple[Ints, Ints, Floats]:
-    """Order items by row, nearest first, so that only true ties are left.
+    """Order items by row, nearest first, comparing near-ties by their exact distance.
 
-    i is the query of each item, col its row in the gallery. Returns the order, and in that order the run of keys too
-    close to tell apart and the exact distance inside such runs (0 elsewhere). Ties share row, run and distance.
+    Args:
+        query: Query vectors.
+        gallery: Gallery vectors.
+        i: [P] query of each item.
+        row: [P] row of each item, the first sort key and the index into `error_bound`.
+        col: [P] gallery row of each item.
+        key: [P] float64 key of each item.
+        error_bound: [rows] error bound of the keys.
+
+    Returns:
+        The order [P]; then, per item, the run of indistinguishable keys [P] that it belongs to and its exact distance
+        [P] (0 for items alone in their run). Ties share row, run and distance.
     """
     order = np.lexsort((-key, row))
     r, k = row[order], key[order]
-    close = (r[1:] == r[:-1]) & (k[:-1] - k[1:] <= 2 * slack[r[1:]])
+    close = (r[1:] == r[:-1]) & (k[:-1] - k[1:] <= 2 * error_bound[r[1:]])
     run = np.concatenate([[0], np.cumsum(~close)]) if len(r) else np.zeros(0, dtype=np.int64)
     distance = np.zeros(len(r))
-    doubt = np.zeros(len(r), dtype=bool)
-    doubt[1:] |= close
-    doubt[:-1] |= close
-    where = np.nonzero(doubt)[0]
+    ambiguous = np.zeros(len(r), dtype=bool)
+    ambiguous[1:] |= close
+    ambiguous[:-1] |= close
+    where = np.nonzero(ambiguous)[0]
     if len(where):
-        at = order[where]
-        distance[where] = exact_distance(query, gallery, i[at], col[at])
-        again = np.lexsort((distance, run))
-        order, run, distance = order[again], run[again], distance[again]
-    unsorted_run, unsorted_distance = np.empty_like(run), np.empty_like(distance)
-    unsorted_run[order], unsorted_distance[order] = run, distance
-    return order, unsorted_run, unsorted_distance
+        index = order[where]
+        distance[where] = exact_distance(query, gallery, i[index], col[index])
+        resorted = np.lexsort((distance, run))
+        order, run, distance = order[resorted], run[resorted], distance[resorted]
+    item_run, item_distance = np.empty_like(run), np.empty_like(distance)
+    item_run[order], item_distance[order] = run, distance
+    return order, item_run, item_distance
 
 
 def thresholds(
-    task: RankingProblem, queries: Ints, row: Ints, position: Ints, key: Floats, slack: Floats
+    problem: RankingProblem, queries: Ints, row: Ints, position: Ints, key: Floats, error_bound: Floats
 ) -> Thresholds:
-    """Gather relevant items (as listed by Task.relevant, with their keys) into tie groups, nearest first."""
+    """Merge relevant items, from `RankingProblem.relevant_pairs` and with their keys, into tie groups."""
     order, run, distance = order_by_distance(
-        task.query, task.gallery, queries[row], row, task.order[position], key, slack
+        problem.query, problem.gallery, queries[row], row, problem.order[position], key, error_bound
     )
     r, n, d = row[order], run[order], distance[order]
     new = np.ones(len(r), dtype=bool)
@@ -208,8 +264,8 @@ def thresholds(
     )
 
 
-def before(t: Thresholds) -> Ints:
-    """Relevant items in earlier groups of the same row: they stand above too."""
+def hits_before(t: Thresholds) -> Ints:
+    """Count the relevant items in earlier groups of the same row, which are above as well."""
     ends = np.cumsum(t.relevant)
     first = np.cumsum(t.counts) - t.counts
     start = np.concatenate([[0], ends])[first]

@@ -1,19 +1,19 @@
-"""Vectors and labels as the ranking engine wants them, and the exact similarity that settles close calls.
+"""Input conversion for the ranking engine, and the exact distance that resolves near-ties.
 
-One geometry serves both similarities. With z the unit vectors (cosine) or the raw vectors (Euclidean), m the mean of
-the gallery's z and delta = z - m, the key of a pair is
+Both similarities share one geometry. Let z be the unit vectors (cosine) or the raw vectors (Euclidean), m the mean of
+the gallery's z and c = z - m. The key of a pair is
 
-    w_ij = delta_i . delta_j + b_i + b_j,        b = -|delta|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
+    w_ij = c_i . c_j + b_i + b_j,        b = -|c|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
 
-which is the cosine minus one, or minus half the squared distance. Subtracting the mean changes no order, and keeps
-the rounding error in proportion to how far apart the vectors really are: a model that has nearly collapsed is ranked
-as sharply as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half. In the end a
-constant is taken off all b, which changes no order either.)
+that is, the cosine minus one, or minus half the squared distance. Subtracting the mean does not change the order, but
+it keeps the rounding error proportional to the spread of the vectors, so a nearly collapsed model is ranked as
+precisely as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half. Finally a constant
+is subtracted from all b, which does not change the order either.)
 
-The key comes from a matrix product, so it is known only to within an error bound, `Points.slack`. Whatever lies closer
-than the bound is settled by `exact_distance`: computed with twice the precision of float64 in a fixed order, then
-rounded to one float64. Two gallery items tie for a query when that number is the same for both. The block size, the
-number of threads and the library that multiplied cannot change it.
+The key comes from a matrix product and is known only within an error bound, `VectorSet.error_bounds`. Pairs closer
+than the bound are compared by `exact_distance`, which is computed in a fixed order with twice the precision of float64
+and then rounded to one float64. Two gallery items tie for a query when these values are equal. The block size, the
+number of threads and the BLAS library cannot change the outcome.
 """
 
 from __future__ import annotations
@@ -31,102 +31,135 @@ from nearkin.errors import ConfigError, DataError, did_you_mean
 
 SIMILARITIES = ("cosine", "euclidean")
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
-ZERO_NORM = 1e-12  # at or below it a vector has no direction: its cosine with everything is 0
-SNAP = 2.0**80  # exact cosine distances are rounded to multiples of 2^-80 (see exact_distance)
-_SPLIT = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
-_CHUNK = 4096  # rows prepared at a time, so that float64 copies stay small
+ZERO_NORM = 1e-12  # a vector of at most this norm counts as zero: its cosine with everything is 0
+COSINE_GRID = 2.0**80  # exact cosine distances are rounded to multiples of its inverse (see exact_distance)
+_SPLITTER = 134217729.0  # 2^27 + 1: splits a float64 into two halves whose products are exact
+_CHUNK = 4096  # rows converted at a time, to keep float64 copies small
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-# ---------------------------------------------------------------------------------------------- what the user gave
+# ------------------------------------------------------------------------------------------------ input conversion
 
 
 def check_similarity(name: str) -> str:
+    """Return the name of a similarity, or raise a ConfigError if there is none of that name."""
     if name not in SIMILARITIES:
-        hint = did_you_mean(name, SIMILARITIES) or " There are: cosine, euclidean."
+        hint = did_you_mean(name, SIMILARITIES) or f" Available: {', '.join(SIMILARITIES)}."
         raise ConfigError(f"similarity: no similarity named {name!r}.{hint}")
     return name
 
 
-def as_matrix(values: Any, what: str) -> Tensor:
-    """A finite, contiguous [N, D] float32 or float64 tensor on its own device, or a DataError that says why not."""
+def as_matrix(values: Any, name: str) -> Tensor:
+    """Convert to a finite, contiguous [N, D] float32 or float64 tensor on the same device.
+
+    Args:
+        values: Array, tensor or nested list.
+        name: What error messages call it.
+
+    Returns:
+        The tensor [N, D]; integers become float64, half precision becomes float32.
+
+    Raises:
+        DataError: Not a matrix of real, finite numbers, or empty.
+    """
     try:
         x = values.detach() if isinstance(values, Tensor) else _as_tensor(np.asarray(values))
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what}: cannot be read as a matrix of numbers ({error}).") from None
+        raise DataError(f"{name}: cannot be read as a matrix of numbers ({error}).") from None
     shape = tuple(x.shape)
     if x.ndim != 2:
-        cure = "One vector? Add an axis: x[None]." if x.ndim == 1 else "Flatten it to one row per item."
-        raise DataError(f"{what}: expected one row per item, [N, D]; got shape {shape}. {cure}")
+        fix = "For a single vector add an axis: x[None]." if x.ndim == 1 else "Flatten it to one row per item."
+        raise DataError(f"{name}: expected one row per item, [N, D]; got shape {shape}. {fix}")
     if 0 in shape:
-        raise DataError(f"{what}: nothing to rank, got shape {shape}.")
+        raise DataError(f"{name}: nothing to rank, got shape {shape}.")
     if x.is_complex():
-        raise DataError(f"{what}: expected real numbers, got {x.dtype}.")
+        raise DataError(f"{name}: expected real numbers, got {x.dtype}.")
     if x.device.type == "mps":
-        x = x.cpu()  # no float64 there
+        x = x.cpu()  # MPS has no float64
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     elif x.dtype not in (torch.float32, torch.float64):
         x = x.double()
     x = x.contiguous()
-    # A sum needs no mask as large as x; only when it is not finite (or overflows) do we look for the row to name.
+    # The sum avoids a mask as large as x; search for the bad row only if the sum is not finite (or overflows).
     if not bool(torch.isfinite(x.sum())):
         bad = (~torch.isfinite(x)).any(1).nonzero()
         if len(bad):
-            kind = "NaN" if bool(torch.isnan(x).any()) else "infinite values"
+            problem = "NaN" if bool(torch.isnan(x).any()) else "infinite values"
             raise DataError(
-                f"{what}: {kind} in {len(bad)} of {len(x)} rows (first: row {int(bad[0])}). "
-                "Nothing ranks against them; find out why the model gave them, or drop those rows."
+                f"{name}: {problem} in {len(bad)} of {len(x)} rows (first: row {int(bad[0])}). "
+                "Such rows cannot be ranked: check the model that produced them, or drop the rows."
             )
     return x
 
 
 def _as_tensor(values: NDArray[Any]) -> Tensor:
-    """Any array of numbers, copied only where torch must have it so: it knows no negative strides or foreign bytes."""
+    """Convert an array, copying only what torch does not support: negative strides and foreign byte order."""
     if any(stride < 0 for stride in values.strides) or not values.dtype.isnative:
         values = values.astype(values.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")  # nor do we write to it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")  # we never write to it
         return torch.as_tensor(values)
 
 
-def as_labels(values: Any, length: int, what: str, of: str) -> NDArray[Any]:
-    """Labels as a 1-D array of integers or strings, exact for any integer size."""
+def as_labels(values: Any, length: int, name: str, of: str) -> NDArray[Any]:
+    """Convert labels to a 1-D array of integers or strings, exact for integers of any size.
+
+    Args:
+        values: Array, tensor or list of N labels.
+        length: Expected N.
+        name: What error messages call the labels.
+        of: What error messages call the labelled rows.
+
+    Returns:
+        The labels [N]; integers too large for int64 as dtype object.
+
+    Raises:
+        DataError: Neither integers nor strings, or not N of them.
+    """
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
-    given = np.asarray(values)
-    if given.dtype.kind == "f" and isinstance(values, list | tuple) and all(isinstance(v, int) for v in values):
-        given = np.array(values, dtype=object)  # integers too large or too mixed for one machine type
-    if given.dtype == object:
-        kinds = {type(v) for v in given.ravel().tolist()}
-        if kinds <= {str, np.str_}:
-            given = given.astype(np.str_)
-        elif all(issubclass(k, int | np.integer) for k in kinds):
-            given = np.array([int(v) for v in given.ravel()], dtype=object).reshape(given.shape)
+    labels = np.asarray(values)
+    if labels.dtype.kind == "f" and isinstance(values, list | tuple) and all(isinstance(v, int) for v in values):
+        labels = np.array(values, dtype=object)  # integers too large or too mixed for one machine type
+    if labels.dtype == object:
+        types = {type(v) for v in labels.ravel().tolist()}
+        if types <= {str, np.str_}:
+            labels = labels.astype(np.str_)
+        elif all(issubclass(t, int | np.integer) for t in types):
+            labels = np.array([int(v) for v in labels.ravel()], dtype=object).reshape(labels.shape)
         else:
-            names = ", ".join(sorted(k.__name__ for k in kinds))
-            raise DataError(f"{what}: expected integers or strings, got {names}.")
-    elif given.dtype.kind not in "iubUS":
-        cure = "Give whole numbers, for example labels.astype(int): as floats, large ids run together."
-        raise DataError(f"{what}: expected integers or strings, got {given.dtype}. {cure}")
-    if given.dtype.kind == "S":  # bytes, as some files hold their names; the same names as text elsewhere are the same
+            names = ", ".join(sorted(t.__name__ for t in types))
+            raise DataError(f"{name}: expected integers or strings, got {names}.")
+    elif labels.dtype.kind not in "iubUS":
+        fix = "Convert them, for example labels.astype(int): large ids collide as floats."
+        raise DataError(f"{name}: expected integers or strings, got {labels.dtype}. {fix}")
+    if labels.dtype.kind == "S":  # some file formats store names as bytes; they must match the same names as text
         try:
-            given = np.char.decode(given, "utf-8")
+            labels = np.char.decode(labels, "utf-8")
         except UnicodeDecodeError:
-            raise DataError(f"{what}: byte strings that are not UTF-8. Decode them first.") from None
-    if given.ndim != 1:
-        raise DataError(f"{what}: expected one label per row, [N]; got shape {given.shape}.")
-    if len(given) != length:
-        raise DataError(f"{what}: {len(given)} labels for {length} rows of {of}.")
-    return given
+            raise DataError(f"{name}: byte strings that are not UTF-8. Decode them first.") from None
+    if labels.ndim != 1:
+        raise DataError(f"{name}: expected one label per row, [N]; got shape {labels.shape}.")
+    if len(labels) != length:
+        raise DataError(f"{name}: {len(labels)} labels for {length} rows of {of}.")
+    return labels
 
 
-def encode(first: NDArray[Any], second: NDArray[Any] | None, what: str) -> tuple[Ints, Ints, NDArray[Any]]:
-    """Both label arrays as codes into one sorted array of distinct labels.
+def encode(first: NDArray[Any], second: NDArray[Any] | None, name: str) -> tuple[Ints, Ints, NDArray[Any]]:
+    """Encode one or two label arrays as indices into one array of distinct labels.
 
     Distinct labels are matched as Python objects: NumPy would join int64 and uint64 as float64 and confuse large ids.
+
+    Args:
+        first: Labels [N], from `as_labels`.
+        second: Labels [M], or None.
+        name: What error messages call them.
+
+    Returns:
+        Codes [N], codes [M] (those of `first` again without `second`), and the distinct labels, those of `first` first.
     """
     names, codes = np.unique(first, return_inverse=True)
     codes = codes.astype(np.int64)
@@ -134,213 +167,263 @@ def encode(first: NDArray[Any], second: NDArray[Any] | None, what: str) -> tuple
         return codes, codes, names
     if (first.dtype.kind in "US") != (second.dtype.kind in "US"):
         raise DataError(
-            f"{what}: the query has {first.dtype} labels and the gallery {second.dtype}; nothing can match."
+            f"{name}: the query has {first.dtype} labels and the gallery {second.dtype}; nothing can match."
         )
     others, other_codes = np.unique(second, return_inverse=True)
-    place = {name: i for i, name in enumerate(names.tolist())}
-    extra = [name for name in others.tolist() if name not in place]
-    place |= {name: len(names) + i for i, name in enumerate(extra)}
-    to_code = np.array([place[name] for name in others.tolist()], dtype=np.int64)
-    everything = list(place)
-    joined = np.array(everything) if isinstance(everything[0], str | bytes) else np.array(everything, dtype=object)
-    if joined.dtype == object and all(-(2**63) <= int(v) < 2**63 for v in everything):
+    index = {label: i for i, label in enumerate(names.tolist())}
+    extra = [label for label in others.tolist() if label not in index]
+    index |= {label: len(names) + i for i, label in enumerate(extra)}
+    to_code = np.array([index[label] for label in others.tolist()], dtype=np.int64)
+    distinct = list(index)
+    joined = np.array(distinct) if isinstance(distinct[0], str | bytes) else np.array(distinct, dtype=object)
+    if joined.dtype == object and all(-(2**63) <= int(v) < 2**63 for v in distinct):
         joined = joined.astype(np.int64)
     return codes, to_code[other_codes], joined
 
 
-def identical_rows(sets: list[Tensor], blanks: list[Tensor]) -> list[Ints]:
-    """A number per row of each set, the same for rows equal element by element (and for all rows marked blank).
+def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
+    """Assign an id to every row such that rows equal element by element share it.
 
-    Rows are hashed by integer arithmetic on their bits, which cannot depend on how a library orders a sum, and rows of
-    equal hash are compared in full.
+    Rows are hashed by integer arithmetic on their bits, which cannot depend on the order in which a library sums, and
+    rows of equal hash are compared in full.
+
+    Args:
+        sets: One or two tensors [N, D] of the same dtype.
+        zero_masks: Per set [N] bool: rows that count as identical to each other whatever they hold.
+
+    Returns:
+        Per set the ids [N].
     """
     width = sets[0].shape[1]
     factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
     parts = []
     for x in sets:
         for a in range(0, len(x), _CHUNK):
-            bits = (x[a : a + _CHUNK] + 0.0).cpu().numpy()  # -0.0 and 0.0 are the same number
+            bits = (x[a : a + _CHUNK] + 0.0).cpu().numpy()  # turns -0.0 into 0.0
             words: NDArray[Any] = bits.view(np.uint32 if bits.dtype == np.float32 else np.uint64)
             parts.append((words * factors).sum(1, dtype=np.uint64))
-    hashes, dead = np.concatenate(parts), np.concatenate([b.cpu().numpy() for b in blanks])
-    hashes[dead] = 0
+    hashes, is_zero = np.concatenate(parts), np.concatenate([mask.cpu().numpy() for mask in zero_masks])
+    hashes[is_zero] = 0
     first = len(sets[0])
     order = np.argsort(hashes, kind="stable")
     new = np.ones(len(order), dtype=bool)
     for k in np.nonzero(hashes[order][1:] == hashes[order][:-1])[0] + 1:
         i, j = int(order[k]), int(order[k - 1])
         x, y = (sets[0][r] if r < first else sets[1][r - first] for r in (i, j))
-        new[k] = not ((dead[i] and dead[j]) or torch.equal(x, y))
-    group = np.empty(len(order), dtype=np.int64)
-    group[order] = np.cumsum(new) - 1
-    return np.split(group, np.cumsum([len(x) for x in sets])[:-1])
+        new[k] = not ((is_zero[i] and is_zero[j]) or torch.equal(x, y))
+    row_id = np.empty(len(order), dtype=np.int64)
+    row_id[order] = np.cumsum(new) - 1
+    return np.split(row_id, np.cumsum([len(x) for x in sets])[:-1])
 
 
 # ---------------------------------------------------------------------------------------------------- the geometry
 
 
 @dataclass(frozen=True)
-class Points:
-    """One set of vectors, ready to be multiplied against another of the same geometry."""
+class VectorSet:
+    """A set of vectors prepared for products with another set of the same geometry.
 
-    x: Tensor  # [N, D] as given
-    shrink: Tensor  # [N] factor that makes z from x (1 / norm, or 1), float64
-    power: Tensor  # [N] power of two that brings x near 1, so that exact sums neither overflow nor vanish
-    centre: Tensor  # [D] the mean that is subtracted, float64
-    scale: float  # power of two that brings delta near 1
-    bias: Tensor  # [N] b, of the scaled delta, float64
-    reach: Tensor  # [N] |delta|, scaled, float64
+    Attributes:
+        x: [N, D] the input vectors.
+        row_scale: [N] float64 factor that turns x into z: 1 / norm (0 for zero vectors), or a common power of two.
+        pow2: [N] float64 power of two that brings x near 1, so that exact sums neither overflow nor underflow.
+        centre: [D] float64, the subtracted mean.
+        scale: Power of two that brings the centred vectors near 1.
+        bias: [N] float64, b of the scaled centred vectors.
+        norm: [N] float64, lengths of the scaled centred vectors.
+        cosine: Whether the similarity is the cosine.
+        row_id: [N] equal for identical rows.
+    """
+
+    x: Tensor
+    row_scale: Tensor
+    pow2: Tensor
+    centre: Tensor
+    scale: float
+    bias: Tensor
+    norm: Tensor
     cosine: bool
-    group: Ints  # [N] the same number for identical rows
+    row_id: Ints
 
     def __len__(self) -> int:
         return len(self.x)
 
-    def delta(self, rows: slice | Tensor) -> Tensor:
-        """The scaled delta of some rows, in float64."""
-        return (self.x[rows].double() * self.shrink[rows, None] - self.centre) * self.scale
+    def centred(self, rows: slice | Tensor) -> Tensor:
+        """Return the scaled centred vectors of some rows, in float64."""
+        return (self.x[rows].double() * self.row_scale[rows, None] - self.centre) * self.scale
 
-    def slack(self, others: Points) -> tuple[Tensor, Tensor]:
-        """Bounds on the error of a key, per row, from a float32 and from a float64 product with `others`.
+    def error_bounds(self, others: VectorSet) -> tuple[Tensor, Tensor]:
+        """Bound the error of a key per row, for a float32 and for a float64 product with `others`.
 
-        A dot product of d terms is off by at most d units of rounding times the product of the lengths, in whatever
-        order it is summed. The rest is the rounding of what goes in: norms, deltas, biases, and of the exact distance.
+        A dot product of d terms is off by at most d units of rounding times the product of the norms, in whatever
+        order it is summed. The rest covers the rounding of the inputs (norms, centred vectors, biases) and of the
+        exact distance.
         """
         d = self.x.shape[1]
-        size = self.reach * others.reach.max() + self.bias.abs() + others.bias.abs().max()
-        # The biases had a constant taken off: before that they were up to the square of the reach, or one half more.
-        double = 6 * (d + 16) * U64 * (size + (self.reach + others.reach.max()) ** 2)
+        size = self.norm * others.norm.max() + self.bias.abs() + others.bias.abs().max()
+        # Before the constant was subtracted, the biases were up to the square of the norm, or one half more.
+        float64 = 6 * (d + 16) * U64 * (size + (self.norm + others.norm.max()) ** 2)
         if self.cosine:
-            double = double + 8 * U64 * self.scale * (self.reach + others.reach.max()) + self.scale**2 * 2.0**-60
-        return 1.05 * (d + 16) * U32 * size + double + 1e-30, double + 1e-200
+            float64 = float64 + 8 * U64 * self.scale * (self.norm + others.norm.max()) + self.scale**2 * 2.0**-60
+        return 1.05 * (d + 16) * U32 * size + float64 + 1e-30, float64 + 1e-200
 
-    def left(self, rows: slice | Tensor) -> Tensor:
-        """[n, D + 2] float64 whose product with `right().T` of another set is the key."""
+    def query_matrix(self, rows: slice | Tensor) -> Tensor:
+        """Return [n, D + 2] float64 whose product with `gallery_matrix().T` of another set gives the keys."""
         bias = self.bias[rows, None]
-        return torch.cat([self.delta(rows), bias, torch.ones_like(bias)], dim=1)
+        return torch.cat([self.centred(rows), bias, torch.ones_like(bias)], dim=1)
 
-    def right(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[n, D + 2] of the given rows; see left."""
+    def gallery_matrix(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [n, D + 2] for some rows; see `query_matrix`."""
         n, d = len(rows), self.x.shape[1]
         out = torch.empty((n, d + 2), dtype=dtype, device=self.x.device)
         for a in range(0, n, _CHUNK):
-            out[a : a + _CHUNK, :d] = self.delta(rows[a : a + _CHUNK])
+            out[a : a + _CHUNK, :d] = self.centred(rows[a : a + _CHUNK])
         out[:, d] = 1.0
         out[:, d + 1] = self.bias[rows]
         return out
 
 
-class Columns:
-    """The gallery's side of the product in a given order: kept whole if that fits `budget`, else made anew by block."""
+class GalleryMatrix:
+    """The gallery side of the product, cached if it fits `budget` bytes, otherwise rebuilt block by block.
 
-    def __init__(self, points: Points, order: Ints, dtype: torch.dtype, budget: int) -> None:
-        self._points, self._dtype = points, dtype
-        self._order = torch.as_tensor(order, device=points.x.device)
-        whole = len(order) * (points.x.shape[1] + 2) * dtype.itemsize
-        self._kept = points.right(self._order, dtype) if whole <= budget else None
+    Args:
+        vectors: The gallery.
+        order: [G] gallery rows in the order of the matrix.
+        dtype: Of the matrix.
+        budget: Bytes that the cached matrix may take.
+    """
+
+    def __init__(self, vectors: VectorSet, order: Ints, dtype: torch.dtype, budget: int) -> None:
+        self._vectors, self._dtype = vectors, dtype
+        self._order = torch.as_tensor(order, device=vectors.x.device)
+        size = len(order) * (vectors.x.shape[1] + 2) * dtype.itemsize
+        self._cached = vectors.gallery_matrix(self._order, dtype) if size <= budget else None
 
     def __len__(self) -> int:
         return len(self._order)
 
     def block(self, a: int, b: int) -> Tensor:
-        return self._points.right(self._order[a:b], self._dtype) if self._kept is None else self._kept[a:b]
+        """Return rows a to b of the matrix."""
+        return (
+            self._vectors.gallery_matrix(self._order[a:b], self._dtype) if self._cached is None else self._cached[a:b]
+        )
 
-    def keys(self, left: Tensor) -> Tensor:
-        """All keys of some queries, [n, G]."""
-        if self._kept is not None:
-            return left @ self._kept.T
-        out = torch.empty((len(left), len(self)), dtype=self._dtype, device=left.device)
+    def keys(self, queries: Tensor) -> Tensor:
+        """Return the keys [n, G] of a query matrix [n, D + 2]."""
+        if self._cached is not None:
+            return queries @ self._cached.T
+        out = torch.empty((len(queries), len(self)), dtype=self._dtype, device=queries.device)
         for a in range(0, len(self), _CHUNK):
-            out[:, a : a + _CHUNK] = left @ self.block(a, a + _CHUNK).T
+            out[:, a : a + _CHUNK] = queries @ self.block(a, a + _CHUNK).T
         return out
 
 
-def prepare(first: Tensor, second: Tensor | None, similarity: str) -> tuple[Points, Points]:
-    """The query and gallery points of one geometry (the same object twice when there is one set)."""
+def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[VectorSet, VectorSet]:
+    """Build the query and gallery vectors of one geometry.
+
+    Args:
+        query: [N, D], from `as_matrix`.
+        gallery: [M, D] of the same dtype and device, or None if the query is the gallery.
+        similarity: "cosine" or "euclidean".
+
+    Returns:
+        Query and gallery; the same object twice without a gallery.
+    """
     cosine = similarity == "cosine"
-    sets = [first] if second is None else [first, second]
-    powers, shrinks, blanks = [], [], []
+    sets = [query] if gallery is None else [query, gallery]
+    pow2s, row_scales, zero_masks = [], [], []
     for x in sets:
-        power, shrink, blank = _lengths(x) if cosine else _common_power(x, sets)
-        powers.append(power)
-        shrinks.append(shrink)
-        blanks.append(blank)
-    centre = _mean(sets[-1], shrinks[-1])
-    reaches = [_reach(x, shrink, centre) for x, shrink in zip(sets, shrinks, strict=True)]
-    longest = max(float(r.max()) for r in reaches)
-    scale = 2.0 ** -np.frexp(longest)[1] if longest > 0 else 1.0
-    groups = identical_rows(sets, blanks)
+        pow2, row_scale, zero_mask = _unit_scales(x) if cosine else _common_scale(x, sets)
+        pow2s.append(pow2)
+        row_scales.append(row_scale)
+        zero_masks.append(zero_mask)
+    centre = _scaled_mean(sets[-1], row_scales[-1])
+    norms = [_centred_norms(x, row_scale, centre) for x, row_scale in zip(sets, row_scales, strict=True)]
+    largest = max(float(norm.max()) for norm in norms)
+    scale = 2.0 ** -np.frexp(largest)[1] if largest > 0 else 1.0
+    row_ids = identical_rows(sets, zero_masks)
     biases = [
-        -((reach * scale) ** 2) / 2 - blank.double() * (scale**2 / 2)
-        for reach, blank in zip(reaches, blanks, strict=True)
+        -((norm * scale) ** 2) / 2 - zero_mask.double() * (scale**2 / 2)
+        for norm, zero_mask in zip(norms, zero_masks, strict=True)
     ]
-    # A constant added to every key changes no order; small biases keep the error bound small.
+    # A constant added to every key does not change the order; small biases keep the error bound small.
     middle = (biases[-1].max() + biases[-1].min()) / 2
-    made = [
-        Points(x, shrink, power, centre, scale, bias - middle, reach * scale, cosine, group)
-        for x, shrink, power, bias, reach, group in zip(sets, shrinks, powers, biases, reaches, groups, strict=True)
+    prepared = [
+        VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id)
+        for x, row_scale, pow2, bias, norm, row_id in zip(sets, row_scales, pow2s, biases, norms, row_ids, strict=True)
     ]
-    return made[0], made[-1]
+    return prepared[0], prepared[-1]
 
 
-def _lengths(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    power = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    shrink = torch.empty_like(power)
+def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pow2, row_scale and the mask of zero vectors for the cosine."""
+    pow2 = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    row_scale = torch.empty_like(pow2)
     for a in range(0, len(x), _CHUNK):
         part = x[a : a + _CHUNK]
         _, exponent = torch.frexp(part.abs().amax(1).double())
-        # Below 2^-60 the vector counts as zero whatever its direction.
-        two = torch.ldexp(torch.ones_like(power[a : a + _CHUNK]), -exponent.clamp(min=-60))
-        norm = (part.double() * two[:, None]).square().sum(1).sqrt()
-        power[a : a + _CHUNK] = two
-        shrink[a : a + _CHUNK] = torch.where(norm / two > ZERO_NORM, two / norm, 0.0)
-    return power, shrink, shrink == 0
+        # Below 2^-60 the vector counts as zero in any case.
+        factor = torch.ldexp(torch.ones_like(pow2[a : a + _CHUNK]), -exponent.clamp(min=-60))
+        norm = (part.double() * factor[:, None]).square().sum(1).sqrt()
+        pow2[a : a + _CHUNK] = factor
+        row_scale[a : a + _CHUNK] = torch.where(norm / factor > ZERO_NORM, factor / norm, 0.0)
+    return pow2, row_scale, row_scale == 0
 
 
-def _common_power(x: Tensor, sets: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _common_scale(x: Tensor, sets: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pow2, row_scale and the (empty) mask of zero vectors for the Euclidean distance."""
     largest = max(float(s.abs().max()) for s in sets)
-    two = float(np.ldexp(1.0, -int(np.frexp(largest)[1]))) if largest > 0 else 1.0
+    factor = float(np.ldexp(1.0, -int(np.frexp(largest)[1]))) if largest > 0 else 1.0
     ones = torch.ones(len(x), dtype=torch.float64, device=x.device)
-    return ones * two, ones * two, torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    return ones * factor, ones * factor, torch.zeros(len(x), dtype=torch.bool, device=x.device)
 
 
-def _mean(x: Tensor, shrink: Tensor) -> Tensor:
+def _scaled_mean(x: Tensor, row_scale: Tensor) -> Tensor:
     total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     for a in range(0, len(x), _CHUNK):
-        total += x[a : a + _CHUNK].double().T @ shrink[a : a + _CHUNK]
+        total += x[a : a + _CHUNK].double().T @ row_scale[a : a + _CHUNK]
     return total / len(x)
 
 
-def _reach(x: Tensor, shrink: Tensor, centre: Tensor) -> Tensor:
+def _centred_norms(x: Tensor, row_scale: Tensor, centre: Tensor) -> Tensor:
     parts = [
-        (x[a : a + _CHUNK].double() * shrink[a : a + _CHUNK, None] - centre).square().sum(1).sqrt()
+        (x[a : a + _CHUNK].double() * row_scale[a : a + _CHUNK, None] - centre).square().sum(1).sqrt()
         for a in range(0, len(x), _CHUNK)
     ]
     return torch.cat(parts)
 
 
-# ------------------------------------------------------------------------------------------- the exact similarity
+# --------------------------------------------------------------------------------------------- the exact distance
 
 
-def exact_distance(query: Points, gallery: Points, i: Ints, j: Ints) -> Floats:
-    """The distance of pairs (i, j), as if computed exactly and then rounded to float64: 1 - cosine, or |x - y|^2.
+def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
+    """Compute the distance of pairs (i, j) as if exactly, rounded to float64: 1 - cosine, or |x - y|^2.
 
-    Sums are carried as two float64 numbers with their rounding errors kept (Ogita, Rump and Oishi 2005), about 30
-    digits. Pairs that are equal in mathematics then come out equal, also for binary or quantised codes, where a plain
-    float64 sum in another order differs in its last bit. Near 0 a cosine distance has few true digits left, so it is
-    rounded to a multiple of 2^-80, about 8e-25: parallel vectors get exactly 0. The value is the same for (j, i).
-    Identical rows give identical values by construction, and are computed once.
+    Sums are carried as two float64 with their rounding errors (Ogita, Rump and Oishi 2005), about 30 digits. Pairs
+    that are mathematically equal then come out equal, also for binary or quantised codes, where plain float64 sums in
+    another order differ in the last bit. Near 0 a cosine distance has few correct digits left, so it is rounded to a
+    multiple of 2^-80, about 8e-25: parallel vectors get exactly 0. The value is the same for (j, i). Identical rows
+    give identical values by construction, and are computed once.
+
+    Args:
+        query: Query vectors.
+        gallery: Gallery vectors.
+        i: [P] rows of the query.
+        j: [P] rows of the gallery.
+
+    Returns:
+        The distances [P].
     """
-    pair = query.group[i] * (int(gallery.group.max()) + 1) + gallery.group[j]
+    pair = query.row_id[i] * (int(gallery.row_id.max()) + 1) + gallery.row_id[j]
     _, index, inverse = np.unique(pair, return_index=True, return_inverse=True)
     out = np.empty(len(index))
     for a in range(0, len(index), 8192):
-        at = index[a : a + 8192]
-        out[a : a + 8192] = _exact(query, gallery, i[at], j[at])
+        chunk = index[a : a + 8192]
+        out[a : a + 8192] = _exact(query, gallery, i[chunk], j[chunk])
     return out[inverse]
 
 
-def _exact(query: Points, gallery: Points, i: Ints, j: Ints) -> Floats:
+def _exact(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
     x = _columns(query, i)
     y = _columns(gallery, j)
     zero = np.zeros(len(i))
@@ -351,18 +434,18 @@ def _exact(query: Points, gallery: Points, i: Ints, j: Ints) -> Floats:
             p, q = _two_product(d, d)
             s, r = _two_sum(s, p)
             c = c + ((q + 2.0 * d * e) + r)
-        # The power of two was common to all vectors: undoing it is exact and changes no order, so it is left in.
+        # All vectors share one power of two. Undoing it would be exact and would not change the order.
         return np.asarray(s + c)
     xy, xx, yy = [(zero, zero)] * 3
     for a, b in zip(x, y, strict=True):
         xy, xx, yy = _add_product(xy, a, b), _add_product(xx, a, a), _add_product(yy, b, b)
-    return exact_cosine_distance(xy, xx, yy, blank=(query.shrink[i].cpu() == 0) | (gallery.shrink[j].cpu() == 0))
+    is_zero = (query.row_scale[i].cpu() == 0) | (gallery.row_scale[j].cpu() == 0)
+    return _exact_cosine_distance(xy, xx, yy, np.asarray(is_zero))
 
 
-def exact_cosine_distance(xy: Any, xx: Any, yy: Any, blank: Any) -> Floats:
-    """1 - xy / sqrt(xx * yy) for sums held as pairs of float64."""
-    blank = np.asarray(blank)
-    one = np.where(blank, 1.0, 0.0)  # keeps the division below defined; the result is overwritten
+def _exact_cosine_distance(xy: Any, xx: Any, yy: Any, is_zero: NDArray[np.bool_]) -> Floats:
+    """1 - xy / sqrt(xx * yy) for sums given as pairs of float64."""
+    one = np.where(is_zero, 1.0, 0.0)  # keeps the division below defined; the result is overwritten
     xx0, yy0 = xx[0] + one, yy[0] + one
     p, e = _two_product(xx0, yy0)
     e = e + (xx0 * yy[1] + xx[1] * yy0)
@@ -373,13 +456,13 @@ def exact_cosine_distance(xy: Any, xx: Any, yy: Any, blank: Any) -> Floats:
     f, g = _two_product(q, root)
     rest = (((xy[0] - f) - g) + xy[1] - q * low) / root
     d, e = _two_sum(np.ones_like(q), -q)
-    distance = np.rint((d + (e - rest)) * SNAP) / SNAP
-    return np.where(blank, 1.0, distance)
+    distance = np.rint((d + (e - rest)) * COSINE_GRID) / COSINE_GRID
+    return np.where(is_zero, 1.0, distance)
 
 
-def _columns(points: Points, rows: Ints) -> Floats:
-    at = torch.as_tensor(rows, device=points.x.device)
-    scaled = points.x[at].double() * points.power[at, None]
+def _columns(vectors: VectorSet, rows: Ints) -> Floats:
+    index = torch.as_tensor(rows, device=vectors.x.device)
+    scaled = vectors.x[index].double() * vectors.pow2[index, None]
     return np.ascontiguousarray(scaled.cpu().numpy().T)
 
 
@@ -391,10 +474,10 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _two_product(a: Any, b: Any) -> tuple[Any, Any]:
     p = a * b
-    t = _SPLIT * a
+    t = _SPLITTER * a
     a1 = t - (t - a)
     a2 = a - a1
-    t = _SPLIT * b
+    t = _SPLITTER * b
     b1 = t - (t - b)
     b2 = b - b1
     return p, a2 * b2 - (((p - a1 * b1) - a2 * b1) - a1 * b2)

@@ -1,8 +1,8 @@
-"""How sure is a mean? Intervals and paired comparisons that respect classes.
+"""Confidence intervals and paired comparisons of mean scores, clustered by class.
 
-Queries of one class stand or fall together: they share a look, a photographer, a set of rivals. Drawing queries one by
-one would treat them as independent and promise too narrow an interval, so whole classes are drawn (a cluster
-bootstrap), and whole classes change sides in the test.
+Queries of one class are correlated: they share an appearance, a photographer, a set of confusable classes. Resampling
+single queries would treat them as independent and give intervals that are too narrow, so whole classes are resampled
+(a cluster bootstrap), and whole classes are swapped in the test.
 """
 
 from __future__ import annotations
@@ -17,36 +17,61 @@ from nearkin.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_CELLS = 2**22  # random numbers drawn at a time
+_MAX_CELLS = 2**22  # random numbers drawn at a time
 
 
 def mean(values: Floats) -> float:
-    """The mean of what is not NaN, rounded once, so that the order of the values cannot change a digit."""
+    """Compute the mean, ignoring NaN.
+
+    Args:
+        values: [N].
+
+    Returns:
+        The mean, rounded once, so that it does not depend on the order of the values; NaN if all values are.
+    """
     known = values[~np.isnan(values)]
     return math.fsum(known) / len(known) if len(known) else math.nan
 
 
 def class_sums(values: Floats, codes: Ints) -> tuple[Floats, Floats]:
-    """[M, C] sums and counts of the values [M, Q] of each class, NaN left out; C is the number of classes met."""
+    """Sum the values of each class, ignoring NaN.
+
+    Args:
+        values: [M, Q].
+        codes: [Q] class of each query.
+
+    Returns:
+        Sums and counts, both [M, C] for the C distinct classes.
+    """
     _, code = np.unique(codes, return_inverse=True)
     sums = np.empty((len(values), int(code.max()) + 1))
     counts = np.empty_like(sums)
     for m, row in enumerate(values):
-        # Sorted by value inside each class, so that the order of the queries cannot change a digit.
+        # Sorted by value within each class, so that the result does not depend on the order of the queries.
         order = np.lexsort((row, code))
         known = ~np.isnan(row[order])
-        at = code[order][known]
-        sums[m] = np.bincount(at, row[order][known], minlength=sums.shape[1])
-        counts[m] = np.bincount(at, minlength=sums.shape[1])
+        index = code[order][known]
+        sums[m] = np.bincount(index, row[order][known], minlength=sums.shape[1])
+        counts[m] = np.bincount(index, minlength=sums.shape[1])
     return sums, counts
 
 
 def bootstrap(values: Floats, codes: Ints, *, draws: int = 2000, seed: int = 0) -> Floats:
-    """[draws, M] means of the values [M, Q] when classes are drawn with replacement."""
+    """Bootstrap the means by drawing classes with replacement.
+
+    Args:
+        values: [M, Q], NaN ignored.
+        codes: [Q] class of each query.
+        draws: Number of bootstrap samples.
+        seed: Of the random number generator.
+
+    Returns:
+        The means of each bootstrap sample [draws, M].
+    """
     sums, counts = class_sums(values, codes)
     n = sums.shape[1]
     rng = np.random.default_rng(seed)
-    step = max(1, _CELLS // n)
+    step = max(1, _MAX_CELLS // n)
     out = np.empty((draws, len(values)))
     for a in range(0, draws, step):
         b = min(draws, a + step)
@@ -58,7 +83,15 @@ def bootstrap(values: Floats, codes: Ints, *, draws: int = 2000, seed: int = 0) 
 
 
 def percentiles(means: Floats, level: float) -> tuple[float, float]:
-    """The middle `level` of the drawn means; NaN when there is nothing to vary."""
+    """Compute a percentile interval.
+
+    Args:
+        means: [draws] bootstrapped means, NaN ignored.
+        level: Fraction inside the interval, for example 0.95.
+
+    Returns:
+        Lower and upper end; NaN if all means are.
+    """
     if not 0 < level < 1:
         raise ConfigError(f"level: expected a fraction between 0 and 1, for example 0.95; got {level}.")
     known = means[~np.isnan(means)]
@@ -70,7 +103,20 @@ def percentiles(means: Floats, level: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two models differ on the same queries: second minus first."""
+    """How two models differ on the same queries: second minus first.
+
+    Attributes:
+        name: The metric.
+        first: Mean of the first model.
+        second: Mean of the second model.
+        difference: Mean of second minus first.
+        low: Lower end of the interval of the difference.
+        high: Upper end.
+        p_value: Of the sign-flip test.
+        level: Of the interval.
+        queries: Number of queries that both models score.
+        classes: Number of their classes.
+    """
 
     name: str
     first: float
@@ -96,19 +142,31 @@ def paired_difference(
 ) -> Difference:
     """Compare two models query by query.
 
-    The interval is a cluster bootstrap of the mean difference. The p-value is that of a sign-flip test: were the
-    models alike, swapping them for all queries of a class would be as likely as not; it is the share of random swaps
-    with a mean difference at least as large, the one observed counted among them.
+    The interval is a cluster bootstrap of the mean difference. The p-value is that of a sign-flip test: under the null
+    hypothesis, swapping the models for all queries of a class is as likely as not. It is the fraction of random swaps
+    with a mean difference at least as large, counting the observed one.
+
+    Args:
+        name: The metric.
+        first: [Q] values of the first model.
+        second: [Q] values of the second model; queries that are NaN in either are ignored.
+        codes: [Q] class of each query.
+        level: Of the interval.
+        draws: Number of bootstrap samples; the test uses at least 9,999 swaps.
+        seed: Of the random number generators.
+
+    Returns:
+        The comparison.
     """
     both = ~np.isnan(first) & ~np.isnan(second)
     change = np.where(both, second - first, np.nan)
     low, high = percentiles(bootstrap(change[None], codes, draws=draws, seed=seed)[:, 0], level)
     sums, counts = class_sums(change[None], codes)
-    met = counts[0] > 0
-    flips = _flips(sums[0][met], draws=max(draws, 9999), seed=seed)
-    seen = abs(math.fsum(sums[0]))
+    used = counts[0] > 0
+    flipped = _sign_flip_totals(sums[0][used], draws=max(draws, 9999), seed=seed)
+    observed = abs(math.fsum(sums[0]))
     # A sum in another order may fall short of the observed one by rounding alone.
-    extreme = int((np.abs(flips) >= seen * (1 - 1e-12)).sum())
+    extreme = int((np.abs(flipped) >= observed * (1 - 1e-12)).sum())
     return Difference(
         name=name,
         first=mean(np.where(both, first, np.nan)),
@@ -116,21 +174,21 @@ def paired_difference(
         difference=mean(change),
         low=low,
         high=high,
-        p_value=(1 + extreme) / (1 + len(flips)),
+        p_value=(1 + extreme) / (1 + len(flipped)),
         level=level,
         queries=int(both.sum()),
-        classes=int(met.sum()),
+        classes=int(used.sum()),
     )
 
 
-def _flips(sums: Floats, *, draws: int, seed: int) -> Floats:
+def _sign_flip_totals(sums: Floats, *, draws: int, seed: int) -> Floats:
     """[draws] totals of the class sums under random signs."""
-    moved = sums[sums != 0]  # a class without a difference has no sign to flip
+    nonzero = sums[sums != 0]  # a class without a difference has no sign to flip
     rng = np.random.default_rng(seed)
-    step = max(1, _CELLS // max(1, len(moved)))
+    step = max(1, _MAX_CELLS // max(1, len(nonzero)))
     out = np.zeros(draws)
     for a in range(0, draws, step):
         b = min(draws, a + step)
-        signs = rng.integers(0, 2, (b - a, len(moved)), dtype=np.int8)
-        out[a:b] = (2.0 * signs - 1.0) @ moved
+        signs = rng.integers(0, 2, (b - a, len(nonzero)), dtype=np.int8)
+        out[a:b] = (2.0 * signs - 1.0) @ nonzero
     return out

@@ -1,6 +1,6 @@
 """Clustering metrics: how well k-means on the embeddings recovers the classes.
 
-Pairs of labelings are compared by their contingency table, so that each measure works alone, for any labels.
+NMI, AMI and pairwise F1 compare any two labelings through their contingency table.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ Ints = NDArray[np.int64]
 
 
 def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:
-    """Mutual information of two labelings divided by the mean of their entropies ("arithmetic" or "geometric").
+    """Compute the normalised mutual information of two labelings.
 
-    1 for equal partitions. Two partitions without any information (one class, one cluster) count as equal.
+    Two partitions without any information (one class, one cluster) count as equal.
 
-    >>> nmi(["a", "a", "b", "b"], [1, 1, 0, 0])
-    1.0
+    Args:
+        labels: [N] integers or strings.
+        clusters: [N] integers or strings.
+        average: Mean of the entropies to divide by: "arithmetic" or "geometric".
+
+    Returns:
+        A value in [0, 1]; 1 for equal partitions.
+
+    Example:
+        >>> nmi(["a", "a", "b", "b"], [1, 1, 0, 0])
+        1.0
     """
     if average not in ("arithmetic", "geometric"):
         raise ConfigError(f"average: expected 'arithmetic' or 'geometric', got {average!r}.")
@@ -33,31 +42,47 @@ def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:
     if len(joint[0]) == len(a) == len(b):
         return 1.0  # one cluster per class
     h, g = _entropy(a), _entropy(b)
-    below = (h + g) / 2 if average == "arithmetic" else float(np.sqrt(h * g))
-    return min(1.0, max(0.0, _information(joint, a, b) / below)) if below > 0 else 0.0
+    divisor = (h + g) / 2 if average == "arithmetic" else float(np.sqrt(h * g))
+    return min(1.0, max(0.0, _information(joint, a, b) / divisor)) if divisor > 0 else 0.0
 
 
 def ami(labels: Any, clusters: Any) -> float:
-    """Mutual information adjusted for chance (Vinh et al. 2010, arithmetic mean): 0 is what random clusters get.
+    """Compute the mutual information adjusted for chance (Vinh et al. 2010, arithmetic mean).
 
-    >>> ami(["a", "a", "b", "b"], [1, 1, 0, 0])
-    1.0
+    Args:
+        labels: [N] integers or strings.
+        clusters: [N] integers or strings.
+
+    Returns:
+        1 for equal partitions, 0 on average for random ones.
+
+    Example:
+        >>> ami(["a", "a", "b", "b"], [1, 1, 0, 0])
+        1.0
     """
     joint, a, b = _contingency(labels, clusters)
     if len(joint[0]) == len(a) == len(b):
         return 1.0  # one cluster per class
     expected = _expected_information(a, b)
-    top = _information(joint, a, b) - expected
-    below = (_entropy(a) + _entropy(b)) / 2 - expected
+    excess = _information(joint, a, b) - expected
+    divisor = (_entropy(a) + _entropy(b)) / 2 - expected
     tiny = np.finfo(np.float64).eps
-    return float(top / (min(below, -tiny) if below < 0 else max(below, tiny)))
+    return float(excess / (min(divisor, -tiny) if divisor < 0 else max(divisor, tiny)))
 
 
 def pair_f1(labels: Any, clusters: Any) -> float:
-    """F1 over pairs of items: a pair in one cluster should be a pair of one class.
+    """Compute F1 over pairs of items: a pair in one cluster should be a pair of one class.
 
-    >>> pair_f1([0, 0, 1, 1], [0, 0, 0, 1])
-    0.4
+    Args:
+        labels: [N] integers or strings.
+        clusters: [N] integers or strings.
+
+    Returns:
+        A value in [0, 1].
+
+    Example:
+        >>> pair_f1([0, 0, 1, 1], [0, 0, 0, 1])
+        0.4
     """
     joint, a, b = _contingency(labels, clusters)
     together = float((joint[2] * (joint[2] - 1)).sum())
@@ -67,7 +92,15 @@ def pair_f1(labels: Any, clusters: Any) -> float:
 
 @dataclass(frozen=True)
 class Clustering:
-    """Agreement of k-means clusters with the classes."""
+    """Agreement of k-means clusters with the classes.
+
+    Attributes:
+        nmi: Normalised mutual information.
+        ami: Adjusted mutual information.
+        f1: Pairwise F1.
+        clusters: [N] cluster of each item.
+        backend: Library that ran k-means.
+    """
 
     nmi: float
     ami: float
@@ -86,10 +119,21 @@ def cluster_scores(
     tries: int = 3,
     backend: str = "auto",
 ) -> Clustering:
-    """Run k-means (as many clusters as classes unless said; the best of some tries) and compare with the labels.
+    """Run k-means and compare the clusters with the labels.
 
-    backend: "faiss", "sklearn", or "auto" for the first that is installed. The backends start differently, so scores
-    are comparable only within one of them; the result says which it was.
+    The backends initialise differently, so compare only scores of the same one; the result records which it was.
+
+    Args:
+        embeddings: [N, D].
+        labels: [N] integers or strings.
+        clusters: Number of clusters; the number of classes when omitted.
+        similarity: "cosine" clusters unit vectors, "euclidean" the raw ones.
+        seed: Of the initialisation.
+        tries: Number of initialisations; the best is used.
+        backend: "faiss", "sklearn", or "auto" for the first that is installed.
+
+    Returns:
+        The scores and the clusters.
     """
     check_similarity(similarity)
     x = as_matrix(embeddings, "embeddings")
@@ -98,10 +142,10 @@ def cluster_scores(
     count = len(classes) if clusters is None else clusters
     if not 1 <= count <= len(x):
         raise ConfigError(f"clusters: expected 1 to {len(x)} (the number of items), got {count}.")
-    points, _ = prepare(x, None, similarity)
-    z = (points.x.double() * points.shrink[:, None]).float().cpu().numpy()
-    found, used = _kmeans(z, count, seed, tries, backend)
-    return Clustering(nmi(codes, found), ami(codes, found), pair_f1(codes, found), found, used)
+    vectors, _ = prepare(x, None, similarity)
+    z = (vectors.x.double() * vectors.row_scale[:, None]).float().cpu().numpy()
+    assigned, used = _kmeans(z, count, seed, tries, backend)
+    return Clustering(nmi(codes, assigned), ami(codes, assigned), pair_f1(codes, assigned), assigned, used)
 
 
 def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: str) -> tuple[Ints, str]:
@@ -116,13 +160,13 @@ def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: 
     if chosen == "faiss":
         import faiss
 
-        # Every item counts: by default faiss trains on a sample of 256 items per cluster, and warns below 39.
-        means = faiss.Kmeans(
+        # Train on every item: by default faiss samples 256 items per cluster, and warns below 39.
+        kmeans = faiss.Kmeans(
             z.shape[1], count, niter=30, nredo=tries, seed=seed + 1, min_points_per_centroid=1,
             max_points_per_centroid=len(z),
         )  # fmt: skip
-        means.train(z)
-        return means.index.search(z, 1)[1].ravel().astype(np.int64), chosen
+        kmeans.train(z)
+        return kmeans.index.search(z, 1)[1].ravel().astype(np.int64), chosen
     from sklearn.cluster import KMeans
 
     return KMeans(count, n_init=tries, random_state=seed).fit_predict(z).astype(np.int64), "sklearn"
@@ -132,12 +176,12 @@ def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: 
 
 
 def _contingency(labels: Any, clusters: Any) -> tuple[tuple[Ints, Ints, Ints], Ints, Ints]:
-    """((row, column, count) of the cells that are not empty, row sums, column sums)."""
+    """((row, column, count) of the non-empty cells, row sums, column sums)."""
     length = len(labels)
     first = as_labels(labels, length, "labels", "the data")
     second = as_labels(clusters, length, "clusters", "the data")
     if length == 0:
-        raise ConfigError("labels: nothing to compare, got no items.")
+        raise ConfigError("labels: no items to compare.")
     _, row = np.unique(first, return_inverse=True)
     b, col = np.unique(second, return_inverse=True)
     cell, count = np.unique(row.astype(np.int64) * len(b) + col, return_counts=True)
@@ -156,20 +200,20 @@ def _information(joint: tuple[Ints, Ints, Ints], a: Ints, b: Ints) -> float:
 
 
 def _expected_information(a: Ints, b: Ints) -> float:
-    """Mutual information expected when the clusters are dealt at random, their sizes fixed.
+    """Expected mutual information of random clusters of the same sizes.
 
-    The overlap of a class of size s with a cluster of size t is hypergeometric; equal sizes are computed once, which
-    makes ten thousand classes of a few items quick.
+    The overlap of a class of size s with a cluster of size t is hypergeometric. Equal sizes are computed once, which
+    makes ten thousand small classes fast.
     """
     n = int(a.sum())
-    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     total = 0.0
     for s, classes in zip(*np.unique(a, return_counts=True), strict=True):
         for t, groups in zip(*np.unique(b, return_counts=True), strict=True):
             k = np.arange(max(1, s + t - n), min(s, t) + 1)
-            chance = np.exp(
-                factorial[s] + factorial[t] + factorial[n - s] + factorial[n - t] - factorial[n]
-                - factorial[k] - factorial[s - k] - factorial[t - k] - factorial[n - s - t + k]
+            prob = np.exp(
+                log_factorial[s] + log_factorial[t] + log_factorial[n - s] + log_factorial[n - t] - log_factorial[n]
+                - log_factorial[k] - log_factorial[s - k] - log_factorial[t - k] - log_factorial[n - s - t + k]
             )  # fmt: skip
-            total += classes * groups * float((k / n * (np.log(n * k) - np.log(s * t)) * chance).sum())
+            total += classes * groups * float((k / n * (np.log(n * k) - np.log(s * t)) * prob).sum())
     return total

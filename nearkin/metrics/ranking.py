@@ -1,11 +1,11 @@
-"""The exact ranking engine: where every relevant item stands, without ranking the others.
+"""The exact ranking engine: the rank of every relevant item, without sorting the others.
 
-A retrieval metric asks one thing of a query: at which places its relevant items stand. A place is a count of items
-that are more similar, so nothing is sorted and no list of k nearest is kept. The similarity matrix is walked in blocks
-and each block is counted against the similarities of the relevant items.
+A retrieval metric depends only on the ranks of a query's relevant items. A rank is a count of items that are more
+similar, so nothing is sorted and no list of the k nearest is stored: the similarity matrix is computed in blocks, and
+each block is counted against the similarities of the relevant items.
 
-Ties are kept as ties. `Ranking` holds, per query, the groups of equally similar items that hold a relevant one; the
-metrics (nearkin.metrics.scores) take the expectation over a random order inside each group.
+Ties stay ties. `Ranking` stores, per query, the groups of equally similar items that contain a relevant one; the
+metrics (nearkin.metrics.retrieval) take the expectation over a random order within each group.
 """
 
 from __future__ import annotations
@@ -19,43 +19,56 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nearkin.errors import ConfigError, import_extra
-from nearkin.metrics._blocks import count_torch
+from nearkin.metrics._count_torch import count_torch
 from nearkin.metrics._problem import (
-    Part,
+    PartialRanking,
     Progress,
     RankingProblem,
-    as_bytes,
     make_problem,
+    match_dtype_and_device,
     order_by_distance,
-    same_space,
+    parse_bytes,
 )
-from nearkin.metrics._vectors import Columns, Floats, Ints, Points, as_matrix, check_similarity, prepare
+from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, as_matrix, check_similarity, prepare
 
-_SMALL = 3000**2  # pairs up to which loading compiled loops would cost more than it saves
+_MIN_NUMBA_PAIRS = 3000**2  # below this, loading the compiled loops costs more than it saves
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The places of the relevant items of every query.
+    """The ranks of the relevant items of every query, as tie groups.
 
     Query q owns the groups start[q]:start[q + 1], nearest first. A group is a set of items equally similar to the
-    query that holds at least one relevant item: `above` items are strictly nearer than the group, `size` items are in
-    it, `relevant` of those are relevant. Without ties size = relevant = 1 and the place of the item is above + 1.
+    query that contains at least one relevant item. Without ties size = relevant = 1 and the rank of the item is
+    above + 1.
 
-    >>> r = rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"])
-    >>> r.above.tolist(), r.total.tolist()
-    ([0, 0], [1, 1, 0])
+    Attributes:
+        start: [Q + 1] first group of each query.
+        above: [T] items strictly nearer than the group.
+        relevant: [T] relevant items in the group.
+        size: [T] items in the group.
+        items: [Q] items ranked for the query: the gallery without the query itself and its group.
+        codes: [Q] class of the query, an index into `classes`.
+        classes: [C] distinct labels, those of the queries first, sorted.
+        similarity: "cosine" or "euclidean".
+        notes: Remarks on the data: queries without relevant items, copies, ties, zero vectors.
+
+    Example:
+        >>> r = rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"])
+        >>> r.above.tolist(), r.total.tolist()
+        ([0, 0], [1, 1, 0])
     """
 
-    start: Ints  # [Q + 1]
-    above: Ints  # [T]
-    relevant: Ints  # [T]
-    size: Ints  # [T]
-    items: Ints  # [Q] how many items were ranked for the query (gallery, less itself and what is ignored)
-    codes: Ints  # [Q] class of the query, an index into classes
-    classes: NDArray[Any]  # [C] the distinct labels, queries' first in sorted order
+    start: Ints
+    above: Ints
+    relevant: Ints
+    size: Ints
+    items: Ints
+    codes: Ints
+    classes: NDArray[Any]
     similarity: str = "cosine"
     notes: tuple[str, ...] = field(default=())
 
@@ -64,30 +77,37 @@ class Ranking:
 
     @property
     def total(self) -> Ints:
-        """[Q] how many relevant items each query has (R)."""
+        """[Q] relevant items of each query (R)."""
         return np.asarray(np.diff(np.concatenate([[0], np.cumsum(self.relevant)])[self.start]))
 
     @property
     def query(self) -> Ints:
-        """[T] the query each group belongs to."""
+        """[T] the query that each group belongs to."""
         return np.asarray(np.repeat(np.arange(len(self)), np.diff(self.start)))
 
     @property
-    def before(self) -> Ints:
+    def hits_before(self) -> Ints:
         """[T] relevant items in the query's earlier groups."""
         ends = np.cumsum(self.relevant)
         first = np.concatenate([[0], ends])[self.start[:-1]]
         return np.asarray(ends - self.relevant - np.repeat(first, np.diff(self.start)))
 
     def break_ties(self, order: str) -> Ranking:
-        """The same ranking with ties broken for the query ("best": relevant items first) or against it ("worst")."""
+        """Break all ties in favour of the query or against it.
+
+        Args:
+            order: "best" puts relevant items first within a group, "worst" last.
+
+        Returns:
+            A ranking without ties.
+        """
         if order not in ("best", "worst"):
             raise ConfigError(f"order: expected 'best' or 'worst', got {order!r}.")
         offset = np.zeros_like(self.size) if order == "best" else self.size - self.relevant
-        each = np.repeat(np.arange(len(self.above)), self.relevant)
+        group = np.repeat(np.arange(len(self.above)), self.relevant)
         first = np.cumsum(self.relevant) - self.relevant
-        above = (self.above + offset)[each] + np.arange(len(each)) - first[each]
-        ones = np.ones(len(each), dtype=np.int64)
+        above = (self.above + offset)[group] + np.arange(len(group)) - first[group]
+        ones = np.ones(len(group), dtype=np.int64)
         start = np.concatenate([[0], np.cumsum(self.total)])
         return replace(self, start=start, above=above, relevant=ones, size=ones)
 
@@ -106,68 +126,94 @@ def rank(
     progress: Progress | None = None,
     verbose: bool | None = None,
 ) -> Ranking:
-    """Find where the relevant items of every query stand: `rank(emb, labels)`, or `rank(query, q, gallery, g)`.
+    """Rank a gallery for every query: `rank(emb, labels)` or `rank(query, labels, gallery, gallery_labels)`.
 
-    query, gallery: [N, D] arrays or tensors. labels: [N] integers of any size, or strings. With one set every item is a
-    query against all others; itself is left out by index, so that a duplicate never takes its place.
+    With a single set every item is a query against all others. The query itself is excluded by index, so an exact copy
+    of it is still ranked.
 
-    similarity  "cosine", or "euclidean" on the vectors as they are.
-    groups      [N] integers or strings, also g_groups for a gallery: items of the query's own group (the same camera,
-                the same sequence) are left out, neither right nor wrong. For "same person and same camera" make one
-                group per such pair.
-    memory      most extra memory to use, for example "1GB", beside the vectors and the result.
-    path        "numba" (fastest on a CPU), "torch" (any device), "auto". The result is the same to the last digit.
-    progress    called now and then with the fraction done.
-    verbose     print the plan before starting; by default only when the work is large.
+    Args:
+        query: [Q, D] array or tensor.
+        labels: [Q] integers of any size, or strings.
+        gallery: [G, D]; the query itself when omitted.
+        gallery_labels: [G].
+        similarity: "cosine", or "euclidean" on the raw vectors.
+        groups: [Q] integers or strings. Items of the query's own group (the same camera, the same sequence) are
+            excluded, neither right nor wrong. For "same person and same camera" use one group per such pair.
+        g_groups: [G] groups of the gallery.
+        memory: Maximum extra memory beside the vectors and the result, for example "1GB".
+        path: Backend: "numba" (fastest on a CPU), "torch" (any device) or "auto". The results are identical.
+        progress: Called with the fraction done.
+        verbose: Print the plan before starting; by default only for large problems.
 
-    >>> rank([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7]).above.tolist()
-    [0, 1]
+    Returns:
+        The ranks of the relevant items of every query.
+
+    Example:
+        >>> rank([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7]).above.tolist()
+        [0, 1]
     """
-    task = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
-    ranking = assemble(task, list(count_hits(task, as_bytes(memory), path, progress, verbose)))
-    return replace(ranking, notes=tuple(describe(task, *tally(ranking))))
+    problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    ranking = assemble(problem, list(count_hits(problem, parse_bytes(memory), path, progress, verbose)))
+    return replace(ranking, notes=tuple(data_notes(problem, *count_singletons_and_ties(ranking))))
 
 
 def count_hits(
-    task: RankingProblem, budget: int, path: str, progress: Progress | None, verbose: bool | None
-) -> Iterator[Part]:
-    """Count along the chosen path, some queries at a time."""
-    chosen = _choose(task, path, budget)
-    work = len(task.query) * len(task.gallery)
-    if verbose or (verbose is None and work >= 10**9):
-        print(_plan(task, chosen, budget), file=sys.stderr, flush=True)
-    if chosen == "numba":
-        from nearkin.metrics._counting import count_blocks
+    problem: RankingProblem, budget: int, path: str, progress: Progress | None, verbose: bool | None
+) -> Iterator[PartialRanking]:
+    """Count with the chosen backend, some queries at a time.
 
-        return count_blocks(task, budget, progress)
-    return count_torch(task, budget, progress)
+    Args:
+        problem: What to rank.
+        budget: Extra memory in bytes.
+        path: "auto", "numba" or "torch".
+        progress: Called with the fraction done.
+        verbose: Print the plan; None does so for large problems.
+
+    Returns:
+        An iterator over the tie groups of some queries.
+    """
+    backend = _choose_backend(problem, path, budget)
+    pairs = len(problem.query) * len(problem.gallery)
+    if verbose or (verbose is None and pairs >= 10**9):
+        print(_plan(problem, backend, budget), file=sys.stderr, flush=True)
+    if backend == "numba":
+        from nearkin.metrics._count_numba import count_numba
+
+        return count_numba(problem, budget, progress)
+    return count_torch(problem, budget, progress)
 
 
 def has_numba() -> bool:
+    """Return whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
-def _choose(task: RankingProblem, path: str, budget: int) -> str:
+def _choose_backend(problem: RankingProblem, path: str, budget: int) -> str:
     if path not in ("auto", "numba", "torch"):
         raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
+    on_cpu = problem.query.x.device.type == "cpu"
     if path == "numba":
         import_extra("numba", extra="fast")
-        if task.query.x.device.type != "cpu":
-            raise ConfigError("path: 'numba' counts on the CPU. Move the vectors with .cpu(), or use path='torch'.")
+        if not on_cpu:
+            raise ConfigError("path: 'numba' runs on the CPU. Move the vectors with .cpu(), or use path='torch'.")
     if path != "auto":
         return path
-    # Small work is done before the compiler is loaded; with very large classes sorting beats comparing.
-    fits = len(task.query) * len(task.gallery) >= _SMALL and task.pairs <= min(128 * len(task.query), budget // 250)
-    return "numba" if fits and task.query.x.device.type == "cpu" and has_numba() else "torch"
+    large = len(problem.query) * len(problem.gallery) >= _MIN_NUMBA_PAIRS
+    # With very large classes sorting beats comparing.
+    small_classes = problem.max_pairs <= min(128 * len(problem.query), budget // 250)
+    return "numba" if large and small_classes and on_cpu and has_numba() else "torch"
 
 
-def _plan(task: RankingProblem, path: str, budget: int) -> str:
-    q, g, d = len(task.query), len(task.gallery), task.query.x.shape[1]
-    half = 2 if path == "numba" and task.alone else 1
+def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
+    q, g, d = len(problem.query), len(problem.gallery), problem.query.x.shape[1]
+    half = 2 if backend == "numba" and problem.single_set else 1
     return (
-        f"ranking {q:,} queries against {g:,} items of {d} numbers: {2e-12 * q * g * d / half:.2g} Tflop, "
-        f"{path} path, at most {budget / 1e9:.2g} GB beside the vectors"
+        f"ranking {q:,} queries against {g:,} items of {d} dimensions: {2e-12 * q * g * d / half:.2g} Tflop, "
+        f"{backend} backend, at most {budget / 1e9:.2g} GB beside the vectors"
     )
+
+
+# ------------------------------------------------------------------------------------------------------- neighbours
 
 
 def neighbours(
@@ -179,117 +225,158 @@ def neighbours(
     similarity: str = "cosine",
     memory: str | int = "1GB",
 ) -> tuple[Ints, Floats]:
-    """The k nearest gallery items of every query, exactly: indices and similarities, both [Q, k], nearest first.
+    """Find the k nearest gallery items of every query, exactly. Equally similar items are ordered by index.
 
-    Items equally similar come in the order of their index. Without a gallery the query is its own, and itself is left
-    out (exclude_self=False keeps it). The similarity is the cosine, or minus the Euclidean distance.
+    Args:
+        query: [Q, D] array or tensor.
+        gallery: [G, D]; the query itself when omitted.
+        k: Items per query.
+        exclude_self: Leave out the item with the query's own index; by default when there is no gallery.
+        similarity: "cosine" or "euclidean".
+        memory: Maximum extra memory, for example "1GB".
 
-    >>> neighbours([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], k=2)[0].tolist()
-    [[1, 2], [0, 2], [0, 1]]
+    Returns:
+        Indices [Q, k] and similarities [Q, k], nearest first. The similarity is the cosine, or minus the Euclidean
+        distance.
+
+    Example:
+        >>> neighbours([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], k=2)[0].tolist()
+        [[1, 2], [0, 2], [0, 1]]
     """
     check_similarity(similarity)
     q = as_matrix(query, "query")
     g = None
     if gallery is not None:
-        q, g = same_space(q, as_matrix(gallery, "gallery"))
-    alone = g is None if exclude_self is None else exclude_self
-    if alone and g is not None and len(g) != len(q):
-        raise ConfigError("exclude_self: needs query and gallery to be the same rows in the same order.")
-    left, right = prepare(q, g, similarity)
-    most = len(right) - int(alone)
-    if not 1 <= k <= most:
-        raise ConfigError(f"k: expected 1 to {most} (items that can be returned), got {k}.")
-    _, slack = left.slack(right)
-    # Of identical items only the first k can be returned, and one more where the query is one of them. A collapsed
-    # model, which has one vector for everything, then costs no more than another.
-    worth = np.flatnonzero(_place_among_equals(right.group) < k + int(alone))
-    columns = Columns(right, worth, torch.float64, as_bytes(memory) // 2)
-    step = max(1, min(1024, as_bytes(memory) // 2 // (len(worth) * 24)))
+        q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
+    skip_self = g is None if exclude_self is None else exclude_self
+    if skip_self and g is not None and len(g) != len(q):
+        raise ConfigError("exclude_self: query and gallery must be the same rows in the same order.")
+    q_vectors, g_vectors = prepare(q, g, similarity)
+    max_k = len(g_vectors) - int(skip_self)
+    if not 1 <= k <= max_k:
+        raise ConfigError(f"k: expected 1 to {max_k} (items that can be returned), got {k}.")
+    _, error_bound = q_vectors.error_bounds(g_vectors)
+    # Of identical items only the first k can be returned, plus one where the query is among them. This keeps a
+    # collapsed model, which has one vector for everything, as cheap as any other.
+    candidates = np.flatnonzero(_index_among_copies(g_vectors.row_id) < k + int(skip_self))
+    budget = parse_bytes(memory)
+    matrix = GalleryMatrix(g_vectors, candidates, torch.float64, budget // 2)
+    step = max(1, min(1024, budget // 2 // (len(candidates) * 24)))
     indices, values = [], []
-    for a in range(0, len(left), step):
-        rows = slice(a, min(a + step, len(left)))
-        keys = columns.keys(left.left(rows))
-        if alone:
-            at = np.searchsorted(worth, np.arange(a, a + len(keys)))
-            own = np.flatnonzero(worth[np.minimum(at, len(worth) - 1)] == np.arange(a, a + len(keys)))
-            keys[own, at[own]] = -torch.inf
-        last = torch.topk(keys, k, dim=1).values[:, -1]
-        near = (keys >= (last - 2 * slack[rows])[:, None]).nonzero()
-        key = keys[near[:, 0], near[:, 1]].cpu().numpy()
-        row, col = near[:, 0].cpu().numpy(), worth[near[:, 1].cpu().numpy()]
-        order, run, distance = order_by_distance(left, right, row + a, row, col, key, slack[rows].cpu().numpy())
-        row, col, key, run, distance = row[order], col[order], key[order], run[order], distance[order]
-        order = np.lexsort((col, distance, run, row))
-        first = np.searchsorted(row, np.arange(keys.shape[0]))
-        take = order[(first[:, None] + np.arange(k)).ravel()]
-        indices.append(col[take].reshape(-1, k))
-        values.append(_similarity(left, rows, right, col[take].reshape(-1, k)))
+    for a in range(0, len(q_vectors), step):
+        rows = slice(a, min(a + step, len(q_vectors)))
+        keys = matrix.keys(q_vectors.query_matrix(rows))
+        if skip_self:
+            _mask_self(keys, candidates, a)
+        nearest = _nearest(q_vectors, g_vectors, rows, keys, candidates, k, error_bound[rows])
+        indices.append(nearest)
+        values.append(_similarities(q_vectors, rows, g_vectors, nearest))
     return np.concatenate(indices), np.concatenate(values)
 
 
-def _place_among_equals(group: Ints) -> Ints:
-    """For each item how many of the same number come before it."""
-    order = np.argsort(group, kind="stable")
-    ordered = group[order]
-    place = np.empty(len(group), dtype=np.int64)
-    place[order] = np.arange(len(group)) - np.searchsorted(ordered, ordered)
-    return place
+def _mask_self(keys: Tensor, candidates: Ints, first: int) -> None:
+    """Exclude each query's own column, if it is among the candidates; `first` is the query of row 0."""
+    own = np.arange(first, first + len(keys))
+    column = np.searchsorted(candidates, own)
+    rows = np.flatnonzero(candidates[np.minimum(column, len(candidates) - 1)] == own)
+    keys[rows, column[rows]] = -torch.inf
 
 
-def _similarity(left: Points, rows: slice, right: Points, cols: Ints) -> Floats:
-    """The similarity of each row to its own columns, summed per pair so that it does not depend on the block."""
-    at = torch.as_tensor(cols, device=right.x.device)
-    z = left.delta(rows)[:, None, :] - right.delta(at.reshape(-1)).reshape(*at.shape, -1)
-    squared = (z / left.scale).square().sum(-1)
-    if left.cosine:
-        known = (left.shrink[rows, None] > 0) & (right.shrink[at] > 0)
-        return np.asarray(torch.where(known, 1 - squared / 2, 0.0).cpu().numpy())
-    return np.asarray((-squared.sqrt() / left.power[0]).cpu().numpy())
+def _nearest(
+    query: VectorSet, gallery: VectorSet, rows: slice, keys: Tensor, candidates: Ints, k: int, error_bound: Tensor
+) -> Ints:
+    """[n, k] gallery rows of the k largest keys, near-ties resolved by exact distance and ties by index."""
+    kth = torch.topk(keys, k, dim=1).values[:, -1]
+    near = (keys >= (kth - 2 * error_bound)[:, None]).nonzero()
+    key = keys[near[:, 0], near[:, 1]].cpu().numpy()
+    row, col = near[:, 0].cpu().numpy(), candidates[near[:, 1].cpu().numpy()]
+    bound = error_bound.cpu().numpy()
+    order, run, distance = order_by_distance(query, gallery, row + rows.start, row, col, key, bound)
+    row, col, run, distance = row[order], col[order], run[order], distance[order]
+    order = np.lexsort((col, distance, run, row))
+    first = np.searchsorted(row, np.arange(keys.shape[0]))
+    return np.asarray(col[order[(first[:, None] + np.arange(k)).ravel()]].reshape(-1, k))
+
+
+def _index_among_copies(row_id: Ints) -> Ints:
+    """For each item the number of identical items before it."""
+    order = np.argsort(row_id, kind="stable")
+    ordered = row_id[order]
+    out = np.empty(len(row_id), dtype=np.int64)
+    out[order] = np.arange(len(row_id)) - np.searchsorted(ordered, ordered)
+    return out
+
+
+def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints) -> Floats:
+    """The similarity of each row to its own columns, summed per pair so that it does not depend on the block size."""
+    index = torch.as_tensor(cols, device=gallery.x.device)
+    gap = query.centred(rows)[:, None, :] - gallery.centred(index.reshape(-1)).reshape(*index.shape, -1)
+    squared = (gap / query.scale).square().sum(-1)
+    if query.cosine:
+        nonzero = (query.row_scale[rows, None] > 0) & (gallery.row_scale[index] > 0)
+        return np.asarray(torch.where(nonzero, 1 - squared / 2, 0.0).cpu().numpy())
+    return np.asarray((-squared.sqrt() / query.pow2[0]).cpu().numpy())
 
 
 # ------------------------------------------------------------------------------------------------------- the result
 
 
-def assemble(task: RankingProblem, parts: list[Part]) -> Ranking:
-    """The ranking of the queries in `parts`, in the order of their numbers."""
+def assemble(problem: RankingProblem, parts: list[PartialRanking]) -> Ranking:
+    """Merge partial rankings into one, with the queries in ascending order.
+
+    Args:
+        problem: What was ranked.
+        parts: Tie groups of disjoint sets of queries.
+
+    Returns:
+        The ranking of all queries in `parts`.
+    """
     queries = np.concatenate([p.queries for p in parts])
-    chosen = np.sort(queries)
-    place = np.searchsorted(chosen, queries)
-    each = np.concatenate([p.counts for p in parts])
+    ordered = np.sort(queries)
+    index = np.searchsorted(ordered, queries)
+    part_counts = np.concatenate([p.counts for p in parts])
     counts = np.empty(len(queries), dtype=np.int64)
-    counts[place] = each
+    counts[index] = part_counts
     start = np.concatenate([[0], np.cumsum(counts)])
-    # Where each group of the parts goes: the start of its query plus its place among the query's groups.
-    to = np.repeat(start[place] - (np.cumsum(each) - each), each) + np.arange(each.sum())
+    # Target of each group: the start of its query plus its index among the query's groups.
+    first = np.cumsum(part_counts) - part_counts
+    target = np.repeat(start[index] - first, part_counts) + np.arange(part_counts.sum())
     fields: dict[str, Any] = {}
     for name in ("above", "relevant", "size"):
-        fields[name] = np.empty(len(to), dtype=np.int64)
-        fields[name][to] = np.concatenate([getattr(p, name) for p in parts])
-    items = np.full(len(chosen), len(task.gallery) - int(task.alone), dtype=np.int64)
-    if task.group is not None and task.order_group is not None:
-        most = int(max(task.group.max(), task.order_group.max())) + 1
-        items = len(task.gallery) - np.bincount(task.order_group, minlength=most)[task.group[chosen]]
-    codes = task.codes[chosen]
-    return Ranking(start=start, items=items, codes=codes, classes=task.classes, similarity=task.similarity, **fields)
+        fields[name] = np.empty(len(target), dtype=np.int64)
+        fields[name][target] = np.concatenate([getattr(p, name) for p in parts])
+    items = np.full(len(ordered), len(problem.gallery) - int(problem.single_set), dtype=np.int64)
+    if problem.query_group is not None and problem.position_group is not None:
+        num_groups = int(max(problem.query_group.max(), problem.position_group.max())) + 1
+        group_size = np.bincount(problem.position_group, minlength=num_groups)
+        items = len(problem.gallery) - group_size[problem.query_group[ordered]]
+    codes, similarity = problem.codes[ordered], problem.similarity
+    return Ranking(start=start, items=items, codes=codes, classes=problem.classes, similarity=similarity, **fields)
 
 
-def tally(ranking: Ranking) -> tuple[int, int]:
-    """How many queries have no relevant item, and how many have one that ties with an item that is not."""
+def count_singletons_and_ties(ranking: Ranking) -> tuple[int, int]:
+    """Count the queries without a relevant item, and those with a tie between a relevant and another item."""
     tied = np.unique(ranking.query[ranking.size > ranking.relevant])
     return int((np.diff(ranking.start) == 0).sum()), len(tied)
 
 
-def describe(task: RankingProblem, lone: int, tied: int) -> Iterator[str]:
-    """What a reader of the scores should know about the data."""
-    if lone:
-        yield f"{lone:,} of {len(task.query):,} queries have no relevant item to find."
-    group = task.gallery.group
-    copies = len(group) - len(np.unique(group))
+def data_notes(problem: RankingProblem, singletons: int, tied: int) -> Iterator[str]:
+    """Yield what a reader of the scores should know about the data.
+
+    Args:
+        problem: What was ranked.
+        singletons: Queries without a relevant item.
+        tied: Queries with ties between relevant and other items.
+    """
+    if singletons:
+        yield f"{singletons:,} of {len(problem.query):,} queries have no relevant item."
+    row_id = problem.gallery.row_id
+    copies = len(row_id) - len(np.unique(row_id))
     if copies:
-        yield f"{copies:,} of {len(group):,} gallery vectors are exact copies of another; they tie."
+        yield f"{copies:,} of {len(row_id):,} gallery vectors are exact copies of another; they tie."
     if tied:
-        yield f"{tied:,} of {len(task.query):,} queries have ties between relevant and other items."
-    if copies and copies == len(group) - 1:
-        yield "All vectors are the same: the model has collapsed, and the scores are what chance gives."
-    if task.gallery.cosine and (blank := int((task.gallery.shrink == 0).sum())):
-        yield f"{blank:,} gallery vectors are zero; their cosine with everything is taken as 0."
+        yield f"{tied:,} of {len(problem.query):,} queries have ties between relevant and other items."
+    if copies and copies == len(row_id) - 1:
+        yield "All vectors are identical: the model has collapsed, and the scores are at chance level."
+    if problem.gallery.cosine and (zeros := int((problem.gallery.row_scale == 0).sum())):
+        yield f"{zeros:,} gallery vectors are zero; their cosine with everything counts as 0."

@@ -225,7 +225,7 @@ def _suspects(view: View, lists: Lists, shown: Shown) -> dict[str, Any]:
         written = path.read_bytes()
     return {
         "why": "",
-        "share": rounded(found.share),
+        "share": rounded(found.error_rate),
         "expected": rounded(found.expected(SUSPECTS), 1),
         "rows": [
             {"item": item, "suggested": int(found.suggested[row]), "probability": rounded(found.probability[row])}

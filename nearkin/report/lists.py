@@ -94,7 +94,7 @@ def _copies(view: View) -> Copies:
     vectors = view.table.features if by_features else view.emb
     for threshold in THRESHOLDS:
         try:
-            found = find_duplicates(vectors, view.table.labels, threshold=threshold, most=MANY)
+            found = find_duplicates(vectors, view.table.labels, threshold=threshold, max_pairs=MANY)
         except DataError:
             continue
         return Copies(found, threshold, by_features)

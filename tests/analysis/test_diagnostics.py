@@ -1,4 +1,4 @@
-"""The panel against plain NumPy and closed forms, and the alarms on runs that go well and runs that do not."""
+"""Diagnostics against plain NumPy and closed forms, and alarms on healthy and broken runs."""
 
 import json
 import math
@@ -32,11 +32,11 @@ def small():
     return emb, labels, diagnose(emb, labels)
 
 
-# --- every number against plain loops ---------------------------------------------------------------------------------
+# --- against plain loops ----------------------------------------------------------------------------------------------
 
 
 def plain(emb: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """The definitions, one pair at a time."""
+    """The definitions, computed pair by pair."""
     x, y = emb.numpy(), labels.numpy()
     n, dim = x.shape
     f = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -76,35 +76,35 @@ def plain(emb: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     }
 
 
-def test_every_number_against_plain_loops(small):
-    emb, labels, seen = small
+def test_statistics_match_plain_loops(small):
+    emb, labels, diagnosis = small
     for name, value in plain(emb, labels).items():
-        assert getattr(seen, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert getattr(diagnosis, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-def test_histograms_and_hubness_against_numpy_and_scipy(small):
+def test_histograms_and_hubness_match_numpy_and_scipy(small):
     stats = pytest.importorskip("scipy.stats")
-    emb, labels, seen = small
+    emb, labels, diagnosis = small
     f = torch.nn.functional.normalize(emb).numpy()
     sim, same = f @ f.T, labels.numpy()[:, None] == labels.numpy()
     upper = np.triu(np.ones_like(same), 1)
-    for kind, counts in ((same, seen.positive_histogram), (~same, seen.negative_histogram)):
-        want, _ = np.histogram(sim[kind & upper], bins=BINS, range=(-1, 1))
+    for mask, counts in ((same, diagnosis.positive_histogram), (~same, diagnosis.negative_histogram)):
+        want, _ = np.histogram(sim[mask & upper], bins=BINS, range=(-1, 1))
         assert list(counts) == want.tolist()
     np.fill_diagonal(sim, -2)
     nearest = np.argsort(-sim, axis=1)[:, :10]
-    assert seen.hubness == pytest.approx(stats.skew(np.bincount(nearest.ravel(), minlength=len(f))))
+    assert diagnosis.hubness == pytest.approx(stats.skew(np.bincount(nearest.ravel(), minlength=len(f))))
 
 
-def test_entropies_and_parts_are_those_of_the_information_module(small):
-    emb, labels, seen = small
+def test_entropies_and_parts_match_the_information_module(small):
+    emb, labels, diagnosis = small
     f = torch.nn.functional.normalize(emb)
-    assert seen.feature_entropy == pytest.approx(information.feature_entropy(f))
-    assert seen.conditional_entropy == pytest.approx(information.conditional_entropy(f, labels))
-    assert seen.information == pytest.approx(information.mutual_information(f, labels))
+    assert diagnosis.feature_entropy == pytest.approx(information.feature_entropy(f))
+    assert diagnosis.conditional_entropy == pytest.approx(information.conditional_entropy(f, labels))
+    assert diagnosis.information == pytest.approx(information.mutual_information(f, labels))
     parts = information.decompose("snca", emb, labels, sigma=SIGMA)
-    assert seen.tightness == pytest.approx(float(parts.tightness))
-    assert seen.contrastive == pytest.approx(float(parts.contrastive))
+    assert diagnosis.tightness == pytest.approx(float(parts.tightness))
+    assert diagnosis.contrastive == pytest.approx(float(parts.contrastive))
 
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
@@ -114,76 +114,76 @@ def test_entropies_and_parts_are_those_of_the_information_module(small):
 def test_effective_rank_of_an_isotropic_sample_is_its_rank(rank):
     g = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(50, rank, generator=g, dtype=torch.float64)).Q
-    x = torch.randn(4000, rank, generator=g, dtype=torch.float64) @ basis.T + 5.0  # a common mean does not count
+    x = torch.randn(4000, rank, generator=g, dtype=torch.float64) @ basis.T + 5.0  # centring removes the common mean
     assert effective_rank(x) == pytest.approx(rank, rel=0.01)
-    assert effective_rank(x[:30]) <= min(rank, 29) + 1e-9  # fewer rows than dimensions: the other product
+    assert effective_rank(x[:30]) <= min(rank, 29) + 1e-9  # fewer rows than dimensions: the Gram matrix is used
 
 
 def test_identical_rows():
-    seen = diagnose(torch.full((20, 8), 0.3), torch.arange(4).repeat(5))
-    assert seen.effective_rank == 1.0
-    assert seen.uniformity == pytest.approx(0.0, abs=1e-9)
-    assert seen.alignment == pytest.approx(0.0, abs=1e-9)
-    assert seen.negative_mean == pytest.approx(1.0)
-    assert seen.separation == pytest.approx(0.5)
-    assert seen.feature_entropy == pytest.approx(8 * math.log(1e-12))  # coincident: clamped, as documented
-    assert seen.information == pytest.approx(0.0, abs=1e-9)
+    diagnosis = diagnose(torch.full((20, 8), 0.3), torch.arange(4).repeat(5))
+    assert diagnosis.effective_rank == 1.0
+    assert diagnosis.uniformity == pytest.approx(0.0, abs=1e-9)
+    assert diagnosis.alignment == pytest.approx(0.0, abs=1e-9)
+    assert diagnosis.negative_mean == pytest.approx(1.0)
+    assert diagnosis.separation == pytest.approx(0.5)
+    assert diagnosis.feature_entropy == pytest.approx(8 * math.log(1e-12))  # coincident: clamped, as documented
+    assert diagnosis.information == pytest.approx(0.0, abs=1e-9)
 
 
 def test_uniform_points_have_the_uniformity_of_the_sphere():
     # E exp(-2 |u - v|^2) = e^-4 E exp(4 t) with t = u.v; on the circle that mean is the Bessel function I_0(4).
     angles = torch.arange(1000, dtype=torch.float64) * (2 * math.pi / 1000)
     points = torch.stack([angles.cos(), angles.sin()], 1)
-    seen = diagnose(points, torch.arange(1000) % 10)
+    diagnosis = diagnose(points, torch.arange(1000) % 10)
     bessel = float(torch.special.i0(torch.tensor(4.0, dtype=torch.float64)))
-    mean = (math.exp(-4) * bessel * 1000 - 1) / 999  # all pairs but the row with itself
-    assert seen.uniformity == pytest.approx(math.log(mean), rel=1e-6)
+    mean = (math.exp(-4) * bessel * 1000 - 1) / 999  # all pairs of different rows
+    assert diagnosis.uniformity == pytest.approx(math.log(mean), rel=1e-6)
 
 
-def test_perfectly_apart():
-    seen = diagnose(torch.eye(4).repeat_interleave(5, 0), torch.arange(4).repeat_interleave(5))
-    assert (seen.alignment, seen.positive_mean, seen.negative_mean) == (0.0, 1.0, 0.0)
-    assert (seen.separation, seen.active_negatives, seen.active_positives) == (1.0, 0.0, 0.0)
-    assert seen.effective_rank == pytest.approx(3.0)  # four corners of a simplex
-    assert seen.information_bound == pytest.approx(math.log(4), abs=0.01)
+def test_perfectly_separated_classes():
+    diagnosis = diagnose(torch.eye(4).repeat_interleave(5, 0), torch.arange(4).repeat_interleave(5))
+    assert (diagnosis.alignment, diagnosis.positive_mean, diagnosis.negative_mean) == (0.0, 1.0, 0.0)
+    assert (diagnosis.separation, diagnosis.active_negatives, diagnosis.active_positives) == (1.0, 0.0, 0.0)
+    assert diagnosis.effective_rank == pytest.approx(3.0)  # four corners of a simplex
+    assert diagnosis.information_bound == pytest.approx(math.log(4), abs=0.01)
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------
 
 
-def test_many_small_classes_keep_their_pairs():
+def test_sample_of_many_small_classes_contains_their_pairs():
     labels = torch.arange(4000).repeat_interleave(3)[torch.randperm(12000, generator=torch.Generator().manual_seed(1))]
     emb = torch.randn(12000, 4, generator=torch.Generator().manual_seed(2))
-    seen = diagnose(emb, labels, sample=300)
-    assert seen.rows == 300
-    assert seen.classes == 100
-    assert sum(seen.positive_histogram) == 100 * 3  # every class is whole
-    assert diagnose(emb, labels, sample=300) == seen
-    assert diagnose(emb, labels, sample=300, seed=1) != seen
+    diagnosis = diagnose(emb, labels, sample=300)
+    assert diagnosis.rows == 300
+    assert diagnosis.classes == 100
+    assert sum(diagnosis.positive_histogram) == 100 * 3  # every class is complete
+    assert diagnose(emb, labels, sample=300) == diagnosis
+    assert diagnose(emb, labels, sample=300, seed=1) != diagnosis
 
 
 def test_few_large_classes_share_the_sample():
     labels = torch.tensor([0] * 900 + [1] * 90 + [2] * 10 + [3])
-    seen = diagnose(torch.randn(1001, 4, generator=torch.Generator().manual_seed(0)), labels, sample=120)
-    assert seen.classes == 3  # the lone row has no pair
-    assert seen.rows == 40 + 40 + 10
+    diagnosis = diagnose(torch.randn(1001, 4, generator=torch.Generator().manual_seed(0)), labels, sample=120)
+    assert diagnosis.classes == 3  # the singleton has no pair
+    assert diagnosis.rows == 40 + 40 + 10
 
 
-# --- odd input --------------------------------------------------------------------------------------------------------
+# --- edge cases -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_are_not_finite_are_counted_and_left_out():
+def test_non_finite_rows_are_counted_and_excluded():
     emb, labels = blobs()
     clean = diagnose(emb[2:], labels[2:])
     emb[0, 0], emb[1, 3] = math.nan, math.inf
-    seen = diagnose(emb, labels)
-    assert seen.non_finite == 2
-    assert seen.rows == len(emb) - 2
-    assert seen.alignment == clean.alignment
+    diagnosis = diagnose(emb, labels)
+    assert diagnosis.non_finite == 2
+    assert diagnosis.rows == len(emb) - 2
+    assert diagnosis.alignment == clean.alignment
     nothing = diagnose(emb * math.nan, labels)
     assert (nothing.non_finite, nothing.rows) == (len(emb), 0)
     assert [a.name for a in alarms([nothing])] == ["not finite"]
-    assert "30 embeddings hold NaN" in str(alarms([clean, nothing])[0])
+    assert "30 embeddings contain NaN" in str(alarms([clean, nothing])[0])
 
 
 @pytest.mark.parametrize(
@@ -199,18 +199,18 @@ def test_rows_that_are_not_finite_are_counted_and_left_out():
         (torch.tensor([[3e38, 3e38], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), [0, 0, 1, 1]),
     ],
 )
-def test_odd_sets_give_numbers_or_nothing_and_no_warning(emb, labels):
+def test_degenerate_sets_give_finite_values_or_nan_and_no_warning(emb, labels):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seen = diagnose(emb, labels)
-        alarms([seen, seen, seen])
-    text = json.dumps(seen.to_dict(), allow_nan=False)
+        diagnosis = diagnose(emb, labels)
+        alarms([diagnosis, diagnosis, diagnosis])
+    text = json.dumps(diagnosis.to_dict(), allow_nan=False)
     again = Diagnosis.from_dict(json.loads(text))
-    assert again.to_dict() == seen.to_dict()
+    assert again.to_dict() == diagnosis.to_dict()
     assert isinstance(again.positive_histogram, tuple)
 
 
-def test_what_is_refused():
+def test_invalid_input_raises():
     emb, labels = blobs()
     with pytest.raises(ConfigError, match="sample: expected at least 16"):
         diagnose(emb, labels, sample=4)
@@ -228,7 +228,7 @@ def test_what_is_refused():
 
 @pytest.fixture
 def one_thread():
-    """Networks as small as these lose more to waiting threads than they gain."""
+    """Networks this small are slower with several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -236,7 +236,7 @@ def one_thread():
 
 
 def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **settings) -> list[Diagnosis]:
-    """A small network on twenty glyphs: the panel before training and after each epoch."""
+    """Train a small network on twenty glyphs; diagnose before training and after each epoch."""
     torch.manual_seed(0)
     rows = np.nonzero(table.labels < 20)[0]
     labels, pixels = torch.from_numpy(table.labels[rows]), table.images.read(rows)[:, :, ::2, ::2]
@@ -246,55 +246,55 @@ def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **set
     sampler = BalancedSampler(labels.numpy(), batch_size=40, samples_per_class=4, seed=0)
 
     @torch.no_grad()
-    def look() -> Diagnosis:
+    def diagnose_now() -> Diagnosis:
         model.eval()
-        seen = diagnose(model(pixels), labels)
+        diagnosis = diagnose(model(pixels), labels)
         model.train()
-        return seen
+        return diagnosis
 
-    seen = [look()]
+    diagnoses = [diagnose_now()]
     for epoch in range(epochs):
         for batch in sampler.epoch(epoch):
             optimizer.zero_grad()
             objective(model(pixels[batch]), labels[batch]).backward()
             optimizer.step()
-        seen.append(look())
-    return seen
+        diagnoses.append(diagnose_now())
+    return diagnoses
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["proxy_anchor", "multi_similarity", "triplet", "contrastive", "softmax"])
 def test_healthy_runs_raise_no_alarm(glyphs_table, name):
-    seen = history(glyphs_table, name)
-    for end in range(len(seen)):
-        assert alarms(seen[: end + 1]) == [], (end, seen[end])
+    diagnoses = history(glyphs_table, name)
+    for end in range(len(diagnoses)):
+        assert alarms(diagnoses[: end + 1]) == [], (end, diagnoses[end])
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "settings", "want"),
     [
-        ("contrastive", {"margin": 1.0}, {"collapse", "no contrast"}),  # no negative pair is ever pushed
+        ("contrastive", {"margin": 1.0}, {"collapse", "no contrast"}),  # negative pairs are never pushed
         ("triplet", {"lr": 0.2}, {"exploding norms"}),
         ("contrastive", {"lr": 0.2}, {"exploding norms", "no contrast"}),
     ],
 )
-def test_broken_runs_raise_theirs(glyphs_table, name, settings, want):
-    seen = history(glyphs_table, name, **settings)
-    found = alarms(seen)
-    assert want <= {alarm.name for alarm in found}, (found, seen[-1])
-    for alarm in found:
-        assert any(c.isdigit() for c in alarm.seen)
-        assert alarm.cure.endswith(".")
+def test_broken_runs_raise_their_alarms(glyphs_table, name, settings, want):
+    diagnoses = history(glyphs_table, name, **settings)
+    raised = alarms(diagnoses)
+    assert want <= {alarm.name for alarm in raised}, (raised, diagnoses[-1])
+    for alarm in raised:
+        assert any(c.isdigit() for c in alarm.observation)
+        assert alarm.fix.endswith(".")
         assert len(str(alarm)) < 240
 
 
-def test_other_alarms():
+def test_dimensional_collapse_and_dead_networks_raise_alarms():
     emb, labels = blobs(classes=12, dim=32)
     start = diagnose(emb, labels)
     line = torch.linspace(-1, 1, 32, dtype=torch.float64)
     flat = diagnose(labels[:, None] * line + torch.ones(32) + 0.01 * emb, labels)
-    assert [a.name for a in alarms([start, flat])] == []  # once may pass
+    assert [a.name for a in alarms([start, flat])] == []  # a single epoch is tolerated
     assert [a.name for a in alarms([start, flat, flat])] == ["dimensional collapse"]
     dead = diagnose(torch.zeros_like(emb), labels)
     assert "dead" in [a.name for a in alarms([start, dead])]

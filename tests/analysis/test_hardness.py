@@ -1,4 +1,4 @@
-"""Difficulty on sets small enough to see the answer."""
+"""Hard classes, confusions and hubs on sets small enough to verify by hand."""
 
 import numpy as np
 import pytest
@@ -9,17 +9,17 @@ from nearkin.errors import ConfigError
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 
-# Two cats near each other, one cat among the dogs, two dogs, one lone bird.
+# Two cats near each other, one cat among the dogs, two dogs, one bird (a singleton).
 X = np.array([[1.0, 0.0], [1.0, 0.05], [0.1, 1.0], [0.0, 1.0], [0.05, 1.0], [-1.0, -1.0]])
 LABELS = ["cat", "cat", "cat", "dog", "dog", "bird"]
 
 
-def test_class_table_puts_the_hardest_first():
+def test_class_table_is_sorted_hardest_first():
     rows = class_table(nk.score(X, LABELS), ("R@1",))
     assert [(r.label, r.queries) for r in rows] == [("bird", 1), ("dog", 2), ("cat", 3)]
     assert [r.means["R@1"] for r in rows] == pytest.approx([0.0, 0.5, 2 / 3])
     rows = class_table(nk.score(X, LABELS), ("MAP@R",))
-    assert rows[-1].label == "bird"  # left out by the metric: last
+    assert rows[-1].label == "bird"  # excluded by the metric: last
     with pytest.raises(ConfigError):
         class_table(nk.score(X, LABELS), ())
 
@@ -54,7 +54,7 @@ def test_hardest_queries():
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_indices_outside_the_gallery_are_refused(index):
-    for ask in (lambda n: confused_pairs(n, [0, 1, 1]), lambda n: hubs(n, [0, 1, 1]), lambda n: hubness(n, 3)):
+def test_indices_outside_the_gallery_raise(index):
+    for call in (lambda n: confused_pairs(n, [0, 1, 1]), lambda n: hubs(n, [0, 1, 1]), lambda n: hubness(n, 3)):
         with pytest.raises(ConfigError, match="indices of 3 items"):
-            ask([[1], [0], [index]])
+            call([[1], [0], [index]])

@@ -1,4 +1,4 @@
-"""The code of docs/metrics.md and of the docstrings runs and says what is claimed."""
+"""The code blocks of docs/metrics.md and the docstring examples run and give the documented results."""
 
 import doctest
 import re
@@ -12,7 +12,7 @@ from nearkin.metrics import _problem, clustering, ranking, retrieval, scores
 PAGE = ROOT / "docs" / "metrics.md"
 
 
-def test_the_page_runs(capsys):
+def test_page_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 6
     names: dict = {}

@@ -1,4 +1,4 @@
-"""MetricLearner: the optimum it reaches, the matrices on the way, and its manners as a scikit-learn estimator."""
+"""MetricLearner: its optimum, its iterates, and its behaviour as a scikit-learn estimator."""
 
 import pickle
 from itertools import islice
@@ -25,8 +25,8 @@ from nearkin.linear import (
     WithinClassWhitening,
     draw_constraints,
 )
-from nearkin.linear.objective import Hinges
-from nearkin.linear.solver import descend, descend_parts, project_psd
+from nearkin.linear.objective import HingeObjective
+from nearkin.linear.solver import project_psd, projected_gradient, stochastic_descent
 from nearkin.models.embedder import Embedder
 
 
@@ -38,17 +38,17 @@ def iris():
 
 @pytest.fixture(scope="module")
 def convex(iris):
-    """0.5 |A|^2 + lam * hinges has one minimum; its dual is a smooth problem in a box, which SciPy solves."""
+    """0.5 |A|^2 + lam * hinges has one minimum; its dual is smooth with box constraints, which SciPy solves."""
     x, y = iris
-    asked, lam = draw_constraints(torch.tensor(y), 40), 0.004
+    constraints, lam = draw_constraints(torch.tensor(y), 40), 0.004
     outer, bound = [], []
-    for i, j in asked.similar.tolist():
+    for i, j in constraints.similar.tolist():
         outer.append(np.outer(x[i] - x[j], x[i] - x[j]))
         bound.append(-4.0)
-    for i, j in asked.dissimilar.tolist():
+    for i, j in constraints.dissimilar.tolist():
         outer.append(-np.outer(x[i] - x[j], x[i] - x[j]))
         bound.append(12.0)
-    for i, j, k in asked.triplets.tolist():
+    for i, j, k in constraints.triplets.tolist():
         outer.append(np.outer(x[i] - x[j], x[i] - x[j]) - np.outer(x[i] - x[k], x[i] - x[k]))
         bound.append(8.0)
     terms, bounds = np.array(outer), np.array(bound)
@@ -64,14 +64,14 @@ def convex(iris):
     box = [(0, lam)] * len(bounds)
     options = {"maxiter": 20000, "maxfun": 50000, "ftol": 1e-15, "gtol": 1e-11}
     found = minimize(dual, np.full(len(bounds), lam / 2), jac=True, bounds=box, method="L-BFGS-B", options=options)
-    return asked, {"upper": 4.0, "lower": 12.0, "margin": 8.0, "lam": lam}, primal(found.x), -found.fun
+    return constraints, {"upper": 4.0, "lower": 12.0, "margin": 8.0, "lam": lam}, primal(found.x), -found.fun
 
 
 @pytest.mark.parametrize("form", ["A", "G"])
 def test_both_forms_reach_the_optimum(iris, convex, form):
-    asked, settings, best, value = convex
+    constraints, settings, best, value = convex
     metric = MetricLearner(form=form, scale=False, tol=1e-9, max_iter=2000, **settings)
-    metric.fit(iris[0], constraints=asked)
+    metric.fit(iris[0], constraints=constraints)
     assert metric.history_[-1] == pytest.approx(value, rel=1e-4)
     assert metric.history_[-1] >= value - 1e-9  # the dual is a lower bound
     assert np.linalg.norm(metric.matrix - best) < 0.02 * np.linalg.norm(best)
@@ -79,21 +79,21 @@ def test_both_forms_reach_the_optimum(iris, convex, form):
 
 @pytest.mark.parametrize("batches", [False, True])
 def test_positive_semi_definite_after_every_step(iris, convex, batches):
-    asked, settings, *_ = convex
-    problem = Hinges(torch.tensor(iris[0]), asked, **settings)
-    start = torch.diag(torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.float64))  # not even a metric
+    constraints, settings, *_ = convex
+    problem = HingeObjective(torch.tensor(iris[0]), constraints, **settings)
+    start = torch.diag(torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.float64))  # not positive semi-definite
     if batches:
-        steps = descend_parts(problem, start, project_psd, 16, 40, 0.5, torch.Generator().manual_seed(0))
+        steps = stochastic_descent(problem, start, project_psd, 16, 40, 0.5, torch.Generator().manual_seed(0))
     else:
-        steps = islice(descend(problem.value, start, project_psd), 40)
-    seen = [matrix.clone() for matrix, _ in steps]
-    assert len(seen) >= 10
-    for matrix in seen:
+        steps = islice(projected_gradient(problem.value, start, project_psd), 40)
+    iterates = [matrix.clone() for matrix, _ in steps]
+    assert len(iterates) >= 10
+    for matrix in iterates:
         assert torch.allclose(matrix, matrix.T, atol=0)
         assert torch.linalg.eigvalsh(matrix).min() >= -1e-12 * matrix.norm()
 
 
-def test_projection_is_the_nearest():
+def test_projection_is_the_nearest_psd_matrix():
     a = torch.tensor(np.random.default_rng(0).standard_normal((5, 5)))
     nearest = project_psd(a)
     values, vectors = np.linalg.eigh((a + a.T).numpy() / 2)
@@ -101,11 +101,11 @@ def test_projection_is_the_nearest():
     assert torch.allclose(project_psd(nearest), nearest)
 
 
-def test_the_whole_never_gets_worse(convex, iris):
-    asked, settings, *_ = convex
-    problem = Hinges(torch.tensor(iris[0]), asked, **settings, width=1.0)
-    levels = [v for _, v in islice(descend(problem.value, torch.eye(4).double(), project_psd), 60)]
-    assert (np.diff(levels) <= 0).all()
+def test_full_batch_steps_never_increase_the_objective(convex, iris):
+    constraints, settings, *_ = convex
+    problem = HingeObjective(torch.tensor(iris[0]), constraints, **settings, width=1.0)
+    values = [v for _, v in islice(projected_gradient(problem.value, torch.eye(4).double(), project_psd), 60)]
+    assert (np.diff(values) <= 0).all()
 
 
 @pytest.fixture(scope="module")
@@ -120,38 +120,38 @@ def noisy():
 @pytest.mark.parametrize("objective", ["hinge", "nca", "lmnn"])
 @pytest.mark.parametrize("form", ["A", "G"])
 @pytest.mark.parametrize("batch_size", [None, 64])
-def test_learns_to_ignore_what_is_noise(noisy, objective, form, batch_size):
+def test_learns_to_ignore_noise(noisy, objective, form, batch_size):
     x, y = noisy
     metric = MetricLearner(objective, form=form, batch_size=batch_size, max_iter=60 if batch_size else 20)
     metric.fit(x[:400], y[:400])
-    plain, told = (nk.score(z[400:], y[400:], similarity="euclidean")["R@1"] for z in (x, x[:, :2]))
-    assert plain < 0.45
-    assert metric.score(x[400:], y[400:]) > told - 0.05
+    raw, ideal = (nk.score(z[400:], y[400:], similarity="euclidean")["R@1"] for z in (x, x[:, :2]))
+    assert raw < 0.45
+    assert metric.score(x[400:], y[400:]) > ideal - 0.05
 
 
 @pytest.mark.parametrize("form", ["A", "G"])
-def test_batches_reach_what_the_whole_reaches(noisy, form):
+def test_batches_reach_the_full_batch_optimum(noisy, form):
     x, y = noisy
-    asked = draw_constraints(torch.tensor(y), 1000)
-    every = torch.arange(len(asked))
+    constraints = draw_constraints(torch.tensor(y), 1000)
+    every = torch.arange(len(constraints))
     found = []
     for size in (None, 128):
-        metric = MetricLearner(form=form, scale=False, batch_size=size, max_iter=200).fit(x, constraints=asked)
-        problem = Hinges(torch.tensor(x), asked, metric.upper, metric.lower, metric.margin)
+        metric = MetricLearner(form=form, scale=False, batch_size=size, max_iter=200).fit(x, constraints=constraints)
+        problem = HingeObjective(torch.tensor(x), constraints, metric.upper, metric.lower, metric.margin)
         found.append(problem.value(torch.tensor(metric.matrix), every).item())
     assert found[1] < 1.02 * found[0]
 
 
 @pytest.mark.parametrize("rate", [0.01, 100.0])
-def test_steps_on_batches_do_no_harm(iris, convex, rate):
-    asked, settings, *_ = convex
-    problem = Hinges(torch.tensor(iris[0]), asked, **settings)
+def test_stochastic_steps_lower_the_objective(iris, convex, rate):
+    constraints, settings, *_ = convex
+    problem = HingeObjective(torch.tensor(iris[0]), constraints, **settings)
     start = torch.eye(4, dtype=torch.float64)
-    *_, (last, _) = descend_parts(problem, start, project_psd, 30, 45, rate, torch.Generator().manual_seed(0))
+    *_, (last, _) = stochastic_descent(problem, start, project_psd, 30, 45, rate, torch.Generator().manual_seed(0))
     assert problem.value(last) < problem.value(start)
 
 
-def test_a_low_rank_is_kept(iris):
+def test_low_rank(iris):
     for form in ("A", "G"):
         metric = MetricLearner(form=form, dim=2).fit(*iris)
         assert metric.weight.shape == (2, 4)
@@ -160,27 +160,27 @@ def test_a_low_rank_is_kept(iris):
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
-def test_units_do_not_matter(iris, factor):
+def test_result_is_independent_of_units(iris, factor):
     x, y = iris
     a, b = MetricLearner(max_iter=40).fit(x, y), MetricLearner(max_iter=40).fit(x * factor, y)
     assert np.allclose(a.transform(x), b.transform(x * factor), atol=1e-6)
 
 
-def test_regularisers_pull_in_their_own_way(iris):
+def test_effect_of_the_regularisers(iris):
     x, y = iris
     free, trace, frobenius = (MetricLearner(regulariser=r, lam=1e-3).fit(x, y) for r in ("none", "trace", "frobenius"))
     assert np.trace(trace.matrix) < np.trace(free.matrix)
     assert np.linalg.norm(frobenius.matrix) < np.linalg.norm(free.matrix)
-    # The trace makes for a low rank, as it is the sum of the eigenvalues.
+    # The trace, the sum of the eigenvalues, favours a low rank.
     assert np.linalg.eigvalsh(trace.matrix)[0] < 0.01 * np.linalg.eigvalsh(trace.matrix)[-1]
 
 
-# --- manners ----------------------------------------------------------------------------------------------------------
+# --- scikit-learn conventions -----------------------------------------------------------------------------------------
 
 FAST = MetricLearner(max_iter=8)
 
 
-# scikit-learn skips check_array_api_input where SCIPY_ARRAY_API is not set; none is excluded by us.
+# scikit-learn itself skips check_array_api_input unless SCIPY_ARRAY_API is set; no check is excluded here.
 @parametrize_with_checks([WithinClassWhitening(), FAST])
 def test_scikit_learn_conventions(estimator, check):
     check(estimator)
@@ -195,11 +195,11 @@ def test_scikit_learn_conventions(estimator, check):
         KernelMetricLearner(metric=FAST),
     ]
 )
-def test_scikit_learn_conventions_of_the_rest(estimator, check):
+def test_scikit_learn_conventions_of_the_other_estimators(estimator, check):
     check(estimator)
 
 
-def test_the_map_is_weight_and_bias(iris):
+def test_transform_is_weight_and_bias(iris):
     x, y = iris
     for metric in (Mahalanobis(), WithinClassWhitening(dim=3), MetricLearner(dim=2, max_iter=20)):
         mapped = metric.fit(x, y).transform(x)
@@ -210,14 +210,14 @@ def test_the_map_is_weight_and_bias(iris):
         assert metric.distance(x[:1], x[77:78])[0, 0] ** 2 == pytest.approx(gap @ metric.matrix @ gap)
 
 
-def test_a_metric_is_the_head_of_a_model(iris):
+def test_metric_as_the_head_of_a_model(iris):
     x, y = torch.tensor(iris[0]).float(), torch.tensor(iris[1])
-    # The whitened start of a recipe is WithinClassWhitening; any other metric is put in its place.
-    started, filled = (Embedder(ModelConfig(backbone="none", dim=2, normalize=False), (4, 1, 1)) for _ in range(2))
-    started.head.init_whitened(x, y, 0.5)
+    # A recipe initialises the head by WithinClassWhitening; any other metric can be loaded into it.
+    whitened, loaded = (Embedder(ModelConfig(backbone="none", dim=2, normalize=False), (4, 1, 1)) for _ in range(2))
+    whitened.head.init_whitened(x, y, 0.5)
     whitening, learned = WithinClassWhitening(2, 0.5).fit(x.numpy(), y), MetricLearner(dim=2, max_iter=5).fit(*iris)
-    filled.head.maps[0].load_state_dict({"weight": learned.weight, "bias": learned.bias})
-    for model, metric in ((started, whitening), (filled, learned)):
+    loaded.head.maps[0].load_state_dict({"weight": learned.weight, "bias": learned.bias})
+    for model, metric in ((whitened, whitening), (loaded, learned)):
         assert np.allclose(model.embed(x).numpy(), metric.transform(x.numpy()), atol=1e-4)
 
 
@@ -228,7 +228,7 @@ def test_score_is_recall_at_one(iris):
     assert metric.score(x, names) == nk.score(metric.transform(x), y, similarity="euclidean")["R@1"]
 
 
-def test_pipelines_searches_and_pickles(iris):
+def test_pipelines_grid_search_and_pickle(iris):
     x, y = load_wine(return_X_y=True)
     pipe = make_pipeline(StandardScaler(), MetricLearner("lmnn", max_iter=60), KNeighborsClassifier(3))
     assert cross_val_score(pipe, x, y, cv=3).mean() > 0.93
@@ -242,7 +242,7 @@ def test_pipelines_searches_and_pickles(iris):
 
 
 @pytest.mark.parametrize("steps", [1, 3, 9])
-def test_no_more_steps_than_asked_for(iris, steps):
+def test_no_more_than_max_iter_steps(iris, steps):
     assert 1 <= MetricLearner(max_iter=steps, tol=1e-12).fit(*iris).n_iter_ <= steps
 
 
@@ -253,14 +253,14 @@ def test_data_far_from_the_origin(iris):
     assert MetricLearner(max_iter=20).fit(x + 1e9, y).score(x + 1e9, y) > 0.9
 
 
-def test_the_same_seed_gives_the_same_metric(iris):
+def test_same_seed_gives_the_same_metric(iris):
     a, b, c = (MetricLearner(max_iter=20, batch_size=64, random_state=s).fit(*iris) for s in (0, 0, 1))
     assert np.array_equal(a.weight_, b.weight_)
     assert not np.array_equal(a.weight_, c.weight_)
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "says"),
+    ("settings", "error", "message"),
     [
         ({"objective": "nac"}, ConfigError, "Did you mean 'nca'"),
         ({"regulariser": "l1"}, ConfigError, "regulariser"),
@@ -272,13 +272,13 @@ def test_the_same_seed_gives_the_same_metric(iris):
         ({"count": 0}, ConfigError, "at least 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(iris, settings, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_settings_raise(iris, settings, error, message):
+    with pytest.raises(error, match=message):
         MetricLearner(**settings).fit(*iris)
 
 
 @pytest.mark.filterwarnings("ignore:The number of unique classes")
-def test_data_that_cannot_be_learned_from_are_refused(iris):
+def test_unusable_data_raise(iris):
     x, _ = iris
     with pytest.raises(DataError, match="same vector"):
         MetricLearner().fit(np.ones((6, 2)), [0, 0, 0, 1, 1, 1])
@@ -291,5 +291,5 @@ def test_data_that_cannot_be_learned_from_are_refused(iris):
         MetricLearner().fit(x)
     with pytest.raises(ConfigError, match="learns from labels"):
         MetricLearner("nca").fit(x, constraints=Constraints(similar=[[0, 1]]))
-    with pytest.raises(DataError, match="row numbers"):
+    with pytest.raises(DataError, match="row indices"):
         MetricLearner().fit(x, constraints=Constraints(similar=[[0, 150]]))

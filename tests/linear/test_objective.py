@@ -1,4 +1,4 @@
-"""The objective of linear metric learning: reference values, brute force, and what its parts promise."""
+"""Objectives of linear metric learning: reference values, brute force, batches and constraints."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from helpers.rows import golden
 from nearkin.errors import ConfigError, DataError
 from nearkin.linear.constraints import Constraints, draw_constraints, target_neighbours
 from nearkin.linear.estimators import Mahalanobis
-from nearkin.linear.objective import Hinges, Neighbourhoods, hinge, regularise, squared_distances
+from nearkin.linear.objective import HingeObjective, NeighbourObjective, hinge, regularise, squared_distances
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,10 @@ def f64(values) -> torch.Tensor:
 @pytest.mark.parametrize(("regulariser", "key"), [("frobenius", "frob"), ("scatter", "trace")])
 def test_reference_values_and_gradients(reference, regulariser, key, form):
     hyper, x = reference["hyper"], f64(reference["X"])
-    asked = Constraints(reference["S"], reference["D"], reference["triplets"])
+    constraints = Constraints(reference["S"], reference["D"], reference["triplets"])
     settings = {"upper": hyper["u"], "lower": hyper["l"], "margin": hyper["m"], "lam": hyper["lam"]}
     matrix = f64(reference[form]).requires_grad_(True)
-    value = Hinges(x, asked, **settings, regulariser=regulariser, form=form).value(matrix)
+    value = HingeObjective(x, constraints, **settings, regulariser=regulariser, form=form).value(matrix)
     (gradient,) = torch.autograd.grad(value, matrix)
     on_a = f64(reference[f"grad_A_{key}"])
     assert value.item() == pytest.approx(reference[f"objective_{key}"], rel=1e-9)
@@ -51,18 +51,18 @@ def test_reference_mahalanobis(reference):
         assert distance[i, j] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_rounded_hinge_is_smooth_and_near():
-    slack = torch.linspace(-2.01, 2, 40, dtype=torch.float64, requires_grad=True)
+def test_smoothed_hinge_is_smooth_and_close():
+    violation = torch.linspace(-2.01, 2, 40, dtype=torch.float64, requires_grad=True)
     for width in (1.0, 0.1):
-        rounded = hinge(slack, width)
-        gap = hinge(slack) - rounded
+        smoothed = hinge(violation, width)
+        gap = hinge(violation) - smoothed
         assert gap.min() >= -1e-12
         assert gap.max() <= width / 2 + 1e-12
-        (slope,) = torch.autograd.grad(rounded.sum(), slack)
-        assert torch.allclose(slope, (slack.detach() / width).clamp(0, 1))
+        (slope,) = torch.autograd.grad(smoothed.sum(), violation)
+        assert torch.allclose(slope, (violation.detach() / width).clamp(0, 1))
 
 
-# --- neighbourhoods ---------------------------------------------------------------------------------------------------
+# --- NCA and LMNN -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def small():
     return f64(rng.standard_normal((24, 4)) + labels[:, None]), torch.tensor(labels)
 
 
-def brute(kind: str, x: np.ndarray, y: np.ndarray, a: np.ndarray, targets: np.ndarray, margin: float, lam: float):
+def brute_force(loss: str, x: np.ndarray, y: np.ndarray, a: np.ndarray, targets: np.ndarray, margin: float, lam: float):
     d = np.array([[(p - q) @ a @ (p - q) for q in x] for p in x])
     total = 0.0
-    if kind == "nca":
+    if loss == "nca":
         for i in range(len(x)):
             others = [k for k in range(len(x)) if k != i]
             mass = np.exp(-d[i, others])
@@ -86,15 +86,15 @@ def brute(kind: str, x: np.ndarray, y: np.ndarray, a: np.ndarray, targets: np.nd
     return total
 
 
-@pytest.mark.parametrize("kind", ["nca", "lmnn"])
+@pytest.mark.parametrize("loss", ["nca", "lmnn"])
 @pytest.mark.parametrize("form", ["A", "G"])
-def test_nca_and_lmnn_are_what_a_loop_gives(small, kind, form):
+def test_nca_and_lmnn_match_plain_loops(small, loss, form):
     x, labels = small
     g = f64(np.random.default_rng(2).standard_normal((3, 4)) / 2)
     targets = target_neighbours(x, labels, 2)
-    regulariser = "scatter" if kind == "lmnn" else "none"
-    problem = Neighbourhoods(x, labels, kind, targets, margin=1.3, lam=0.7, regulariser=regulariser, form=form)
-    expected = brute(kind, x.numpy(), labels.numpy(), (g.T @ g).numpy(), targets.numpy(), 1.3, 0.7)
+    regulariser = "scatter" if loss == "lmnn" else "none"
+    problem = NeighbourObjective(x, labels, loss, targets, margin=1.3, lam=0.7, regulariser=regulariser, form=form)
+    expected = brute_force(loss, x.numpy(), labels.numpy(), (g.T @ g).numpy(), targets.numpy(), 1.3, 0.7)
     start = (g if form == "G" else g.T @ g).clone().requires_grad_(True)
     assert problem.value(start).item() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.gradcheck(problem.value, start)
@@ -116,28 +116,28 @@ def test_target_neighbours_of_a_class_larger_than_a_block():
     assert torch.equal(found[:, 1], nearest)
 
 
-def test_a_class_of_one_has_no_targets():
+def test_singletons_have_no_targets():
     assert len(target_neighbours(torch.eye(3), torch.arange(3), 2)) == 0
 
 
-# --- parts of an objective --------------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_batches_of_constraints_add_up_to_the_whole(small):
+def test_batches_of_constraints_average_to_the_full_objective(small):
     x, labels = small
-    asked = draw_constraints(labels, 50)
-    problem = Hinges(x, asked, 0.5, 1.5, 1.0, 0.3, regulariser="scatter")
+    constraints = draw_constraints(labels, 50)
+    problem = HingeObjective(x, constraints, 0.5, 1.5, 1.0, 0.3, regulariser="scatter")
     matrix = torch.eye(4, dtype=torch.float64)
     batches = torch.randperm(150, generator=torch.Generator().manual_seed(0)).split(30)
     mean = torch.stack([problem.value(matrix, rows) for rows in batches]).mean()
     assert mean.item() == pytest.approx(problem.value(matrix).item(), rel=1e-12)
 
 
-def test_a_batch_of_all_samples_is_the_whole(small):
+def test_batch_of_all_samples_equals_the_full_objective(small):
     x, labels = small
     targets = target_neighbours(x, labels, 2)
-    for kind in ("nca", "lmnn"):
-        problem = Neighbourhoods(x, labels, kind, targets, regulariser="scatter")
+    for loss in ("nca", "lmnn"):
+        problem = NeighbourObjective(x, labels, loss, targets, regulariser="scatter")
         matrix, rows = torch.eye(4, dtype=torch.float64), torch.randperm(24)
         assert problem.value(matrix, rows).item() == pytest.approx(problem.value(matrix).item(), rel=1e-12)
 
@@ -145,7 +145,7 @@ def test_a_batch_of_all_samples_is_the_whole(small):
 # --- constraints ------------------------------------------------------------------------------------------------------
 
 
-def test_drawn_constraints_keep_to_the_labels():
+def test_drawn_constraints_respect_the_labels():
     labels = torch.tensor([3, 3, 3, 7, 7, 9, 1, 1, 1, 1])
     drawn = draw_constraints(labels, 500)
     (a, b), (c, d), (i, j, k) = drawn.similar.T, drawn.dissimilar.T, drawn.triplets.T
@@ -155,7 +155,7 @@ def test_drawn_constraints_keep_to_the_labels():
     assert (labels[i] == labels[j]).all()
     assert (i != j).all()
     assert (labels[i] != labels[k]).all()
-    # Everything that can be drawn is: 3*2 + 2*1 + 4*3 ordered pairs of one class, 100 - 9 - 4 - 1 - 16 of two.
+    # Every possible pair is drawn: 3*2 + 2*1 + 4*3 ordered pairs of one class, 100 - 9 - 4 - 1 - 16 of two.
     assert len(set(map(tuple, drawn.similar.tolist()))) == 20
     assert len(set(map(tuple, drawn.dissimilar.tolist()))) == 70
     again = draw_constraints(labels, 500)
@@ -164,19 +164,19 @@ def test_drawn_constraints_keep_to_the_labels():
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 0], [0, 1, 2]])
-def test_labels_without_pairs_are_refused(labels):
+def test_labels_without_pairs_raise(labels):
     with pytest.raises(DataError, match="Constraints need"):
         draw_constraints(torch.tensor(labels), 5)
 
 
-def test_malformed_constraints_are_refused():
-    with pytest.raises(DataError, match=r"similar: expected row numbers \[n, 2\]"):
+def test_malformed_constraints_raise():
+    with pytest.raises(DataError, match=r"similar: expected row indices \[n, 2\]"):
         Constraints(similar=[[0, 1, 2]])
     with pytest.raises(DataError, match="triplets"):
         Constraints(triplets=[[0.5, 1.0, 2.0]])
-    with pytest.raises(DataError, match="row numbers from 0 to 9"):
+    with pytest.raises(DataError, match="row indices from 0 to 9"):
         Constraints(similar=[[0, 9]]).check(5)
-    with pytest.raises(DataError, match="none given"):
+    with pytest.raises(DataError, match="constraints: empty"):
         Constraints().check(5)
     with pytest.raises(ConfigError, match="draw"):
         draw_constraints(torch.tensor([0, 0, 1]), 5, draw="quadruplets")

@@ -1,4 +1,4 @@
-"""Whitening: against a plain NumPy version, by what it promises of the mapped data, and on awkward input."""
+"""Whitening: against plain NumPy, by the properties of the mapped data, and on edge cases."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def data():
 
 
 def plain(x: torch.Tensor, labels: torch.Tensor, shrinkage: float) -> tuple[np.ndarray, np.ndarray]:
-    """Covariance within classes and whitened, centred data, written as the definition reads."""
+    """Within-class covariance and whitened, centred data, straight from the definition."""
     x, labels = x.numpy().astype(np.float64), labels.numpy()
     rest = np.concatenate([x[labels == c] - x[labels == c].mean(0) for c in np.unique(labels)])
     within = rest.T @ rest / (len(x) - len(np.unique(labels)))
@@ -33,7 +33,7 @@ def plain(x: torch.Tensor, labels: torch.Tensor, shrinkage: float) -> tuple[np.n
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, 0.3, 5.0])
-def test_distances_are_those_of_the_definition(data, shrinkage):
+def test_distances_match_the_definition(data, shrinkage):
     x, labels = data
     weight, bias = within_class_whitening(x, labels, shrinkage=shrinkage)
     _, expected = plain(x, labels, shrinkage)
@@ -41,7 +41,7 @@ def test_distances_are_those_of_the_definition(data, shrinkage):
     assert np.allclose(mapped @ mapped.T, expected @ expected.T, atol=1e-9)  # up to a rotation
 
 
-def test_without_shrinkage_the_spread_within_classes_is_round(data):
+def test_within_class_covariance_is_the_identity_without_shrinkage(data):
     x, labels = data
     weight, _ = within_class_whitening(x, labels, shrinkage=0.0)
     within, _ = plain(x, labels, 0.0)
@@ -58,14 +58,14 @@ def test_components_are_centred_uncorrelated_and_ordered(data):
     assert (covariance.diagonal().diff() <= 0).all()
 
 
-def test_fewer_dimensions_are_the_first_ones(data):
+def test_fewer_dimensions_are_the_first_components(data):
     weight, bias = within_class_whitening(*data)
     short, short_bias = within_class_whitening(*data, dim=3)
     assert torch.equal(short, weight[:3])
     assert torch.allclose(short_bias, bias[:3], atol=1e-12)
 
 
-def test_order_of_rows_and_names_of_classes_make_no_difference(data):
+def test_result_is_independent_of_row_order_and_label_values(data):
     x, labels = data
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     a, b = within_class_whitening(x, labels), within_class_whitening(x[order], 1000 - 7 * labels[order])
@@ -73,7 +73,7 @@ def test_order_of_rows_and_names_of_classes_make_no_difference(data):
     assert torch.allclose(a[1], b[1], atol=1e-8)
 
 
-def test_blocks_of_rows_add_up(monkeypatch, data):
+def test_result_is_independent_of_the_block_size(monkeypatch, data):
     whole = within_class_whitening(*data)
     monkeypatch.setattr("nearkin.ops.whitening._BLOCK", 11)
     assert torch.allclose(within_class_whitening(*data)[0], whole[0], atol=1e-10)
@@ -95,14 +95,14 @@ def test_covariance_whitening_gives_the_mahalanobis_distance(data):
     assert torch.allclose(torch.cov((x @ weight.T + bias).T), torch.eye(7, dtype=torch.float64), atol=1e-9)
 
 
-# --- awkward input ----------------------------------------------------------------------------------------------------
+# --- edge cases -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, 0.3])
 @pytest.mark.parametrize(
-    "case", ["fewer samples than features", "constant column", "one class", "a lone class", "copied column"]
+    "case", ["fewer samples than features", "constant column", "one class", "a singleton class", "copied column"]
 )
-def test_finite_whatever_the_rank(data, case, shrinkage):
+def test_finite_for_any_rank(data, case, shrinkage):
     x, labels = data
     if case == "fewer samples than features":
         x, labels = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)), torch.arange(9) // 3
@@ -110,7 +110,7 @@ def test_finite_whatever_the_rank(data, case, shrinkage):
         x = torch.cat([x, torch.full((90, 1), 1e6)], 1)
     elif case == "one class":
         labels = torch.zeros_like(labels)
-    elif case == "a lone class":
+    elif case == "a singleton class":
         labels[0] = 99
     else:
         x = torch.cat([x, x[:, :1]], 1)
@@ -118,7 +118,7 @@ def test_finite_whatever_the_rank(data, case, shrinkage):
     mapped = x @ weight.T + bias
     assert torch.isfinite(weight).all()
     assert torch.isfinite(bias).all()
-    assert mapped.abs().max() < 1e4  # no direction is blown up by rounding
+    assert mapped.abs().max() < 1e4  # no direction is amplified by rounding
 
 
 def test_one_class_is_the_whitening_of_that_class(data):
@@ -129,7 +129,7 @@ def test_one_class_is_the_whitening_of_that_class(data):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "error", "message"),
     [
         ({"dim": 8}, ConfigError, "dim: expected 1 to 7"),
         ({"dim": 0}, ConfigError, "dim"),
@@ -143,13 +143,13 @@ def test_one_class_is_the_whitening_of_that_class(data):
         ({"features": torch.arange(630).reshape(90, 7)}, DataError, "float tensor"),
     ],
 )
-def test_what_cannot_be_used_is_refused(data, change, error, says):
-    given = {"features": data[0], "labels": data[1], **change}
-    with pytest.raises(error, match=says):
-        within_class_whitening(given.pop("features"), given.pop("labels"), **given)
+def test_invalid_input_raises(data, change, error, message):
+    arguments = {"features": data[0], "labels": data[1], **change}
+    with pytest.raises(error, match=message):
+        within_class_whitening(arguments.pop("features"), arguments.pop("labels"), **arguments)
 
 
-def test_needs_no_scikit_learn():
+def test_works_without_scikit_learn():
     code = """if True:
         import sys
         sys.modules["sklearn"] = None  # as if it were not installed
@@ -160,28 +160,43 @@ def test_needs_no_scikit_learn():
         except MissingExtraError as error:
             print(error)
     """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
-    assert len(said) == 1
-    assert all("nearkin[bench]" in line for line in said)
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == 1
+    assert "nearkin[bench]" in lines[0]
+
+
+def recall_of_unseen_classes(x: torch.Tensor, labels: torch.Tensor, dim: int) -> tuple[float, float]:
+    """R@1 on the second half of the classes, raw and whitened on the first half."""
+    train = labels < (int(labels.max()) + 1) // 2
+    weight, bias = within_class_whitening(x[train], labels[train], dim=dim)
+    raw = nk.score(x[~train], labels[~train], ks=(1,))["R@1"]
+    return raw, nk.score(x[~train] @ weight.T + bias, labels[~train], ks=(1,))["R@1"]
+
+
+def test_raises_recall_of_unseen_classes():
+    rng = np.random.default_rng(0)
+    labels = torch.arange(40).repeat_interleave(15)
+    spread = np.where(np.arange(24) < 6, 4.0, 0.7)  # most variance within classes lies in six shared directions
+    x = torch.from_numpy(rng.standard_normal((40, 24))[labels] + spread * rng.standard_normal((600, 24)))
+    raw, whitened = recall_of_unseen_classes(x, labels, dim=16)
+    assert raw < 0.5
+    assert whitened > raw + 0.1
 
 
 @pytest.mark.slow
-def test_lifts_recall_on_bird_features():
+def test_raises_recall_on_cub():
     path = SHARED / "data" / "cub_efficientnet_lite0_224.npz"
     if not path.exists():
-        pytest.skip(f"no features at {path}")
+        pytest.skip(f"{path} is missing: features of the CUB photos")
     with np.load(path) as file:
         x, labels = torch.tensor(file["features"]).float(), torch.tensor(file["labels"]).long()
-    train = labels < 100
-    weight, bias = within_class_whitening(x[train], labels[train], dim=512)
-    raw = nk.score(x[~train], labels[~train], ks=(1,))["R@1"]
-    ours = nk.score(x[~train] @ weight.T + bias, labels[~train], ks=(1,))["R@1"]
+    raw, whitened = recall_of_unseen_classes(x, labels, dim=512)
     assert raw == pytest.approx(0.5788, abs=5e-4)
-    assert ours >= 0.595
+    assert whitened >= 0.595
 
 
-def test_directions_beyond_the_rank_do_not_hang_on_rounding():
-    """Few images, many dimensions: what new images are mapped to must not depend on the last bits of the old ones."""
+def test_directions_beyond_the_rank_do_not_depend_on_rounding():
+    """Few samples, many dimensions: the map of new samples must not depend on the last bits of the training data."""
     rng = np.random.default_rng(0)
     labels = torch.arange(6).repeat_interleave(5)
     x = torch.from_numpy(rng.standard_normal((30, 64)) + rng.standard_normal((6, 64))[labels])

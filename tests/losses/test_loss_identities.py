@@ -120,7 +120,7 @@ def test_parts_sum_to_the_loss(seed: int) -> None:
         (information.decompose("spce", emb, labels), nk.losses.spce(emb, labels)),
     ):
         torch.testing.assert_close(sum(parts), whole, rtol=1e-9, atol=1e-9)
-    with pytest.raises(nk.UserError, match="triplet has no two parts"):
+    with pytest.raises(nk.UserError, match="triplet: no decomposition into two parts"):
         information.decompose("triplet", emb, labels)
 
 

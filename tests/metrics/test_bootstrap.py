@@ -1,4 +1,4 @@
-"""Intervals and comparisons: against a plain loop, against theory, and against cases with a known answer."""
+"""Intervals and comparisons, checked against a plain loop, theory and cases with a known answer."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_bootstrap_equals_a_plain_loop():
     np.testing.assert_array_equal(got, bootstrap(values, codes, draws=50, seed=3))
 
 
-def test_intervals_cover_the_truth_and_are_wider_than_for_single_queries():
+def test_intervals_cover_the_true_mean_and_are_wider_than_over_single_queries():
     rng = np.random.default_rng(1)
     covered = covered_by_query = 0
     codes = np.repeat(np.arange(40), 10)
@@ -50,7 +50,7 @@ def test_interval_of_scores():
         scores.interval("R@1", level=95)
 
 
-def test_mean_does_not_depend_on_order():
+def test_mean_is_independent_of_order():
     values = np.random.default_rng(0).random(10_001)
     assert mean(values) == mean(values[::-1]) == mean(np.random.default_rng(1).permutation(values))
     assert mean(np.array([np.nan, 1.0, 3.0])) == 2.0
@@ -72,12 +72,12 @@ def test_p_value_is_exact_for_few_classes():
     assert (result.queries, result.classes) == (5, 5)
 
 
-def test_p_values_are_uniform_when_nothing_differs():
+def test_p_values_are_uniform_under_the_null_hypothesis():
     rng = np.random.default_rng(0)
     codes = np.repeat(np.arange(30), 5)
     p = []
     for trial in range(200):
-        shift = rng.normal(0, 0.2, 30)[codes]  # a class gains or loses as a whole, by chance
+        shift = rng.normal(0, 0.2, 30)[codes]  # whole classes gain or lose at random
         p.append(
             paired_difference(
                 "x", rng.random(150), rng.random(150) + shift, codes, level=0.95, draws=100, seed=trial
@@ -103,16 +103,16 @@ def test_compare():
     assert compare(better, better, "R@1").p_value == 1.0
 
 
-def test_compare_wants_the_same_queries():
+def test_compare_requires_the_same_queries():
     x, labels = clustered(20, 4, samples_per_class=5, noise=1.0)
     scores = nk.score(x, labels)
-    with pytest.raises(DataError, match="not of the same queries"):
+    with pytest.raises(DataError, match="the scores are of different queries"):
         compare(scores, nk.score(x[:15], labels[:15]), "R@1")
-    with pytest.raises(DataError, match="not of the same queries"):
+    with pytest.raises(DataError, match="the scores are of different queries"):
         compare(scores, nk.score(x, labels[::-1]), "R@1")
 
 
-def test_queries_left_out_by_either_are_left_out_of_both():
+def test_queries_excluded_by_either_model_are_excluded_for_both():
     labels = np.array([0, 0, 1, 1])
     a = Scores({"MAP@R": np.array([0.0, 1.0, np.nan, 0.5])}, labels)
     b = Scores({"MAP@R": np.array([1.0, np.nan, 1.0, 0.5])}, labels)

@@ -1,11 +1,11 @@
-"""Clustering metrics against goldens and scikit-learn."""
+"""Clustering metrics against golden values and scikit-learn."""
 
 import json
 
 import numpy as np
 import pytest
 from helpers.oracle import clustered
-from helpers.paths import SHARED
+from helpers.paths import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
@@ -16,11 +16,8 @@ from nearkin.metrics import clustering
 from nearkin.metrics.clustering import ami, cluster_scores, nmi, pair_f1
 
 
-def test_golden():
-    path = SHARED / "golden" / "golden.json"
-    if not path.exists():
-        pytest.skip("needs ../shared/golden/golden.json")
-    g = json.loads(path.read_text())["metrics"]
+def test_golden_values():
+    g = json.loads(GOLDEN.read_text())["metrics"]
     labels, clusters, want = g["labels"], g["cluster_assignments"], g["clustering"]
     assert nmi(labels, clusters) == pytest.approx(want["NMI_arithmetic"], abs=1e-12)
     assert nmi(labels, clusters, "geometric") == pytest.approx(want["NMI_geometric"], abs=1e-12)
@@ -29,7 +26,7 @@ def test_golden():
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))
-def test_scikit_learn_agrees(pairs):
+def test_agrees_with_scikit_learn(pairs):
     a, b = np.array(pairs).T
     assert nmi(a, b) == pytest.approx(normalized_mutual_info_score(a, b), abs=1e-9)
     geometric = normalized_mutual_info_score(a, b, average_method="geometric")
@@ -39,26 +36,26 @@ def test_scikit_learn_agrees(pairs):
     assert pair_f1(a, b) == pytest.approx(2 * tp / (2 * tp + fp + fn) if tp + fp + fn else 1.0, abs=1e-12)
 
 
-def test_many_small_classes_are_quick_and_labels_may_be_strings():
+def test_many_small_classes_with_string_labels():
     rng = np.random.default_rng(0)
     labels = np.arange(60_000) // 5
     assert abs(ami([f"c{c}" for c in labels], rng.permutation(labels))) < 0.01
-    assert nmi(labels, rng.permutation(labels)) > 0.8  # why AMI is there
+    assert nmi(labels, rng.permutation(labels)) > 0.8  # the reason for AMI
 
 
 @pytest.mark.parametrize("backend", ["faiss", "sklearn"])
 def test_kmeans_finds_clear_clusters(backend):
     x, labels = clustered(120, 16, samples_per_class=20, noise=0.05)
-    found = cluster_scores(x, labels, backend=backend)
+    result = cluster_scores(x, labels, backend=backend)
     again = cluster_scores(x, labels, backend=backend)
-    assert found.backend == backend
-    np.testing.assert_array_equal(found.clusters, again.clusters)
-    assert found.nmi > 0.8
-    assert found.f1 == pair_f1(labels, found.clusters)
+    assert result.backend == backend
+    np.testing.assert_array_equal(result.clusters, again.clusters)
+    assert result.nmi > 0.8
+    assert result.f1 == pair_f1(labels, result.clusters)
     assert cluster_scores(3 * x, labels, backend=backend, clusters=2).clusters.max() == 1
 
 
-def test_refusals(monkeypatch):
+def test_invalid_input_raises(monkeypatch):
     x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     with pytest.raises(ConfigError, match="clusters: expected 1 to 12"):
         cluster_scores(x, labels, clusters=13)

@@ -1,4 +1,4 @@
-"""The engine gives the true places, whatever the ties, the path, the block size, the threads and the order of rows."""
+"""The ranking engine is exact for any ties, backend, block size, number of threads and order of rows."""
 
 import json
 import subprocess
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.oracle import clustered, lists, nearness, tie_groups
-from helpers.paths import SHARED
+from helpers.paths import GOLDEN, SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearkin as nk
 from nearkin.errors import ConfigError, DataError, MissingExtraError
-from nearkin.metrics import _counting, _vectors, ranking
+from nearkin.metrics import _count_numba, _vectors, ranking
 from nearkin.metrics.ranking import neighbours, rank
 
 PATHS = ("torch", "numba")
@@ -34,7 +34,7 @@ def assert_same(a, b):
 
 @st.composite
 def tied_sets(draw):
-    """Few distinct values in few dimensions: many ties, duplicates, parallel vectors, zero vectors, lone classes."""
+    """Few distinct values in few dimensions: many ties, copies, parallel and zero vectors, singleton classes."""
     n = draw(st.integers(1, 9))
     dim = draw(st.integers(1, 4))
     unit = draw(st.sampled_from([1.0, 0.1, 1 / 3, 1e-20, 1e15]))
@@ -42,14 +42,14 @@ def tied_sets(draw):
     rows = draw(st.lists(st.lists(st.integers(-2, 2), min_size=dim, max_size=dim), min_size=n, max_size=n))
     labels = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     groups = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
-    # Small units would count as zero vectors for the cosine, which has its own test.
+    # Small units would count as zero vectors for the cosine; that has its own test.
     return np.array(rows, dtype=dtype) * dtype(unit), np.array(labels), np.array(groups), unit
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles of a few rows, so that small inputs cross many edges. Tests of speed-sized inputs set it back."""
-    monkeypatch.setattr(_counting, "TILE", 4)
+    """Tiles of a few rows, so that small inputs span many tiles. Tests of larger inputs set it back."""
+    monkeypatch.setattr(_count_numba, "TILE", 4)
 
 
 COMMON = {"derandomize": True, "deadline": None, "max_examples": 120}
@@ -57,7 +57,7 @@ COMMON = {"derandomize": True, "deadline": None, "max_examples": 120}
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_one_set_against_exact_fractions(path, similarity, monkeypatch):
+def test_single_set_against_exact_fractions(path, similarity, monkeypatch):
     @settings(**COMMON)
     @given(tied_sets(), st.booleans())
     def check(data, grouped):
@@ -107,7 +107,7 @@ def test_binary_codes_of_unit_length_tie_exactly(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 @pytest.mark.parametrize(("offset", "noise"), [(1.0, 1e-7), (1.0, 1e-4), (1000.0, 1e-3)])
-def test_nearly_collapsed_models_are_ranked_truly(path, similarity, offset, noise):
+def test_nearly_collapsed_models_are_ranked_exactly(path, similarity, offset, noise):
     rng = np.random.default_rng(1)
     x = (offset + noise * rng.standard_normal((24, 16))).astype(np.float32)
     labels = np.arange(24) // 4
@@ -119,22 +119,25 @@ def test_zero_and_vanishing_vectors_have_cosine_zero():
     x = np.array([[0.0, 0.0], [1e-13, 0.0], [1.0, 0.0], [-1.0, 0.1], [0.0, 1.0]])
     for path in PATHS:
         got = rank(x[[2]], [0], x[[0, 1, 3, 4]], [0, 1, 2, 3], path=path)
-        assert groups_of(got) == [[(0, 1, 3)]]  # both zeros and the orthogonal vector tie at 0
+        assert groups_of(got) == [[(0, 1, 3)]]  # both zero vectors and the orthogonal one tie at 0
     assert neighbours(x, k=1)[1][0] == 0.0
 
 
-def cub():
+def test_backends_agree_on_inputs_of_several_tiles(monkeypatch):
+    monkeypatch.setattr(_count_numba, "TILE", 512)
+    x, labels = clustered(1500, 128, samples_per_class=20, noise=2.0)
+    assert 0.3 < nk.score(x, labels, path="numba")["R@1"] < 0.95
+    assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
+
+
+def test_cub_features_have_their_known_recall_in_both_backends(monkeypatch):
     path = SHARED / "data" / "cub_efficientnet_lite0_224.npz"
     if not path.exists():
-        pytest.skip("needs ../shared/data/cub_efficientnet_lite0_224.npz")
-    file = np.load(path)
-    test = file["labels"] >= 100
-    return file["features"][test], file["labels"][test]
-
-
-def test_cub_features_and_both_paths(monkeypatch):
-    monkeypatch.setattr(_counting, "TILE", 512)
-    x, labels = cub()
+        pytest.skip(f"{path} is missing: features of the CUB photos")
+    monkeypatch.setattr(_count_numba, "TILE", 512)
+    with np.load(path) as file:
+        test = file["labels"] >= 100
+        x, labels = file["features"][test], file["labels"][test]
     scores = nk.score(x, labels, path="numba")
     for name, percent in {"R@1": 57.88, "R@2": 69.97, "R@4": 80.79, "R@8": 88.72}.items():
         assert 100 * scores[name] == pytest.approx(percent, abs=0.02)
@@ -143,11 +146,11 @@ def test_cub_features_and_both_paths(monkeypatch):
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
-    monkeypatch.setattr(_counting, "TILE", 512)
+def test_result_depends_on_nothing_but_the_data(similarity, monkeypatch):
+    monkeypatch.setattr(_count_numba, "TILE", 512)
     x, labels = clustered(900, 24, samples_per_class=6, noise=1.5)
     x[::7] = x[3]  # copies across classes
-    x[1::5] = np.round(x[1::5] * 2) / 2  # coarse values: ties that are no copies
+    x[1::5] = np.round(x[1::5] * 2) / 2  # coarse values: ties between different vectors
     base = rank(x, labels, similarity=similarity, path="numba")
     threads = torch.get_num_threads()
     try:
@@ -158,7 +161,7 @@ def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     for tile in (64, 100, 1000):
-        monkeypatch.setattr(_counting, "TILE", tile)
+        monkeypatch.setattr(_count_numba, "TILE", tile)
         assert_same(base, rank(x, labels, similarity=similarity, path="numba"))
     for memory in ("1MB", "3MB", "1GB"):
         assert_same(base, rank(x, labels, similarity=similarity, path="torch", memory=memory))
@@ -174,8 +177,8 @@ def test_nothing_but_the_data_changes_a_digit(similarity, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
-    monkeypatch.setattr(_counting, "TILE", 512)
+def test_gallery_larger_than_the_memory_budget(path, monkeypatch):
+    monkeypatch.setattr(_count_numba, "TILE", 512)
     x, labels = clustered(1100, 200, samples_per_class=4, noise=1.5)
     assert_same(rank(x, labels, path=path, memory="1MB"), rank(x, labels, path=path))
     index, value = neighbours(x[:50], x, k=3, memory="1MB")
@@ -184,7 +187,7 @@ def test_a_gallery_larger_than_the_budget_is_made_by_block(path, monkeypatch):
     np.testing.assert_array_equal(value, similarity)
 
 
-def test_reduced_precision_settings_are_kept_out_and_put_back():
+def test_reduced_precision_setting_is_ignored_and_restored():
     x, labels = clustered(60, 8, samples_per_class=3, noise=1.0)
     torch.set_float32_matmul_precision("high")
     try:
@@ -195,14 +198,14 @@ def test_reduced_precision_settings_are_kept_out_and_put_back():
     assert_same(got, rank(x, labels, path="torch"))
 
 
-def test_large_classes_use_the_search_per_element():
+def test_large_classes_use_binary_search():
     x, labels = clustered(400, 8, samples_per_class=100, noise=2.0)
     x = np.round(x * 4) / 4
     assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
 
 
 def test_the_error_bound_holds():
-    """Keys of both products stay within Points.slack of the truth (in 64-bit-mantissa arithmetic)."""
+    """Keys of both products stay within VectorSet.error_bounds of the true ones (64-bit mantissa)."""
     rng = np.random.default_rng(2)
     for offset, dim, similarity in [
         (0, 512, "cosine"),
@@ -211,24 +214,24 @@ def test_the_error_bound_holds():
         (0, 2, "euclidean"),
     ]:
         x = torch.as_tensor((offset + rng.standard_normal((300, dim))).astype(np.float32))
-        points, _ = _vectors.prepare(x, None, similarity)
-        narrow, wide = points.slack(points)
+        vectors, _ = _vectors.prepare(x, None, similarity)
+        bound32, bound64 = vectors.error_bounds(vectors)
         z = x.numpy().astype(np.longdouble)
         if similarity == "cosine":
             z /= np.sqrt((z**2).sum(1, keepdims=True))
         else:
-            z = z * np.longdouble(points.power[0].item())
-        z = z * points.scale
+            z = z * np.longdouble(vectors.pow2[0].item())
+        z = z * vectors.scale
         true = np.stack([-((z - row) ** 2).sum(1) / 2 for row in z])
         order = torch.arange(300)
-        for dtype, bound in ((torch.float32, narrow), (torch.float64, wide)):
-            got = (points.left(order).to(dtype) @ points.right(order, dtype).T).double().numpy()
+        for dtype, bound in ((torch.float32, bound32), (torch.float64, bound64)):
+            got = (vectors.query_matrix(order).to(dtype) @ vectors.gallery_matrix(order, dtype).T).double().numpy()
             error = got - true
-            error -= error.mean()  # keys carry a constant that all share
+            error -= error.mean()  # all keys share a constant
             assert (np.abs(error) <= bound.numpy()[:, None]).all()
 
 
-def test_exact_distance_is_symmetric_and_the_same_compiled():
+def test_exact_distance_is_symmetric_and_identical_in_both_backends():
     rng = np.random.default_rng(3)
     for dtype in (np.float32, np.float64):
         x = (rng.standard_normal((40, 33)) * 10.0 ** rng.integers(-5, 5, (40, 1))).astype(dtype)
@@ -240,8 +243,8 @@ def test_exact_distance_is_symmetric_and_the_same_compiled():
             i, j = (v.ravel() for v in np.meshgrid(np.arange(40), np.arange(40)))
             distance = _vectors.exact_distance(p, p, i, j)
             np.testing.assert_array_equal(distance, _vectors.exact_distance(p, p, j, i))
-            arrays = _counting._arrays(p)
-            loop = [_counting._exact(p.cosine, arrays, a, arrays, b) for a, b in zip(i, j, strict=True)]
+            arrays = _count_numba._arrays(p)
+            loop = [_count_numba._exact(p.cosine, arrays, a, arrays, b) for a, b in zip(i, j, strict=True)]
             np.testing.assert_array_equal(distance, loop)
             if similarity == "cosine":
                 assert distance[(i == 0) & (j == 1)] == 0.0  # parallel
@@ -251,7 +254,7 @@ def test_exact_distance_is_symmetric_and_the_same_compiled():
                 np.testing.assert_allclose(1 - distance, root, rtol=1e-12, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------------------------- defects of peers
+# ---------------------------------------------------------------------------------- known defects of other libraries
 
 
 def test_collapse_is_not_rewarded_and_row_order_does_not_matter():
@@ -274,14 +277,14 @@ def test_large_label_ids_are_not_confused(kind):
         ids = [2**63 + i for i in range(4)]
     labels = np.array([str(i) for i in ids] if kind is str else ids, dtype=None if kind is str else kind)
     x = np.eye(4, 3, dtype=np.float32) + 0.1
-    assert nk.score(x, labels, lone="keep")["P@1"] == 0.0
+    assert nk.score(x, labels, singletons="zero")["P@1"] == 0.0
     assert nk.score(x, labels, x, labels)["P@1"] == 1.0
     other = labels.astype(object) if kind is np.uint64 else labels
     assert nk.score(x, labels, x, other)["P@1"] == 1.0
 
 
-def test_self_is_removed_by_index_not_by_place():
-    # Every image has an exact copy under another label; dropping the first column would keep the self match.
+def test_self_is_excluded_by_index_not_by_rank():
+    # Every item has an exact copy with another label; dropping the first column would keep the self match.
     x = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0)
     labels = np.array([0, 1, 0, 1, 2, 3, 2, 3])
     for path in PATHS:
@@ -312,7 +315,7 @@ def test_neighbours_against_exact_fractions(similarity):
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_neighbours_among_many_copies(k):
-    """Of copies the first by index; itself is left out though it is none of the first."""
+    """Of copies the first by index are returned; the query is excluded even when it is not among the first."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 3))[rng.integers(0, 4, 60)]
     near = x @ x.T / np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(x, axis=1))
@@ -325,10 +328,8 @@ def test_neighbours_among_many_copies(k):
     assert same == [[j for j in range(5) if j != i] for i in range(5)]
 
 
-def test_neighbours_of_a_gallery_match_the_golden_order():
-    if not (SHARED / "golden" / "golden.json").exists():
-        pytest.skip("needs ../shared/golden/golden.json")
-    golden = json.loads((SHARED / "golden" / "golden.json").read_text())["metrics"]
+def test_neighbours_match_the_golden_order():
+    golden = json.loads(GOLDEN.read_text())["metrics"]
     x = np.array(golden["embeddings"])
     assert neighbours(x, k=10)[0].tolist() == golden["ranking_first_10"]
     index, value = neighbours(x[:5], x, k=1)
@@ -339,10 +340,10 @@ def test_neighbours_of_a_gallery_match_the_golden_order():
     np.testing.assert_allclose(distance, want, atol=1e-12)
 
 
-# ----------------------------------------------------------------------------------------------- what may be given
+# ------------------------------------------------------------------------------------------ accepted and rejected input
 
 
-def test_what_may_be_given():
+def test_accepted_input():
     x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     base = rank(x, labels)
     assert_same(base, rank(torch.tensor(x, requires_grad=True), torch.tensor(labels)))
@@ -362,7 +363,7 @@ def test_what_may_be_given():
     assert_same(rank(half, labels), rank(half.astype(np.float32), labels))
     whole = np.round(10 * x).astype(np.int32)
     assert_same(rank(whole, labels), rank(whole.astype(np.float64), labels))
-    mixed = [2**63 + int(c) if c else -1 for c in labels]  # NumPy would make floats of these
+    mixed = [2**63 + int(c) if c else -1 for c in labels]  # NumPy would convert these to float
     assert rank(x, mixed).total.tolist() == base.total.tolist()
     assert_same(base, rank(x, np.array(labels, dtype=object)))
     assert_same(rank(x, labels, x.astype(np.float64), labels), rank(x.astype(np.float64), labels, x, labels))
@@ -371,7 +372,7 @@ def test_what_may_be_given():
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "says"),
+    ("call", "error", "message"),
     [
         (lambda x, y: rank(x, y.astype(float)), DataError, "labels: expected integers or strings, got float64"),
         (lambda x, y: rank(x, y[:-1]), DataError, "labels: 11 labels for 12 rows of embeddings"),
@@ -384,8 +385,9 @@ def test_what_may_be_given():
         ),
         (lambda x, y: rank(np.where(np.eye(12, 4), np.inf, x), y), DataError, "infinite values in 4 of 12"),
         (lambda x, y: rank(x, y[:, None]), DataError, r"labels: expected one label per row, \[N\]; got shape"),
-        (lambda x, y: rank(x, y, x[:, :3], y), DataError, "gallery: vectors of 3 numbers, but the query's have 4"),
+        (lambda x, y: rank(x, y, x[:, :3], y), DataError, "gallery: 3 dimensions, but the query has 4"),
         (lambda x, y: rank(x, y, x), ConfigError, "gallery labels are missing"),
+        (lambda x, y: rank(x, y, None, y), ConfigError, "gallery is missing"),
         (lambda x, y: rank(x, y, x, y.astype(str)), DataError, "nothing can match"),
         (lambda x, y: rank(x, [None] * 12), DataError, "expected integers or strings, got NoneType"),
         (lambda x, y: rank(x, y, similarity="cosin"), ConfigError, "Did you mean 'cosine'"),
@@ -397,15 +399,15 @@ def test_what_may_be_given():
         (lambda x, y: rank([["a", "b"]], [1]), DataError, "embeddings: cannot be read as a matrix"),
     ],
 )
-def test_errors_say_what_where_and_the_cure(call, kind, says):
+def test_errors_name_the_argument_and_the_problem(call, error, message):
     x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
-    with pytest.raises(kind, match=says):
+    with pytest.raises(error, match=message):
         call(x, labels)
 
 
 def test_without_numba(monkeypatch):
     x, labels = clustered(60, 4, samples_per_class=3, noise=0.5)
-    monkeypatch.setattr(ranking, "_SMALL", 0)
+    monkeypatch.setattr(ranking, "_MIN_NUMBA_PAIRS", 0)
     base = rank(x, labels)
     monkeypatch.setattr(ranking, "has_numba", lambda: False)
     assert_same(base, rank(x, labels))
@@ -414,7 +416,7 @@ def test_without_numba(monkeypatch):
         rank(x, labels, path="numba")
 
 
-def test_small_inputs_do_not_load_the_compiler():
+def test_small_inputs_do_not_import_numba():
     code = (
         "import sys, numpy as np, nearkin as nk\n"
         "nk.score(np.eye(6), [0, 0, 1, 1, 2, 2])\n"
@@ -430,16 +432,16 @@ def test_progress_and_plan(path, capsys):
     rank(x, labels, path=path, progress=seen.append, verbose=True)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
-    assert "ranking 40 queries against 40 items of 4 numbers" in capsys.readouterr().err
+    assert "ranking 40 queries against 40 items of 4 dimensions" in capsys.readouterr().err
     rank(x, labels)
     assert capsys.readouterr().err == ""
 
 
-def test_a_failure_in_a_thread_is_raised(monkeypatch):
+def test_error_in_a_thread_is_raised(monkeypatch):
     def broken(*_args):
         raise RuntimeError("broken tile")
 
-    monkeypatch.setattr(_counting, "_hide", broken)
+    monkeypatch.setattr(_count_numba, "_mask_class", broken)
     x, labels = clustered(40, 4, samples_per_class=4, noise=0.5)
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match="broken tile"):

@@ -1,4 +1,4 @@
-"""Metrics against goldens, enumeration of tie orders, peers and scikit-learn."""
+"""Metrics against golden values, enumerated tie orders, other libraries and scikit-learn."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.oracle import clustered, metric, orders, tie_groups
-from helpers.paths import SHARED
+from helpers.paths import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,14 +34,11 @@ NAMES += ["MRR", "MAP@6/hits", "R@50", "P@50", "nDCG@50", "MAP@50", "MAP@50/hits
 
 
 def golden(part):
-    path = SHARED / "golden" / "golden.json"
-    if not path.exists():
-        pytest.skip("needs ../shared/golden/golden.json")
-    return json.loads(path.read_text())[part]
+    return json.loads(GOLDEN.read_text())[part]
 
 
 def golden_name(key):
-    """The golden file's spelling of a metric, in ours."""
+    """Translate a metric name of the golden file."""
     kind, _, k = key.partition("@")
     plain = {"R-precision": "RP", "MAP@R": "MAP@R", "MAP_full(div R)": "MAP"}
     at = {"R": "R@", "P": "P@", "ndcg": "nDCG@", "map_div_k": "MAP@", "map_div_min": "MAP@", "map_div_R": "MAP@"}
@@ -50,24 +47,26 @@ def golden_name(key):
 
 
 @pytest.mark.parametrize("path", ["torch", "numba"])
-@pytest.mark.parametrize(("lone", "part"), [("keep", "all_queries_lone_score_0"), ("drop", "excluding_lone_queries")])
-def test_golden_retrieval(path, lone, part):
+@pytest.mark.parametrize(
+    ("singletons", "part"), [("zero", "all_queries_lone_score_0"), ("exclude", "excluding_lone_queries")]
+)
+def test_golden_retrieval(path, singletons, part):
     g = golden("metrics")
-    scores = nk.score(np.array(g["embeddings"]), g["labels"], lone=lone, path=path)
+    scores = nk.score(np.array(g["embeddings"]), g["labels"], singletons=singletons, path=path)
     want = g["retrieval"][part]
     assert int((~np.isnan(scores.per_query["R@1"])).sum()) == want.pop("n_queries")
     for key, value in want.items():
         assert scores[golden_name(key)] == pytest.approx(value, abs=1e-12), key
 
 
-def test_the_default_counts_lone_queries_as_the_ruling_says():
+def test_singletons_are_misses_or_excluded_by_default():
     g = golden("metrics")
     scores = nk.score(np.array(g["embeddings"]), g["labels"])
-    keep, drop = g["retrieval"]["all_queries_lone_score_0"], g["retrieval"]["excluding_lone_queries"]
-    assert scores["R@1"] == pytest.approx(keep["R@1"], abs=1e-12)
-    assert scores["P@5"] == pytest.approx(keep["P@5"], abs=1e-12)
+    zero, exclude = g["retrieval"]["all_queries_lone_score_0"], g["retrieval"]["excluding_lone_queries"]
+    assert scores["R@1"] == pytest.approx(zero["R@1"], abs=1e-12)
+    assert scores["P@5"] == pytest.approx(zero["P@5"], abs=1e-12)
     for key in ("MAP@R", "R-precision", "ndcg@8", "map_div_min@4"):
-        assert scores[golden_name(key)] == pytest.approx(drop[key], abs=1e-12)
+        assert scores[golden_name(key)] == pytest.approx(exclude[key], abs=1e-12)
     assert any("63.33 with them, 64.41 without" in note for note in scores.notes)
     assert "1 of 60 queries have no relevant item" in scores.table()
 
@@ -84,14 +83,14 @@ def test_golden_table_3():
     names |= {"ndcg": "nDCG@10", "map_at_k_div_k": "MAP@10/k"}
     for row in golden("S3_table3"):
         flags = row["rel"] + [0] * 90
-        for place in range(len(flags) - 1, len(flags) - 1 - (row["R"] - sum(row["rel"])), -1):
-            flags[place] = 1  # the relevant items that were not found stand last
-        r = strict(flags)
+        for index in range(len(flags) - 1, len(flags) - 1 - (row["R"] - sum(row["rel"])), -1):
+            flags[index] = 1  # relevant items that were not found rank last
+        r = ranking_without_ties(flags)
         for key, value in row["exact"].items():
             assert 100 * retrieval.evaluate_metric(r, names[key])[0] == pytest.approx(value, abs=1e-9), key
 
 
-def strict(flags):
+def ranking_without_ties(flags):
     above = np.nonzero(flags)[0]
     ones = np.ones(len(above), dtype=np.int64)
     start = np.array([0, len(above)])
@@ -100,7 +99,7 @@ def strict(flags):
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=7))
-def test_expectation_and_bounds_over_every_order_of_ties(pairs):
+def test_expectation_and_bounds_over_all_orders_of_ties(pairs):
     items = sorted(pairs, key=lambda item: -item[0])
     if not any(flag for _, flag in items):
         return
@@ -128,7 +127,7 @@ def test_large_tie_groups_stay_accurate():
     assert retrieval.r_precision(half)[0] == pytest.approx(0.5, rel=1e-12)
 
 
-def test_perfect_is_exactly_one():
+def test_perfect_retrieval_scores_exactly_one():
     x = np.repeat(np.eye(6), 5, axis=0)
     scores = nk.score(x, np.arange(30) // 5, ks=(1, 3, 4, 10))
     for name in ("R@1", "P@4", "RP", "MAP@R", "MAP", "MAP@3", "MAP@10", "nDCG@4", "nDCG@10", "MRR"):
@@ -136,30 +135,30 @@ def test_perfect_is_exactly_one():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_metric_works_alone(name):
+def test_each_metric_is_available_by_name(name):
     x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     assert 0 <= nk.score(x, labels, ks=())[name] <= 1
 
 
-def test_peer_agrees_where_it_is_right():
+def test_agrees_with_pytorch_metric_learning():
     from pytorch_metric_learning.distances import CosineSimilarity
     from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
     from pytorch_metric_learning.utils.inference import CustomKNN
 
     x, labels = clustered(200, 16, samples_per_class=8, noise=1.5)
-    peer = AccuracyCalculator(
+    expected = AccuracyCalculator(
         include=("precision_at_1", "r_precision", "mean_average_precision_at_r", "mean_reciprocal_rank"),
         k="max_bin_count",
         knn_func=CustomKNN(CosineSimilarity()),
         device=torch.device("cpu"),
     ).get_accuracy(torch.tensor(x), torch.tensor(labels))
     scores = nk.score(x, labels)
-    assert scores["P@1"] == pytest.approx(peer["precision_at_1"], abs=1e-7)
-    assert scores["RP"] == pytest.approx(peer["r_precision"], abs=1e-6)
-    assert scores["MAP@R"] == pytest.approx(peer["mean_average_precision_at_r"], abs=1e-6)
+    assert scores["P@1"] == pytest.approx(expected["precision_at_1"], abs=1e-7)
+    assert scores["RP"] == pytest.approx(expected["r_precision"], abs=1e-6)
+    assert scores["MAP@R"] == pytest.approx(expected["mean_average_precision_at_r"], abs=1e-6)
 
 
-def test_scikit_learn_agrees():
+def test_agrees_with_scikit_learn():
     from sklearn.metrics import average_precision_score, ndcg_score
 
     x, labels = clustered(60, 8, samples_per_class=6, noise=1.5)
@@ -178,26 +177,28 @@ def test_scikit_learn_agrees():
 # ------------------------------------------------------------------------------------------------------------ Scores
 
 
-def test_unknown_names_are_refused_with_a_hint():
+def test_unknown_metric_raises_with_a_suggestion():
     x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     scores = nk.score(x, labels)
-    for name, says in {
+    for name, message in {
         "r@1": "Did you mean 'R@1'",
         "ndcg8": "Did you mean 'nDCG@8'",
-        "accuracy": "There are: R@k",
+        "accuracy": "Available: R@k",
     }.items():
-        with pytest.raises(UnknownNameError, match=says):
+        with pytest.raises(UnknownNameError, match=message):
             scores[name]
     for name in ("R@0", "R@1/k", "R@-1", "MAP@"):
         with pytest.raises(UnknownNameError):
             scores[name]
 
 
-def test_wrong_settings_are_refused():
+def test_invalid_settings_raise():
     x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
-    with pytest.raises(ConfigError, match="lone: expected 'auto'"):
-        nk.score(x, labels, lone="ignore")
-    with pytest.raises(ConfigError, match="ks: expected whole numbers"):
+    with pytest.raises(ConfigError, match="singletons: expected 'auto', 'exclude' or 'zero', got 'ignore'"):
+        nk.score(x, labels, singletons="ignore")
+    with pytest.raises(ConfigError, match="singletons: expected 'auto'"):
+        retrieval.evaluate_metric(rank(x, labels), "R@1", "ignore")
+    with pytest.raises(ConfigError, match="ks: expected integers of at least 1"):
         nk.score(x, labels, ks=(0, 1))
     with pytest.raises(ConfigError, match="denominator"):
         retrieval.mean_average_precision(rank(x, labels), 3, "max")
@@ -218,11 +219,20 @@ def test_save_and_load(tmp_path, labels):
         np.testing.assert_array_equal(back.per_query[name], scores.per_query[name])
     assert back.table() == scores.table()
     assert back.notes == scores.notes
+    assert back.singletons == scores.singletons
     assert nk.compare(scores, back, "R@1").difference == 0.0
     with pytest.raises(UnknownNameError, match="in these scores"):
         back["R@3"]
     with pytest.raises(ConfigError, match="bounds"):
         back.bounds("R@1")
+
+
+@pytest.mark.parametrize(("old", "new"), [("auto", "auto"), ("drop", "exclude"), ("keep", "zero")])
+def test_load_reads_files_with_the_former_name_of_singletons(tmp_path, old, new):
+    about = f'{{"ks": [1], "lone": "{old}", "similarity": "cosine", "notes": []}}'
+    np.savez(tmp_path / "old.npz", **{"labels": np.arange(3), "about": about, "R@1": np.ones(3)})
+    scores = nk.Scores.load(tmp_path / "old.npz")
+    assert (scores.singletons, scores["R@1"]) == (new, 1.0)
 
 
 def test_load_never_unpickles(tmp_path):
@@ -244,17 +254,17 @@ def test_score_file(tmp_path):
         np.savez(tmp_path / "f.npz", **{key: x.astype(np.float16), "labels": labels})
         assert scores.score_file(tmp_path / "f.npz")["R@1"] == nk.score(x.astype(np.float16), labels)["R@1"]
     np.savez(tmp_path / "f.npz", vectors=x, labels=labels)
-    with pytest.raises(DataError, match="no array named 'embeddings' or 'features'; it holds vectors, labels"):
+    with pytest.raises(DataError, match="no array named 'embeddings' or 'features'; it contains vectors, labels"):
         scores.score_file(tmp_path / "f.npz")
     np.savez(tmp_path / "f.npz", features=x)
     with pytest.raises(DataError, match="no array named 'labels'"):
         scores.score_file(tmp_path / "f.npz")
     np.save(tmp_path / "f.npy", x)
-    with pytest.raises(DataError, match="one array"):
+    with pytest.raises(DataError, match="a single array"):
         scores.score_file(tmp_path / "f.npy")
 
 
-def test_a_cut_or_damaged_file_is_named(tmp_path):
+def test_truncated_or_damaged_file_raises_with_its_name(tmp_path):
     x, labels = clustered(300, 4, samples_per_class=3, noise=1.0)
     np.savez_compressed(tmp_path / "f.npz", features=x, labels=labels)
     whole = (tmp_path / "f.npz").read_bytes()
@@ -266,7 +276,7 @@ def test_a_cut_or_damaged_file_is_named(tmp_path):
                 read(path)
 
 
-def test_scores_are_walked_by_metric(tmp_path):
+def test_iteration_yields_the_listed_metrics(tmp_path):
     x, labels = clustered(30, 4, samples_per_class=3, noise=1.0)
     scores = nk.score(x, labels, ks=np.array([1, 5]))
     assert "R@5" in scores
@@ -277,14 +287,15 @@ def test_scores_are_walked_by_metric(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.npz"]
 
 
-@pytest.mark.parametrize("lone", ["auto", "drop", "keep"])
-def test_few_huge_classes_are_measured_part_by_part(lone):
+@pytest.mark.parametrize("singletons", ["auto", "exclude", "zero"])
+def test_few_huge_classes_are_evaluated_in_parts(singletons):
     x, labels = clustered(300, 4, samples_per_class=100, noise=2.0)
-    labels[7] = 9  # a lone query
+    labels[7] = 9  # a singleton
     x[50:60] = x[250:260]
-    whole, parts = nk.score(x, labels, lone=lone), nk.score(x, labels, lone=lone, memory="1MB")
+    whole = nk.score(x, labels, singletons=singletons)
+    parts = nk.score(x, labels, singletons=singletons, memory="1MB")
     with pytest.raises(ConfigError, match="larger memory="):
-        parts.bounds("R@1")  # the ranking was not kept, as meant
+        parts.bounds("R@1")  # as the ranking was discarded
     with pytest.raises(UnknownNameError, match="other k need ks="):
         parts["R@16"]
     assert parts.notes == whole.notes
@@ -292,13 +303,13 @@ def test_few_huge_classes_are_measured_part_by_part(lone):
         np.testing.assert_array_equal(parts.per_query[name], whole.per_query[name], err_msg=name)
 
 
-def test_scores_of_a_ranking_made_earlier():
+def test_scores_of_an_existing_ranking():
     x, labels = clustered(31, 4, samples_per_class=3, noise=1.0)
     first, second = nk.score(x, labels, ks=(1, 3)), nk.Scores.of(rank(x, labels), ks=(1, 3))
     assert first.table() == second.table()
 
 
-def test_table_is_plain_percent():
+def test_table_shows_percent():
     x, labels = clustered(60, 8, samples_per_class=6, noise=1.5)
     scores = nk.score(x, labels, ks=(1, 8))
     table = scores.table()

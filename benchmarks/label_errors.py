@@ -1,18 +1,18 @@
-"""How many planted label errors each method finds, on the same draws.
+"""How many planted label errors each method finds, on the same random draws.
 
-    python benchmarks/suspects.py FEATURES.npz                 all sets, five draws
-    python benchmarks/suspects.py FEATURES.npz --draws 1 --classes 0:100
+    python benchmarks/label_errors.py FEATURES.npz                 all sets, five draws
+    python benchmarks/label_errors.py FEATURES.npz --draws 1 --classes 0:100
 
-FEATURES.npz holds `features` [N, D] and `labels` [N]. In each draw a share of the labels (3 %) is changed: blindly, to
-any other class, or to a similar one (any of the five classes of nearest mean). Every method ranks all rows; its
-precision is the share of changed labels in the top list of as many rows as were changed. A perfect method falls short
-of 100 % where the data have wrong labels of their own.
+FEATURES.npz contains `features` [N, D] and `labels` [N]. In each draw a fraction of the labels (3 %) is changed: to any
+other class ("blind"), or to one of the five classes with the nearest mean ("similar"). Every method ranks all rows; its
+precision is the fraction of changed labels among as many top rows as were changed. Even a perfect method stays below
+100 % where the data have label errors of their own.
 
-    votes      share of the 10 nearest neighbours with another label
-    means      cosine to the nearest other class mean less that to the own class mean, itself left out
-    cleanlab   confident learning (get_label_quality_scores, self-confidence) on the chances that a logistic
-               regression gives each row out of fold. Not among nearkin's extras: pip install cleanlab
-    ours       nearkin.analysis.find_label_errors; also what it expected to find, and how often the right class came
+    votes      fraction of the 10 nearest neighbours with another label
+    means      cosine to the nearest other class mean minus that to the own class mean, without the row itself
+    cleanlab   confident learning (get_label_quality_scores, self-confidence) on out-of-fold probabilities of a logistic
+               regression. Not among the extras of nearkin: pip install cleanlab
+    ours       nearkin.analysis.find_label_errors; also the precision it expected and the accuracy of its suggestions
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import time
 
 import numpy as np
 
-NEAR = 5  # classes that a similar error may go to
+NUM_SIMILAR = 5  # classes that count as similar
 INVERSE_PENALTY = 0.003  # of the logistic regression: the best of 0.001 to 1 on classes 0-99
 
 
 def plant(x: np.ndarray, y: np.ndarray, share: float, kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Labels with some changed, and which."""
+    """Change some labels; return the labels and the changed rows."""
     rng = np.random.default_rng(seed)
     classes = int(y.max()) + 1
     rows = rng.choice(len(y), round(share * len(y)), replace=False)
@@ -39,8 +39,8 @@ def plant(x: np.ndarray, y: np.ndarray, share: float, kind: str, seed: int) -> t
         means /= np.linalg.norm(means, axis=1, keepdims=True)
         sim = means @ means.T
         np.fill_diagonal(sim, -np.inf)
-        near = np.argsort(-sim, axis=1)[:, :NEAR]
-        changed[rows] = near[y[rows], rng.integers(0, NEAR, len(rows))]
+        similar = np.argsort(-sim, axis=1)[:, :NUM_SIMILAR]
+        changed[rows] = similar[y[rows], rng.integers(0, NUM_SIMILAR, len(rows))]
     return changed, rows
 
 
@@ -48,15 +48,15 @@ def votes(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     from nearkin import neighbours
 
     index, similarity = neighbours(x, k=10)
-    # Ties between whole numbers of votes go to the row whose voters are nearer.
+    # Equal votes are ordered by the similarity of the voters.
     return (y[index] != y[:, None]).mean(1) + 1e-3 * similarity.mean(1)
 
 
 def means(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     sums = np.stack([x[y == c].sum(0) for c in range(int(y.max()) + 1)])
-    rest = sums[y] - x
+    others = sums[y] - x
     sim = x @ (sums / np.linalg.norm(sums, axis=1, keepdims=True)).T
-    own = (x * rest).sum(1) / np.linalg.norm(rest, axis=1)
+    own = (x * others).sum(1) / np.linalg.norm(others, axis=1)
     sim[np.arange(len(y)), y] = -np.inf
     return sim.max(1) - own
 
@@ -68,8 +68,8 @@ def cleanlab(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
     scaled = (x - x.mean(0)) / x.std()
     model = LogisticRegression(C=INVERSE_PENALTY, max_iter=200)
-    chances = cross_val_predict(model, scaled, y, cv=5, method="predict_proba")
-    return -get_label_quality_scores(y, chances, method="self_confidence")
+    probabilities = cross_val_predict(model, scaled, y, cv=5, method="predict_proba")
+    return -get_label_quality_scores(y, probabilities, method="self_confidence")
 
 
 def main() -> None:
@@ -85,14 +85,14 @@ def main() -> None:
         try:
             import cleanlab as _  # noqa: F401
         except ImportError:
-            print("cleanlab is left out: it is not installed. Run: pip install cleanlab\n")
+            print("cleanlab is not installed and skipped. Run: pip install cleanlab\n")
             args.methods.remove("cleanlab")
     from nearkin.analysis.label_errors import find_label_errors
 
     with np.load(args.features) as stored:
         features, labels = stored["features"].astype(np.float32), stored["labels"].astype(np.int64)
     features /= np.linalg.norm(features, axis=1, keepdims=True)
-    print("| classes | errors | method | precision % (each draw) | expected % | right class named % | seconds |")
+    print("| classes | errors | method | precision % (each draw) | expected % | suggested class correct % | seconds |")
     print("|---|---|---|---|---:|---:|---:|", flush=True)
     for span in args.classes:
         first, last = map(int, span.split(":"))
@@ -100,24 +100,24 @@ def main() -> None:
         x, y = features[inside], labels[inside] - first
         for kind in args.kinds:
             for method in args.methods:
-                hits, expected, named, began = [], [], [], time.perf_counter()
+                hits, expected, named, start = [], [], [], time.perf_counter()
                 for seed in range(args.draws):
                     changed, rows = plant(x, y, args.share, kind, seed)
                     if method == "ours":
-                        found = find_label_errors(x, changed)
-                        order = found.order
+                        errors = find_label_errors(x, changed)
+                        order = errors.order
                     else:
                         order = np.argsort(-{"votes": votes, "means": means, "cleanlab": cleanlab}[method](x, changed))
                     top = order[: len(rows)]
-                    right = top[np.isin(top, rows)]
-                    hits.append(100 * len(right) / len(rows))
+                    correct = top[np.isin(top, rows)]
+                    hits.append(100 * len(correct) / len(rows))
                     if method == "ours":
-                        expected.append(100 * found.expected(len(rows)) / len(rows))
-                        named.append(100 * np.mean(found.suggested[right] == y[right]))
-                spent = (time.perf_counter() - began) / args.draws
+                        expected.append(100 * errors.expected(len(rows)) / len(rows))
+                        named.append(100 * np.mean(errors.suggested[correct] == y[correct]))
+                seconds = (time.perf_counter() - start) / args.draws
                 each = f"**{np.mean(hits):.1f}** ({', '.join(f'{h:.1f}' for h in hits)})"
-                more = [f"{np.mean(v):.1f}" if v else "" for v in (expected, named)]
-                cells = [f"{first}-{last - 1}", kind, method, each, *more, f"{spent:.1f}"]
+                extra = [f"{np.mean(v):.1f}" if v else "" for v in (expected, named)]
+                cells = [f"{first}-{last - 1}", kind, method, each, *extra, f"{seconds:.1f}"]
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 
