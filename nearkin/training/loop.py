@@ -125,7 +125,7 @@ def _fit(
         optimizer = make_optimizer(model, objective, hyper)
         scaler = torch.amp.GradScaler(place.type, enabled=hyper.precision == "fp16")
         forward = torch.compile(model) if hyper.compile else model
-        shared = {"rank": rank(), "world": world_size()}
+        shared = {"rank": rank(), "world_size": world_size()}
         sampler = make_sampler(
             train.labels,
             batch_size=hyper.batch_size,

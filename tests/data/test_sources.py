@@ -10,7 +10,7 @@ from helpers.images import picture
 from PIL import Image
 
 from nearkin.config.recipe import DataConfig
-from nearkin.data.listing import list_folder, list_table, number_classes
+from nearkin.data.listing import list_folder, list_table, encode_labels
 from nearkin.data.sources import detect_source, fingerprint, list_source, load, load_features
 from nearkin.data.splits import make_split
 from nearkin.errors import DataError, MissingExtraError, UserError
@@ -180,17 +180,17 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
 
 
 def test_numbers_sort_by_value_and_words_by_letter():
-    assert number_classes(["b", "10", "a"])[1] == ("10", "a", "b")
-    assert number_classes(["2", "10", "2"])[1] == ("2", "10")
+    assert encode_labels(["b", "10", "a"])[1] == ("10", "a", "b")
+    assert encode_labels(["2", "10", "2"])[1] == ("2", "10")
     long = "1" * 5000  # more digits than Python turns into a number
-    assert number_classes([long, "007", "7"])[1] == ("007", "7", long)
+    assert encode_labels([long, "007", "7"])[1] == ("007", "7", long)
 
 
 def test_numbers_of_one_value_have_an_order_too():
     """A set's own order changes from process to process, and with it labels, split and fingerprint would."""
     names = [f"{value:0{width}d}" for value in range(1, 12) for width in (3, 2, 4)]
     expected = [name for value in range(1, 12) for name in (f"{value:04d}", f"{value:03d}", f"{value:02d}")]
-    assert number_classes(names)[1] == tuple(expected)
+    assert encode_labels(names)[1] == tuple(expected)
 
 
 def test_unknown_sources_and_missing_roots_say_what_there_is():
