@@ -264,9 +264,7 @@ def list_table(
     paths, columns = _read_files(files, {"path": path_column, "label": label_column}, parts_by_folder=path.is_dir())
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
-        raise DataError(
-            f"{path}: found {len(names)} classes, need at least {fewest}. Is the label column correct?"
-        )
+        raise DataError(f"{path}: found {len(names)} classes, need at least {fewest}. Is the label column correct?")
     listing = Listing(
         source=path.resolve().stem,
         root=path if path.is_dir() else path.parent,

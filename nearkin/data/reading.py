@@ -190,7 +190,9 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
         )
     # How many times larger than needed the used region is.
     excess = min(box[2:] if box is not None else head.size) / side if head.format == "jpeg" and head.size else 1.0
-    vision = _torchvision_io() if decoder == "auto" and head.torchvision_compatible and excess < _MIN_DRAFT_FACTOR else None
+    vision = (
+        _torchvision_io() if decoder == "auto" and head.torchvision_compatible and excess < _MIN_DRAFT_FACTOR else None
+    )
     if vision is not None:
         try:
             rgb = vision.ImageReadMode.RGB
