@@ -19,11 +19,11 @@ from nearkin.data.images import FileImages, file_digest
 from nearkin.data.listing import (
     TABLE_SUFFIXES,
     Listing,
-    parse_parts,
+    encode_labels,
     list_folder,
     list_table,
     metadata_files,
-    encode_labels,
+    parse_parts,
 )
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
