@@ -104,7 +104,8 @@ def data_check(argv: list[str]) -> None:
     target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
     args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
     from nearkin._common.progress import Reporter
-    from nearkin.data.check import check_target, write_json
+    from nearkin.data.check import check_target
+    from nearkin.data.findings import write_json
     from nearkin.report.data_check import render
 
     report = check_target(target, args.root, Reporter(quiet=args.quiet))

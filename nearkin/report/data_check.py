@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from nearkin.data.check import LEVELS, Report, printable
+from nearkin.data.findings import LEVELS, Report, printable
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -53,20 +53,20 @@ def test_resized_crop_matches_torchvision():
 @pytest.mark.parametrize(("height", "width"), [(256, 340), (256, 256), (600, 150)])
 def test_random_crop_boxes_are_distributed_as_in_torchvision(height, width, scale, ratio):
     rows = random_draws(0, 0, 0, 3000).tolist()
-    ours = np.array([random_crop_box(height, width, row, scale=scale, ratio=ratio) for row in rows], float)
+    boxes = np.array([random_crop_box(height, width, row, scale=scale, ratio=ratio) for row in rows], float)
     torch.manual_seed(0)
     whole = torch.empty(3, height, width)
     reference = v2.RandomResizedCrop(224, scale=scale, ratio=ratio)
-    theirs = [reference.make_params([whole]) for _ in range(3000)]
-    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs], float)
-    assert np.all(ours[:, :2] >= 0)
-    assert np.all(ours[:, 0] + ours[:, 2] <= height)
-    assert np.all(ours[:, 1] + ours[:, 3] <= width)
+    params = [reference.make_params([whole]) for _ in range(3000)]
+    expected = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in params], float)
+    assert np.all(boxes[:, :2] >= 0)
+    assert np.all(boxes[:, 0] + boxes[:, 2] <= height)
+    assert np.all(boxes[:, 1] + boxes[:, 3] <= width)
     for quantile in (0.1, 0.5, 0.9):
-        assert np.abs(np.quantile(ours, quantile, 0) - np.quantile(theirs, quantile, 0)).max() < 0.06 * max(
+        assert np.abs(np.quantile(boxes, quantile, 0) - np.quantile(expected, quantile, 0)).max() < 0.06 * max(
             height, width
         )
-    assert np.abs(ours.mean(0) - theirs.mean(0)).max() < 0.02 * max(height, width)
+    assert np.abs(boxes.mean(0) - expected.mean(0)).max() < 0.02 * max(height, width)
 
 
 # d23 to d26 determine the order of the steps; 1 or 0 in d27, d28 and d29 is the largest or smallest factor.
@@ -119,9 +119,9 @@ def test_every_augmentation_returns_its_shape_for_any_image(name):
     for height, width in [(64, 64), (64, 200), (200, 64), (9, 30)]:
         for row in [*random_draws(0, 0, 0, 20).tolist(), [0.0] * NUM_DRAWS, [1 - 1e-12] * NUM_DRAWS]:
             for channels in (1, 3):
-                made = augment.train(make_image(height, width, channels), row, 56)
-                assert made.shape == (channels, 56, 56)
-                assert made.dtype == torch.uint8
+                result = augment.train(make_image(height, width, channels), row, 56)
+                assert result.shape == (channels, 56, 56)
+                assert result.dtype == torch.uint8
         assert augment.view(make_image(height, width), 56).shape == (3, 56, 56)
 
 
@@ -155,17 +155,17 @@ def test_light_shifts_by_at_most_an_eighth_and_flips():
     whole = make_image(side, side)
     shifts = set()
     for row in random_draws(0, 0, 0, 200).tolist():
-        made = AUGMENTS["light"].train(whole, row, side)
+        result = AUGMENTS["light"].train(whole, row, side)
         base = whole.flip(-1) if row[22] < 0.5 else whole
         padded = np.pad(base.numpy(), ((0, 0), (4, 4), (4, 4)), mode="reflect")
-        found = [
+        matches = [
             (y, x)
             for y in range(9)
             for x in range(9)
-            if np.array_equal(padded[:, y : y + side, x : x + side], made.numpy())
+            if np.array_equal(padded[:, y : y + side, x : x + side], result.numpy())
         ]
-        assert len(found) == 1
-        shifts |= set(found)
+        assert len(matches) == 1
+        shifts |= set(matches)
     assert len(shifts) > 60
 
 
@@ -186,15 +186,15 @@ def test_random_draws_depend_only_on_seed_epoch_and_step():
 def test_batches_do_not_depend_on_threads_or_the_start(name):
     store = ArrayImages(np.random.default_rng(0).integers(0, 255, (40, 3, 24, 24), np.uint8))
     plan = [np.arange(s, s + 10) for s in range(0, 40, 10)]
-    made = [
+    batches = [
         list(training_batches(store, plan, AUGMENTS[name], seed=1, epoch=2, workers=workers, start=start))
         for workers, start in [(1, 0), (3, 0), (2, 2)]
     ]
-    assert len(made[0]) == 4
-    assert torch.equal(torch.cat(made[0]), torch.cat(made[1]))
-    assert torch.equal(torch.cat(made[0][2:]), torch.cat(made[2]))
+    assert len(batches[0]) == 4
+    assert torch.equal(torch.cat(batches[0]), torch.cat(batches[1]))
+    assert torch.equal(torch.cat(batches[0][2:]), torch.cat(batches[2]))
     side = AUGMENTS[name].input_side(24)
-    assert made[0][0].shape == (10, 3, side, side)
+    assert batches[0][0].shape == (10, 3, side, side)
     [seen] = eval_batches(store, [np.array([4, 2])], AUGMENTS[name])
     assert torch.equal(seen, F.center_crop(store.pixels[[4, 2]], [side, side]))
 
