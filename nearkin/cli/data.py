@@ -92,7 +92,7 @@ def source_table() -> Any:
     table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
     for name, benchmark in BENCHMARKS.items():
         on_request = not all(archive.urls for archive in benchmark.archives)
-        command = f"nearkin data get {name}" + (" (on request from the authors)" if on_request else "")
+        command = f"nearkin data get {name}" + (" (on request)" if on_request else "")
         table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command)
     table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
     table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
