@@ -12,8 +12,9 @@ from pathlib import Path
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
-from nearkin.data.check import check_target, render
+from nearkin.data.check import check_target
 from nearkin.deploy.export import export_run
+from nearkin.report.data_check import render
 from nearkin.report.page import write_page
 from nearkin.training.auto_recipe import choose_recipe
 

@@ -1,4 +1,4 @@
-"""`nearkin data list|check|get`: benchmarks and your own images."""
+"""`nearkin data list|check|get`: list sources, validate data, download benchmarks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nearkin.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class DataListArgs:
-    """List the sources that nearkin reads: images, classes, and where to get them."""
+    """List the data sources: numbers of images and classes, and how to get them."""
 
 
 @dataclass(frozen=True)
 class DataCheckArgs:
-    """Say what is off with images before they are trained on, worst first; exit code 1 if a number would be wrong.
+    """Check data before training and report problems, most severe first. Exit code 1 if there are errors.
 
     nearkin data check photos/ --json report.json
 
@@ -30,18 +30,18 @@ class DataCheckArgs:
     """
 
     root: Path = Path("data")
-    """Where a benchmark named by its name lies."""
+    """Folder of the benchmark, if one is checked by name."""
     json: Path | None = None
-    """Write the whole report, every case named, to this file."""
+    """Write the full report, with every case, to this file."""
     cases: int = 3
-    """How many cases of each kind are printed."""
+    """How many cases of each problem to print."""
     quiet: bool = False
-    """Print the report only."""
+    """Print only the report."""
 
 
 @dataclass(frozen=True)
 class GetArgs:
-    """Download and unpack a benchmark, or unpack archives that you have. Run again, it goes on where it stopped.
+    """Download and unpack a benchmark, or unpack archives that you have. An interrupted download is resumed.
 
     nearkin data get cub --root data
 
@@ -49,55 +49,64 @@ class GetArgs:
     """
 
     root: Path = Path("data")
-    """The folder in which the benchmark's own folder is made."""
+    """Folder in which the benchmark's own folder is created."""
     from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
-    """Archives that are on the disk already, instead of a download."""
+    """Archives on disk, to use instead of downloading."""
     sha256: str | None = None
-    """Refuse an archive whose SHA-256 differs from this one (for a source of one archive)."""
+    """Expected SHA-256 of the archive (only for a benchmark with one archive)."""
     quiet: bool = False
-    """Say nothing but the result."""
+    """Print only the result."""
 
 
 def run(argv: list[str]) -> None:
+    """Run `nearkin data`.
+
+    Args:
+        argv: Arguments after `data`.
+    """
     actions = {"list": data_list, "check": data_check, "get": data_get}
     if argv[:1] in ([], ["-h"], ["--help"]):
-        print("usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (each has --help)")
+        print("usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (see --help of each)")
         return
     if argv[0] not in actions:
-        hint = did_you_mean(argv[0], actions) or f" There are: {', '.join(actions)}."
+        hint = did_you_mean(argv[0], actions) or f" Available actions: {', '.join(actions)}."
         raise ConfigError(f"nearkin data: no action named '{argv[0]}'.{hint}")
     actions[argv[0]](argv[1:])
 
 
 def data_list(argv: list[str]) -> None:
+    """Run `nearkin data list`."""
     parse(DataListArgs, argv, "nearkin data list")
     show(source_table())
 
 
 def source_table() -> Any:
-    """What `nearkin data list` shows."""
+    """Return the table that `nearkin data list` prints."""
     from rich.table import Table as RichTable
 
     from nearkin.data.benchmarks import BENCHMARKS
 
     table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("source", "images", "classes", "where to get it"):
+    for heading in ("source", "images", "classes", "how to get it"):
         table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
     table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
     for name, benchmark in BENCHMARKS.items():
-        by_hand = not all(archive.urls for archive in benchmark.archives)
-        how = f"nearkin data get {name}" + (" (tells whom to ask)" if by_hand else "")
-        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", how)
+        on_request = not all(archive.urls for archive in benchmark.archives)
+        command = f"nearkin data get {name}" + (" (on request)" if on_request else "")
+        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command)
     table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
     table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
     return table
 
 
 def data_check(argv: list[str]) -> None:
+    """Run `nearkin data check`."""
     target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
     args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
     from nearkin._common.progress import Reporter
-    from nearkin.data.check import check_target, render, write_json
+    from nearkin.data.check import check_target
+    from nearkin.data.findings import write_json
+    from nearkin.report.data_check import render
 
     report = check_target(target, args.root, Reporter(quiet=args.quiet))
     show(render(report, cases=args.cases))
@@ -109,9 +118,10 @@ def data_check(argv: list[str]) -> None:
 
 
 def data_get(argv: list[str]) -> None:
+    """Run `nearkin data get`."""
     name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
     args = parse(GetArgs, flags, "nearkin data get NAME")
     from nearkin._common.progress import Reporter
     from nearkin.data.get import get_dataset
 
-    print(get_dataset(name, args.root, given=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))
+    print(get_dataset(name, args.root, files=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))

@@ -1,4 +1,4 @@
-"""The inputs of one epoch's steps: augmented images, or varied features where the backbone is frozen."""
+"""Training inputs of one epoch: augmented images, or augmented features if the backbone is frozen."""
 
 from __future__ import annotations
 
@@ -17,29 +17,58 @@ from nearkin.data.transforms import AUGMENTS, training_batches
 def training_inputs(
     table: Table, plan: Sequence[Rows], recipe: Recipe, *, epoch: int, start: int = 0, first: int = 0
 ) -> Iterator[Tensor]:
-    """The batches plan[start:] of an epoch. What varies is drawn from (seed, epoch, step), so a resumed run sees the
-    same inputs as one that was not stopped. first: the place of this process's first row in the whole batch.
+    """Yield the batches plan[start:] of an epoch.
+
+    Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one.
+
+    Args:
+        table: The training images or features.
+        plan: Rows of each batch, from `Sampler.epoch`.
+        recipe: Its data and train sections choose the augmentation.
+        epoch: Epoch number.
+        start: First step.
+        first: Index of this rank's first row in the global batch.
+
+    Returns:
+        An iterator over batches: uint8 images [B, C, side, side] or float features [B, D].
     """
-    if table.features is None:
-        data = recipe.data
-        drawn = {"seed": recipe.seed, "epoch": epoch, "start": start, "workers": data.num_workers, "first": first}
-        yield from training_batches(table.images, plan, AUGMENTS[data.augment], **drawn)
+    if table.features is not None:
+        yield from _feature_batches(table, plan, recipe, epoch=epoch, start=start, first=first)
         return
+    data = recipe.data
+    yield from training_batches(
+        table.images,
+        plan,
+        AUGMENTS[data.augment],
+        seed=recipe.seed,
+        epoch=epoch,
+        start=start,
+        workers=data.num_workers,
+        first=first,
+    )
+
+
+def _feature_batches(
+    table: Table, plan: Sequence[Rows], recipe: Recipe, *, epoch: int, start: int, first: int
+) -> Iterator[Tensor]:
+    """Features, mixed with others of their class and with Gaussian noise as the recipe says."""
+    assert table.features is not None
     features, labels = torch.from_numpy(table.features), table.labels
     noise, mix = recipe.train.feature_noise, recipe.train.feature_mix
-    spread = features.std(dim=0) if noise else torch.empty(0)
-    order = np.argsort(labels, kind="stable")  # the rows of a class lie side by side
-    sizes = np.bincount(labels, minlength=table.num_classes)
-    begins = np.cumsum(sizes) - sizes
+    std = features.std(dim=0) if noise else torch.empty(0)
+    by_class = np.argsort(labels, kind="stable")
+    class_sizes = np.bincount(labels, minlength=table.num_classes)
+    class_starts = np.cumsum(class_sizes) - class_sizes
     for step in range(start, len(plan)):
         rows = plan[step]
         batch = features[torch.from_numpy(rows)]
-        chance = np.random.default_rng((recipe.seed, epoch, step, first))
+        rng = np.random.default_rng((recipe.seed, epoch, step, first))
         if mix:
-            of_class = labels[rows]
-            others = order[begins[of_class] + (chance.random(len(rows)) * sizes[of_class]).astype(np.int64)]
-            share = torch.from_numpy(chance.random((len(rows), 1)) * mix).float()
-            batch = batch.lerp(features[torch.from_numpy(others)], share)
+            classes = labels[rows]
+            within_class = (rng.random(len(rows)) * class_sizes[classes]).astype(np.int64)
+            partners = by_class[class_starts[classes] + within_class]
+            weight = torch.from_numpy(rng.random((len(rows), 1)) * mix).float()
+            batch = batch.lerp(features[torch.from_numpy(partners)], weight)
         if noise:
-            batch = batch + noise * spread * torch.from_numpy(chance.standard_normal(batch.shape)).float()
+            batch = batch + noise * std * torch.from_numpy(rng.standard_normal(batch.shape)).float()
         yield batch

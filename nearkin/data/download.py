@@ -1,4 +1,4 @@
-"""`download`: one file over HTTP, resumed where it was cut, from the first address that works, checked when whole."""
+"""Resumable HTTP download of one file from a list of mirrors, with checksums."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from nearkin._common.progress import ProgressBar, Reporter
 from nearkin.errors import DataError
 
 CHUNK = 2**18
-TRIES = 5  # cuts in a row, without a byte gained, after which an address is given up
+MAX_FAILURES = 5  # consecutive failures without a byte received before the next mirror is tried
 TIMEOUT = 30.0  # seconds without a byte
-WAIT = 1.0  # seconds before the first new try, doubled for each further one
+RETRY_DELAY = 1.0  # seconds before the first retry, doubled for each further one
+_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a whole file must hash to; None where that is not known."""
+    """Expected checksums of a file.
+
+    Attributes:
+        sha256: Hexadecimal SHA-256, or None if unknown.
+        md5: Hexadecimal MD5, or None if unknown.
+    """
 
     sha256: str | None = None
     md5: str | None = None
@@ -37,144 +43,175 @@ def download(
     *,
     checksums: Checksums,
     reporter: Reporter,
-    wait: float = WAIT,
+    retry_delay: float = RETRY_DELAY,
 ) -> str:
-    """Fetch `target` from the first of `urls` that works and return its SHA-256.
+    """Download a file from the first mirror that works.
 
-    The bytes go to TARGET.part, which a later call continues, and become `target` only when they are whole and their
-    checksum is right.
+    The bytes go to TARGET.part, which a later call resumes, and are renamed to `target` once they are complete and the
+    checksums match.
+
+    Args:
+        urls: Mirrors, tried in order.
+        target: The file to write.
+        checksums: Expected checksums.
+        reporter: Shows the progress.
+        retry_delay: Seconds before the first retry.
+
+    Returns:
+        The SHA-256 of the file.
+
+    Raises:
+        DataError: If no mirror works.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    refused: list[str] = []
+    failures: list[str] = []
     for url in urls:
         try:
-            _fetch(url, part, reporter, wait)
-        except _Refused as error:
+            _fetch(url, part, reporter, retry_delay)
+        except _MirrorError as error:
             reporter.info(f"{url}: {error}")
-            refused.append(f"{url} ({error})")
+            failures.append(f"{url} ({error})")
             continue
         digest = verify(part, checksums)
-        if isinstance(digest, _Wrong):
-            # Nothing of it can be trusted, so the next try must not continue it.
-            _forget(part)
+        if isinstance(digest, _ChecksumMismatch):
+            _discard(part)  # not resumable: no byte of it can be trusted
             reporter.info(f"{url}: {digest.message}")
-            refused.append(f"{url} ({digest.message})")
+            failures.append(f"{url} ({digest.message})")
             continue
         part.replace(target)
-        _forget(part)
+        _discard(part)
         return digest
     raise DataError(
-        f"{target.name}: could not be downloaded from {'; '.join(refused)}.\n"
-        f"Fetch it by other means and pass it with --from FILE."
+        f"{target.name}: could not be downloaded from {'; '.join(failures)}.\n"
+        f"Download it by other means and pass it with --from FILE."
     )
 
 
-class _Refused(Exception):
-    """This address does not give the file."""
+class _MirrorError(Exception):
+    """This mirror does not provide the file."""
 
 
 @dataclass(frozen=True)
-class _Wrong:
+class _ChecksumMismatch:
     message: str
 
 
-def verify(file: Path, checksums: Checksums) -> str | _Wrong:
-    """The file's SHA-256, or in which checksum it is wrong."""
+def verify(file: Path, checksums: Checksums) -> str | _ChecksumMismatch:
+    """Compare a file with its expected checksums.
+
+    Args:
+        file: The file.
+        checksums: Expected checksums.
+
+    Returns:
+        The SHA-256, or which checksum does not match.
+    """
     hashes = {"sha256": hashlib.sha256(), "md5": hashlib.md5(usedforsecurity=False)}
     with open(file, "rb") as stream:
         while block := stream.read(2**20):
-            for one in hashes.values():
-                one.update(block)
-    for name, wanted in (("sha256", checksums.sha256), ("md5", checksums.md5)):
-        got = hashes[name].hexdigest()
-        if wanted is not None and got != wanted.lower():
-            return _Wrong(f"wrong {name}: expected {wanted.lower()}, got {got}")
+            for digest in hashes.values():
+                digest.update(block)
+    for name, expected in (("sha256", checksums.sha256), ("md5", checksums.md5)):
+        actual = hashes[name].hexdigest()
+        if expected is not None and actual != expected.lower():
+            return _ChecksumMismatch(f"wrong {name}: expected {expected.lower()}, got {actual}")
     return hashes["sha256"].hexdigest()
 
 
 def check_file(file: Path, checksums: Checksums) -> str:
-    """The SHA-256 of a file that the user gave, refused where a checksum is wrong."""
+    """Verify a file that the user provided.
+
+    Args:
+        file: The file.
+        checksums: Expected checksums.
+
+    Returns:
+        The SHA-256.
+
+    Raises:
+        DataError: If the file cannot be read or a checksum does not match.
+    """
     try:
         digest = verify(file, checksums)
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
-    if isinstance(digest, _Wrong):
+    if isinstance(digest, _ChecksumMismatch):
         raise DataError(
-            f"{file}: {digest.message}.\nIt is damaged or another file: remove it and fetch it again, or pass another "
-            f"with --from FILE."
+            f"{file}: {digest.message}.\nIt is damaged or a different file: remove it and download it again, or pass "
+            f"another with --from FILE."
         )
     return digest
 
 
-# --- one address -----------------------------------------------------------------------------------------------------
+# --- one mirror ------------------------------------------------------------------------------------------------------
 
 
-def _fetch(url: str, part: Path, reporter: Reporter, wait: float) -> None:
-    """Bring `part` to its full length from one address, over as many connections as it takes."""
-    in_vain = 0
+def _fetch(url: str, part: Path, reporter: Reporter, retry_delay: float) -> None:
+    """Complete `part` from one mirror, reconnecting as often as bytes keep coming."""
+    failures = 0
     while True:
-        before = _continued(url, part)
+        size_before = _resumable_size(url, part)
         try:
-            if _transfer(url, part, before, reporter):
+            if _transfer(url, part, size_before, reporter):
                 return
-            reason = "the connection was cut"
+            reason = "the connection was interrupted"
         except urllib.error.HTTPError as error:
-            if error.code not in (408, 425, 429, 500, 502, 503, 504):
-                raise _Refused(f"{error.code} {error.reason}") from None
+            if error.code not in _RETRY_STATUS:
+                raise _MirrorError(f"{error.code} {error.reason}") from None
             reason = f"{error.code} {error.reason}"
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
         except ValueError as error:
-            raise _Refused(str(error)) from None
-        have = part.stat().st_size if part.exists() else 0
-        in_vain = 0 if have > before else in_vain + 1
-        if in_vain >= TRIES:
-            raise _Refused(reason)
-        reporter.info(f"{url}: {reason} at {have / 1e6:,.1f} MB; trying again")
-        time.sleep(min(60.0, wait * 2**in_vain))
+            raise _MirrorError(str(error)) from None
+        size = part.stat().st_size if part.exists() else 0
+        failures = 0 if size > size_before else failures + 1
+        if failures >= MAX_FAILURES:
+            raise _MirrorError(reason)
+        reporter.info(f"{url}: {reason} at {size / 1e6:,.1f} MB; retrying")
+        time.sleep(min(60.0, retry_delay * 2**failures))
 
 
-def _transfer(url: str, part: Path, have: int, reporter: Reporter) -> bool:
-    """One connection. True when the file is whole."""
+def _transfer(url: str, part: Path, size: int, reporter: Reporter) -> bool:
+    """Download over one connection, starting at byte `size`. True if the file is complete."""
     request = urllib.request.Request(url, headers={"User-Agent": "nearkin", "Accept-Encoding": "identity"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-        if validator := _note(part).get("validator"):
-            request.add_header("If-Range", validator)  # another version of the file is then sent from its start
+    if size:
+        request.add_header("Range", f"bytes={size}-")
+        if validator := _read_state(part).get("validator"):
+            request.add_header("If-Range", validator)  # a new version of the file is then sent from its start
     try:
         reply = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing is left to send, or the file has become shorter
-            if _length_in(error.headers.get("Content-Range")) == have:
+        if error.code == 416 and size:  # complete already, or the file on the server has become shorter
+            if _total_size(error.headers.get("Content-Range")) == size:
                 return True
-            _forget(part)
+            _discard(part)
             return False
         raise
     with reply:
         headers: Any = reply.headers
         if "text/html" in (headers.get("Content-Type") or ""):
-            raise _Refused("the server sent a web page instead of the file")
+            raise _MirrorError("the server sent a web page instead of the file")
         resumed = reply.status == 206 if getattr(reply, "status", None) else False
-        if resumed and not (headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
-            _forget(part)  # not the piece that was asked for
+        if resumed and not (headers.get("Content-Range") or "").startswith(f"bytes {size}-"):
+            _discard(part)  # not the requested range
             return False
-        have = have if resumed else 0
+        size = size if resumed else 0
         length = headers.get("Content-Length")
-        total = have + int(length) if length else None
-        _write_note(part, url, headers.get("ETag") or headers.get("Last-Modified"))
+        total = size + int(length) if length else None
+        _write_state(part, url, headers.get("ETag") or headers.get("Last-Modified"))
         with (
             open(part, "ab" if resumed else "wb") as out,
-            reporter.track(f"getting {part.stem}", max(1, total or 1), unit="B") as bar,
+            reporter.track(f"downloading {part.stem}", max(1, total or 1), unit="B") as bar,
         ):
-            bar.advance(have)
+            bar.advance(size)
             copied, ended = _copy(reply, out, bar)
-            have += copied
-    return ended and (total is None or have >= total)
+            size += copied
+    return ended and (total is None or size >= total)
 
 
 def _copy(reply: Any, out: Any, bar: ProgressBar) -> tuple[int, bool]:
-    """How many bytes came, and whether the reply ended by itself (one cut short of its said length seems to)."""
+    """Copy a reply. Returns the number of bytes, and whether it ended normally (as one shorter than announced may)."""
     copied = 0
     while True:
         try:
@@ -183,7 +220,7 @@ def _copy(reply: Any, out: Any, bar: ProgressBar) -> tuple[int, bool]:
             block = error.partial
             out.write(block)
             return copied + len(block), False
-        except OSError:  # cut, silent for too long, or the net has gone
+        except OSError:  # disconnected or timed out
             return copied, False
         if not block:
             return copied, True
@@ -192,37 +229,37 @@ def _copy(reply: Any, out: Any, bar: ProgressBar) -> tuple[int, bool]:
         bar.advance(len(block))
 
 
-def _length_in(content_range: str | None) -> int | None:
-    """The whole length out of `bytes */1234`."""
-    length = (content_range or "").rpartition("/")[2]
-    return int(length) if length.isdigit() else None
+def _total_size(content_range: str | None) -> int | None:
+    """The total size in `bytes */1234`."""
+    size = (content_range or "").rpartition("/")[2]
+    return int(size) if size.isdigit() else None
 
 
-def _continued(url: str, part: Path) -> int:
-    """How many bytes of this very address are on the disk; what another address left is dropped."""
-    if part.exists() and _note(part).get("url") != url:
-        _forget(part)
+def _resumable_size(url: str, part: Path) -> int:
+    """Bytes of this mirror's file on disk; a part from another mirror is discarded."""
+    if part.exists() and _read_state(part).get("url") != url:
+        _discard(part)
     return part.stat().st_size if part.exists() else 0
 
 
-def _note_file(part: Path) -> Path:
+def _state_file(part: Path) -> Path:
     return part.with_name(part.name + ".json")
 
 
-def _note(part: Path) -> dict[str, str]:
+def _read_state(part: Path) -> dict[str, str]:
     try:
-        stored = json.loads(_note_file(part).read_text(encoding="utf-8"))
+        state = json.loads(_state_file(part).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return stored if isinstance(stored, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
-def _write_note(part: Path, url: str, validator: str | None) -> None:
-    note = {"url": url} | ({"validator": validator} if validator and not validator.startswith("W/") else {})
-    _note_file(part).write_text(json.dumps(note), encoding="utf-8")
+def _write_state(part: Path, url: str, validator: str | None) -> None:
+    state = {"url": url} | ({"validator": validator} if validator and not validator.startswith("W/") else {})
+    _state_file(part).write_text(json.dumps(state), encoding="utf-8")
 
 
-def _forget(part: Path) -> None:
-    for file in (part, _note_file(part)):
+def _discard(part: Path) -> None:
+    for file in (part, _state_file(part)):
         if os.path.lexists(file):
             file.unlink()

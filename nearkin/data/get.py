@@ -1,4 +1,4 @@
-"""`nearkin data get`: a benchmark from its archives, on the disk or on the net; and the list of what there is."""
+"""`nearkin data get`: download and unpack a benchmark."""
 
 from __future__ import annotations
 
@@ -13,93 +13,122 @@ from nearkin.data.download import Checksums, check_file, download
 from nearkin.data.extract import extract, is_archive
 from nearkin.errors import DataError
 
-if TYPE_CHECKING:  # the registry brings torch with it, which help must not wait for
+if TYPE_CHECKING:  # the registry imports torch, which --help must not wait for
     from nearkin.data.benchmarks import Archive, Benchmark
 
 
 def get_dataset(
-    name: str, root: Path, *, given: Sequence[Path] = (), sha256: str | None = None, reporter: Reporter | None = None
+    name: str, root: Path, *, files: Sequence[Path] = (), sha256: str | None = None, reporter: Reporter | None = None
 ) -> str:
-    """Bring a benchmark to `root`, check its counts, and say in one line what is there."""
+    """Download and unpack a benchmark, and check its counts.
+
+    Args:
+        name: Name of the benchmark.
+        root: Folder in which the benchmark's own folder is created.
+        files: Archives on disk, to use instead of downloading.
+        sha256: Expected SHA-256, for a benchmark with one archive.
+        reporter: Shows the progress.
+
+    Returns:
+        One line about the result.
+
+    Raises:
+        DataError: If the benchmark cannot be downloaded or unpacked, or its counts are wrong.
+    """
     from nearkin.data.benchmarks import BENCHMARKS
 
-    return get_benchmark(BENCHMARKS[name], root, given=given, sha256=sha256, reporter=reporter)
+    return get_benchmark(BENCHMARKS[name], root, files=files, sha256=sha256, reporter=reporter)
 
 
 def get_benchmark(
     benchmark: Benchmark,
     root: Path,
     *,
-    given: Sequence[Path] = (),
+    files: Sequence[Path] = (),
     sha256: str | None = None,
     reporter: Reporter | None = None,
 ) -> str:
+    """Do the same as `get_dataset` for a `Benchmark` object.
+
+    Args:
+        benchmark: The benchmark.
+        root: As for `get_dataset`.
+        files: As for `get_dataset`.
+        sha256: As for `get_dataset`.
+        reporter: As for `get_dataset`.
+
+    Returns:
+        One line about the result.
+    """
     reporter = reporter or Reporter()
-    reporter.info(f"{benchmark.title}: {benchmark.terms} ({benchmark.page})")
+    reporter.info(f"{benchmark.title}: {benchmark.terms} ({benchmark.homepage})")
     if sha256 and len(benchmark.archives) > 1:
         raise DataError(
-            f"--sha256: {benchmark.name} is made of {len(benchmark.archives)} files, one checksum cannot do."
+            f"--sha256: {benchmark.name} consists of {len(benchmark.archives)} files; one checksum is not enough."
         )
-    files = _match(benchmark, given)
+    local_files = _match_files(benchmark, files)
     try:
-        _gather(benchmark, files, root, sha256, reporter)
+        _fetch_and_unpack(benchmark, local_files, root, sha256, reporter)
     except OSError as error:
         raise DataError(
-            f"{root}: cannot be written ({error.strerror or error}).\nMake room, or give another --root."
+            f"{root}: cannot be written ({error.strerror or error}).\nFree some space, or choose another --root."
         ) from None
     listing = benchmark.list(root)
     return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
 
 
-def _gather(benchmark: Benchmark, files: dict[str, Path], root: Path, sha256: str | None, reporter: Reporter) -> None:
-    """Fetch and unpack what is not there yet."""
+def _fetch_and_unpack(
+    benchmark: Benchmark, local_files: dict[str, Path], root: Path, sha256: str | None, reporter: Reporter
+) -> None:
     for archive in benchmark.archives:
-        if (root / archive.makes).exists():  # unpacking is all or nothing, so what is there is whole
+        if (root / archive.creates).exists():  # unpacking is all or nothing, so what exists is complete
             continue
-        wanted = Checksums(sha256 or archive.sha256, archive.md5)
-        file = files.get(archive.name, root / archive.name)
-        given_or_there = archive.name in files or file.is_file()
-        if not given_or_there:
-            _fetch(benchmark, archive, file, wanted, reporter)
-        _place(archive, file, root, wanted, reporter)
-        if not given_or_there:
-            file.unlink()  # it was fetched for this
+        checksums = Checksums(sha256 or archive.sha256, archive.md5)
+        file = local_files.get(archive.name, root / archive.name)
+        is_local = archive.name in local_files or file.is_file()
+        if not is_local:
+            _download(benchmark, archive, file, checksums, reporter)
+        _unpack(archive, file, root, checksums, reporter)
+        if not is_local:
+            file.unlink()
 
 
-def _match(benchmark: Benchmark, given: Sequence[Path]) -> dict[str, Path]:
-    """Which archive each given file is: by its name, or because there is only one."""
-    if len(given) == 1 and len(benchmark.archives) == 1:
-        return {benchmark.archives[0].name: given[0]}
-    known = {archive.name for archive in benchmark.archives}
-    for file in given:
-        if file.name not in known:
-            raise DataError(f"{file}: {benchmark.name} is made of {', '.join(sorted(known))}. Rename it to what it is.")
-    return {file.name: file for file in given}
+def _match_files(benchmark: Benchmark, files: Sequence[Path]) -> dict[str, Path]:
+    """Match files to archives: by name, or because there is only one."""
+    if len(files) == 1 and len(benchmark.archives) == 1:
+        return {benchmark.archives[0].name: files[0]}
+    names = {archive.name for archive in benchmark.archives}
+    for file in files:
+        if file.name not in names:
+            raise DataError(
+                f"{file}: not a file of {benchmark.name}. Rename it to the one it is: {', '.join(sorted(names))}."
+            )
+    return {file.name: file for file in files}
 
 
-def _fetch(benchmark: Benchmark, archive: Archive, file: Path, wanted: Checksums, reporter: Reporter) -> None:
+def _download(benchmark: Benchmark, archive: Archive, file: Path, checksums: Checksums, reporter: Reporter) -> None:
     if not archive.urls:
         names = " ".join(a.name for a in benchmark.archives)
         raise DataError(
-            f"{benchmark.name}: {archive.name} cannot be downloaded by a program; ask for it at {benchmark.page}.\n"
-            f"Then: nearkin data get {benchmark.name} --root {file.parent} --from {names}"
+            f"{benchmark.name}: {archive.name} has no public download; request it at {benchmark.homepage}.\n"
+            f"Then run: nearkin data get {benchmark.name} --root {file.parent} --from {names}"
         )
-    download(archive.urls, file, checksums=wanted, reporter=reporter)
+    download(archive.urls, file, checksums=checksums, reporter=reporter)
 
 
-def _place(archive: Archive, file: Path, root: Path, wanted: Checksums, reporter: Reporter) -> None:
-    """Unpack a checked archive where it belongs, or copy a plain file there."""
-    digest = check_file(file, wanted)
-    if wanted.sha256 is None:
-        found = "its MD5 is the known one, which shows it is undamaged" if wanted.md5 else "no checksum of it is known"
-        reporter.info(f"{file.name}: sha256 {digest}; {found}. Pass --sha256 to insist on this one.")
-    target = root / archive.into
+def _unpack(archive: Archive, file: Path, root: Path, checksums: Checksums, reporter: Reporter) -> None:
+    """Verify an archive and unpack it, or copy it if it is a plain file."""
+    digest = check_file(file, checksums)
+    if checksums.sha256 is None:
+        status = "its MD5 matches, so it is undamaged" if checksums.md5 else "no checksum is known for it"
+        reporter.info(f"{file.name}: sha256 {digest}; {status}. Pass --sha256 to require this one.")
+    target = root / archive.extract_to
     if is_archive(file):
         extract(file, target, reporter)
     elif Path(archive.name).suffix in (".tgz", ".zip"):
-        raise DataError(f"{file}: is not a tar or zip archive. Remove it and fetch it again.")
+        raise DataError(f"{file}: not a tar or zip archive. Remove it and download it again.")
     else:
         target.mkdir(parents=True, exist_ok=True)
-        aside = target / f".{archive.name}.{os.getpid()}"
-        shutil.copyfile(file, aside)
-        aside.replace(target / archive.name)
+        temporary = target / f".{archive.name}.{os.getpid()}"
+        shutil.copyfile(file, temporary)
+        temporary.replace(target / archive.name)

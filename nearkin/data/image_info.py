@@ -1,4 +1,4 @@
-"""`look`: everything the guard wants to know of one image file, from one reading of it."""
+"""Everything that the data check needs to know about one image file, from reading it once."""
 
 from __future__ import annotations
 
@@ -17,82 +17,110 @@ from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
 from nearkin.data.perceptual_hash import hash_image
-from nearkin.data.reading import MAX_PIXELS, NO_RANGE, ORIENTATION
+from nearkin.data.reading import EXIF_ORIENTATION, FLOAT_PIXELS, MAX_PIXELS
 from nearkin.errors import import_extra
 
-HUGE = 50_000_000  # pixels above which an image slows reading down for nothing
+HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any benefit
 
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """One file. `trouble` is its kind with `reason` in words, or empty for an image that can be used.
+    """Properties of one image file.
 
-    Kinds: broken_link, no_permission, unreadable, too_many_pixels.
+    Attributes:
+        error: broken_link, no_permission, unreadable or too_many_pixels; empty if the image can be used.
+        reason: The error in words.
+        is_link: Whether the file is a symbolic link.
+        digest: SHA-256 of its content.
+        width: Width as stored.
+        height: Height as stored.
+        mode: Pillow's mode, for example RGB or CMYK.
+        rotated: Whether EXIF says that it is stored rotated or flipped.
+        hash: Perceptual hash.
+        thumb: Grey thumbnail [16, 16].
     """
 
-    trouble: str = ""
+    error: str = ""
     reason: str = ""
-    link: bool = False
+    is_link: bool = False
     digest: bytes = b""
     width: int = 0
     height: int = 0
     mode: str = ""
-    turned: bool = False
+    rotated: bool = False
     hash: int = 0
     thumb: NDArray[np.uint8] | None = field(default=None, repr=False)
 
     @property
     def pixels(self) -> int:
+        """Number of pixels."""
         return self.width * self.height
 
 
 def inspect_image(path: Path) -> ImageInfo:
-    """Read and decode one file. Never raises for what is wrong with the file itself."""
-    link = path.is_symlink()
+    """Read and decode one file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its properties. A file that cannot be used is described by `error`, never raised.
+    """
+    is_link = path.is_symlink()
     try:
         content = path.read_bytes()
     except PermissionError:
-        return ImageInfo("no_permission", "no permission to read it", link)
+        return ImageInfo("no_permission", "no permission to read it", is_link)
     except FileNotFoundError:
-        where = f"leads to {os.readlink(path)}, which is not there" if link else "is not there"
-        return ImageInfo("broken_link" if link else "unreadable", where, link)
+        reason = f"links to {os.readlink(path)}, which does not exist" if is_link else "does not exist"
+        return ImageInfo("broken_link" if is_link else "unreadable", reason, is_link)
     except OSError as error:  # a loop of links, a folder named like an image, a disk error
-        return ImageInfo("broken_link" if link else "unreadable", error.strerror or str(error), link)
+        return ImageInfo("broken_link" if is_link else "unreadable", error.strerror or str(error), is_link)
     digest = hashlib.sha256(content).digest()
     image_module, ops = import_extra("PIL.Image", extra="vision"), import_extra("PIL.ImageOps", extra="vision")
     width = height = 0
     try:
-        with _headers_of_any_size(image_module):
+        with _no_pixel_limit(image_module):
             image = image_module.open(io.BytesIO(content))
         with image:
             (width, height), mode = image.size, image.mode
             if width * height > MAX_PIXELS:
                 reason = f"{width} x {height} pixels, more than {MAX_PIXELS / 1e6:.0f} million"
-                return ImageInfo("too_many_pixels", reason, link, digest, width, height, mode)
+                return ImageInfo("too_many_pixels", reason, is_link, digest, width, height, mode)
             if mode == "F":
-                raise ValueError(NO_RANGE)
-            turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
-            # A JPEG is decoded at a fraction of its size, which still reads all of it and so finds a cut file.
+                raise ValueError(FLOAT_PIXELS)
+            rotated = image.getexif().get(EXIF_ORIENTATION, 1) in range(2, 9)
+            # A JPEG is decoded at reduced size, which still reads the whole file and so detects truncation.
             image.draft("L", (64, 64))
-            grey = ops.exif_transpose(_grey(image))
+            grey = ops.exif_transpose(_to_grey(image))
             value, thumb = hash_image(grey)
-    except Exception as error:  # decoders raise anything at all on a damaged file
+    except Exception as error:  # decoders may raise any exception on a damaged file
         reason = "empty file" if not content else _reason(error, content)
-        return ImageInfo("unreadable", reason, link, digest, width, height)
-    return ImageInfo("", "", link, digest, width, height, mode, turned, value, thumb)
+        return ImageInfo("unreadable", reason, is_link, digest, width, height)
+    return ImageInfo("", "", is_link, digest, width, height, mode, rotated, value, thumb)
 
 
 def inspect_images(paths: Sequence[Path], reporter: Reporter, name: str) -> list[ImageInfo]:
-    looks = []
+    """Read and decode files with a progress bar.
+
+    Args:
+        paths: The files.
+        reporter: Shows the progress.
+        name: What is checked, for the progress bar.
+
+    Returns:
+        The properties of each file, in order.
+    """
+    infos = []
     with reporter.track(f"checking {name}", len(paths), unit="img") as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of odd metadata, one line per file
+        warnings.simplefilter("ignore")  # Pillow warns about unusual metadata, one line per file
         for path in paths:
-            looks.append(inspect_image(path))
+            infos.append(inspect_image(path))
             bar.advance()
-    return looks
+    return infos
 
 
-def _grey(image: Any) -> Any:
+def _to_grey(image: Any) -> Any:
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA").convert("RGB")
     if image.mode.startswith("I"):  # Pillow would clip these at 255
@@ -108,13 +136,14 @@ def _grey(image: Any) -> Any:
 def _reason(error: Exception, content: bytes) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot identify image file" in text:
-        return "not an image" + (", but text" if content[:512].isascii() and b"\0" not in content[:512] else "")
+        is_text = content[:512].isascii() and b"\0" not in content[:512]
+        return "a text file, not an image" if is_text else "not an image"
     return text
 
 
 @contextmanager
-def _headers_of_any_size(image_module: Any) -> Iterator[None]:
-    """Pillow refuses to open a decompression bomb; its header alone is harmless and says how large it is."""
+def _no_pixel_limit(image_module: Any) -> Iterator[None]:
+    """Let Pillow open a decompression bomb: reading only its header, which gives the size, is harmless."""
     limit, image_module.MAX_IMAGE_PIXELS = image_module.MAX_IMAGE_PIXELS, None
     try:
         yield

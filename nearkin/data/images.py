@@ -1,4 +1,4 @@
-"""`Images`: where a table's pixels come from. Training and evaluation ask for rows, not how they are stored."""
+"""`Images`: random access to a table's pixels by row, independent of how they are stored."""
 
 from __future__ import annotations
 
@@ -20,34 +20,49 @@ Rows = NDArray[np.int64]
 
 
 class Images(Protocol):
-    """Rows of equally sized images as bytes.
+    """A store of equally sized uint8 images.
 
-    A store may also have `whole(row) -> uint8 [channels, h, w]`: the picture with its own proportions, which random
-    crops are cut from. `whole_of` gives it for any store.
+    A store may also define `whole(row) -> uint8 [channels, h, w]`, the uncropped image that random crops are taken
+    from. `whole_of` works for every store.
+
+    Attributes:
+        shape: (channels, height, width) of the images that `read` returns.
     """
 
-    shape: tuple[int, int, int]  # channels, height, width
+    shape: tuple[int, int, int]
 
     def __len__(self) -> int: ...
 
     def read(self, rows: Rows) -> Tensor:
-        """These rows, uint8 [len(rows), channels, height, width]."""
+        """Return these rows as uint8 [len(rows), channels, height, width]."""
         ...
 
     def take(self, rows: Rows) -> Images:
-        """The same store, seen through these rows only."""
+        """Return a view of the store restricted to these rows."""
         ...
 
 
 def whole_of(images: Images, row: int) -> Tensor:
-    """One picture, uint8 [channels, h, w], uncut where the store keeps it so."""
+    """Read one image, uncropped if the store provides that.
+
+    Args:
+        images: The store.
+        row: Index of the image.
+
+    Returns:
+        The image as uint8 [channels, h, w].
+    """
     if hasattr(images, "whole"):
         return images.whole(row)  # type: ignore[no-any-return]
     return images.read(np.array([row]))[0]
 
 
 class ArrayImages:
-    """Images held in memory: uint8 [N, channels, height, width]."""
+    """Images in memory.
+
+    Args:
+        pixels: uint8 [N, channels, height, width].
+    """
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
@@ -60,19 +75,29 @@ class ArrayImages:
         return len(self.pixels)
 
     def read(self, rows: Rows) -> Tensor:
+        """Return these rows as uint8 [len(rows), channels, height, width]."""
         return self.pixels[torch.from_numpy(rows)]
 
     def take(self, rows: Rows) -> ArrayImages:
+        """Return a copy of these rows as a new store."""
         return ArrayImages(self.read(rows).numpy())
 
 
 class FileImages:
-    """Image files, decoded each time they are asked for.
+    """Image files, decoded on every access.
 
-    side: `read` gives the middle square at this side; `whole` the picture with its shorter side at most this.
-    boxes: [N, 4] as x, y, width, height in pixels of the upright picture; what lies outside is cut off first.
-    workers: threads that decode (the decoders let go of Python's lock); 0 takes one per core. Never changes a pixel.
-    A file that cannot be read is a `DataError` that names it; `cache.open_images` can leave such files out instead.
+    A file that cannot be read raises a `DataError` that names it; `cache.open_images` can skip such files instead.
+
+    Args:
+        paths: One path per image; str, Path or anything else that `read_image` accepts.
+        side: `read` returns the center square at this size; `whole` the full image with its shorter side at most this.
+        boxes: [N, 4] bounding boxes as x, y, width, height in pixels of the upright image; images are cropped to them.
+        channels: 3 (RGB) or 1 (grey).
+        workers: Decoding threads (decoders release the GIL); 0 means one per core. Does not affect the pixels.
+        decoder: "auto" (torchvision for JPEG, otherwise Pillow) or "pillow".
+
+    Raises:
+        DataError: If `boxes` has the wrong shape.
     """
 
     def __init__(
@@ -94,15 +119,18 @@ class FileImages:
         return len(self.paths)
 
     def whole(self, row: int) -> Tensor:
+        """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
         path = self.paths[row]
         path = Path(path) if isinstance(path, str) else path
         box = None if self.boxes is None else self.boxes[row].tolist()
         return read_image(path, self.side, box=box, channels=self.shape[0], decoder=self.decoder)
 
     def read(self, rows: Rows) -> Tensor:
+        """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
         return stack_squares(self, rows)
 
     def take(self, rows: Rows) -> FileImages:
+        """Return a store of these rows."""
         return FileImages(
             [self.paths[row] for row in rows],
             self.side,
@@ -114,22 +142,40 @@ class FileImages:
 
 
 def file_digest(path: Path) -> bytes:
-    """SHA-256 of a file's bytes: the identity of an image, whatever it is called and however it is scaled."""
+    """Return the SHA-256 of a file, which identifies an image independently of its name and scaling.
+
+    Args:
+        path: The file.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}). Mend or remove it, or leave it out: --data.skip-broken."
+            f"{path}: cannot be read ({error.strerror}). Fix or remove it, or skip it with --data.skip-broken."
         ) from None
 
 
 def stack_squares(images: Any, rows: Rows) -> Tensor:
-    """The middle squares of pictures that a store gives one by one."""
+    """Stack the center squares of a store that defines `whole`.
+
+    Args:
+        images: A store with `whole`, `shape` and `workers`.
+        rows: Which images.
+
+    Returns:
+        uint8 [len(rows), channels, side, side].
+    """
     squares = empty_batch(len(rows), *images.shape)
 
-    def fill(place: int) -> None:
-        squares[place] = square(images.whole(int(rows[place])), images.shape[1])
+    def fill(index: int) -> None:
+        squares[index] = square(images.whole(int(rows[index])), images.shape[1])
 
     for _ in map_in_threads(fill, range(len(rows)), workers=images.workers):
         pass

@@ -1,7 +1,7 @@
-"""`Listing`: what a source says it holds, before any image is decoded; and the listings of folders and tables.
+"""`Listing`: the files and labels of a source, before any image is decoded.
 
-A folder of class folders, a CSV or Parquet file, and a Hugging Face-style folder with metadata.csv all end here.
-The four benchmarks in their official layouts are in benchmarks.py.
+Lists folders of class folders, CSV and Parquet files, and Hugging Face-style folders with metadata.csv. The official
+layouts of the four benchmarks are in layouts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nearkin.errors import DataError, MissingExtraError, did_you_mean
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 TABLE_SUFFIXES = {".csv", ".tsv", ".parquet"}
-# The names under which a column or folder may go, the first being ours.
+# Accepted names of each column, ours first.
 COLUMNS = {
     "path": ("path", "file_name", "filename", "file", "image", "image_path", "filepath"),
     "label": ("label", "class", "class_name", "category", "target"),
@@ -31,21 +31,28 @@ COLUMNS = {
     "group": ("group", "super_class"),
     **{side: (side,) for side in "xywh"},
 }
-PART_WORDS = {"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"}
+PART_ALIASES = {"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"}
 
 
 @dataclass(frozen=True)
 class Listing:
     """Files with labels, as a source lists them. Row i is `paths[i]` of class `class_names[labels[i]]`.
 
-    root: what a reader of a message needs to find the files; paths are shown relative to it.
-    part, groups, boxes: as in `Table`.
-    empty: classes that the source names and that hold no image.
-    loose: images that lie in no class folder, and so have no label.
-    ignored: files that lie among the images and are none by their name.
-    unopened: folders that could not be opened.
-    missing: files that the source lists and that are not on the disk; never among `paths`.
-    notes: what a reader of the numbers must know.
+    Attributes:
+        source: Name of the source.
+        root: Messages show paths relative to this folder.
+        paths: The image files.
+        labels: int64 [N], indices into class_names.
+        class_names: [C].
+        part: As in `Table`.
+        groups: As in `Table`.
+        boxes: As in `Table`.
+        empty: Classes that the source names but that have no images.
+        unlabelled: Images outside any class folder.
+        ignored: Files among the images without an image suffix.
+        unopened: Folders that could not be opened.
+        missing: Files that the source lists but that do not exist; never in `paths`.
+        notes: What readers of the scores must know.
     """
 
     source: str
@@ -57,7 +64,7 @@ class Listing:
     groups: NDArray[np.str_] | None = field(default=None, repr=False)
     boxes: NDArray[np.int64] | None = field(default=None, repr=False)
     empty: tuple[str, ...] = ()
-    loose: tuple[Path, ...] = ()
+    unlabelled: tuple[Path, ...] = ()
     ignored: tuple[Path, ...] = ()
     unopened: tuple[Path, ...] = ()
     missing: tuple[Path, ...] = field(default=(), repr=False)
@@ -67,10 +74,11 @@ class Listing:
         return len(self.paths)
 
     def shown(self, path: Path) -> str:
-        """The path as a message shows it."""
+        """Return a path as messages show it: relative to `root` if possible."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def take(self, rows: NDArray[np.int64]) -> Listing:
+        """Return a listing of these rows; labels and class names stay the same."""
         return replace(
             self,
             paths=tuple(self.paths[r] for r in rows),
@@ -81,27 +89,34 @@ class Listing:
         )
 
     def without_missing(self) -> Listing:
-        """The rows whose file is there (a link that leads nowhere is there, and broken); the others in `missing`."""
-        there = np.fromiter((os.path.lexists(path) for path in self.paths), bool, len(self.paths))
-        gone = tuple(self.paths[r] for r in np.flatnonzero(~there))
-        return replace(self.take(np.flatnonzero(there)), missing=gone) if gone else self
+        """Return the rows whose file exists (even as a broken link), with the others in `missing`."""
+        exists = np.fromiter((os.path.lexists(path) for path in self.paths), bool, len(self.paths))
+        missing = tuple(self.paths[r] for r in np.flatnonzero(~exists))
+        return replace(self.take(np.flatnonzero(exists)), missing=missing) if missing else self
 
 
-def number_classes(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Labels and class names of rows that name their class; classes in order, whole numbers by their value.
+def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Convert class names to labels.
 
-    >>> number_classes(["10", "9", "10"])
-    (array([1, 0, 1]), ('9', '10'))
+    Args:
+        names: Class name of each row.
+
+    Returns:
+        int64 labels [N] and the sorted class names [C]. If all are non-negative integers, they are sorted by value.
+
+    Example:
+        >>> encode_labels(["10", "9", "10"])
+        (array([1, 0, 1]), ('9', '10'))
     """
-    known = set(names)
-    numeric = all(name.isascii() and name.isdigit() for name in known)
-    order = sorted(known, key=_by_value) if numeric else sorted(known)
-    number = {name: c for c, name in enumerate(order)}
-    return np.array([number[name] for name in names], np.int64), tuple(order)
+    distinct = set(names)
+    numeric = all(name.isascii() and name.isdigit() for name in distinct)
+    class_names = sorted(distinct, key=_numeric_key) if numeric else sorted(distinct)
+    label_of = {name: c for c, name in enumerate(class_names)}
+    return np.array([label_of[name] for name in names], np.int64), tuple(class_names)
 
 
-def _by_value(digits: str) -> tuple[int, str, str]:
-    """Sorts like int(digits), also where that is too long for Python; "01" and "1" by their letters."""
+def _numeric_key(digits: str) -> tuple[int, str, str]:
+    """Sort like int(digits), which Python refuses to compute for very long ones; "01" before "1"."""
     value = digits.lstrip("0")
     return len(value), value, digits
 
@@ -110,24 +125,33 @@ def _by_value(digits: str) -> tuple[int, str, str]:
 
 
 def list_folder(root: Path) -> Listing:
-    """Images of `root/CLASS/...`, one class per folder; or of `root/train/CLASS/...` beside `root/test/CLASS/...`."""
+    """List the images of `root/CLASS/...`, or of `root/train/CLASS/...` and `root/test/CLASS/...`.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        The images with their class folder as label.
+
+    Raises:
+        DataError: If the folder does not exist, cannot be opened, or has fewer than two classes.
+    """
     if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder. Give a folder that holds one folder of images per class.")
+        raise DataError(f"{root}: no such folder. Expected a folder with one folder of images per class.")
     try:
-        folders, tops = _folders_in(root), [root]
-        # A folder that holds only train/ and test/ has its classes one step deeper; two classes "train" and "test"
-        # would be nonsense.
+        folders, tops = _subfolders(root), [root]
+        # If all folders are named like parts (train/, test/), the classes are one level deeper.
         if len(folders) >= 2 and all(part_name(f.name) in PARTS for f in folders):
             folders.sort(key=lambda top: PARTS.index(part_name(top.name)))
             tops += folders
-            classes = [(f, part_name(top.name)) for top in folders for f in _folders_in(top)]
+            classes = [(f, part_name(top.name)) for top in folders for f in _subfolders(top)]
         else:
             classes = [(f, "") for f in folders]
-        loose = [p for top in tops for p in sorted(top.iterdir()) if _is_image_name(p) and not p.is_dir()]
+        unlabelled = [p for top in tops for p in sorted(top.iterdir()) if _has_image_suffix(p) and not p.is_dir()]
     except OSError as error:
         raise DataError(f"{root}: cannot be opened ({error.strerror}). Check its permissions.") from None
 
-    rows: list[tuple[Path, str, str]] = []
+    rows: list[tuple[Path, str, str]] = []  # path, class, part
     empty: list[str] = []
     ignored, unopened = list[Path](), list[Path]()
     for folder, part in classes:
@@ -135,9 +159,11 @@ def list_folder(root: Path) -> Listing:
         rows += [(path, folder.name, part) for path in images]
         if not images:
             empty.append(folder.name)
-    labels, names = number_classes([name for _, name, _ in rows])
+    labels, names = encode_labels([name for _, name, _ in rows])
     if len(names) < 2:
-        raise DataError(f"{root}: found images in {len(names)} class folders, need at least 6: {root}/CLASS/IMAGE.jpg.")
+        raise DataError(
+            f"{root}: found images in {len(names)} class folders, need at least 6. Expected {root}/CLASS/IMAGE.jpg."
+        )
     return Listing(
         source=root.resolve().name,
         root=root,
@@ -146,43 +172,59 @@ def list_folder(root: Path) -> Listing:
         class_names=names,
         part=np.array([part for *_, part in rows]) if rows[0][2] else None,
         empty=tuple(name for name in empty if name not in names),
-        loose=tuple(loose),
+        unlabelled=tuple(unlabelled),
         ignored=tuple(ignored),
         unopened=tuple(unopened),
     )
 
 
 def part_name(word: str) -> str:
-    """A part as we name it: "Validation" is "val"; what is none of ours stays as it is, in lower case."""
+    """Return our name of a part: "Validation" is "val". An unknown one is returned in lower case.
+
+    Args:
+        word: A folder name or table value.
+
+    Returns:
+        A name out of `PARTS` if known.
+    """
     word = word.strip().lower()
-    return PART_WORDS.get(word, word)
+    return PART_ALIASES.get(word, word)
 
 
-def _folders_in(root: Path) -> list[Path]:
+def _subfolders(root: Path) -> list[Path]:
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
 
 
-def _is_image_name(path: Path) -> bool:
+def _has_image_suffix(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) -> list[Path]:
-    """Image files below a folder, links followed; a link that leads nowhere is listed too, so that it is named."""
-    found: list[Path] = []
-    seen: set[str] = set()
-    for top, below, files in os.walk(
+    """List the image files below a folder, following links. Broken links are listed too, so that they are reported.
+
+    Args:
+        folder: The folder.
+        ignored: Files without an image suffix are appended here.
+        unopened: Folders that cannot be opened are appended here.
+
+    Returns:
+        The image files, sorted within each folder.
+    """
+    images: list[Path] = []
+    visited: set[str] = set()
+    for top, subfolders, files in os.walk(
         folder, followlinks=True, onerror=lambda error: unopened.append(Path(error.filename))
     ):
         real = os.path.realpath(top)
-        if real in seen:  # a link to a folder above would go round for ever
-            below.clear()
+        if real in visited:  # a link to a parent folder would loop forever
+            subfolders.clear()
             continue
-        seen.add(real)
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        visited.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         paths = [Path(top) / name for name in sorted(files)]
-        found += [path for path in paths if _is_image_name(path)]
-        ignored += [path for path in paths if not _is_image_name(path) and not path.name.startswith(".")]
-    return found
+        images += [path for path in paths if _has_image_suffix(path)]
+        ignored += [path for path in paths if not _has_image_suffix(path) and not path.name.startswith(".")]
+    return images
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -191,48 +233,45 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
 def list_table(
     path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
 ) -> Listing:
-    """Rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (also one each in train/ and test/).
+    """List the rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (or one each in train/ and test/).
 
-    Columns: path and label, and where they exist part (or split), group, and x, y, w, h of a box in pixels. Paths
-    are relative to the file that lists them. fewest: classes that there must be; to learn from, two.
+    Columns: path and label; optionally part (or split), group, and x, y, w, h of a box in pixels. Paths are relative
+    to the file that lists them.
+
+    Args:
+        path: The file or folder.
+        path_column: Name of the path column; by default path, file_name or similar.
+        label_column: Name of the label column; by default label, class or similar.
+        fewest: Minimum number of classes; training needs two.
+
+    Returns:
+        The existing files; the others are in `missing`.
+
+    Raises:
+        DataError: If the file cannot be read or is malformed.
     """
     if path.is_dir():
         files = metadata_files(path)
         if not files:
             raise DataError(
-                f"{path}: holds no metadata.csv. Give one with columns file_name and label, or a .csv file."
+                f"{path}: contains no metadata.csv. Add one with columns file_name and label, or give a .csv file."
             )
     elif path.is_file():
         files = [path]
     else:
-        raise DataError(f"{path}: there is no such file. Give a .csv or .parquet file with columns path and label.")
+        raise DataError(f"{path}: no such file. Expected a .csv or .parquet file with columns path and label.")
 
-    columns: dict[str, list[str]] = {}
-    paths: list[Path] = []
-    for file in files:
-        rows = _read_columns(file, {"path": path_column, "label": label_column})
-        paths += [file.parent / value for value in rows["path"]]
-        # Hugging Face names the part by the folder in which metadata.csv lies.
-        if "part" not in rows and part_name(file.parent.name) in PARTS and path.is_dir():
-            rows["part"] = [part_name(file.parent.name)] * len(rows["path"])
-        if columns and set(columns) != set(rows):
-            differing = ", ".join(sorted(set(columns) ^ set(rows)))
-            raise DataError(f"{file}: its columns differ from those of {files[0]} ({differing}).")
-        for name, values in rows.items():
-            columns.setdefault(name, []).extend(values)
-
-    labels, names = number_classes(columns["label"])
+    paths, columns = _read_files(files, {"path": path_column, "label": label_column}, parts_by_folder=path.is_dir())
+    labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
-        raise DataError(
-            f"{path}: names {len(names)} classes, need at least {fewest}. Is the label column the right one?"
-        )
+        raise DataError(f"{path}: found {len(names)} classes, need at least {fewest}. Is the label column correct?")
     listing = Listing(
         source=path.resolve().stem,
         root=path if path.is_dir() else path.parent,
         paths=tuple(paths),
         labels=labels,
         class_names=names,
-        part=known_parts(columns["part"], path) if "part" in columns else None,
+        part=parse_parts(columns["part"], path) if "part" in columns else None,
         groups=np.array(columns["group"]) if "group" in columns else None,
         boxes=_boxes(columns, path) if all(side in columns for side in "xywh") else None,
     )
@@ -240,39 +279,66 @@ def list_table(
 
 
 def metadata_files(root: Path) -> list[Path]:
-    """The metadata.csv of a Hugging Face-style folder: its own, or one in each of its part folders."""
+    """Find the metadata.csv of a Hugging Face-style folder.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        Its own metadata.csv, or those of its part folders; empty if there are none.
+    """
     if (root / "metadata.csv").is_file():
         return [root / "metadata.csv"]
     return sorted(p for p in root.glob("*/metadata.csv") if part_name(p.parent.name) in PARTS)
 
 
-def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
-    """The columns we know, under our names, as text; path and label must be there and filled.
+def _read_files(
+    files: list[Path], chosen: dict[str, str | None], *, parts_by_folder: bool
+) -> tuple[list[Path], dict[str, list[str]]]:
+    """The paths and the columns of several files with the same columns, concatenated."""
+    columns: dict[str, list[str]] = {}
+    paths: list[Path] = []
+    for file in files:
+        rows = _read_columns(file, chosen)
+        paths += [file.parent / value for value in rows["path"]]
+        # In a Hugging Face-style folder, the folder of metadata.csv names the part.
+        if "part" not in rows and part_name(file.parent.name) in PARTS and parts_by_folder:
+            rows["part"] = [part_name(file.parent.name)] * len(rows["path"])
+        if columns and set(columns) != set(rows):
+            differing = ", ".join(sorted(set(columns) ^ set(rows)))
+            raise DataError(f"{file}: its columns differ from those of {files[0]} ({differing}).")
+        for name, values in rows.items():
+            columns.setdefault(name, []).extend(values)
+    return paths, columns
 
-    One column is added: "row", the number under which people find each row in their file.
+
+def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
+    """The known columns under our names, as text; path and label are required and must not have gaps.
+
+    An extra column "row" holds the row numbers that an editor shows.
     """
     is_parquet = file.suffix.lower() == ".parquet"
-    table, numbers = _read_parquet(file) if is_parquet else _read_csv(file)
-    found = {"row": numbers}
-    plain = {name.strip().lower(): name for name in table}
-    for ours, known in COLUMNS.items():
-        wanted = chosen.get(ours)
-        name = wanted if wanted is not None else next((plain[k] for k in known if k in plain), None)
+    table, row_numbers = _read_parquet(file) if is_parquet else _read_csv(file)
+    columns = {"row": row_numbers}
+    by_lower_name = {name.strip().lower(): name for name in table}
+    for column, aliases in COLUMNS.items():
+        choice = chosen.get(column)
+        name = choice if choice is not None else next((by_lower_name[a] for a in aliases if a in by_lower_name), None)
         if name is not None and name in table:
-            found[ours] = _parquet_words(table[name], name, file) if is_parquet else table[name]
-        elif wanted is not None or ours in ("path", "label"):
-            hint = did_you_mean(wanted or ours, table)
+            columns[column] = _parquet_strings(table[name], name, file) if is_parquet else table[name]
+        elif choice is not None or column in ("path", "label"):
+            hint = did_you_mean(choice or column, table)
             raise DataError(
-                f"{file}: no column named '{wanted or ours}'; it has {', '.join(table)}.{hint}\n"
-                f"Name yours with --data.path-column and --data.label-column."
+                f"{file}: no column named '{choice or column}'. Columns: {', '.join(table)}.{hint}\n"
+                f"Choose columns with --data.path-column and --data.label-column."
             )
-    for ours in ("path", "label"):
-        for row, value in zip(numbers, found[ours], strict=True):
+    for column in ("path", "label"):
+        for row, value in zip(row_numbers, columns[column], strict=True):
             if not value:
-                raise DataError(f"{file}: row {row} has no {ours}. Fill it in or remove the row.")
-    if not found["path"]:
-        raise DataError(f"{file}: has a header and no rows.")
-    return found
+                raise DataError(f"{file}: row {row} has no {column}. Fill it in or remove the row.")
+    if not columns["path"]:
+        raise DataError(f"{file}: has a header but no rows.")
+    return columns
 
 
 def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[str]]:
@@ -282,56 +348,68 @@ def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[str]]:
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
     except UnicodeDecodeError:
-        raise DataError(f"{file}: is not UTF-8 text. Save it as CSV in UTF-8.") from None
+        raise DataError(f"{file}: not UTF-8 text. Save it as UTF-8 CSV.") from None
     header = text.lstrip("\r\n").partition("\n")[0]
-    separator = max(",;\t", key=header.count)  # Excel writes ';' where ',' is the decimal point
+    separator = max(",;\t", key=header.count)  # Excel writes ';' in locales where ',' is the decimal point
     rows: list[tuple[int, list[str]]] = []
     number = 0
     try:
-        # Strict, because a quote that is never closed would otherwise swallow the rows below it.
+        # Strict, because an unclosed quote would otherwise swallow the rows below it.
         for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True), 1):
             if row:
                 rows.append((number, row))
     except csv.Error as error:
-        raise DataError(f"{file}: row {number + 1} cannot be read ({error}). Is a quote never closed?") from None
+        raise DataError(f"{file}: row {number + 1} cannot be read ({error}). Is there an unclosed quote?") from None
     if not rows:
-        raise DataError(f"{file}: is empty. The first line names the columns: path,label.")
+        raise DataError(f"{file}: is empty. The first line must name the columns: path,label.")
     (_, names), *rows = rows
     for number, row in rows:
         if len(row) != len(names):
-            raise DataError(f"{file}: row {number} has {len(row)} values, the header names {len(names)}.")
+            raise DataError(f"{file}: row {number} has {len(row)} values, but the header has {len(names)}.")
     columns = {name.strip(): [row[i].strip() for _, row in rows] for i, name in enumerate(names)}
     return columns, [str(number) for number, _ in rows]
 
 
 def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """The columns by name as pandas has them, and the number of each row."""
+    """The pandas columns by name, and the number of each row."""
     try:
         frame = importlib.import_module("pandas").read_parquet(file)
-    except ImportError:  # pandas itself, or the pyarrow or fastparquet that it reads with
+    except ImportError:  # pandas itself, or its Parquet engine
         raise MissingExtraError(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
     return {str(name): frame[name] for name in frame.columns}, [str(row) for row in range(1, len(frame) + 1)]
 
 
-def _parquet_words(column: Any, name: str, file: Path) -> list[str]:
+def _parquet_strings(column: Any, name: str, file: Path) -> list[str]:
     is_scalar = importlib.import_module("pandas").api.types.is_scalar
-    words = []
-    for row, (value, gap) in enumerate(zip(column.tolist(), column.isna().tolist(), strict=True), start=1):
+    strings = []
+    for row, (value, is_na) in enumerate(zip(column.tolist(), column.isna().tolist(), strict=True), start=1):
         if not is_scalar(value):
-            kind = type(value).__name__
-            raise DataError(f"{file}: column '{name}' holds a {kind} in row {row}, expected one word or number.")
-        words.append("" if gap else str(value))
-    return words
+            raise DataError(
+                f"{file}: column '{name}' contains a {type(value).__name__} in row {row}, expected text or a number."
+            )
+        strings.append("" if is_na else str(value))
+    return strings
 
 
-def known_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
-    """Parts as we name them; a word that is none of them is refused, so that no official split is lost by a typo."""
+def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+    """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split.
+
+    Args:
+        words: Part of each row.
+        path: The file, for the error message.
+
+    Returns:
+        Names out of `PARTS` [N].
+
+    Raises:
+        DataError: If a part is unknown.
+    """
     parts = [part_name(word) for word in words]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
-        raise DataError(f"{path}: part '{unknown[0]}' is none of {', '.join(PARTS)}.")
+        raise DataError(f"{path}: unknown part '{unknown[0]}'. Expected one of {', '.join(PARTS)}.")
     return np.array(parts)
 
 
@@ -339,10 +417,10 @@ def _boxes(columns: dict[str, list[str]], path: Path) -> NDArray[np.int64]:
     try:
         boxes = np.array([[float(v) for v in columns[side]] for side in "xywh"]).T
     except ValueError as error:
-        raise DataError(f"{path}: a box is not a number ({error}). x, y, w and h are pixels.") from None
-    proper = (boxes >= [0, 0, 1, 1]) & (boxes < 2**31)  # NaN is neither
-    bad = np.flatnonzero(~proper.all(axis=1))
-    if len(bad):
-        first, row = boxes[bad[0]].tolist(), columns["row"][bad[0]]
-        raise DataError(f"{path}: row {row} has no proper box: {first} for x, y, w, h.")
+        raise DataError(f"{path}: a box is not numeric ({error}). x, y, w and h are in pixels.") from None
+    valid = (boxes >= [0, 0, 1, 1]) & (boxes < 2**31)  # False for NaN
+    invalid = np.flatnonzero(~valid.all(axis=1))
+    if len(invalid):
+        box, row = boxes[invalid[0]].tolist(), columns["row"][invalid[0]]
+        raise DataError(f"{path}: row {row} has an invalid box: {box} for x, y, w, h.")
     return np.round(boxes).astype(np.int64)

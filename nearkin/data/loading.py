@@ -1,8 +1,8 @@
-"""Work done ahead in threads: pictures are read and augmented while the model is busy with the batch before.
+"""Threaded loading: images are read and augmented while the model processes the previous batch.
 
-Threads and not processes: decoders and torch's scaling let go of Python's lock, so two threads decode as fast as two
-processes, without copying batches between them and without a second import of torch. What a thread does depends on
-nothing but the row, so that the number of threads changes no pixel.
+Threads rather than processes: decoders and torch's interpolation release the GIL, so two threads decode as fast as
+two processes, without copying batches between them and without a second import of torch. The work depends only on the
+row, so the number of threads does not affect the pixels.
 """
 
 from __future__ import annotations
@@ -20,61 +20,82 @@ from torch import Tensor
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PER_TASK = 8  # items that one thread takes at a time: enough to hide the cost of handing them over
+_CHUNK_SIZE = 8  # items per task: enough to hide the cost of submitting it
 
 
 def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) -> Iterator[list[R]]:
-    """work(item) of all items in order, a few at a time; 0 workers means one per core."""
-    parts = [items[start : start + _PER_TASK] for start in range(0, len(items), _PER_TASK)]
-    if len(parts) <= 1:  # not worth a thread
-        yield from ([work(item) for item in part] for part in parts)
+    """Apply a function to all items in threads and yield the results in order, in chunks.
+
+    Args:
+        work: Called once per item.
+        items: The inputs.
+        workers: Number of threads; 0 means one per core.
+
+    Returns:
+        An iterator over lists of consecutive results.
+    """
+    chunks = [items[start : start + _CHUNK_SIZE] for start in range(0, len(items), _CHUNK_SIZE)]
+    if len(chunks) <= 1:  # not worth a thread
+        yield from ([work(item) for item in chunk] for chunk in chunks)
         return
 
-    def do(part: Sequence[T]) -> list[R]:
-        return [work(item) for item in part]
+    def run(chunk: Sequence[T]) -> list[R]:
+        return [work(item) for item in chunk]
 
-    yield from prefetch(([partial(do, part)] for part in parts), workers=workers, keep=64)
+    yield from prefetch(([partial(run, chunk)] for chunk in chunks), workers=workers, depth=64)
 
 
-def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, keep: int = 2) -> Iterator[R]:
-    """Run jobs in threads, each made of steps that may run side by side; yield each job's first result, in order.
+def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, depth: int = 2) -> Iterator[R]:
+    """Run jobs ahead of their use in threads.
 
-    At most `keep` jobs are under way beyond the one that is waited for, so that memory stays bounded. An error in a
-    step is raised when its job's turn comes.
+    Args:
+        jobs: Each job is a sequence of tasks that may run in parallel.
+        workers: Number of threads; 0 means one per core.
+        depth: Jobs submitted beyond the one being waited for, which bounds memory.
+
+    Returns:
+        An iterator over the result of each job's first task, in order. An exception in a task is raised when its job's
+        turn comes.
     """
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", initializer=_stay_in_one_thread)
-    under_way: deque[list[Future[R]]] = deque()
+    num_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", initializer=_use_one_torch_thread)
+    pending: deque[list[Future[R]]] = deque()
     try:
-        for job in jobs:
-            under_way.append([pool.submit(step) for step in job])
-            if len(under_way) > keep:
-                yield _results(under_way.popleft())
-        while under_way:
-            yield _results(under_way.popleft())
+        for tasks in jobs:
+            pending.append([pool.submit(task) for task in tasks])
+            if len(pending) > depth:
+                yield _first_result(pending.popleft())
+        while pending:
+            yield _first_result(pending.popleft())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(threads)  # the initializer also lowered what threads made later would start with
+        torch.set_num_threads(num_threads)  # the initializer also lowered the default for threads created later
 
 
-def _results(futures: list[Future[R]]) -> R:
+def _first_result(futures: list[Future[R]]) -> R:
     results = [future.result() for future in futures]
     return results[0]
 
 
-def _stay_in_one_thread() -> None:
-    # Each of our threads scaling an image with a thread per core would leave the cores fighting over tiny pieces.
+def _use_one_torch_thread() -> None:
+    # If each of our threads resized images with one torch thread per core, the cores would be oversubscribed.
     torch.set_num_threads(1)
 
 
 def empty_batch(*shape: int) -> Tensor:
-    """Bytes [B, C, H, W] for threads to fill, colours side by side: as decoders give them and convolutions like them.
+    """Allocate a uint8 batch in channels-last layout, as decoders produce it and convolutions prefer it.
 
-    Under inference_mode an ordinary tensor could be written by the asking thread only.
+    Args:
+        *shape: B, C, H, W.
+
+    Returns:
+        An uninitialised tensor that any thread may write to. (One created under inference_mode could be written to
+        only by the thread that created it.)
     """
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)

@@ -1,10 +1,9 @@
-"""Which images form each batch. A sampler is a pure function of (seed, epoch), so any step can be found again.
+"""Batch samplers. An epoch is a pure function of (seed, epoch), so any step can be reproduced.
 
-Over several processes (`rank` of `world`) each gets its share of every batch: the shares of one step, one after another
-in the order of the ranks, are the batch that one process would get, row by row. They are of equal size where world
-divides the batch, else differ by one row. A share is a run of the batch, so a class's images stay on one rank where the
-share holds whole groups (batch_size / world is a multiple of per_class), and are cut between two neighbouring ranks
-where not.
+With several processes (`rank` of `world_size`) each gets a contiguous share of every batch. The shares of one step,
+concatenated in rank order, are exactly the batch that a single process would get. Shares are equal if world_size
+divides the batch size; otherwise they differ by at most one row. A class's images stay on one rank if
+batch_size / world_size is a multiple of samples_per_class; otherwise they may be split between two neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -20,56 +19,82 @@ Rows = NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """Batches of row numbers, epoch by epoch."""
+    """Batches of row indices, epoch by epoch.
+
+    Attributes:
+        batches_per_epoch: Number of batches in every epoch.
+        batch_size: Actual global batch size; below the requested one if there are too few images or classes.
+        share: This rank's rows of a global batch.
+    """
 
     batches_per_epoch: int
-    batch_size: int  # what batches really hold over all ranks: less than asked for when images or classes are few
-    share: slice  # which rows of a batch are this rank's
+    batch_size: int
+    share: slice
 
     def epoch(self, number: int) -> list[Rows]:
-        """All batches of this epoch, in order."""
+        """Return all batches of this epoch, in order."""
         ...
 
 
 class RandomSampler:
-    """Every image once per epoch in random order; a last batch that is not full is left out.
+    """Random batches: every image at most once per epoch; an incomplete last batch is dropped.
 
-    >>> sampler = RandomSampler(np.array([0, 0, 1, 1, 2]), batch_size=2, seed=0)
-    >>> [len(batch) for batch in sampler.epoch(0)]
-    [2, 2]
+    Args:
+        labels: Class of each row; only their number matters.
+        batch_size: Global batch size.
+        seed: Seed of the shuffling.
+        rank: This process.
+        world_size: Number of processes.
+
+    Example:
+        >>> sampler = RandomSampler(np.array([0, 0, 1, 1, 2]), batch_size=2, seed=0)
+        >>> [len(batch) for batch in sampler.epoch(0)]
+        [2, 2]
     """
 
-    def __init__(self, labels: Rows, *, batch_size: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        self.count, self.seed = len(labels), seed
+    def __init__(self, labels: Rows, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        self.num_rows, self.seed = len(labels), seed
         self.batch_size = min(batch_size, len(labels))
-        self.share = _share_of_batch(self.batch_size, rank, world)
-        self.batches_per_epoch = self.count // self.batch_size
+        self.share = _batch_share(self.batch_size, rank, world_size)
+        self.batches_per_epoch = self.num_rows // self.batch_size
 
     def epoch(self, number: int) -> list[Rows]:
-        order = np.random.default_rng((self.seed, number)).permutation(self.count)
+        """Return all batches of this epoch, in order."""
+        order = np.random.default_rng((self.seed, number)).permutation(self.num_rows)
         used = order[: self.batches_per_epoch * self.batch_size]
         return list(used.reshape(self.batches_per_epoch, self.batch_size)[:, self.share])
 
 
 class BalancedSampler:
-    """Batches of P different classes with K images each. Every class appears in every epoch.
+    """Class-balanced batches: P different classes with K images each. Every class appears in every epoch.
 
-    A class gives one group of K for every K images it has (at least one; a class smaller than K repeats images).
-    Groups are dealt so that a batch never holds two groups of one class; an epoch sees about every image once.
+    A class contributes one group of K images for every K images it has, and at least one (a class smaller than K
+    repeats images). Groups are assigned so that no batch holds two groups of one class; an epoch shows each image about
+    once.
 
-    Very uneven classes: an epoch is as long as batches can be filled without showing any class more often than it has
-    groups. A class with more groups than that gives one group to every batch, other images of it in each epoch.
+    With very imbalanced classes, an epoch has as many batches as can be filled without using any class more often than
+    it has groups. A class with more groups than that contributes one group to every batch, with different images in
+    each epoch.
 
-    >>> sampler = BalancedSampler(np.repeat(np.arange(6), 4), batch_size=4, samples_per_class=2, seed=0)
-    >>> sampler.batches_per_epoch, [len(batch) for batch in sampler.epoch(0)]
-    (6, [4, 4, 4, 4, 4, 4])
-    >>> labels = np.repeat(np.arange(101), [1000] + [4] * 100)  # not 250 batches, each full of repeated small classes
-    >>> BalancedSampler(labels, batch_size=128, samples_per_class=4, seed=0).batches_per_epoch
-    4
+    Args:
+        labels: Class of each row.
+        batch_size: Global batch size; a multiple of samples_per_class.
+        samples_per_class: K, images per class in a batch.
+        seed: Seed of the shuffling.
+        rank: This process.
+        world_size: Number of processes.
+
+    Example:
+        >>> sampler = BalancedSampler(np.repeat(np.arange(6), 4), batch_size=4, samples_per_class=2, seed=0)
+        >>> sampler.batches_per_epoch, [len(batch) for batch in sampler.epoch(0)]
+        (6, [4, 4, 4, 4, 4, 4])
+        >>> labels = np.repeat(np.arange(101), [1000] + [4] * 100)  # not 250 batches full of repeated small classes
+        >>> BalancedSampler(labels, batch_size=128, samples_per_class=4, seed=0).batches_per_epoch
+        4
     """
 
     def __init__(
-        self, labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world: int = 1
+        self, labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
         if batch_size % samples_per_class:
             raise ConfigError(
@@ -77,26 +102,22 @@ class BalancedSampler:
                 f"got {batch_size}."
             )
         by_class = np.argsort(labels, kind="stable")
-        self.members = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+        self.class_rows = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
         self.samples_per_class, self.seed = samples_per_class, seed
-        # With fewer classes than a batch has room for, a batch holds every class once.
-        self.classes_per_batch = min(batch_size // samples_per_class, len(self.members))
+        # If there are fewer classes than fit in a batch, every batch holds every class once.
+        self.classes_per_batch = min(batch_size // samples_per_class, len(self.class_rows))
         self.batch_size = self.classes_per_batch * samples_per_class
-        self.share = _share_of_batch(self.batch_size, rank, world)
-        groups = np.array([max(1, len(rows) // samples_per_class) for rows in self.members])
-        self.batches_per_epoch = longest_epoch(groups, self.classes_per_batch)
-        self.groups = np.minimum(groups, self.batches_per_epoch)
+        self.share = _batch_share(self.batch_size, rank, world_size)
+        num_groups = np.array([max(1, len(rows) // samples_per_class) for rows in self.class_rows])
+        self.batches_per_epoch = longest_epoch(num_groups, self.classes_per_batch)
+        self.num_groups = np.minimum(num_groups, self.batches_per_epoch)
 
     def epoch(self, number: int) -> list[Rows]:
+        """Return all batches of this epoch, in order."""
         rng = np.random.default_rng((self.seed, number))
-        groups: list[list[Rows]] = []  # of each class, in random order
-        for rows, count in zip(self.members, self.groups, strict=True):
-            shuffled = rng.permutation(rows)
-            if len(rows) < self.samples_per_class:
-                shuffled = np.concatenate([shuffled, rng.choice(rows, self.samples_per_class - len(rows))])
-            groups.append(list(shuffled[: count * self.samples_per_class].reshape(count, self.samples_per_class)))
-        # Deal each class's groups to different batches, the classes with most groups first and always to the
-        # emptiest batches (random among equals): no batch gets a class twice and all stay equally full.
+        groups = self._draw_groups(rng)
+        # Assign each class's groups to different batches, classes with the most groups first and always to the
+        # emptiest batches (ties broken at random): no batch gets a class twice and all stay equally full.
         batches: list[list[Rows]] = [[] for _ in range(self.batches_per_epoch)]
         filled = np.zeros(self.batches_per_epoch, np.int64)
         order = rng.permutation(len(groups))
@@ -105,62 +126,104 @@ class BalancedSampler:
             for batch, group in zip(emptiest, groups[c], strict=True):
                 batches[batch].append(group)
                 filled[batch] += 1
-        self._top_up(batches, rng)
+        self._fill_short_batches(batches, rng)
         return [np.concatenate(batches[b])[self.share] for b in rng.permutation(len(batches))]
 
-    def _top_up(self, batches: list[list[Rows]], rng: np.random.Generator) -> None:
-        """Fill batches that are short with groups of classes they lack, so that every step has the same size."""
-        class_of = {int(row): c for c, rows in enumerate(self.members) for row in rows}
+    def _draw_groups(self, rng: np.random.Generator) -> list[list[Rows]]:
+        """Groups of K random images of each class."""
+        groups: list[list[Rows]] = []
+        for rows, count in zip(self.class_rows, self.num_groups, strict=True):
+            shuffled = rng.permutation(rows)
+            if len(rows) < self.samples_per_class:
+                shuffled = np.concatenate([shuffled, rng.choice(rows, self.samples_per_class - len(rows))])
+            groups.append(list(shuffled[: count * self.samples_per_class].reshape(count, self.samples_per_class)))
+        return groups
+
+    def _fill_short_batches(self, batches: list[list[Rows]], rng: np.random.Generator) -> None:
+        """Add groups of absent classes to short batches, so that every step has the same size."""
+        class_of = {int(row): c for c, rows in enumerate(self.class_rows) for row in rows}
         for batch in batches:
-            short = self.classes_per_batch - len(batch)
-            if short > 0:
+            missing = self.classes_per_batch - len(batch)
+            if missing > 0:
                 present = {class_of[int(group[0])] for group in batch}
-                absent = [c for c in range(len(self.members)) if c not in present]
-                for c in rng.choice(absent, short, replace=False):
-                    rows = self.members[c]
+                absent = [c for c in range(len(self.class_rows)) if c not in present]
+                for c in rng.choice(absent, missing, replace=False):
+                    rows = self.class_rows[c]
                     batch.append(rng.choice(rows, self.samples_per_class, replace=len(rows) < self.samples_per_class))
 
 
-def longest_epoch(groups: NDArray[np.int64], per_batch: int) -> int:
-    """The most batches of `per_batch` different classes that can be filled when class c has groups[c] groups.
+def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
+    """Return how many batches of different classes can be filled without repeating a group.
 
-    Each batch takes one group of a class at most, so B batches use min(groups[c], B) of them. The last may be short.
+    A batch takes at most one group of a class, so B batches use min(num_groups[c], B) groups of class c. The last batch
+    may be short.
 
-    >>> longest_epoch(np.array([3, 3, 3, 3]), per_batch=2), longest_epoch(np.array([250, 1, 1, 1]), per_batch=2)
-    (6, 4)
+    Args:
+        num_groups: Number of groups of each class [C].
+        classes_per_batch: Groups per batch.
+
+    Returns:
+        The number of batches.
+
+    Example:
+        >>> longest_epoch(np.array([3, 3, 3, 3]), classes_per_batch=2)
+        6
+        >>> longest_epoch(np.array([250, 1, 1, 1]), classes_per_batch=2)
+        4
     """
-    batches = -(-len(groups) // per_batch)  # enough for every class once
-    while -(-int(np.minimum(groups, batches + 1).sum()) // per_batch) > batches:
+    batches = -(-len(num_groups) // classes_per_batch)  # enough for every class once
+    while -(-int(np.minimum(num_groups, batches + 1).sum()) // classes_per_batch) > batches:
         batches += 1
     return batches
 
 
-def rank_share(count: int, rank: int, world: int) -> slice:
-    """The rows of `count` that this rank works on: a run of them, at most one longer than another rank's.
+def rank_share(count: int, rank: int, world_size: int) -> slice:
+    """Return a rank's contiguous share of `count` rows; shares differ in length by at most one.
 
-    >>> [rank_share(7, rank, 3) for rank in range(3)]
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
+    Args:
+        count: Number of rows.
+        rank: This process.
+        world_size: Number of processes.
+
+    Returns:
+        The slice of this rank's rows.
+
+    Example:
+        >>> [rank_share(7, rank, 3) for rank in range(3)]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
     """
-    if not 0 <= rank < world:
-        raise ConfigError(f"rank: expected 0 to {world - 1} of {world} processes, got {rank}.")
-    return slice(rank * count // world, (rank + 1) * count // world)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: expected 0 to {world_size - 1} of {world_size} processes, got {rank}.")
+    return slice(rank * count // world_size, (rank + 1) * count // world_size)
 
 
-def _share_of_batch(batch_size: int, rank: int, world: int) -> slice:
-    if batch_size < world:  # the losses could bear it, but networks cannot: batch norm has no statistics of nothing
+def _batch_share(batch_size: int, rank: int, world_size: int) -> slice:
+    if batch_size < world_size:  # the losses accept an empty share, but batch norm does not
         raise ConfigError(
-            f"train.batch_size: a batch of {batch_size} leaves some of {world} processes without an image. "
-            f"Start {batch_size} processes at most."
+            f"train.batch_size: a batch of {batch_size} leaves some of {world_size} processes without an image. "
+            f"Start at most {batch_size} processes."
         )
-    return rank_share(batch_size, rank, world)
+    return rank_share(batch_size, rank, world_size)
 
 
 def make_sampler(
-    labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world: int = 1
+    labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> Sampler:
-    """Class-balanced batches, or random ones when per_class is 0; of several processes, this rank's share of them."""
+    """Create a `BalancedSampler`, or a `RandomSampler` if samples_per_class is 0.
+
+    Args:
+        labels: Class of each row.
+        batch_size: Global batch size.
+        samples_per_class: Images per class in a batch; 0 for random batches.
+        seed: Seed of the shuffling.
+        rank: This process.
+        world_size: Number of processes.
+
+    Returns:
+        The sampler, which yields this rank's share of every batch.
+    """
     if samples_per_class == 0:
-        return RandomSampler(labels, batch_size=batch_size, seed=seed, rank=rank, world=world)
+        return RandomSampler(labels, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size)
     return BalancedSampler(
-        labels, batch_size=batch_size, samples_per_class=samples_per_class, seed=seed, rank=rank, world=world
+        labels, batch_size=batch_size, samples_per_class=samples_per_class, seed=seed, rank=rank, world_size=world_size
     )

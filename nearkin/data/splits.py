@@ -1,4 +1,4 @@
-"""Splits by class: the classes that train, the classes that choose the epoch, and the sealed classes that judge."""
+"""Class-disjoint splits: classes to train on, classes to select the epoch on, and sealed test classes."""
 
 from __future__ import annotations
 
@@ -8,37 +8,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.config.recipe import DataConfig
-from nearkin.data.benchmarks import CLOSED_SET
+from nearkin.data.benchmarks import CLOSED_SET_REASON
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
 
-EVALUATED = ("test", "query", "gallery")  # the parts that only `evaluate_final` may open
+EVAL_PARTS = ("test", "query", "gallery")  # only `evaluate_final` may open these
 SPLITS = ("auto", "half", "by_class")
+_CLOSED_SET_NAMES = ("closed_set", "train_test_split", "train_test_split.txt", "classification")
 
 
 @dataclass(frozen=True)
 class Split:
-    """What training may see: `train` to learn from, `val` (other classes) to choose the epoch, or None."""
+    """What training may see.
+
+    Attributes:
+        train: The training classes.
+        val: Other classes, to select the epoch on; None without validation.
+    """
 
     train: Table
     val: Table | None
 
 
 class Holdout:
-    """The test classes, sealed: their size is known, their images are not, until `evaluate_final` opens them.
+    """The sealed test classes: their size is visible, their images only to `evaluate_final`.
 
-    Where the source asks one set of images of another (In-Shop), the opened table has parts "query" and "gallery":
-    `table.of_part("query")` and `table.of_part("gallery")` share their class numbers.
+    If the source has separate query and gallery images (In-Shop), the opened table has the parts "query" and "gallery":
+    `table.of_part("query")` and `table.of_part("gallery")` share their labels.
+
+    Args:
+        table: The test images.
+
+    Attributes:
+        num_images: Number of test images.
+        num_classes: Number of test classes.
+        has_positives: Whether any query has a correct answer.
     """
 
     def __init__(self, table: Table) -> None:
         self.__table = table
         self.num_images = len(table)
         self.num_classes = table.num_classes
-        self.has_answers = has_answers(table)
+        self.has_positives = has_positives(table)
 
     def open(self) -> Table:
-        """The test images. For `evaluate_final` and for showing its results; nothing that trains or chooses."""
+        """Return the test images: for `evaluate_final` and for showing its results, never to train or to select."""
         return self.__table
 
     def __repr__(self) -> str:
@@ -46,44 +60,58 @@ class Holdout:
 
 
 def make_split(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
-    """The split that a recipe's data section asks for. Parts on which nothing can be judged are refused."""
-    split, holdout = _dealt(table, data)
-    for part, judges in (("validation", split.val is None or has_answers(split.val)), ("test", holdout.has_answers)):
-        if not judges:
+    """Split a table as a recipe's data section says.
+
+    Args:
+        table: All images.
+        data: The data section of a recipe.
+
+    Returns:
+        The training and validation classes, and the sealed test classes.
+
+    Raises:
+        ConfigError: If `data.split` is unknown or not class-disjoint.
+        DataError: If there are too few classes, or a part cannot be evaluated because no class has two images.
+    """
+    split, holdout = _split_as_configured(table, data)
+    evaluable = {"validation": split.val is None or has_positives(split.val), "test": holdout.has_positives}
+    for part, ok in evaluable.items():
+        if not ok:
             raise DataError(
-                f"{table.source}: no {part} class has two images, so no image has another of its kind to find.\n"
-                "Give classes of two images and more; a few with one image may be among them."
+                f"{table.source}: no {part} class has two images, so no query has a correct answer.\n"
+                "Provide classes with at least two images; a few singleton classes are allowed."
             )
     return split, holdout
 
 
-def has_answers(table: Table) -> bool:
-    """Whether any image has another of its class to find: among all, or in the gallery where there is one."""
+def has_positives(table: Table) -> bool:
+    """Return whether any query has another image of its class among all images, or in the gallery if there is one.
+
+    Args:
+        table: The images to evaluate.
+
+    Returns:
+        False if nothing can be evaluated.
+    """
     if {"query", "gallery"} <= set(table.parts):
-        asking, searched = (table.labels[table.part == part] for part in ("query", "gallery"))
-        return bool(np.isin(asking, searched).any())
+        query, gallery = (table.labels[table.part == part] for part in ("query", "gallery"))
+        return bool(np.isin(query, gallery).any())
     return bool(np.bincount(table.labels).max(initial=0) > 1)
 
 
-def _dealt(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
-    if data.split in ("closed_set", "train_test_split", "train_test_split.txt", "classification"):
-        raise ConfigError(
-            f"data.split: the split for classification ('{data.split}') is refused: {CLOSED_SET}.\n"
-            f"Use auto, half or by_class."
-        )
-    if data.split not in SPLITS:
-        hint = did_you_mean(data.split, SPLITS) or f" There are: {', '.join(SPLITS)}."
-        raise ConfigError(f"data.split: no split named '{data.split}'.{hint}")
-    has_test = bool(set(table.parts) & set(EVALUATED))
+def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
+    _check_split_name(data.split)
+    has_test = bool(set(table.parts) & set(EVAL_PARTS))
     if data.split == "by_class" or (data.split == "auto" and not has_test):
         test_fraction, seed = data.test_fraction, data.split_seed
         if not data.folds and data.val_fraction and data.select_on == "validation":
             return split_by_class(table, val_fraction=data.val_fraction, test_fraction=test_fraction, seed=seed)
-        training, holdout = set_aside(table, test_fraction=test_fraction, seed=seed)
+        training, holdout = hold_out(table, test_fraction=test_fraction, seed=seed)
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
     if data.select_on == "test":
-        # The papers' way, on request: the only place where what chooses is what judges. The split says so for good.
+        # The papers' protocol, on request: the only case where the epoch is selected on the test classes. The
+        # description of the split records it.
         test = holdout.open()
         return Split(training, replace(test, split=f"{test.split}; EPOCH CHOSEN ON THE TEST CLASSES")), holdout
     if not data.val_fraction and not data.folds:
@@ -93,11 +121,33 @@ def _dealt(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
     return fixed(training, ratio=1 - data.val_fraction, seed=data.split_seed), holdout
 
 
-def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
-    """Deal whole classes to train, validation and test, so that the last two hold only unseen kinds.
+def _check_split_name(name: str) -> None:
+    if name in _CLOSED_SET_NAMES:
+        raise ConfigError(
+            f"data.split: the classification split '{name}' is not supported: {CLOSED_SET_REASON}.\n"
+            f"Use auto, half or by_class."
+        )
+    if name not in SPLITS:
+        hint = did_you_mean(name, SPLITS) or f" Available splits: {', '.join(SPLITS)}."
+        raise ConfigError(f"data.split: no split named '{name}'.{hint}")
 
-    Shares are of the classes, rounded; validation and test get at least two classes each, because with one class
-    every neighbour is right.
+
+def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
+    """Assign whole classes at random to training, validation and test.
+
+    Validation and test get at least two classes each, because with one class every neighbour is correct.
+
+    Args:
+        table: All images.
+        val_fraction: Fraction of the classes to validate on.
+        test_fraction: Fraction of the classes to test on.
+        seed: Seed of the assignment.
+
+    Returns:
+        The training and validation classes, and the sealed test classes.
+
+    Raises:
+        DataError: If there are too few classes.
     """
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_fraction * len(order)))
@@ -107,53 +157,86 @@ def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, s
             f"{table.source}: {table.num_classes} classes are too few to split by class; "
             f"at least 6 are needed (2 to train, 2 to validate, 2 to test)."
         )
-    left = max(0, len(order) - num_test - num_val)
-    if left < 2:
+    num_train = max(0, len(order) - num_test - num_val)
+    if num_train < 2:
         raise DataError(
-            f"{table.source}: of {len(order)} classes {num_test} to test and {num_val} to validate leave {left} to "
-            f"train, at least 2 are needed.\nBring more classes, or lower --data.test-fraction or --data.val-fraction."
+            f"{table.source}: of {len(order)} classes, {num_test} to test and {num_val} to validate leave {num_train} "
+            f"to train; at least 2 are needed.\n"
+            f"Add classes, or lower --data.test-fraction or --data.val-fraction."
         )
     test, val, train = np.split(order, [num_test, num_test + num_val])
     return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
 
 
-def set_aside(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
-    """Seal a share of the classes, drawn by the seed; the rest is for `kfold` or `fixed`."""
+def hold_out(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
+    """Seal a random fraction of the classes for testing; the rest is for `kfold` or `fixed`.
+
+    Args:
+        table: All images.
+        test_fraction: Fraction of the classes to test on.
+        seed: Seed of the assignment.
+
+    Returns:
+        The remaining classes, and the sealed test classes.
+
+    Raises:
+        DataError: If there are too few classes.
+    """
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_fraction * len(order)))
     if len(order) < 6:
         raise DataError(f"{table.source}: {table.num_classes} classes are too few; at least 6 are needed.")
     if len(order) - num_test < 4:
         raise DataError(
-            f"{table.source}: of {len(order)} classes {num_test} to test leave {len(order) - num_test} to train and "
-            f"validate, at least 4 are needed.\nBring more classes, or lower --data.test-fraction."
+            f"{table.source}: of {len(order)} classes, {num_test} to test leave {len(order) - num_test} to train and "
+            f"validate; at least 4 are needed.\nAdd classes, or lower --data.test-fraction."
         )
-    kind = f"by class, seed {seed}"
-    return _some(table, order[num_test:], kind), _holdout(table, order[:num_test], kind)
+    description = f"by class, seed {seed}"
+    return _subset(table, order[num_test:], description), _holdout(table, order[:num_test], description)
 
 
 def half_half(table: Table) -> tuple[Table, Holdout]:
-    """The papers' split: the source's own test part where it has one, else the second half of the classes."""
-    if set(table.parts) & set(EVALUATED):
+    """The papers' split: the source's test part if it has one, else the second half of the classes.
+
+    Args:
+        table: All images.
+
+    Returns:
+        The training classes, and the sealed test classes.
+
+    Raises:
+        DataError: If there are too few classes.
+    """
+    if set(table.parts) & set(EVAL_PARTS):
         return official(table)
     if table.num_classes < 6:
         raise DataError(f"{table.source}: {table.num_classes} classes are too few to halve; at least 6 are needed.")
     classes = np.arange(table.num_classes)
     middle = table.num_classes // 2
-    kind = "first half of the classes trains"
-    return _some(table, classes[:middle], kind), _holdout(table, classes[middle:], kind)
+    description = "first half of the classes trains"
+    return _subset(table, classes[:middle], description), _holdout(table, classes[middle:], description)
 
 
 def official(table: Table) -> tuple[Table, Holdout]:
-    """The source's own parts, provided that no class is both trained and judged."""
+    """The parts that the source defines, provided that no class is in both training and test.
+
+    Args:
+        table: All images, with parts.
+
+    Returns:
+        The training classes, and the sealed test classes.
+
+    Raises:
+        DataError: If a class is in both, or there are too few classes.
+    """
     assert table.part is not None
-    judged = np.isin(table.part, EVALUATED)
-    train_classes, test_classes = np.unique(table.labels[~judged]), np.unique(table.labels[judged])
-    both = np.intersect1d(train_classes, test_classes)
-    if len(both):
+    is_test = np.isin(table.part, EVAL_PARTS)
+    train_classes, test_classes = np.unique(table.labels[~is_test]), np.unique(table.labels[is_test])
+    overlap = np.intersect1d(train_classes, test_classes)
+    if len(overlap):
         raise DataError(
-            f"{table.source}: {len(both)} of {table.num_classes} classes are in training and in test, first "
-            f"'{table.class_names[both[0]]}': {CLOSED_SET}.\n"
+            f"{table.source}: {len(overlap)} of {table.num_classes} classes are in both training and test, first "
+            f"'{table.class_names[overlap[0]]}': {CLOSED_SET_REASON}.\n"
             f"Split by class instead: --data.split by_class."
         )
     if len(train_classes) < 4 or len(test_classes) < 2:
@@ -161,13 +244,22 @@ def official(table: Table) -> tuple[Table, Holdout]:
             f"{table.source}: {len(train_classes)} classes to train and {len(test_classes)} to test; at least 4 and 2 "
             f"are needed. Split by class instead: --data.split by_class."
         )
-    return _some(table, train_classes, "official"), _holdout(table, test_classes, "official")
+    return _subset(table, train_classes, "official"), _holdout(table, test_classes, "official")
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
-    """Shuffle the classes once into disjoint groups; each group validates once, the other groups train.
+    """Split the training classes into disjoint folds; each fold validates once while the others train.
 
-    table: the training classes only (what `half_half` or `official` returned), never the test classes.
+    Args:
+        table: The training classes, as `half_half` or `official` return them; never the test classes.
+        folds: Number of folds.
+        seed: Seed of the assignment.
+
+    Returns:
+        One split per fold.
+
+    Raises:
+        DataError: If there are fewer than two classes per fold.
     """
     if table.num_classes < 2 * folds:
         raise DataError(
@@ -187,15 +279,26 @@ def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
 
 
 def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
-    """One random split of the training classes: `ratio` of them train (0.7, 0.8, 0.9, 0.95), the rest validate.
+    """Split the training classes once at random, or use the source's validation part if it has one.
 
-    A source's own validation part is used where it has one. Validation numbers of different ratios are not
-    comparable: they search among different numbers of classes.
+    Validation scores of different ratios are not comparable: they search among different numbers of classes.
+
+    Args:
+        table: The training classes, as `half_half` or `official` return them; never the test classes.
+        ratio: Fraction of the classes to train on (0.7, 0.8, 0.9, 0.95); the rest validates.
+        seed: Seed of the assignment.
+
+    Returns:
+        The split.
+
+    Raises:
+        ConfigError: If `ratio` is not between 0 and 1.
+        DataError: If there are too few classes.
     """
     if not 0 < ratio < 1:
-        raise ConfigError(f"ratio: expected a share between 0 and 1, got {ratio}.")
+        raise ConfigError(f"ratio: expected a fraction between 0 and 1, got {ratio}.")
     if "val" in table.parts:
-        return _own_validation(table)
+        return _official_validation(table)
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_val = max(2, round((1 - ratio) * len(order)))
     if len(order) < 4:
@@ -204,35 +307,35 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
         )
     if len(order) - num_val < 2:
         raise DataError(
-            f"{table.source}: of {len(order)} classes {num_val} to validate leave {len(order) - num_val} to train, at "
-            f"least 2 are needed.\nBring more classes, or lower --data.val-fraction."
+            f"{table.source}: of {len(order)} classes, {num_val} to validate leave {len(order) - num_val} to train; at "
+            f"least 2 are needed.\nAdd classes, or lower --data.val-fraction."
         )
-    kind = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
-    return _split(table, order[num_val:], order[:num_val], kind)
+    description = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
+    return _split(table, order[num_val:], order[:num_val], description)
 
 
-def _own_validation(table: Table) -> Split:
+def _official_validation(table: Table) -> Split:
     assert table.part is not None
     is_val = table.part == "val"
     train, val = np.unique(table.labels[~is_val]), np.unique(table.labels[is_val])
-    both = np.intersect1d(train, val)
-    if len(both):
+    overlap = np.intersect1d(train, val)
+    if len(overlap):
         raise DataError(
-            f"{table.source}: {len(both)} classes are in training and in validation, first "
-            f"'{table.class_names[both[0]]}'.\nGive each class to one part, or: --data.split by_class."
+            f"{table.source}: {len(overlap)} classes are in both training and validation, first "
+            f"'{table.class_names[overlap[0]]}'.\nAssign each class to one part, or use --data.split by_class."
         )
     if len(val) < 2 or len(train) < 2:
         raise DataError(f"{table.source}: train and val have {len(train)} and {len(val)} classes; 2 each are needed.")
     return _split(table, train, val, f"{table.split}; the source's own validation part")
 
 
-def _some(table: Table, classes: NDArray[np.int64], kind: str) -> Table:
-    return replace(table.of_classes(np.sort(classes)), split=kind)
+def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:
+    return replace(table.of_classes(np.sort(classes)), split=description)
 
 
-def _holdout(table: Table, classes: NDArray[np.int64], kind: str) -> Holdout:
-    return Holdout(_some(table, classes, kind))
+def _holdout(table: Table, classes: NDArray[np.int64], description: str) -> Holdout:
+    return Holdout(_subset(table, classes, description))
 
 
-def _split(table: Table, train: NDArray[np.int64], val: NDArray[np.int64], kind: str) -> Split:
-    return Split(train=_some(table, train, kind), val=_some(table, val, kind))
+def _split(table: Table, train: NDArray[np.int64], val: NDArray[np.int64], description: str) -> Split:
+    return Split(train=_subset(table, train, description), val=_subset(table, val, description))

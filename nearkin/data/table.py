@@ -1,4 +1,4 @@
-"""`Table`: images (or ready features), labels and where they come from: the one form in which data travels."""
+"""`Table`: images (or precomputed features) with labels; the common form of all data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from torch import Tensor
 from nearkin.data.images import Images, Rows
 from nearkin.errors import DataError
 
-PARTS = ("train", "val", "test", "query", "gallery")  # what a source may say of a row, in this order everywhere
+PARTS = ("train", "val", "test", "query", "gallery")  # the parts that a source may define, in display order
 
 
 class NoImages:
-    """Stands where a table of ready features has no images; asking it for pixels says so."""
+    """Placeholder for the images of a table of features; reading from it raises a `DataError`.
+
+    Args:
+        source: Name for the error message.
+        count: Number of rows.
+    """
 
     def __init__(self, source: str, count: int) -> None:
         self.source, self.count = source, count
@@ -27,30 +32,32 @@ class NoImages:
         return self.count
 
     def read(self, rows: Rows) -> Tensor:
-        raise DataError(
-            f"{self.source}: holds features, not images; there are no pixels to read. Use `table.features`."
-        )
+        """Raise a `DataError`."""
+        raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
 
     def take(self, rows: Rows) -> NoImages:
+        """Return a placeholder for these rows."""
         return NoImages(self.source, len(rows))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Images with labels. Row i is image i of class `class_names[labels[i]]`.
+    """Images with labels. Row i is an image of class `class_names[labels[i]]`.
 
-    source: what the rows are, for people: "glyphs", "cub", a folder's name.
-    labels: int64 [N], numbers into class_names.
-    images: where the pixels come from; all of one size.
-    fingerprint: a hash of the content; part of every run's key.
-    paths: the file of each row, or empty where rows have no files.
-    part: [N] "train", "val", "test", "query" or "gallery" where the source itself says so, else None.
-    groups: [N] a coarser kind of each row (a product's category) where the source gives one, else None.
-    boxes: int64 [N, 4] x, y, width, height to which the images were cut, or None where they are whole.
-    features: float32 [N, D] for a table of ready vectors; it has no images.
-    rows: int64 [N] the row of each in the source's whole table, or None where this is the whole.
-    split: how the rows were chosen, in words; splits.py fills it in.
-    notes: what a reader of the numbers must know, for example files that were left out.
+    Attributes:
+        source: Name for people: "glyphs", "cub", the name of a folder.
+        labels: int64 [N], indices into class_names.
+        class_names: [C].
+        images: The pixels; all of one size.
+        fingerprint: Hash of the content; part of every run's key.
+        paths: The file of each row; empty if rows have no files.
+        part: [N] "train", "val", "test", "query" or "gallery" if the source defines parts, else None.
+        groups: [N] coarser class of each row (a product's category) if the source has one, else None.
+        boxes: int64 [N, 4] x, y, width, height to which the images were cropped; None if they are uncropped.
+        features: float32 [N, D] for a table of features, which has no images.
+        rows: int64 [N] index of each row in the source's full table; None if this is the full table.
+        split: How the rows were selected, in words; set by splits.py.
+        notes: What readers of the scores must know, for example that files were skipped.
     """
 
     source: str
@@ -72,20 +79,28 @@ class Table:
 
     @property
     def num_classes(self) -> int:
+        """Number of classes, including those without rows."""
         return len(self.class_names)
 
     @property
     def row_numbers(self) -> Rows:
-        """The row of each in the source's whole table."""
+        """Index of each row in the source's full table."""
         return np.arange(len(self)) if self.rows is None else self.rows
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that occur; empty where the source names none."""
+        """The parts that occur; empty if the source defines none."""
         return () if self.part is None else tuple(name for name in PARTS if (self.part == name).any())
 
     def take(self, rows: Rows) -> Table:
-        """These rows; classes keep their numbers and names, also those of which no row is left."""
+        """Select rows. Labels and class names stay the same, even for classes without rows left.
+
+        Args:
+            rows: Row indices.
+
+        Returns:
+            A new table.
+        """
         return replace(
             self,
             labels=self.labels[rows],
@@ -98,25 +113,50 @@ class Table:
             rows=self.row_numbers[rows],
         )
 
-    def sample(self, most: int) -> Table:
-        """At most this many rows, spread evenly over the table."""
-        return self.take(np.unique(np.linspace(0, len(self) - 1, min(most, len(self))).astype(np.int64)))
+    def sample(self, max_rows: int) -> Table:
+        """Select at most this many rows, spread evenly over the table.
+
+        Args:
+            max_rows: Maximum number of rows.
+
+        Returns:
+            A new table.
+        """
+        return self.take(np.unique(np.linspace(0, len(self) - 1, min(max_rows, len(self))).astype(np.int64)))
 
     def of_classes(self, classes: NDArray[np.int64]) -> Table:
-        """The rows of these classes, with labels renumbered 0..C-1 in the given order."""
-        renumber = np.full(self.num_classes, -1, np.int64)
-        renumber[classes] = np.arange(len(classes))
-        kept = self.take(np.flatnonzero(renumber[self.labels] >= 0))
-        return replace(kept, labels=renumber[kept.labels], class_names=tuple(self.class_names[c] for c in classes))
+        """Select classes and relabel them 0..C-1 in the given order.
+
+        Args:
+            classes: Labels to keep.
+
+        Returns:
+            A new table.
+        """
+        new_labels = np.full(self.num_classes, -1, np.int64)
+        new_labels[classes] = np.arange(len(classes))
+        subset = self.take(np.flatnonzero(new_labels[self.labels] >= 0))
+        names = tuple(self.class_names[c] for c in classes)
+        return replace(subset, labels=new_labels[subset.labels], class_names=names)
 
     def of_part(self, *parts: str) -> Table:
-        """The rows that the source puts in these parts. Classes keep their numbers, so query and gallery agree."""
+        """Select parts. Labels stay the same, so that query and gallery agree.
+
+        Args:
+            *parts: Names out of `PARTS`.
+
+        Returns:
+            A new table.
+
+        Raises:
+            DataError: If the source defines no parts.
+        """
         if self.part is None:
-            raise DataError(f"{self.source}: the source names no parts, so there is no {' or '.join(parts)} part.")
+            raise DataError(f"{self.source}: the source defines no parts, so there is no {' or '.join(parts)} part.")
         return self.take(np.flatnonzero(np.isin(self.part, parts)))
 
     def protocol(self) -> dict[str, Any]:
-        """What a result must say about its data: the part of the protocol badge that the data decides."""
+        """Return what a result must state about its data: the data's share of the protocol label."""
         description: dict[str, Any] = {
             "source": self.source,
             "fingerprint": self.fingerprint,

@@ -1,14 +1,15 @@
-"""What happens to a picture between its file and the model, by name: the papers' augmentations and our own.
+"""Augmentations by name: those of the papers and our own.
 
-An `Augment` names four things: the side at which pictures are stored for an input of a given side, how a training
-picture is cut and coloured, how a picture is seen at evaluation, and whose recipe it is. Both functions take one stored
-picture, uint8 [C, h, w] with its own proportions, and give uint8 [C, side, side].
+An `Augment` defines the size at which images are stored for a given input size, the training transform, the
+evaluation transform, and whose recipe it is. Both transforms take one stored image, uint8 [C, h, w] with its original
+aspect ratio, and return uint8 [C, side, side].
 
-Chance enters as a row of numbers in [0, 1) per picture, drawn from (seed, epoch, step) alone. So a resumed run, another
-number of threads or a cache changes nothing, and each function is a plain function that can be tested on its own.
+Randomness enters as a row of uniform draws in [0, 1) per image, which depend only on (seed, epoch, step). Resuming,
+the number of threads and the cache therefore change nothing, and every transform is a pure function.
 
-A crop is a box in the stored picture that is scaled to the input in one go, also where a paper first squeezes the
-picture to a square: squeezing only moves the box. The picture is interpolated once, not twice.
+A crop is a box in the stored image that is resized to the input in one step. This also holds where a paper first
+squashes the image to a square (ignoring its aspect ratio): squashing only moves the box. The image is interpolated
+once, not twice.
 """
 
 from __future__ import annotations
@@ -25,72 +26,104 @@ from torch import Tensor
 from nearkin._common.registry import Registry
 from nearkin.data.images import Images, Rows, whole_of
 from nearkin.data.loading import empty_batch, prefetch
-from nearkin.data.reading import scale, square
+from nearkin.data.reading import resize, square
 from nearkin.errors import import_extra
 
-RandomChoice = Sequence[float]
-CHANCES = 32  # numbers per picture; who uses which: 0-19 crop tries, 20-21 place, 22 mirror, 23-26 order, 27-30 colour
-_TRIES = 10  # boxes that a random crop tries before it takes the largest that fits, as in torchvision
+Draws = Sequence[float]  # uniform random numbers in [0, 1) of one image
+NUM_DRAWS = 32  # 0-19 crop attempts, 20-21 crop position, 22 flip, 23-26 order of the color jitter, 27-30 its factors
+_CROP_ATTEMPTS = 10  # as in torchvision; then the largest centered box that fits
+_SQUASH_SIZE = 256  # side of the square in which boxes of squashed images are drawn
+_CHUNK_SIZE = 8  # images per task of a thread
+
+CropBox = tuple[int, int, int, int]  # top, left, height, width
 
 
 @dataclass(frozen=True)
 class Augment:
-    """One way from stored pictures to model inputs. `stored` pixels of shorter side serve an input of `shown`."""
+    """Training and evaluation transforms of one recipe.
+
+    Attributes:
+        paper: Whose recipe it is.
+        stored: Shorter side at which images are stored for an input of `shown` (the papers' resize, often 256).
+        shown: Input size (the papers' crop, often 224).
+        train: Training transform: (image, draws, side) -> [C, side, side].
+        view: Evaluation transform: (image, side) -> [C, side, side].
+    """
 
     paper: str
     stored: int
     shown: int
-    train: Callable[[Tensor, RandomChoice, int], Tensor]
+    train: Callable[[Tensor, Draws, int], Tensor]
     view: Callable[[Tensor, int], Tensor]
 
     def stored_side(self, side: int) -> int:
-        """At which shorter side to store pictures for a model input of `side`."""
+        """Return the shorter side at which to store images for a model input of `side`."""
         return -(-side * self.stored // self.shown)
 
     def input_side(self, stored: int) -> int:
-        """The model input that pictures stored at this side serve; undoes `stored_side`."""
+        """Return the model input for images stored at this shorter side; the inverse of `stored_side`."""
         return stored * self.shown // self.stored
 
     def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The model input for images stored in this shape."""
-        if self.plain:
+        """Return the (channels, height, width) of the model input for images stored in this shape."""
+        if self.evaluates_center_square:
             return stored
         side = self.input_side(stored[1])
         return stored[0], side, side
 
     @property
-    def plain(self) -> bool:
-        """Whether evaluation sees the middle square, which every store gives at once."""
+    def evaluates_center_square(self) -> bool:
+        """Whether evaluation uses the center square, which `Images.read` returns directly."""
         return self.view is square
 
 
 AUGMENTS: Registry[Augment] = Registry("augmentation")
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- operations ------------------------------------------------------------------------------------------------------
 
 
-def cut(picture: Tensor, box: tuple[int, int, int, int], side: int) -> Tensor:
-    """The box (top, left, height, width) of a picture, scaled to [C, side, side]."""
+def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
+    """Crop an image and resize the crop: torchvision's resized_crop.
+
+    Args:
+        image: uint8 [C, h, w].
+        box: Top, left, height, width.
+        side: Output size.
+
+    Returns:
+        uint8 [C, side, side].
+    """
     top, left, height, width = box
-    return scale(picture[:, top : top + height, left : left + width], side, side)
+    return resize(image[:, top : top + height, left : left + width], side, side)
 
 
-def random_box(
-    height: int, width: int, chance: RandomChoice, *, area: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[int, int, int, int]:
-    """A box of random area (as a share), proportions and place: torchvision's RandomResizedCrop.
+def random_crop_box(
+    height: int, width: int, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float]
+) -> CropBox:
+    """Draw the box of torchvision's RandomResizedCrop.
 
-    >>> random_box(100, 200, [0.0] * 32, area=(0.25, 1.0), ratio=(1.0, 1.0))
-    (0, 0, 71, 71)
+    Args:
+        height: Height of the image.
+        width: Width of the image.
+        draws: Random numbers of the image.
+        scale: Range of the box's area as a fraction of the image's.
+        ratio: Range of the box's aspect ratio.
+
+    Returns:
+        Top, left, height, width.
+
+    Example:
+        >>> random_crop_box(100, 200, [0.0] * 32, scale=(0.25, 1.0), ratio=(1.0, 1.0))
+        (0, 0, 71, 71)
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
-    for attempt in range(_TRIES):
-        size = height * width * (area[0] + (area[1] - area[0]) * chance[2 * attempt])
-        aspect = math.exp(low + (high - low) * chance[2 * attempt + 1])
-        w, h = round(math.sqrt(size * aspect)), round(math.sqrt(size / aspect))
+    for attempt in range(_CROP_ATTEMPTS):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
+        aspect = math.exp(low + (high - low) * draws[2 * attempt + 1])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            return int((height - h + 1) * chance[20]), int((width - w + 1) * chance[21]), h, w
+            return int((height - h + 1) * draws[20]), int((width - w + 1) * draws[21]), h, w
     h, w = height, width
     if width / height < ratio[0]:
         h = min(height, round(width / ratio[0]))
@@ -99,19 +132,37 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def middle_box(height: int, width: int, *, stored: int, shown: int, squeezed: bool) -> tuple[int, int, int, int]:
-    """The middle part at evaluation: `shown` of `stored` pixels of the shorter side, or of each side if squeezed."""
-    if squeezed:
-        margin = round((stored - shown) / 2)
-        return unsqueezed((margin, margin, shown, shown), stored, height, width)
-    side = round(min(height, width) * shown / stored)
+def center_crop_box(height: int, width: int, *, resize_size: int, crop_size: int, squash: bool) -> CropBox:
+    """Compute the box of resize-then-center-crop in an image of any size.
+
+    Args:
+        height: Height of the image.
+        width: Width of the image.
+        resize_size: Size to which the papers resize the shorter side, or both sides if squash.
+        crop_size: Size of their center crop.
+        squash: Whether they resize to a square, ignoring the aspect ratio.
+
+    Returns:
+        Top, left, height, width.
+    """
+    if squash:
+        margin = round((resize_size - crop_size) / 2)
+        return unsquash_box((margin, margin, crop_size, crop_size), resize_size, height, width)
+    side = round(min(height, width) * crop_size / resize_size)
     return round((height - side) / 2), round((width - side) / 2), side, side
 
 
-def unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """A box in the picture squeezed to square_side x square_side, as the same part of the picture itself.
+def unsquash_box(box: CropBox, square_side: int, height: int, width: int) -> CropBox:
+    """Map a box in an image squashed to a square back to the image itself.
 
-    It holds at least one pixel, also of a picture so small that the box would be rounded to its edge.
+    Args:
+        box: Top, left, height, width in the squashed image.
+        square_side: Side of the squashed image.
+        height: Height of the image.
+        width: Width of the image.
+
+    Returns:
+        Top, left, height, width; at least one pixel, even in an image so small that the box would round to its edge.
     """
     top, left, h, w = box
     first_row = min(round(top * height / square_side), height - 1)
@@ -120,151 +171,199 @@ def unsqueezed(box: tuple[int, int, int, int], square_side: int, height: int, wi
     return first_row, first_column, max(1, last_row - first_row), max(1, last_column - first_column)
 
 
-def mirrored(picture: Tensor, chance: RandomChoice) -> Tensor:
-    return picture.flip(-1) if chance[22] < 0.5 else picture
+def random_hflip(image: Tensor, draws: Draws) -> Tensor:
+    """Flip an image [C, h, w] horizontally with probability 0.5."""
+    return image.flip(-1) if draws[22] < 0.5 else image
 
 
-def coloured(picture: Tensor, chance: RandomChoice, *, strength: float, hue: float = 0.0) -> Tensor:
-    """Brightness, contrast, saturation (and hue) each changed by up to `strength`, in random order: ColorJitter.
+def color_jitter(image: Tensor, draws: Draws, *, strength: float, hue: float = 0.0) -> Tensor:
+    """Jitter brightness, contrast, saturation and hue in random order: torchvision's ColorJitter.
 
-    Computed in float and rounded once, where torchvision rounds down after each of them.
+    Computed in float and rounded once; torchvision rounds down after each step.
+
+    Args:
+        image: uint8 [1 or 3, h, w].
+        draws: Random numbers of the image.
+        strength: Maximum relative change of brightness, contrast and saturation.
+        hue: Maximum shift of the hue, as a fraction of the color circle.
+
+    Returns:
+        uint8 of the same shape.
     """
-    pixels = picture.float()
-    brighter, starker, fuller = (1 + strength * (2 * chance[27 + i] - 1) for i in range(3))
-    for step in sorted(range(4), key=lambda i: chance[23 + i]):
+    pixels = image.float()
+    brightness, contrast, saturation = (1 + strength * (2 * draws[27 + i] - 1) for i in range(3))
+    for step in sorted(range(4), key=lambda i: draws[23 + i]):
         if step == 0:
-            pixels = pixels.mul_(brighter).clamp_(0, 255)
+            pixels = pixels.mul_(brightness).clamp_(0, 255)
         elif step == 1:
-            mean = _grey(pixels).mean()
-            pixels = pixels.mul_(starker).add_(mean, alpha=1 - starker).clamp_(0, 255)
+            mean = _to_grayscale(pixels).mean()
+            pixels = pixels.mul_(contrast).add_(mean, alpha=1 - contrast).clamp_(0, 255)
         elif step == 2 and len(pixels) == 3:
-            grey = _grey(pixels)
-            pixels = pixels.mul_(fuller).add_(grey, alpha=1 - fuller).clamp_(0, 255)
+            gray = _to_grayscale(pixels)
+            pixels = pixels.mul_(saturation).add_(gray, alpha=1 - saturation).clamp_(0, 255)
         elif step == 3 and hue and len(pixels) == 3:
             adjust_hue = import_extra("torchvision.transforms.v2.functional", extra="vision").adjust_hue
-            pixels = adjust_hue(pixels.div_(255), hue * (2 * chance[30] - 1)).mul_(255)
+            pixels = adjust_hue(pixels.div_(255), hue * (2 * draws[30] - 1)).mul_(255)
     return pixels.round_().to(torch.uint8)
 
 
-def _grey(pixels: Tensor) -> Tensor:
+def _to_grayscale(pixels: Tensor) -> Tensor:
     if len(pixels) == 1:
         return pixels
     return (0.2989 * pixels[0]).add_(pixels[1], alpha=0.587).add_(pixels[2], alpha=0.114)
 
 
-# --- whole ways ------------------------------------------------------------------------------------------------------
+# --- transforms ------------------------------------------------------------------------------------------------------
 
 
-def resized_crop(
-    picture: Tensor,
-    chance: RandomChoice,
+def random_resized_crop(
+    image: Tensor,
+    draws: Draws,
     side: int,
     *,
-    area: tuple[float, float] = (0.08, 1.0),
+    scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    squeezed: bool = False,
+    squash: bool = False,
     jitter: float = 0.0,
     hue: float = 0.0,
 ) -> Tensor:
-    """A random part at random size, scaled to the input, mirrored half of the time, perhaps with changed colours.
+    """Random resized crop, random horizontal flip and optional color jitter.
 
-    squeezed: the box is drawn in the picture squeezed to a square, and its proportions are those it has there.
+    Args:
+        image: uint8 [C, h, w].
+        draws: Random numbers of the image.
+        side: Output size.
+        scale: Range of the crop's area as a fraction of the image's.
+        ratio: Range of the crop's aspect ratio.
+        squash: Draw the box in the image squashed to a square; `ratio` then refers to that square.
+        jitter: Strength of the color jitter.
+        hue: Maximum shift of the hue.
+
+    Returns:
+        uint8 [C, side, side].
     """
-    height, width = picture.shape[1:]
-    if squeezed:
-        top, left, h, w = random_box(256, 256, chance, area=area, ratio=ratio)
-        box = unsqueezed((top, left, h, w), 256, height, width)
+    height, width = image.shape[1:]
+    if squash:
+        box = random_crop_box(_SQUASH_SIZE, _SQUASH_SIZE, draws, scale=scale, ratio=ratio)
+        box = unsquash_box(box, _SQUASH_SIZE, height, width)
     else:
-        box = random_box(height, width, chance, area=area, ratio=ratio)
-    result = mirrored(cut(picture, box, side), chance)
-    return coloured(result, chance, strength=jitter, hue=hue) if jitter or hue else result
+        box = random_crop_box(height, width, draws, scale=scale, ratio=ratio)
+    result = random_hflip(resized_crop(image, box, side), draws)
+    return color_jitter(result, draws, strength=jitter, hue=hue) if jitter or hue else result
 
 
-def fixed_crop(picture: Tensor, chance: RandomChoice, side: int, *, stored: int, shown: int) -> Tensor:
-    """A window of `shown` of `stored` pixels at a random place in the squeezed picture, mirrored half of the time."""
-    height, width = picture.shape[1:]
-    top, left = (int((stored - shown + 1) * chance[i]) for i in (20, 21))
-    return mirrored(cut(picture, unsqueezed((top, left, shown, shown), stored, height, width), side), chance)
+def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, crop_size: int) -> Tensor:
+    """Random crop of fixed size from the squashed image, and random horizontal flip.
+
+    Args:
+        image: uint8 [C, h, w].
+        draws: Random numbers of the image.
+        side: Output size.
+        resize_size: Side of the square to which the image is squashed.
+        crop_size: Side of the crop in that square.
+
+    Returns:
+        uint8 [C, side, side].
+    """
+    height, width = image.shape[1:]
+    top, left = (int((resize_size - crop_size + 1) * draws[i]) for i in (20, 21))
+    box = unsquash_box((top, left, crop_size, crop_size), resize_size, height, width)
+    return random_hflip(resized_crop(image, box, side), draws)
 
 
-def middle(picture: Tensor, side: int, *, stored: int, shown: int, squeezed: bool) -> Tensor:
-    """What evaluation sees: the middle part."""
-    height, width = picture.shape[1:]
-    return cut(picture, middle_box(height, width, stored=stored, shown=shown, squeezed=squeezed), side)
+def center_crop(image: Tensor, side: int, *, resize_size: int, crop_size: int, squash: bool) -> Tensor:
+    """Resize and center crop for evaluation, in one interpolation.
+
+    Args:
+        image: uint8 [C, h, w].
+        side: Output size.
+        resize_size: As for `center_crop_box`.
+        crop_size: As for `center_crop_box`.
+        squash: As for `center_crop_box`.
+
+    Returns:
+        uint8 [C, side, side].
+    """
+    box = center_crop_box(*image.shape[1:], resize_size=resize_size, crop_size=crop_size, squash=squash)
+    return resized_crop(image, box, side)
 
 
-def unchanged(picture: Tensor, chance: RandomChoice, side: int) -> Tensor:
-    return square(picture, side)
+def no_augmentation(image: Tensor, draws: Draws, side: int) -> Tensor:
+    """Return the center square [C, side, side]; `draws` is unused."""
+    return square(image, side)
 
 
-def shifted(picture: Tensor, chance: RandomChoice, side: int, *, most: float = 1 / 8) -> Tensor:
-    """The middle square moved by up to an eighth of its side, its edge mirrored outwards, and mirrored by half."""
-    pixels = mirrored(square(picture, side), chance)
-    reach = int(most * side)
-    down, right = (int((2 * reach + 1) * chance[i]) - reach for i in (20, 21))
-    return pixels[:, _reflected(side, down)][:, :, _reflected(side, right)]
+def random_shift(image: Tensor, draws: Draws, side: int, *, max_shift: float = 1 / 8) -> Tensor:
+    """Random shift of the center square with reflected edges, and random horizontal flip.
+
+    Args:
+        image: uint8 [C, h, w].
+        draws: Random numbers of the image.
+        side: Output size.
+        max_shift: Maximum shift as a fraction of the side.
+
+    Returns:
+        uint8 [C, side, side].
+    """
+    pixels = random_hflip(square(image, side), draws)
+    reach = int(max_shift * side)
+    dy, dx = (int((2 * reach + 1) * draws[i]) - reach for i in (20, 21))
+    return pixels[:, _reflected_indices(side, dy)][:, :, _reflected_indices(side, dx)]
 
 
-def _reflected(side: int, by: int) -> Tensor:
-    places = (torch.arange(side) + by).abs()
-    return torch.where(places < side, places, 2 * (side - 1) - places)
+def _reflected_indices(side: int, shift: int) -> Tensor:
+    indices = (torch.arange(side) + shift).abs()
+    return torch.where(indices < side, indices, 2 * (side - 1) - indices)
 
 
-def _add(name: str, paper: str, *, stored: int, shown: int, train: Callable[..., Tensor], squeezed: bool) -> None:
-    view = partial(middle, stored=stored, shown=shown, squeezed=squeezed)
-    AUGMENTS.add(name, Augment(paper, stored, shown, train, view))
+# --- the registry ----------------------------------------------------------------------------------------------------
 
 
-AUGMENTS.add("none", Augment("the middle square, always the same", 1, 1, unchanged, square))
-AUGMENTS.add("light", Augment("ours, for small images: shift by up to 1/8, mirror", 1, 1, shifted, square))
-# Song et al. 2016 and those who follow them squeeze to 256 x 256 before they crop.
-_add(
-    "ice",
-    "Wang et al. 2019, Instance Cross Entropy",
-    stored=256,
-    shown=227,
-    train=partial(fixed_crop, stored=256, shown=227),
-    squeezed=True,
-)
+def _add(
+    name: str, paper: str, train: Callable[..., Tensor], *, resize_size: int = 256, crop_size: int = 224, squash: bool
+) -> None:
+    evaluate = partial(center_crop, resize_size=resize_size, crop_size=crop_size, squash=squash)
+    AUGMENTS.add(name, Augment(paper, resize_size, crop_size, train, evaluate))
+
+
+AUGMENTS.add("none", Augment("no augmentation: the center square", 1, 1, no_augmentation, square))
+AUGMENTS.add("light", Augment("ours, for small images: shift by up to 1/8, flip", 1, 1, random_shift, square))
+# Song et al. 2016 and those who follow them squash images to 256 x 256 before they crop.
+_ICE = "Wang et al. 2019, Instance Cross Entropy"
+_add("ice", _ICE, partial(random_crop, resize_size=256, crop_size=227), crop_size=227, squash=True)
 _CE = "Boudiaf et al. 2020, cross-entropy"
-_add(
-    "ce_cub",
-    _CE,
-    stored=256,
-    shown=224,
-    train=partial(resized_crop, area=(0.16, 1.0), jitter=0.25),
-    squeezed=False,
-)
+_add("ce_cub", _CE, partial(random_resized_crop, scale=(0.16, 1.0), jitter=0.25), squash=False)
 _add(
     "ce_cars",
     _CE,
-    stored=256,
-    shown=224,
-    train=partial(resized_crop, area=(0.16, 1.0), ratio=(1.0, 1.0), squeezed=True, jitter=0.3, hue=0.1),
-    squeezed=True,
+    partial(random_resized_crop, scale=(0.16, 1.0), ratio=(1.0, 1.0), squash=True, jitter=0.3, hue=0.1),
+    squash=True,
 )
-_add(
-    "ce_sop",
-    _CE,
-    stored=256,
-    shown=224,
-    train=partial(resized_crop, area=(0.16, 1.0), squeezed=True),
-    squeezed=True,
-)
-# Its published code does not resize In-Shop, whose pictures are 256 x 256 already.
-_add("ce_inshop", _CE, stored=256, shown=224, train=partial(resized_crop, area=(0.16, 1.0)), squeezed=False)
-_add("thesis", "Proxy-Anchor's code and the thesis after it", stored=256, shown=224, train=resized_crop, squeezed=False)
-_add("mpa", "Multi-Proxy Anchor", stored=256, shown=224, train=resized_crop, squeezed=True)
+_add("ce_sop", _CE, partial(random_resized_crop, scale=(0.16, 1.0), squash=True), squash=True)
+# Their published code does not resize In-Shop, whose images are 256 x 256 already.
+_add("ce_inshop", _CE, partial(random_resized_crop, scale=(0.16, 1.0)), squash=False)
+_add("thesis", "Proxy-Anchor's code and the thesis after it", random_resized_crop, squash=False)
+_add("mpa", "Multi-Proxy Anchor", random_resized_crop, squash=True)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def chances(seed: int, epoch: int, step: int, count: int) -> Tensor:
-    """The random numbers of one batch, [count, CHANCES]; the same for the same arguments on every machine."""
+def random_draws(seed: int, epoch: int, step: int, count: int) -> Tensor:
+    """Draw the random numbers of one batch; the same on every machine for the same arguments.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Epoch number.
+        step: Step within the epoch.
+        count: Number of images.
+
+    Returns:
+        float64 [count, NUM_DRAWS] in [0, 1).
+    """
     [state] = np.random.SeedSequence((seed, epoch, step)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state) >> 1)  # manual_seed takes 63 bits everywhere
-    return torch.rand(count, CHANCES, generator=generator, dtype=torch.float64)
+    return torch.rand(count, NUM_DRAWS, generator=generator, dtype=torch.float64)
 
 
 def training_batches(
@@ -278,44 +377,66 @@ def training_batches(
     workers: int = 0,
     first: int = 0,
 ) -> Iterator[Tensor]:
-    """The batches plan[start:] of an epoch, augmented, uint8 [B, C, side, side], made ahead of their use.
+    """Yield the augmented batches plan[start:] of an epoch, prefetched in threads.
 
-    first: of several processes, the place of this rank's first row in the whole batch (`sampler.share.start`), so that
-    an image looks the same whichever rank reads it.
+    Args:
+        images: The store.
+        plan: Rows of each batch, from `Sampler.epoch`.
+        augment: The augmentation.
+        seed: Seed of the run.
+        epoch: Epoch number.
+        start: First step.
+        workers: Number of threads; 0 means one per core.
+        first: Index of this rank's first row in the global batch (`sampler.share.start`), so that an image is
+            augmented the same way on every rank.
+
+    Returns:
+        An iterator over uint8 [B, C, side, side].
     """
-    if augment.train is unchanged:
+    if augment.train is no_augmentation:
         yield from eval_batches(images, plan[start:], augment, workers=workers)
         return
     side = augment.input_side(images.shape[1])
 
     def batch(step: int, rows: Rows) -> list[Callable[[], Tensor]]:
-        drawn = chances(seed, epoch, step, first + len(rows))[first:].tolist()
-        return _pieces(lambda i: augment.train(whole_of(images, int(rows[i])), drawn[i], side), rows, images, side)
+        draws = random_draws(seed, epoch, step, first + len(rows))[first:].tolist()
+        return _batch_tasks(lambda i: augment.train(whole_of(images, int(rows[i])), draws[i], side), rows, images, side)
 
     yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
 
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
-    """Batches as evaluation sees them, uint8 [B, C, side, side], made ahead of their use."""
-    if augment.plain and not hasattr(images, "whole"):  # in memory already
+    """Yield batches with the evaluation transform, prefetched in threads.
+
+    Args:
+        images: The store.
+        plan: Rows of each batch.
+        augment: The augmentation.
+        workers: Number of threads; 0 means one per core.
+
+    Returns:
+        An iterator over uint8 [B, C, side, side].
+    """
+    if augment.evaluates_center_square and not hasattr(images, "whole"):  # in memory already
         yield from (images.read(rows) for rows in plan)
         return
     side = augment.input_side(images.shape[1])
 
     def batch(rows: Rows) -> list[Callable[[], Tensor]]:
-        return _pieces(lambda i: augment.view(whole_of(images, int(rows[i])), side), rows, images, side)
+        return _batch_tasks(lambda i: augment.view(whole_of(images, int(rows[i])), side), rows, images, side)
 
     yield from prefetch((batch(rows) for rows in plan), workers=workers)
 
 
-def _pieces(make: Callable[[int], Tensor], rows: Rows, images: Images, side: int) -> list[Callable[[], Tensor]]:
-    """The work of one batch in pieces for several threads; each fills its own rows of one tensor and returns it."""
+def _batch_tasks(
+    transform: Callable[[int], Tensor], rows: Rows, images: Images, side: int
+) -> list[Callable[[], Tensor]]:
+    """Split one batch into tasks for several threads; each fills its own rows of one tensor and returns it."""
     batch = empty_batch(len(rows), images.shape[0], side, side)
 
-    def fill(places: range) -> Tensor:
-        for place in places:
-            batch[place] = make(place)
+    def fill(indices: range) -> Tensor:
+        for index in indices:
+            batch[index] = transform(index)
         return batch
 
-    per_piece = 8
-    return [partial(fill, range(s, min(s + per_piece, len(rows)))) for s in range(0, len(rows), per_piece)]
+    return [partial(fill, range(s, min(s + _CHUNK_SIZE, len(rows)))) for s in range(0, len(rows), _CHUNK_SIZE)]

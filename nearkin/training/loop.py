@@ -183,7 +183,7 @@ def prepare(
         samples_per_class=config.samples_per_class,
         seed=recipe.seed,
         rank=rank(),
-        world=world_size(),
+        world_size=world_size(),
     )
     session = Session(
         recipe=recipe,

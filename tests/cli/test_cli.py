@@ -36,7 +36,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
         (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
         (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
-        (["train", "--data", "/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["train", "--data", "/no/such/folder"], "/no/such/folder: no such folder"),
         (["train", "--data"], "--data: a value is needed"),
         (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
         (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),

@@ -1,4 +1,4 @@
-"""CUB, Cars196, SOP and In-Shop in their official layouts: found, split and counted as the papers do."""
+"""CUB, Cars196, SOP and In-Shop in their official layouts: found, split and counted as in the papers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ CUB = SHARED / "data" / "CUB_200_2011"
 
 
 def small(name: str, **parts: tuple[int, int]):
-    """The benchmark with other counts, so that a fixture of a few images can match it."""
+    """The benchmark with other counts, to match a fixture of a few images."""
     return replace(BENCHMARKS[name], parts=MappingProxyType({p: Counts(*c) for p, c in parts.items()}))
 
 
@@ -28,7 +28,7 @@ def small(name: str, **parts: tuple[int, int]):
 
 
 @pytest.mark.skipif(not CUB.is_dir(), reason="CUB-200-2011 is not beside the project (../shared/data/CUB_200_2011)")
-def test_real_cub_has_the_papers_split_and_not_the_one_for_classification():
+def test_real_cub_has_the_papers_split_and_not_the_classification_split():
     listing = BENCHMARKS["cub"].list(CUB)
     train, test = listing.part == "train", listing.part == "test"
     assert (train.sum(), test.sum()) == (5_864, 5_924)
@@ -45,7 +45,7 @@ def test_real_cub_has_the_papers_split_and_not_the_one_for_classification():
 
 
 def make_cub(root: Path, boxes: bool = False) -> Path:
-    """Six classes of two images in the official files; image 3 is of another number than its line."""
+    """Six classes of two images in the official files; the labels are not in the order of the images."""
     files = [f"{c:03d}.Bird_{c}/Bird_{c}_{i:04d}.jpg" for c in range(1, 7) for i in range(2)]
     for seed, name in enumerate(files):
         picture(root / "images" / name, seed)
@@ -74,34 +74,34 @@ def test_cub_loads_by_name_and_splits_officially(tmp_path, small_cub, quiet):
     assert table.labels.tolist() == sorted(table.labels.tolist())
     with pytest.raises(DataError, match="3 classes to train and 3 to test"):
         make_split(table, DataConfig())
-    cut = load(DataConfig(source="cub", root=root, image_size=8, crop_to_boxes=True), quiet)
-    assert cut.boxes.tolist()[0] == [1, 2, 6, 5]
-    assert cut.protocol()["boxes"] is True
-    assert cut.fingerprint != table.fingerprint
-    assert not np.array_equal(cut.images.read(np.arange(12)), table.images.read(np.arange(12)))
+    cropped = load(DataConfig(source="cub", root=root, image_size=8, crop_to_boxes=True), quiet)
+    assert cropped.boxes.tolist()[0] == [1, 2, 6, 5]
+    assert cropped.protocol()["boxes"] is True
+    assert cropped.fingerprint != table.fingerprint
+    assert not np.array_equal(cropped.images.read(np.arange(12)), table.images.read(np.arange(12)))
 
 
-def test_a_missing_image_is_named_with_the_cure(tmp_path, small_cub, quiet):
+def test_a_missing_image_is_named_with_the_fix(tmp_path, small_cub, quiet):
     root = make_cub(tmp_path / "CUB_200_2011")
     (root / "images" / "002.Bird_2" / "Bird_2_0001.jpg").unlink()
     with pytest.raises(DataError) as error:
         load(DataConfig(source="cub", root=root, image_size=8), quiet)
     assert str(error.value) == (
         f"cub: expected 12 images under {root}/images, found 11 (first missing: 002.Bird_2/Bird_2_0001.jpg).\n"
-        "Unpack the archive again, or pass --data.allow-missing to go on without them."
+        "Unpack the archive again, or ignore missing files with --data.allow-missing."
     )
     table = load(DataConfig(source="cub", root=root, image_size=8, allow_missing=True), quiet)
     assert len(table) == 11
     assert "expected 12 images" in table.protocol()["data_notes"][0]
 
 
-def test_damaged_lists_are_named(tmp_path, small_cub):
+def test_damaged_annotation_files_are_named(tmp_path, small_cub):
     root = make_cub(tmp_path / "c")
     cub = BENCHMARKS["cub"]
     for file, text, message in (
-        ("image_class_labels.txt", "1 1\n", "image 10 is in only one of"),
+        ("image_class_labels.txt", "1 1\n", "image 10 is only in one of"),
         ("images.txt", "1\n", "expected a number and a value, got '1'"),
-        ("classes.txt", "one Bird\n", "expected a whole number, got 'one'"),
+        ("classes.txt", "one Bird\n", "expected an integer, got 'one'"),
         ("bounding_boxes.txt", "1 2 3\n", "expected x, y, width and height"),
         ("classes.txt", "1 Bird\n", "class 2 is outside 1 to 1"),
     ):
@@ -114,7 +114,8 @@ def test_damaged_lists_are_named(tmp_path, small_cub):
     with pytest.raises(DataError, match=r"classes.txt: is missing. Unpack"):
         cub.list(root)
     with pytest.raises(
-        DataError, match=r"looked for .*nowhere/image_class_labels.txt or .*CUB_200_2011/image_class_labels"
+        DataError,
+        match=r"CUB-200-2011 not found. Expected .*nowhere/image_class_labels.txt or .*CUB_200_2011/image_class_labels",
     ):
         cub.list(tmp_path / "nowhere")
 
@@ -140,24 +141,24 @@ def make_cars(root: Path) -> Path:
 def test_cars_from_the_official_annotations(tmp_path):
     listing = small("cars", train=(4, 2), test=(4, 2)).list(make_cars(tmp_path / "cars196"))
     assert listing.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert listing.part.tolist() == ["train"] * 4 + ["test"] * 4  # the field `test` is the split for classification
+    assert listing.part.tolist() == ["train"] * 4 + ["test"] * 4  # the field `test` is the classification split
     assert listing.class_names[3] == "smart fortwo"
     assert listing.boxes[0].tolist() == [1, 2, 8, 6]
     with pytest.raises(DataError, match=r"expected 8,054 train images of 98 classes under .*, found 4 of 2"):
         BENCHMARKS["cars"].list(tmp_path)
     (tmp_path / "cars196" / "cars_annos.mat").write_bytes(b"no matlab")
-    with pytest.raises(DataError, match="is not the official annotation file"):
+    with pytest.raises(DataError, match="not the official annotation file"):
         BENCHMARKS["cars"].list(tmp_path)
     (tmp_path / "cars196" / "cars_annos.mat").unlink()
     with pytest.raises(DataError, match=r"cars_annos.mat: is missing"):
         BENCHMARKS["cars"].list(tmp_path)
 
 
-@pytest.mark.parametrize("below", [[""], ["train", "test"]])
-def test_cars_as_class_folders(tmp_path, below):
+@pytest.mark.parametrize("subfolders", [[""], ["train", "test"]])
+def test_cars_as_class_folders(tmp_path, subfolders):
     for c, name in enumerate(["Audi", "AM General", "smart fortwo", "BMW"]):
         for i in range(4):
-            picture(tmp_path / "cars196" / below[i % len(below)] / name / f"{i}.jpg", 4 * c + i)
+            picture(tmp_path / "cars196" / subfolders[i % len(subfolders)] / name / f"{i}.jpg", 4 * c + i)
     listing = small("cars", train=(8, 2), test=(8, 2)).list(tmp_path)
     assert listing.class_names == ("AM General", "Audi", "BMW", "smart fortwo")  # the official order
     assert listing.part.tolist() == ["train"] * 8 + ["test"] * 8
@@ -189,13 +190,13 @@ def test_sop(tmp_path):
         source.list(root)
 
 
-@pytest.mark.parametrize("above", ["", "Img"])
-def test_inshop(tmp_path, above, quiet, monkeypatch):
+@pytest.mark.parametrize("image_root", ["", "Img"])
+def test_inshop(tmp_path, image_root, quiet, monkeypatch):
     rows = []
     for item in range(1, 9):
         for i in range(2):
             name = f"img/WOMEN/Dresses/id_{item:08d}/{i:02d}_1_front.jpg"
-            picture(tmp_path / above / name, 2 * item + i)
+            picture(tmp_path / image_root / name, 2 * item + i)
             part = "train" if item <= 5 else ["query", "gallery"][i]
             rows.append(f"{name}      id_{item:08d}    {part}")
     (tmp_path / "Eval").mkdir()
@@ -208,16 +209,16 @@ def test_inshop(tmp_path, above, quiet, monkeypatch):
     assert table.parts == ("train", "query", "gallery")
     assert set(table.groups) == {"WOMEN/Dresses"}
     split, holdout = make_split(table, DataConfig(val_fraction=0.4))
-    judged = holdout.open()
+    test = holdout.open()
     assert (holdout.num_images, holdout.num_classes) == (6, 3)
-    assert judged.of_part("query").labels.tolist() == judged.of_part("gallery").labels.tolist() == [0, 1, 2]
-    assert not set(split.train.class_names) & set(judged.class_names)
+    assert test.of_part("query").labels.tolist() == test.of_part("gallery").labels.tolist() == [0, 1, 2]
+    assert not set(split.train.class_names) & set(test.class_names)
     file.write_text(file.read_text().replace("gallery", "galery"))
     with pytest.raises(DataError, match="expected 'image_name item_id train"):
         source.list(tmp_path)
 
 
-def test_declared_counts_are_those_of_the_papers():
+def test_official_counts_are_those_of_the_papers():
     assert {name: b.total for name, b in BENCHMARKS.items()} == {
         "cub": Counts(11_788, 200),
         "cars": Counts(16_185, 196),
@@ -226,7 +227,7 @@ def test_declared_counts_are_those_of_the_papers():
     }
 
 
-def test_data_flag_recognises_what_it_is_given(tmp_path):
+def test_the_data_flag_detects_the_source(tmp_path):
     make_cub(tmp_path / "CUB_200_2011")
     recipe, _ = parse_train(["--data", str(tmp_path)])
     assert (recipe.data.source, recipe.data.root) == ("cub", tmp_path)

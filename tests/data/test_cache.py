@@ -1,4 +1,4 @@
-"""The cache holds the same pixels as the files, is built once, and is never believed when damaged."""
+"""The cache has the same pixels as the files, is built once, and is rebuilt when damaged."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWa
 
 @pytest.fixture
 def photos(tmp_path) -> list[Path]:
-    """Twenty-five pictures of different sizes and proportions."""
+    """Twenty-five images of different sizes and aspect ratios."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "photos é"
     (folder / "sub").mkdir(parents=True)
@@ -40,63 +40,63 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def heard():
+def reporter():
     return Reporter(out=io.StringIO())
 
 
-def said(reporter) -> str:
+def messages(reporter) -> str:
     return reporter._out.getvalue()
 
 
-def wholes(images) -> list[bytes]:
+def image_bytes(images) -> list[bytes]:
     return [images.whole(row).contiguous().numpy().tobytes() for row in range(len(images))]
 
 
-def the_file(folder: Path) -> Path:
+def cache_file(folder: Path) -> Path:
     [path] = folder.glob("*.pixels")
     return path
 
 
-def flip_byte(path: Path, at: int) -> None:
+def flip_byte(path: Path, offset: int) -> None:
     with open(path, "r+b") as handle:
-        handle.seek(at)
+        handle.seek(offset)
         byte = handle.read(1)
-        handle.seek(at)
+        handle.seek(offset)
         handle.write(bytes([byte[0] ^ 255]))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_cache_holds_what_the_files_hold(photos, folder, heard, channels):
+def test_a_cache_has_the_same_pixels_as_the_files(photos, folder, reporter, channels):
     files = FileImages(photos, 24, channels=channels)
-    images = open_images(files, folder=folder, reporter=heard).images
+    images = open_images(files, folder=folder, reporter=reporter).images
     assert isinstance(images, CachedImages)
-    assert wholes(images) == wholes(files)
+    assert image_bytes(images) == image_bytes(files)
     rows = np.array([24, 0, 3, 3, 11])
     assert torch.equal(images.read(rows), files.read(rows))
     assert torch.equal(images.take(rows).take(np.array([4, 1])).read(np.array([0])), files.read(rows[4:]))
     assert images.damaged() == []
 
 
-def test_no_file_is_decoded_after_the_first_time(photos, folder, monkeypatch, quiet):
+def test_files_are_decoded_only_once(photos, folder, monkeypatch, quiet):
     files = FileImages(photos, 24)
-    first = wholes(open_images(files, folder=folder, reporter=quiet).images)
+    first = image_bytes(open_images(files, folder=folder, reporter=quiet).images)
     monkeypatch.setattr(FileImages, "whole", lambda self, row: pytest.fail("decoded again"))
-    assert wholes(open_images(files, folder=folder, reporter=quiet).images) == first
+    assert image_bytes(open_images(files, folder=folder, reporter=quiet).images) == first
 
 
-def test_the_size_is_said_before_and_is_what_is_written(photos, folder, heard):
+def test_the_size_is_reported_in_advance_and_matches(photos, folder, reporter):
     files = FileImages(photos, 24)
     expected = sum(files.whole(row).numel() for row in range(len(files)))
-    open_images(files, folder=folder, reporter=heard)
-    assert "cache: 25 images at 24 pixels, " in said(heard)
-    assert "free)" in said(heard)
+    open_images(files, folder=folder, reporter=reporter)
+    assert "cache: 25 images at 24 pixels, " in messages(reporter)
+    assert "free)" in messages(reporter)
     estimate = cache._expected_bytes(files)
     assert expected <= estimate
-    assert abs(the_file(folder).stat().st_size - estimate) < 64 * len(files)
+    assert abs(cache_file(folder).stat().st_size - estimate) < 64 * len(files)
     assert {path.suffix for path in folder.iterdir()} == {".pixels", ".lock"}
 
 
-def test_the_size_of_pictures_cut_to_boxes_is_foreseen(tmp_path, folder, quiet):
+def test_the_size_of_images_cropped_to_boxes_is_estimated(tmp_path, folder, quiet):
     Image.new("RGB", (200, 200)).save(tmp_path / "1.png")
     boxes = np.array([[10, 10, 80, 20], [0, 0, 200, 200], [190, 0, 100, 100], [0, 0, 30, 200]], np.float64)
     files = FileImages([tmp_path / "1.png"] * len(boxes), 13, boxes=boxes)
@@ -105,7 +105,7 @@ def test_the_size_of_pictures_cut_to_boxes_is_foreseen(tmp_path, folder, quiet):
     assert 0 <= cache._expected_bytes(files) - expected < 100 * len(files)
 
 
-def test_whatever_could_change_a_pixel_changes_the_key(photos, tmp_path):
+def test_the_key_depends_on_everything_that_could_change_a_pixel(photos, tmp_path):
     key = cache_key(FileImages(photos, 24))
     boxes = np.tile([0.0, 0.0, 5.0, 5.0], (25, 1))
     others = [
@@ -125,44 +125,44 @@ def test_whatever_could_change_a_pixel_changes_the_key(photos, tmp_path):
     assert cache_key(FileImages(again, 24)) != key
 
 
-@pytest.mark.parametrize("harm", ["cut", "empty", "index", "sampled pixel", "foreign"])
-def test_a_damaged_cache_is_noticed_and_built_again(photos, folder, heard, quiet, harm):
+@pytest.mark.parametrize("damage", ["cut", "empty", "index", "sampled pixel", "foreign"])
+def test_a_damaged_cache_is_rebuilt(photos, folder, reporter, quiet, damage):
     files = FileImages(photos, 24)
     open_images(files, folder=folder, reporter=quiet)
-    path = the_file(folder)
+    path = cache_file(folder)
     data = path.read_bytes()
-    if harm == "index":
+    if damage == "index":
         flip_byte(path, data.index(b'"heights"') + 15)
-    elif harm == "sampled pixel":
+    elif damage == "sampled pixel":
         flip_byte(path, 5)
     else:
-        path.write_bytes({"cut": data[:-100], "empty": b"", "foreign": b"x" * 5000}[harm])
-    assert wholes(open_images(files, folder=folder, reporter=heard).images) == wholes(files)
-    assert "building it again" in said(heard)
+        path.write_bytes({"cut": data[:-100], "empty": b"", "foreign": b"x" * 5000}[damage])
+    assert image_bytes(open_images(files, folder=folder, reporter=reporter).images) == image_bytes(files)
+    assert "; rebuilding" in messages(reporter)
     assert path.read_bytes() == data
 
 
-def test_a_pixel_damaged_anywhere_is_noticed_when_read_and_the_file_read_instead(photos, folder, heard, quiet):
+def test_a_damaged_image_is_read_from_its_file(photos, folder, reporter, quiet):
     files = FileImages(photos * 3, 24)  # more than are sampled when a cache is opened
     images = open_images(files, folder=folder, reporter=quiet).images
     row = 40
     sampled = np.linspace(0, len(files) - 1, 16).astype(int)
     assert row not in sampled
     flip_byte(images.path, int(images.starts[row]) + 7)
-    again = open_images(files, folder=folder, reporter=heard).images
-    assert said(heard) == ""
+    again = open_images(files, folder=folder, reporter=reporter).images
+    assert messages(reporter) == ""
     assert again.damaged() == [row]
-    assert wholes(again) == wholes(files)
-    assert f"is damaged at {files.paths[row]}" in said(heard)
+    assert image_bytes(again) == image_bytes(files)
+    assert f"is damaged at {files.paths[row]}" in messages(reporter)
 
 
-def test_a_cache_beyond_the_limit_or_the_disk_is_refused_before_it_is_written(photos, folder, quiet, monkeypatch):
+def test_a_cache_above_the_limit_or_the_free_space_is_rejected_in_advance(photos, folder, quiet, monkeypatch):
     files = FileImages(photos, 24)
     with pytest.raises(DataError, match=r"need 0\.0\d MB, more than the limit of 1e-06 GB.\nRaise --data.max-cache-gb"):
         open_images(files, folder=folder, limit_gb=1e-6, reporter=quiet)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match=r"has 0\.00 MB free.\nMake room"):
+    with pytest.raises(DataError, match=r"has 0\.00 MB free.\nFree some space"):
         open_images(files, folder=folder, reporter=quiet)
     assert not list(folder.glob("*.pixels")) + list(folder.glob("*.part"))
 
@@ -171,7 +171,7 @@ def run_python(code: str, **kwargs) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_disk_that_fills_up_leaves_nothing(photos, folder):
+def test_a_full_disk_leaves_nothing_behind(photos, folder):
     code = f"""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -182,7 +182,7 @@ from nearkin.data.images import FileImages
 open_images(FileImages({[str(p) for p in photos]!r}, 24, decoder="pillow"), folder=Path({str(folder)!r}))
 """
     _, err = run_python(code).communicate()
-    assert "cannot write the cache of 25 images (File too large); nothing is left of it" in err
+    assert "cannot write the cache of 25 images (File too large); the partial file was removed" in err
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
 
 
@@ -210,7 +210,7 @@ print("sum", sum(int(store.whole(row).sum()) for row in range(len(store))))
     assert not list(folder.glob("*.part"))
 
 
-def test_what_a_killed_builder_left_is_swept_away(photos, folder, quiet):
+def test_the_partial_file_of_a_killed_process_is_removed(photos, folder, quiet):
     files = FileImages(photos, 24)
     folder.mkdir()
     leftover = folder / f"{cache_key(files)}.4242.part"
@@ -219,7 +219,7 @@ def test_what_a_killed_builder_left_is_swept_away(photos, folder, quiet):
     assert not leftover.exists()
 
 
-def test_an_interrupted_build_leaves_nothing(photos, folder, quiet, monkeypatch):
+def test_an_interrupted_build_leaves_nothing_behind(photos, folder, quiet, monkeypatch):
     files, real = FileImages(photos, 24), FileImages.whole
 
     def interrupted(self, row):
@@ -234,39 +234,39 @@ def test_an_interrupted_build_leaves_nothing(photos, folder, quiet, monkeypatch)
 
 
 @pytest.fixture
-def with_broken(photos) -> list[Path]:
+def photos_with_broken(photos) -> list[Path]:
     photos[3].write_bytes(photos[3].read_bytes()[:60])
     photos[12].write_text("words")
     return photos
 
 
-def test_a_cache_knows_the_contents_of_its_files(with_broken, folder, quiet):
-    files = FileImages(with_broken, 24)
+def test_a_cache_stores_the_digests_of_its_files(photos_with_broken, folder, quiet):
+    files = FileImages(photos_with_broken, 24)
     for _ in range(2):  # building, then from the cache
         opened = open_images(files, folder=folder, on_broken="skip", reporter=quiet)
-        kept = [with_broken[row] for row in opened.kept]
+        kept = [photos_with_broken[row] for row in opened.kept]
         assert opened.digests == [hashlib.sha256(path.read_bytes()).digest() for path in kept]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_broken_files_are_left_out_only_when_asked_and_never_silently(with_broken, folder, heard, use_cache):
-    files = FileImages(with_broken, 24)
+def test_broken_files_are_skipped_only_on_request_and_reported(photos_with_broken, folder, reporter, use_cache):
+    files = FileImages(photos_with_broken, 24)
     for _ in range(2):  # building, then from the cache
-        opened = open_images(files, cache=use_cache, folder=folder, on_broken="skip", reporter=heard)
+        opened = open_images(files, cache=use_cache, folder=folder, on_broken="skip", reporter=reporter)
         assert opened.kept.tolist() == [row for row in range(25) if row not in (3, 12)]
         assert set(opened.broken) == {3, 12}
-        assert str(with_broken[3]) in opened.broken[3]
-        assert wholes(opened.images) == wholes(files.take(opened.kept))
-        assert "2 of 25 images cannot be read and are left out" in said(heard)
+        assert str(photos_with_broken[3]) in opened.broken[3]
+        assert image_bytes(opened.images) == image_bytes(files.take(opened.kept))
+        assert "skipping 2 of 25 images that cannot be read" in messages(reporter)
     if use_cache:
-        with pytest.raises(DataError, match=r"2 of 25 images cannot be read:\n.*03\.jpg.*\n.*12\.jpg.*\nMend"):
-            open_images(files, folder=folder, on_broken="stop", reporter=heard)
+        with pytest.raises(DataError, match=r"2 of 25 images cannot be read:\n.*03\.jpg.*\n.*12\.jpg.*\nFix"):
+            open_images(files, folder=folder, on_broken="stop", reporter=reporter)
     else:
         with pytest.raises(DataError, match=r"03\.jpg: cannot be read"):
             open_images(files, cache=False, on_broken="stop").images.read(np.arange(25))
 
 
-def test_a_file_that_may_be_read_again_is_no_longer_left_out(photos, folder, quiet, monkeypatch):
+def test_a_file_that_has_become_readable_is_no_longer_skipped(photos, folder, quiet, monkeypatch):
     files, real = FileImages(photos, 24), FileImages.whole
 
     def forbidden(self, row):
@@ -280,7 +280,7 @@ def test_a_file_that_may_be_read_again_is_no_longer_left_out(photos, folder, qui
     assert open_images(files, folder=folder, on_broken="skip", reporter=quiet).broken == {}
 
 
-def test_no_readable_file_at_all_is_an_error(tmp_path, folder, quiet):
+def test_an_error_is_raised_if_no_file_is_readable(tmp_path, folder, quiet):
     (tmp_path / "a.png").write_text("words")
     with pytest.raises(DataError, match="none of the 1 images can be read"):
         open_images(FileImages([tmp_path / "a.png"], 8), folder=folder, on_broken="skip", reporter=quiet)

@@ -1,4 +1,4 @@
-"""The guard names every trouble, with its cure, and finds copies that a person would call copies."""
+"""The data check names every problem with a fix, and finds duplicates as a person would."""
 
 import json
 import os
@@ -14,18 +14,19 @@ from PIL import Image, ImageEnhance
 from nearkin import cli
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
-from nearkin.data import check as guard
-from nearkin.data.check import check, check_target, meant
+from nearkin.data.check import check, check_target, normalize_class_name
+from nearkin.data.findings import LEVELS
 from nearkin.data.listing import list_folder
-from nearkin.data.perceptual_hash import confirm, hash_image, near_pairs
+from nearkin.data.perceptual_hash import confirm_pairs, hash_image, near_pairs
 from nearkin.data.sources import load
 from nearkin.errors import DataError
+from nearkin.report.data_check import render
 
 CUB = SHARED / "data" / "CUB_200_2011"
 
 
 def scene(seed: int, side: int = 64) -> Image.Image:
-    """A soft, coloured picture: what a photo is to a hash, unlike noise."""
+    """A smooth colour image, which is hashed like a photo, unlike noise."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 255, (6, 6, 3), np.uint8))
     return coarse.resize((side, side), Image.Resampling.BICUBIC)
@@ -39,14 +40,14 @@ def save(path: Path, image: Image.Image, **how) -> Path:
 
 @pytest.fixture(scope="module")
 def bad_folder(tmp_path_factory) -> Path:
-    """Seven classes with every trouble of the list."""
+    """Seven classes with every problem of the catalogue for files."""
     root = tmp_path_factory.mktemp("bad") / "photos of birds é"
     for c in range(6):
         for i in range(3):
             save(root / f"bird {c}" / f"{i}.jpg", scene(10 * c + i))
     whole = (root / "bird 0" / "0.jpg").read_bytes()
     (root / "bird 0" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
-    (root / "bird 0" / "words.jpg").write_text("this is not a picture")
+    (root / "bird 0" / "words.jpg").write_text("this is not an image")
     (root / "bird 0" / "nothing.jpg").touch()
     (root / "bird 0" / "notes.txt").write_text("notes")
     (root / "no images").mkdir()
@@ -57,9 +58,9 @@ def bad_folder(tmp_path_factory) -> Path:
     save(root / "bird 1" / "large.png", Image.new("1", (8_000, 7_000)))
     (root / "bird 1" / "link.jpg").symlink_to(root / "bird 1" / "0.jpg")
     (root / "bird 1" / "lost.jpg").symlink_to(root / "nowhere.jpg")
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    save(root / "bird 2" / "turned.jpg", scene(903), exif=turned)
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    save(root / "bird 2" / "rotated.jpg", scene(903), exif=rotated)
     for mode in ("L", "CMYK", "P", "RGBA", "LA", "1"):
         save(root / "bird 3" / f"{mode}.tif", scene(910 + ord(mode[0])).convert(mode))
     save(root / "bird 3" / "deep.png", Image.fromarray(np.arange(900, dtype=np.uint16).reshape(30, 30) * 70))
@@ -83,11 +84,11 @@ def report(bad_folder):
             [
                 r"bird 0/cut.jpg: image file is truncated",
                 r"bird 0/nothing.jpg: empty file",
-                r"bird 0/words.jpg: not an image, but text",
+                r"bird 0/words.jpg: a text file, not an image",
             ],
         ),
         ("too_many_pixels", "error", ["bird 1/huge.png: 20000 x 20000 pixels"]),
-        ("broken_link", "error", ["bird 1/lost.jpg: leads to"]),
+        ("broken_link", "error", ["bird 1/lost.jpg: links to"]),
         (
             "exact_across_labels",
             "error",
@@ -98,13 +99,13 @@ def report(bad_folder):
         ("label_typo", "warning", ["'BIRD_5' = 'bird 5'"]),
         ("single_image", "warning", ["lonely ü"]),
         ("empty_class", "warning", ["no images"]),
-        ("turned", "note", ["bird 2/turned.jpg"]),
+        ("turned", "note", ["bird 2/rotated.jpg"]),
         ("link", "note", ["bird 1/link.jpg"]),
         ("exact_within_class", "note", ["bird 1/0.jpg = bird 1/link.jpg"]),
         ("ignored", "note", ["bird 0/notes.txt"]),
     ],
 )
-def test_each_trouble_is_named(report, kind, level, cases):
+def test_each_problem_is_found(report, kind, level, cases):
     finding = report.find(kind)
     assert finding is not None
     assert finding.level == level
@@ -114,33 +115,33 @@ def test_each_trouble_is_named(report, kind, level, cases):
         assert case.startswith(start)
 
 
-def test_modes_are_named(report):
+def test_modes_are_listed(report):
     modes = {case.partition(": ")[2] for case in report.find("not_rgb").cases}
     assert modes >= {"L", "CMYK", "P", "RGBA", "LA", "1", "I;16"}
 
 
-def test_the_worst_comes_first_and_the_report_is_readable(report):
-    levels = [guard.LEVELS.index(finding.level) for finding in report.findings]
+def test_findings_are_sorted_by_severity_and_rendered(report):
+    levels = [LEVELS.index(finding.level) for finding in report.findings]
     assert levels == sorted(levels)
     assert not report.ok
-    text = guard.render(report, cases=2).plain
+    text = render(report, cases=2).plain
     assert "3 images cannot be decoded" in text
     assert "and 1 more" in text
     assert "--data.skip-broken" in text
 
 
-def test_training_stops_or_goes_on_as_asked(bad_folder, quiet):
+def test_training_stops_at_or_skips_broken_images(bad_folder, quiet):
     data = DataConfig(source="folder", root=bad_folder, image_size=8)
     named = r"5 of \d+ images cannot be read:\n  .*bird 0/cut.jpg: .*\n(?s:.*)and 2 more\n.*--data.skip-broken"
     with pytest.raises(DataError, match=named):
         load(data, quiet)
     table = load(DataConfig(source="folder", root=bad_folder, image_size=8, skip_broken=True), quiet)
-    assert table.notes == ("5 images could not be read and were left out",)
+    assert table.notes == ("5 images could not be read and were skipped",)
     assert len(table) == len(list_folder(bad_folder)) - 5
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file, so a refused one cannot be made")
-def test_files_without_permission_are_named(tmp_path, quiet):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
+def test_files_without_permission_are_found(tmp_path, quiet):
     for name in "ab":
         save(tmp_path / name / "1.png", scene(ord(name)))
     (tmp_path / "a" / "1.png").chmod(0)
@@ -148,7 +149,7 @@ def test_files_without_permission_are_named(tmp_path, quiet):
     assert found.cases == ("a/1.png: no permission to read it",)
 
 
-def test_permission_is_told_apart_from_damage(tmp_path, quiet, monkeypatch):
+def test_missing_permission_is_distinguished_from_damage(tmp_path, quiet, monkeypatch):
     for name in "ab":
         save(tmp_path / name / "1.png", scene(ord(name)))
     real = Path.read_bytes
@@ -165,7 +166,7 @@ def test_permission_is_told_apart_from_damage(tmp_path, quiet, monkeypatch):
     assert report.fingerprint is None
 
 
-def test_what_crosses_the_parts_is_an_error(tmp_path, quiet):
+def test_overlapping_parts_are_errors(tmp_path, quiet):
     for c, name in enumerate("abcdef"):
         for i in range(2):
             save(tmp_path / ("train" if c < 4 else "test") / name / f"{i}.png", scene(10 * c + i))
@@ -181,23 +182,23 @@ def test_what_crosses_the_parts_is_an_error(tmp_path, quiet):
     assert report.parts["test"] == {"images": 7, "classes": 3}
 
 
-def test_the_report_and_the_table_agree_on_the_fingerprint(photo_folder, quiet):
+def test_report_and_table_have_the_same_fingerprint(photo_folder, quiet):
     report = check(list_folder(photo_folder), quiet)
     assert report.fingerprint == load(DataConfig(source="folder", root=photo_folder, image_size=8), quiet).fingerprint
 
 
-def test_what_training_refuses_the_check_refuses(tmp_path, quiet):
+def test_float_images_are_unreadable_as_in_training(tmp_path, quiet):
     for name in "abc":
         save(tmp_path / name / "1.png", scene(ord(name)))
     save(tmp_path / "a" / "float.tif", Image.fromarray(np.random.default_rng(0).random((20, 20), np.float32)))
     report = check(list_folder(tmp_path), quiet)
     assert [case.partition(":")[0] for case in report.find("unreadable").cases] == ["a/float.tif"]
-    assert "fractions" in report.find("unreadable").cases[0]
-    # The table that is left without it is another one than the report speaks of.
+    assert "float pixels" in report.find("unreadable").cases[0]
+    # A table without this file is not the one that the report describes.
     assert report.fingerprint is None
 
 
-def test_images_outside_of_class_folders_are_named_by_check_and_training(tmp_path, capsys):
+def test_images_outside_of_class_folders_are_reported_by_check_and_training(tmp_path, capsys):
     for c, name in enumerate("abcdef"):
         save(tmp_path / ("train" if c < 4 else "test") / name / "1.png", scene(c))
     save(tmp_path / "loose.jpg", scene(70))
@@ -205,10 +206,10 @@ def test_images_outside_of_class_folders_are_named_by_check_and_training(tmp_pat
     found = check(list_folder(tmp_path), Reporter(quiet=True)).find("loose")
     assert (found.level, found.cases) == ("warning", ("loose.jpg", "train/astray.jpg"))
     load(DataConfig(source="folder", root=tmp_path, image_size=8), Reporter())
-    assert "2 images lie in no class folder and are left out: loose.jpg, train/astray.jpg" in capsys.readouterr().err
+    assert "ignoring 2 images outside any class folder: loose.jpg, train/astray.jpg" in capsys.readouterr().err
 
 
-def test_queries_that_no_gallery_image_answers_are_named(tmp_path, quiet):
+def test_queries_without_a_gallery_image_are_found(tmp_path, quiet):
     parts = {"train": "abcd", "query": "ef", "gallery": "eg"}
     for part, names in parts.items():
         for name in names:
@@ -218,13 +219,13 @@ def test_queries_that_no_gallery_image_answers_are_named(tmp_path, quiet):
     assert (found.level, found.cases) == ("warning", ("f",))
 
 
-def test_blank_images_are_not_called_copies(tmp_path, quiet):
+def test_blank_images_are_not_duplicates(tmp_path, quiet):
     for c, name in enumerate("abc"):
         save(tmp_path / name / "1.png", Image.new("RGB", (20, 20), (250, 250, 250 - c)))
     assert [f.kind for f in check(list_folder(tmp_path), quiet).findings] == ["single_image"]
 
 
-def test_features_are_checked_too(tmp_path, quiet):
+def test_features_are_checked(tmp_path, quiet):
     vectors = np.random.default_rng(0).normal(size=(7, 4))
     vectors[3] = vectors[0]
     np.savez(tmp_path / "f.npz", features=vectors, labels=np.array(["a", "a", "b", "b", "B", "B", "c"]))
@@ -245,8 +246,8 @@ def test_features_are_checked_too(tmp_path, quiet):
         ("robin", "robins", False),
     ],
 )
-def test_names_that_mean_the_same(a, b, same):
-    assert (meant(a) == meant(b)) is same
+def test_spellings_of_one_class_are_equal(a, b, same):
+    assert (normalize_class_name(a) == normalize_class_name(b)) is same
 
 
 # --- near pairs ------------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_names_that_mean_the_same(a, b, same):
 def test_near_pairs_are_all_found(seed, count, bits):
     rng = np.random.default_rng(seed)
     hashes = rng.integers(0, 2**64, count, np.uint64)
-    for row in range(1, count, 2):  # half of the rows are an earlier one with up to eight bits turned
+    for row in range(1, count, 2):  # half of the rows are an earlier one with up to eight bits flipped
         hashes[row] = hashes[rng.integers(row)]
         for bit in rng.integers(0, 64, rng.integers(0, 9)):
             hashes[row] ^= np.uint64(1) << np.uint64(bit)
@@ -267,7 +268,7 @@ def test_near_pairs_are_all_found(seed, count, bits):
     assert near_pairs(hashes, bits).tolist() == expected
 
 
-def test_near_pairs_of_a_large_set_are_quick():
+def test_near_pairs_of_a_large_set_are_fast():
     import time
 
     hashes = np.random.default_rng(0).integers(0, 2**64, 60_000, np.uint64)
@@ -277,20 +278,20 @@ def test_near_pairs_of_a_large_set_are_quick():
     assert time.process_time() - began < 20
 
 
-def test_a_copy_survives_scaling_and_compression_and_another_scene_does_not(tmp_path):
-    looks = []
+def test_duplicates_are_found_after_scaling_and_compression(tmp_path):
+    hashed = []
     for seed in range(20):
         first = scene(seed, 200)
         again = Image.open(save(tmp_path / "again.jpg", first.resize((90, 90)), quality=50))
-        looks += [hash_image(first.convert("L")), hash_image(again.convert("L"))]
-    hashes = np.array([value for value, _ in looks], np.uint64)
-    pairs = confirm(near_pairs(hashes), np.stack([thumb for _, thumb in looks]))
+        hashed += [hash_image(first.convert("L")), hash_image(again.convert("L"))]
+    hashes = np.array([value for value, _ in hashed], np.uint64)
+    pairs = confirm_pairs(near_pairs(hashes), np.stack([thumb for _, thumb in hashed]))
     assert pairs.tolist() == [[2 * i, 2 * i + 1] for i in range(20)]
 
 
 @pytest.mark.skipif(not CUB.is_dir(), reason="CUB-200-2011 is not beside the project (../shared/data/CUB_200_2011)")
-def test_cub_holds_one_photo_in_a_training_and_a_test_class(quiet):
-    """Looked at by eye: one photo, named Chuck-will's-widow in class 22 and Whip-poor-will in class 105."""
+def test_cub_has_one_photo_in_both_a_training_and_a_test_class(quiet):
+    """Confirmed by eye: one photo, named Chuck-will's-widow in class 22 and Whip-poor-will in class 105."""
     from nearkin.data.benchmarks import BENCHMARKS
 
     listing = BENCHMARKS["cub"].list(CUB)
@@ -312,8 +313,8 @@ def run(capsys, *args: object) -> tuple[int, str, str]:
         cli.main([str(a) for a in args])
     except SystemExit as stop:
         code = int(stop.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tmp_path):
@@ -329,7 +330,7 @@ def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tm
     assert "120 images of 10 classes" in out
 
 
-def test_json_takes_any_file_name_and_says_where_it_cannot_be_written(capsys, tmp_path):
+def test_json_supports_any_file_name_and_reports_write_errors(capsys, tmp_path):
     for name in "ab":
         save(tmp_path / "data" / name / "1.png", scene(ord(name)))
     odd = os.fsdecode(os.fsencode(tmp_path / "data" / "a") + b"/caf\xe9.txt")
@@ -344,16 +345,16 @@ def test_json_takes_any_file_name_and_says_where_it_cannot_be_written(capsys, tm
     assert "r.json: cannot be written (" in err
 
 
-def test_the_list_and_its_mistakes(capsys):
+def test_data_list_and_command_errors(capsys):
     code, out, _ = run(capsys, "data", "list")
     assert code == 0
-    for word in ("cub", "11,788", "cars", "sop", "22,634", "inshop", "tells whom to ask", "glyphs", "folder"):
+    for word in ("cub", "11,788", "cars", "sop", "22,634", "inshop", "on request", "glyphs", "folder"):
         assert word in out
     for args, message in (
         (["lst"], "no action named 'lst'. Did you mean 'list'?"),
         (["check"], "is needed first"),
-        (["check", "cubb"], "cubb: no such name or path. Did you mean 'cub'?"),
-        (["check", "glyphs"], "drawn by nearkin itself"),
+        (["check", "cubb"], "cubb: no such benchmark or path. Did you mean 'cub'?"),
+        (["check", "glyphs"], "generated by nearkin"),
         (["check", "cub", "--root", "/nowhere"], "nearkin data get cub --root /nowhere"),
         (["get", "cubs"], "No benchmark named 'cubs'. Did you mean 'cub'?"),
     ):

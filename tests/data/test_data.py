@@ -23,22 +23,22 @@ def test_glyphs_are_a_few_hundred_classes_of_small_images(glyphs_table):
     assert counts.min() == counts.max()
 
 
-def test_glyphs_hold_no_look_alikes_across_scripts_or_cases(glyphs_table):
-    kept = set(glyphs_table.class_names)
+def test_glyphs_have_no_look_alikes_across_scripts_or_cases(glyphs_table):
+    names = set(glyphs_table.class_names)
     for group in ["AΑА", "BΒВ", "OΟОoοо", "pр", "HΗН", "Ss", "Чч", "Ии", "XxΧх", "nп"]:
-        assert len(kept & set(group)) <= 1, group
-    assert {"A", "B", "R", "8", "Q", "Ж", "λ", "Ω"} <= kept
+        assert len(names & set(group)) <= 1, group
+    assert {"A", "B", "R", "8", "Q", "Ж", "λ", "Ω"} <= names
 
 
-def test_glyphs_are_drawn_alike_each_time_and_differ_by_seed(glyphs_table):
-    stencil = glyphs._stencil(glyphs._faces()[0], "Q")
+def test_glyphs_are_reproducible_and_differ_by_seed(glyphs_table):
+    stencil = glyphs._stencil(glyphs._fonts()[0], "Q")
     first, again, other = (glyphs._distort(stencil, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
     assert glyphs.load().fingerprint == glyphs_table.fingerprint
 
 
-def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, glyphs_table):
+def test_glyphs_are_redrawn_if_the_cache_is_damaged_or_not_writable(tmp_path, monkeypatch, glyphs_table):
     stored = (glyphs_table.images.pixels.numpy(), glyphs_table.labels, np.array(glyphs_table.class_names))
     drawn = []
     monkeypatch.setattr(glyphs, "draw", lambda seed: drawn.append(seed) or stored)
@@ -53,7 +53,7 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
         handle.write(bytes([byte[0] ^ 255]))
     assert glyphs.load(cache=tmp_path).fingerprint == glyphs_table.fingerprint
     content = bytearray(file.read_bytes())
-    with zipfile.ZipFile(file) as members:  # a block of a kind that there is none of, where the first member begins
+    with zipfile.ZipFile(file) as members:  # an invalid block type at the start of the first member
         first = members.infolist()[0].header_offset
     names = int.from_bytes(content[first + 26 : first + 28], "little") + int.from_bytes(
         content[first + 28 : first + 30], "little"
@@ -69,7 +69,7 @@ def test_a_damaged_or_unwritable_cache_is_drawn_again(tmp_path, monkeypatch, gly
     assert len(drawn) == 5
 
 
-def test_glyphs_say_what_they_are_drawn_with(tmp_path, monkeypatch):
+def test_glyphs_need_matplotlib(tmp_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
     with pytest.raises(MissingExtraError, match=r"matplotlib's fonts. Run: pip install 'nearkin\[report\]'"):
@@ -84,11 +84,11 @@ def test_a_folder_is_read_with_its_class_names(photo_folder, quiet):
     assert len(table.paths) == 120
 
 
-def test_grey_alpha_palette_16_bit_and_turned_images_are_read(tmp_path, quiet):
+def test_grey_alpha_palette_16_bit_and_rotated_images_are_read(tmp_path, quiet):
     rng = np.random.default_rng(0)
     base = Image.fromarray(rng.integers(0, 255, (20, 30, 3), np.uint8))
-    turned = Image.Exif()
-    turned[0x0112] = 6  # turn by 90 degrees
+    rotated = Image.Exif()
+    rotated[0x0112] = 6  # by 90 degrees
     for c in "ab":
         (tmp_path / c).mkdir()
         base.convert("L").save(tmp_path / c / "grey.png")
@@ -96,13 +96,13 @@ def test_grey_alpha_palette_16_bit_and_turned_images_are_read(tmp_path, quiet):
         base.convert("P").save(tmp_path / c / "palette.gif")
         base.convert("CMYK").save(tmp_path / c / "cmyk.JPG")
         Image.fromarray(rng.integers(0, 65535, (20, 30), np.uint16)).save(tmp_path / c / "deep.png")
-        base.save(tmp_path / c / "turned.jpg", exif=turned)
+        base.save(tmp_path / c / "rotated.jpg", exif=rotated)
         (tmp_path / c / "notes.txt").write_text("not an image")
     table = load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)
     assert len(table) == 12
 
 
-def test_broken_images_are_named_and_left_out_only_when_asked(photo_folder, tmp_path, quiet, capsys):
+def test_broken_images_are_named_and_skipped_only_on_request(photo_folder, tmp_path, quiet, capsys):
     for c in range(3):
         (tmp_path / f"c{c}").mkdir()
         for i in range(3):
@@ -115,15 +115,15 @@ def test_broken_images_are_named_and_left_out_only_when_asked(photo_folder, tmp_
         load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)
     assert "--data.skip-broken" in str(error.value)
     table = load(DataConfig(source="folder", root=tmp_path, image_size=8, skip_broken=True), Reporter())
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert len(table) == 8
-    assert "2 of 10 images cannot be read and are left out:" in said
-    assert "c1/0.png" in said
-    assert "1 folders hold no image and are left out: empty" in said
+    assert "skipping 2 of 10 images that cannot be read:" in messages
+    assert "c1/0.png" in messages
+    assert "ignoring 1 folders without images: empty" in messages
 
 
-def test_folders_that_cannot_serve_say_why(tmp_path, quiet):
-    with pytest.raises(DataError, match="there is no such folder"):
+def test_unusable_folders_raise_an_error(tmp_path, quiet):
+    with pytest.raises(DataError, match="no such folder"):
         load(DataConfig(source="folder", root=tmp_path / "none", image_size=8), quiet)
     with pytest.raises(DataError, match="found images in 0 class folders"):
         load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)

@@ -1,4 +1,4 @@
-"""Training, embedding and the page read image files through one store, with a cache or without, to the same digits."""
+"""Training, embedding and the page read image files the same way, with and without a cache."""
 
 import os
 import signal
@@ -26,30 +26,30 @@ from nearkin.training.checkpoint import TrainingInterrupted
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
 
-def test_work_in_threads_comes_back_in_order_and_errors_in_their_turn():
+def test_results_of_threads_are_in_order_and_errors_are_raised_in_turn():
     assert [x for part in map_in_threads(lambda x: x * x, range(100), workers=3) for x in part] == [
         x * x for x in range(100)
     ]
-    made = prefetch([[lambda: 1], [lambda: 1 // 0], [lambda: 3]], workers=2)
-    assert next(made) == 1
+    results = prefetch([[lambda: 1], [lambda: 1 // 0], [lambda: 3]], workers=2)
+    assert next(results) == 1
     with pytest.raises(ZeroDivisionError):
-        next(made)
+        next(results)
 
 
-def test_no_more_is_under_way_than_asked_and_threads_end_with_the_iterator():
+def test_prefetch_depth_is_bounded_and_threads_end_with_the_iterator():
     started = []
-    made = prefetch(([lambda i=i: started.append(i) or i] for i in range(100)), workers=1, keep=2)
-    assert next(made) == 0
+    results = prefetch(([lambda i=i: started.append(i) or i] for i in range(100)), workers=1, depth=2)
+    assert next(results) == 0
     assert len(started) <= 3
     threads = torch.get_num_threads()
-    made.close()
+    results.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-loading")]
     assert torch.get_num_threads() == threads
 
 
 @pytest.fixture
 def photos(tmp_path):
-    """Ten classes of eight pictures that are not square: a class is a colour."""
+    """Ten classes of eight images that are not square: a class is a colour."""
     rng = np.random.default_rng(0)
     for c in range(10):
         (tmp_path / "photos" / f"c{c}").mkdir(parents=True)
@@ -63,7 +63,7 @@ def photos(tmp_path):
 
 @pytest.fixture
 def recipe(photos):
-    """Twenty-eight pixels in: pictures are stored with a shorter side of 32."""
+    """Input size 28: images are stored with a shorter side of 32."""
     chosen = nk.recipes.from_scratch()
     return replace(
         chosen,
@@ -75,7 +75,7 @@ def recipe(photos):
 
 @pytest.fixture
 def as_files(monkeypatch, tmp_path):
-    """Folders become a store of files, with a cache if the recipe says so."""
+    """Load folders as `FileImages`, with a cache if the recipe says so."""
 
     def load(data, reporter):
         paths = sorted(data.root.rglob("*.jpg"))
@@ -88,24 +88,24 @@ def as_files(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "load", load)
 
 
-def numbers(run) -> tuple:
+def results_of(run) -> tuple:
     weights = torch.load(run.path / "best.pt", weights_only=True)["model"]
     scores = {key: value for key, value in run.result.items() if key != "seconds"}
     events = (run.path / "events.jsonl").read_text()
     return scores, events, {name: value.numpy().tobytes() for name, value in weights.items()}
 
 
-def test_cache_and_threads_change_no_digit_and_no_key(recipe, as_files, tmp_path, quiet):
+def test_cache_and_threads_change_neither_results_nor_the_run_key(recipe, as_files, tmp_path, quiet):
     runs = []
     for cache, workers in [(False, 1), (True, 3)]:
         chosen = replace(recipe, data=replace(recipe.data, cache=cache, num_workers=workers))
         runs.append(nk.fit(chosen, tmp_path / f"runs {cache}", reporter=quiet))
     assert runs[0].path.name == runs[1].path.name
-    assert numbers(runs[0]) == numbers(runs[1])
+    assert results_of(runs[0]) == results_of(runs[1])
     assert (tmp_path / "cache").is_dir()
 
 
-def test_stopped_in_an_epoch_and_resumed_equals_never_stopped(recipe, as_files, tmp_path, quiet, monkeypatch):
+def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(recipe, as_files, tmp_path, quiet, monkeypatch):
     whole = nk.fit(recipe, tmp_path / "whole", reporter=quiet)
     steps, real = 0, loop.set_learning_rate
 
@@ -120,10 +120,10 @@ def test_stopped_in_an_epoch_and_resumed_equals_never_stopped(recipe, as_files, 
     with pytest.raises(TrainingInterrupted):
         nk.fit(recipe, tmp_path / "stopped", reporter=quiet)
     monkeypatch.setattr(loop, "set_learning_rate", real)
-    assert numbers(nk.fit(recipe, tmp_path / "stopped", reporter=quiet)) == numbers(whole)
+    assert results_of(nk.fit(recipe, tmp_path / "stopped", reporter=quiet)) == results_of(whole)
 
 
-def test_augmented_training_differs_and_its_page_can_be_drawn(recipe, as_files, tmp_path, quiet):
+def test_augmented_training_differs_and_its_page_can_be_written(recipe, as_files, tmp_path, quiet):
     plain = replace(recipe, data=replace(recipe.data, augment="none"))
     runs = [nk.fit(chosen, tmp_path / "runs", reporter=quiet) for chosen in (recipe, plain)]
     assert runs[0].path != runs[1].path
@@ -132,7 +132,7 @@ def test_augmented_training_differs_and_its_page_can_be_drawn(recipe, as_files, 
 
 
 @pytest.mark.parametrize("augment", ["none", "ce_cub", "ce_cars"])
-def test_files_are_embedded_as_the_store_was(photos, augment):
+def test_files_and_stores_have_the_same_embeddings(photos, augment):
     paths = sorted(photos.rglob("*.jpg"))[:20]
     chosen = AUGMENTS[augment]
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def test_files_are_embedded_as_the_store_was(photos, augment):
     assert torch.equal(model.embed(inputs, batch_size=7), from_store)
 
 
-def test_a_grey_model_sees_colour_files_in_grey(photos):
+def test_a_grey_model_accepts_colour_files(photos):
     paths = sorted(photos.rglob("*.jpg"))[:3]
     model = Embedder(ModelConfig(width=4, dim=8), (1, 16, 16)).eval()
     assert model.embed(paths).shape == (3, 8)

@@ -1,4 +1,4 @@
-"""Every kind of image file gives the pixels that Pillow gives, by either decoder; a broken one is named."""
+"""Both decoders return Pillow's pixels for every type of image file; an unreadable file is named."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ DECODERS = ["auto", "pillow"]
 
 
 def scene(height=60, width=90, channels=3, seed=0) -> np.ndarray:
-    """A smooth picture with some texture, so that JPEG keeps it."""
+    """A smooth image with some texture, which JPEG preserves."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 255, (6, 9, channels), np.uint8).squeeze())
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
@@ -38,35 +38,35 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> int:
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_as_their_camera_meant(tmp_path, orientation, suffix, decoder):
+def test_exif_orientation_is_applied(tmp_path, orientation, suffix, decoder):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = tmp_path / f"turned.{suffix}"
+    path = tmp_path / f"rotated.{suffix}"
     Image.fromarray(scene()).save(path, exif=exif)
     expected = planes(ImageOps.exif_transpose(Image.open(path)))
     assert difference(read_image(path, 500, decoder=decoder), expected) <= 1
     assert sorted(read_size(path)) == [60, 90]
 
 
-def made(mode: str) -> tuple[Image.Image, Image.Image]:
-    """A picture in this mode, and what it should look like in RGB, made with Pillow and numpy only."""
+def make_image(mode: str) -> tuple[Image.Image, Image.Image]:
+    """An image in this mode, and its expected RGB version, computed with Pillow and numpy only."""
     colour, rng = Image.fromarray(scene()), np.random.default_rng(1)
     if mode in {"RGBA", "LA"}:
-        picture = colour.convert("RGBA")
-        picture.putalpha(Image.fromarray(rng.integers(0, 255, (60, 90), np.uint8)))
-        picture = picture.convert(mode)
-        white = Image.new("RGBA", picture.size, "white")
-        return picture, Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+        image = colour.convert("RGBA")
+        image.putalpha(Image.fromarray(rng.integers(0, 255, (60, 90), np.uint8)))
+        image = image.convert(mode)
+        white = Image.new("RGBA", image.size, "white")
+        return image, Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     if mode == "I;16":
         values = rng.integers(0, 65536, (60, 90)).astype(np.uint16)
         return Image.fromarray(values), Image.fromarray((values // 256).astype(np.uint8)).convert("RGB")
-    picture = colour.convert(mode)
-    return picture, picture.convert("RGB")
+    image = colour.convert(mode)
+    return image, image.convert("RGB")
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
-    ("mode", "suffix", "most"),
+    ("mode", "suffix", "tolerance"),
     [
         ("RGB", "png", 0),
         ("RGB", "bmp", 0),
@@ -85,35 +85,35 @@ def made(mode: str) -> tuple[Image.Image, Image.Image]:
         ("CMYK", "jpg", 16),
     ],
 )
-def test_every_kind_of_picture_becomes_rgb(tmp_path, mode, suffix, most, decoder):
-    picture, expected = made(mode)
-    path = tmp_path / f"picture.{suffix}"
-    picture.save(path, **({"quality": 98, "subsampling": 0} if suffix == "jpg" else {}))
-    assert difference(read_image(path, 500, decoder=decoder), planes(expected)) <= most
+def test_every_mode_is_converted_to_rgb(tmp_path, mode, suffix, tolerance, decoder):
+    image, expected = make_image(mode)
+    path = tmp_path / f"image.{suffix}"
+    image.save(path, **({"quality": 98, "subsampling": 0} if suffix == "jpg" else {}))
+    assert difference(read_image(path, 500, decoder=decoder), planes(expected)) <= tolerance
     assert torch.equal(read_image(path, 500, decoder=decoder), read_image(path, 500, decoder="pillow"))
     grey = read_image(path, 500, channels=1, decoder=decoder)
-    assert difference(grey, torch.from_numpy(np.array(expected.convert("L")))[None]) <= max(most, 1)
+    assert difference(grey, torch.from_numpy(np.array(expected.convert("L")))[None]) <= max(tolerance, 1)
 
 
-def test_a_palette_with_a_transparent_colour_lies_over_white(tmp_path):
-    picture = Image.new("P", (20, 20), 1)
-    picture.putpalette([255, 0, 0, 0, 0, 255])
-    picture.paste(0, (5, 5, 10, 10))
+def test_a_transparent_palette_colour_becomes_white(tmp_path):
+    image = Image.new("P", (20, 20), 1)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.paste(0, (5, 5, 10, 10))
     for name in ("p.png", "p.gif"):
-        picture.save(tmp_path / name, transparency=0)
+        image.save(tmp_path / name, transparency=0)
         pixels = read_image(tmp_path / name, 50)
         assert pixels[:, 7, 7].tolist() == [255, 255, 255]
         assert pixels[:, 0, 0].tolist() == [0, 0, 255]
 
 
-def test_a_picture_in_memory_is_read_like_its_file(tmp_path):
-    picture, _ = made("RGBA")
-    picture.save(tmp_path / "a.png")
-    assert torch.equal(read_image(picture, 30), read_image(tmp_path / "a.png", 30))
+def test_a_pil_image_is_read_like_its_file(tmp_path):
+    image, _ = make_image("RGBA")
+    image.save(tmp_path / "a.png")
+    assert torch.equal(read_image(image, 30), read_image(tmp_path / "a.png", 30))
 
 
 @pytest.mark.parametrize(("height", "width"), [(120, 180), (180, 120), (100, 100)])
-def test_scaling_is_antialiased_as_in_pillow(tmp_path, height, width):
+def test_resizing_is_antialiased_as_in_pillow(tmp_path, height, width):
     noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
     path = tmp_path / "noise.png"
     Image.fromarray(noise).save(path)
@@ -125,7 +125,7 @@ def test_scaling_is_antialiased_as_in_pillow(tmp_path, height, width):
     assert torch.equal(square(whole, 40), whole[:, top : top + 40, left : left + 40])
 
 
-def test_a_small_picture_is_not_enlarged_in_the_store_but_is_in_its_square(tmp_path):
+def test_a_small_image_is_enlarged_in_its_square_only(tmp_path):
     Image.fromarray(scene(20, 30)).save(tmp_path / "small.png")
     whole = read_image(tmp_path / "small.png", 64)
     assert whole.shape == (3, 20, 30)
@@ -133,9 +133,9 @@ def test_a_small_picture_is_not_enlarged_in_the_store_but_is_in_its_square(tmp_p
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_a_large_jpeg_decoded_at_a_fraction_looks_as_if_decoded_whole(tmp_path, decoder):
-    picture = Image.fromarray(scene(800, 1200))
-    picture.save(tmp_path / "large.jpg", quality=95)
+def test_a_large_jpeg_decoded_at_reduced_size_looks_the_same(tmp_path, decoder):
+    image = Image.fromarray(scene(800, 1200))
+    image.save(tmp_path / "large.jpg", quality=95)
     whole = read_image(tmp_path / "large.jpg", 100, decoder=decoder)
     expected = planes(Image.open(tmp_path / "large.jpg").resize((150, 100), Image.Resampling.BILINEAR))
     assert difference(whole, expected) <= 4
@@ -144,24 +144,24 @@ def test_a_large_jpeg_decoded_at_a_fraction_looks_as_if_decoded_whole(tmp_path, 
     assert difference(boxed, planes(part)) <= 4
 
 
-def test_a_box_is_cut_first_and_bounded_by_the_picture(tmp_path):
+def test_images_are_cropped_to_boxes_first(tmp_path):
     pixels = scene()
     path = tmp_path / "a.png"
     Image.fromarray(pixels).save(path)
     expected = torch.from_numpy(pixels[10:40, 20:60].copy()).permute(2, 0, 1)
     assert torch.equal(read_image(path, 500, box=(20, 10, 40, 30)), expected)
     assert read_image(path, 500, box=(-5, -5, 30, 25)).shape == (3, 20, 25)
-    with pytest.raises(DataError, match=r"a\.png.*the box \(95, 0, 10, 10\) holds none of its 90 x 60 pixels"):
+    with pytest.raises(DataError, match=r"a\.png.*the box \(95, 0, 10, 10\) contains no pixel of the 90 x 60 image"):
         read_image(path, 500, box=(95, 0, 10, 10))
 
 
-def test_a_panorama_keeps_its_middle(tmp_path):
+def test_a_panorama_is_center_cropped(tmp_path):
     Image.fromarray(scene(20, 400)).save(tmp_path / "long.png")
     assert read_image(tmp_path / "long.png", 500).shape == (3, 20, 80)
     assert reading.stored_shape(400, 20, 10) == tuple(read_image(tmp_path / "long.png", 10).shape[1:])
 
 
-def test_the_bytes_of_a_file_are_read_as_the_file(tmp_path):
+def test_the_bytes_of_a_file_are_read_like_the_file(tmp_path):
     for name in ("a.jpg", "a.png"):
         Image.fromarray(scene(600, 900)).save(tmp_path / name)
         for side in (40, 700):
@@ -171,14 +171,14 @@ def test_the_bytes_of_a_file_are_read_as_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_what_is_no_image_is_named_with_the_reason(tmp_path, decoder):
+def test_unreadable_files_are_named_with_the_reason(tmp_path, decoder):
     Image.fromarray(scene()).save(tmp_path / "whole.jpg")
     Image.fromarray(scene()).save(tmp_path / "whole.png")
     bad = {"no": None, "words.jpg": b"words", "empty.png": b""}
     for name in ("whole.jpg", "whole.png"):
         data = (tmp_path / name).read_bytes()
         bad |= {f"cut {share} {name}": data[: int(share * len(data))] for share in (0.02, 0.5, 0.9)}
-    # Whole by its length, wrong inside: torchvision 0.29 ends the process on such a PNG.
+    # Complete but damaged inside: torchvision 0.29 crashes the process on such a PNG.
     pixels = data.index(b"IDAT") + 6
     bad["inside.png"] = data[:pixels] + b"\xff" * 50 + data[pixels + 50 :]
     for name, data in bad.items():
@@ -188,12 +188,12 @@ def test_what_is_no_image_is_named_with_the_reason(tmp_path, decoder):
             read_image(tmp_path / name, 32, decoder=decoder)
         assert str(error.value).startswith(f"{tmp_path / name}: cannot be read")
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "f.tiff")
-    with pytest.raises(DataError, match=r"f\.tiff.*fractions without an agreed range"):
+    with pytest.raises(DataError, match=r"f\.tiff.*float pixels have no defined range"):
         read_image(tmp_path / "f.tiff", 32, decoder=decoder)
 
 
-def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path):
-    # The first bytes of a 20,000 x 20,000 PNG: its size is refused before any pixel is unpacked.
+def test_a_decompression_bomb_is_rejected_before_it_is_decoded(tmp_path):
+    # The header of a 20,000 x 20,000 PNG: rejected before any pixel is decoded.
     Image.fromarray(scene()).save(tmp_path / "huge.png")
     data = bytearray((tmp_path / "huge.png").read_bytes())
     data[16:24] = (20_000).to_bytes(4) * 2
@@ -202,7 +202,7 @@ def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path):
         read_image(tmp_path / "huge.png", 32)
 
 
-def test_without_torchvision_pillow_reads(tmp_path, monkeypatch):
+def test_without_torchvision_pillow_decodes(tmp_path, monkeypatch):
     Image.fromarray(scene()).save(tmp_path / "a.jpg")
     both = read_image(tmp_path / "a.jpg", 32)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
@@ -214,7 +214,7 @@ def test_without_torchvision_pillow_reads(tmp_path, monkeypatch):
         reading._torchvision_io.cache_clear()
 
 
-def test_files_are_a_store_whose_pixels_do_not_depend_on_threads(photo_folder):
+def test_pixels_of_file_images_do_not_depend_on_threads(photo_folder):
     paths = sorted(photo_folder.rglob("*.png"))
     rows = np.array([5, 3, 100, 3, *range(40)])
     one, many = (FileImages(paths, 16, workers=workers).read(rows) for workers in (1, 4))
@@ -228,7 +228,7 @@ def test_files_are_a_store_whose_pixels_do_not_depend_on_threads(photo_folder):
     assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
 
 
-def test_boxes_follow_their_rows(photo_folder):
+def test_boxes_stay_with_their_rows(photo_folder):
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     boxes = np.array([[0, 0, 8, 8], [8, 8, 8, 8], [0, 8, 16, 16], [4, 4, 4, 4]], float)
     store = FileImages(paths, 64, boxes=boxes)
@@ -238,10 +238,10 @@ def test_boxes_follow_their_rows(photo_folder):
         FileImages(paths, 64, boxes=boxes[:2])
 
 
-def test_real_photos_are_the_same_by_both_decoders():
+def test_real_photos_are_the_same_with_both_decoders():
     paths = sorted((SHARED / "data/CUB_200_2011/images").glob("*/*.jpg"))[::400]
     if not paths:
-        pytest.skip("the CUB photos are not here")
+        pytest.skip("the CUB photos are not available")
     for path in paths:
         assert difference(read_image(path, 128), read_image(path, 128, decoder="pillow")) <= 1
         width, height = read_size(path)
@@ -250,8 +250,8 @@ def test_real_photos_are_the_same_by_both_decoders():
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_large_pictures_are_converted_in_parts(mode, monkeypatch):
-    monkeypatch.setattr(reading, "_PART", 100)  # three rows of 31 at a time
+def test_large_images_are_converted_in_strips(mode, monkeypatch):
+    monkeypatch.setattr(reading, "_PIXELS_PER_STRIP", 100)  # three rows of 31 at a time
     values = np.random.default_rng(0).integers(0, 256, (50, 31, 4)).astype(np.uint8)
     image = Image.fromarray(values, "RGBA") if mode == "RGBA" else Image.fromarray(values[..., :3]).convert(mode)
     shown = np.asarray(image, np.float64).reshape(50, 31, -1)

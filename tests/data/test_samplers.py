@@ -1,4 +1,4 @@
-"""Batches: every class each epoch, the same from the same seed, never two groups of one class in a batch."""
+"""Samplers: every class in every epoch, reproducible by seed, never two groups of one class in a batch."""
 
 from collections import Counter
 
@@ -34,8 +34,8 @@ def test_balanced_batches(sizes, samples_per_class, classes_per_batch, epoch):
     again = BalancedSampler(
         labels, batch_size=samples_per_class * classes_per_batch, samples_per_class=samples_per_class, seed=1
     )
-    for one, other in zip(batches, again.epoch(epoch), strict=True):
-        assert np.array_equal(one, other)
+    for batch, repeated in zip(batches, again.epoch(epoch), strict=True):
+        assert np.array_equal(batch, repeated)
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -55,14 +55,14 @@ def test_equal_classes_are_seen_whole_and_epochs_differ():
     assert not np.array_equal(*epochs)
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_batch_size_must_be_a_multiple_of_samples_per_class():
     with pytest.raises(ConfigError, match=r"multiple of train.samples_per_class \(4\), got 10"):
         make_sampler(labels_of([5, 5]), batch_size=10, samples_per_class=4, seed=0)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(class_sizes, st.sampled_from([0, 1, 2, 3]), st.integers(1, 4), st.integers(0, 3), st.data())
-def test_any_step_can_be_found_again(sizes, samples_per_class, classes_per_batch, epoch, data):
+def test_any_step_can_be_reproduced(sizes, samples_per_class, classes_per_batch, epoch, data):
     labels = labels_of(sizes)
     settings_ = {
         "batch_size": max(1, samples_per_class) * classes_per_batch,
@@ -83,7 +83,9 @@ def test_any_step_can_be_found_again(sizes, samples_per_class, classes_per_batch
     st.integers(2, 12),
     st.integers(0, 3),
 )
-def test_ranks_in_order_are_each_batch_of_one_process(sizes, samples_per_class, world, groups, epoch):
+def test_shares_of_all_ranks_concatenate_to_the_batch_of_one_process(
+    sizes, samples_per_class, world_size, groups, epoch
+):
     labels = labels_of(sizes)
     settings_ = {
         "batch_size": max(4, max(1, samples_per_class) * groups),
@@ -92,15 +94,15 @@ def test_ranks_in_order_are_each_batch_of_one_process(sizes, samples_per_class, 
     }
     if samples_per_class:
         settings_["batch_size"] = -(-settings_["batch_size"] // samples_per_class) * samples_per_class
-    alone = make_sampler(labels, **settings_)
-    ranks = [make_sampler(labels, **settings_, rank=rank, world=world) for rank in range(world)]
-    assert all(rank.batches_per_epoch == alone.batches_per_epoch for rank in ranks)
-    assert all(rank.batch_size == alone.batch_size for rank in ranks)
-    steps = zip(alone.epoch(epoch), *(rank.epoch(epoch) for rank in ranks), strict=True)
+    single = make_sampler(labels, **settings_)
+    ranks = [make_sampler(labels, **settings_, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert all(rank.batches_per_epoch == single.batches_per_epoch for rank in ranks)
+    assert all(rank.batch_size == single.batch_size for rank in ranks)
+    steps = zip(single.epoch(epoch), *(rank.epoch(epoch) for rank in ranks), strict=True)
     for whole, *shares in steps:
-        assert len(whole) == alone.batch_size
+        assert len(whole) == single.batch_size
         lengths = [len(share) for share in shares]
-        assert 0 < min(lengths) <= max(lengths) <= min(lengths) + (len(whole) % world > 0)
+        assert 0 < min(lengths) <= max(lengths) <= min(lengths) + (len(whole) % world_size > 0)
         assert np.concatenate(shares).tolist() == whole.tolist()
         assert all(np.array_equal(whole[rank.share], share) for rank, share in zip(ranks, shares, strict=True))
         if (
@@ -110,24 +112,25 @@ def test_ranks_in_order_are_each_batch_of_one_process(sizes, samples_per_class, 
             assert sum(map(len, classes)) == len(set.union(*classes))
 
 
-def test_a_group_is_cut_between_ranks_only_where_shares_hold_no_whole_groups():
+def test_a_group_is_split_between_ranks_only_if_shares_are_not_multiples_of_groups():
     labels = labels_of([6] * 6)
     shares = [
-        make_sampler(labels, batch_size=12, samples_per_class=4, seed=0, rank=r, world=2).epoch(0)[0] for r in (0, 1)
+        make_sampler(labels, batch_size=12, samples_per_class=4, seed=0, rank=r, world_size=2).epoch(0)[0]
+        for r in (0, 1)
     ]
     assert [len(share) for share in shares] == [6, 6]
     assert [sorted(Counter(labels[share].tolist()).values()) for share in shares] == [[2, 4], [2, 4]]
 
 
-def test_batches_that_cannot_be_shared_are_refused():
+def test_batches_smaller_than_the_world_are_rejected():
     for samples_per_class in (0, 3):
         with pytest.raises(ConfigError, match="a batch of 3 leaves some of 4 processes without an image"):
-            make_sampler(labels_of([5] * 9), batch_size=3, samples_per_class=samples_per_class, seed=0, rank=0, world=4)
+            make_sampler(labels_of([5] * 9), batch_size=3, samples_per_class=samples_per_class, seed=0, world_size=4)
     with pytest.raises(ConfigError, match="rank: expected 0 to 1 of 2 processes, got 2"):
-        make_sampler(labels_of([5] * 9), batch_size=8, samples_per_class=0, seed=0, rank=2, world=2)
+        make_sampler(labels_of([5] * 9), batch_size=8, samples_per_class=0, seed=0, rank=2, world_size=2)
 
 
-def test_one_large_class_does_not_stretch_the_epoch():
+def test_one_large_class_does_not_lengthen_the_epoch():
     sizes = [1000] + [4] * 100
     labels = labels_of(sizes)
     sampler = BalancedSampler(labels, batch_size=128, samples_per_class=4, seed=0)
@@ -137,7 +140,7 @@ def test_one_large_class_does_not_stretch_the_epoch():
         counts = Counter(labels[rows].tolist())
         assert set(counts) == set(range(101))
         assert counts[0] == 16
-    # Few of the large class in one epoch, but always others: 30 epochs of 16 from 1000 repeat little.
+    # Few images of the large class per epoch, but different ones: 30 epochs of 16 out of 1000 repeat few.
     large = [row for rows in seen for row in rows.tolist() if labels[row] == 0]
     assert len(set(large)) > 350
 

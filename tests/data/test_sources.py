@@ -1,4 +1,4 @@
-"""Folders, tables and features of any kind become a table of images and labels, or say why they cannot."""
+"""Folders, tables and feature files become a `Table`, or an error says why they cannot."""
 
 import os
 from dataclasses import replace
@@ -10,7 +10,7 @@ from helpers.images import picture
 from PIL import Image
 
 from nearkin.config.recipe import DataConfig
-from nearkin.data.listing import list_folder, list_table, number_classes
+from nearkin.data.listing import encode_labels, list_folder, list_table
 from nearkin.data.sources import detect_source, fingerprint, list_source, load, load_features
 from nearkin.data.splits import make_split
 from nearkin.errors import DataError, MissingExtraError, UserError
@@ -18,7 +18,7 @@ from nearkin.errors import DataError, MissingExtraError, UserError
 # --- folders and tables ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_train_and_test_keeps_its_parts(tmp_path):
+def test_a_folder_with_train_and_test_has_parts(tmp_path):
     for part, classes in {"train": "abcd", "test": "ef"}.items():
         for name in classes:
             picture(tmp_path / part / name / "1.png")
@@ -27,7 +27,7 @@ def test_a_folder_with_train_and_test_keeps_its_parts(tmp_path):
     assert listing.part.tolist() == ["train"] * 4 + ["test"] * 2
 
 
-def test_links_are_followed_and_circles_end(tmp_path):
+def test_links_are_followed_and_loops_end(tmp_path):
     picture(tmp_path / "real" / "1.png", 1)
     for name in "ab":
         picture(tmp_path / "root" / name / "1.png")
@@ -61,14 +61,14 @@ def test_a_csv_with_all_columns(tmp_path, quiet):
     )
 
 
-def test_columns_may_be_named_and_separated_otherwise(tmp_path):
+def test_other_column_names_and_separators(tmp_path):
     for i in range(2):
         picture(tmp_path / f"{i}.png", i)
     file = write_csv(tmp_path / "t.csv", "where;what", "0.png;a", "1.png;b")
-    with pytest.raises(DataError, match=r"no column named 'path'; it has where, what.(?s:.*)--data.path-column"):
+    with pytest.raises(DataError, match=r"no column named 'path'. Columns: where, what.(?s:.*)--data.path-column"):
         list_table(file)
     assert list_table(file, path_column="where", label_column="what").class_names == ("a", "b")
-    with pytest.raises(DataError, match=r"no column named 'wat'; it has where, what. Did you mean 'what'"):
+    with pytest.raises(DataError, match=r"no column named 'wat'. Columns: where, what. Did you mean 'what'"):
         list_table(file, path_column="where", label_column="wat")
 
 
@@ -86,43 +86,43 @@ def test_a_hugging_face_folder(tmp_path, split, quiet):
     assert table.parts == (("train", "test") if split else ())
 
 
-def test_tables_that_cannot_serve_say_why(tmp_path, quiet):
+def test_unusable_tables_raise_an_error(tmp_path, quiet):
     good = ["path,label", "a.png,x", "b.png,y"]
     for name in "ab":
         picture(tmp_path / f"{name}.png")
     for lines, message in (
-        ([*good, "c.png"], r"row 4 has 1 values, the header names 2"),
+        ([*good, "c.png"], r"row 4 has 1 values, but the header has 2"),
         ([*good, "c.png,"], r"row 4 has no label"),
-        (good[:1], r"has a header and no rows"),
+        (good[:1], r"has a header but no rows"),
         ([""], r"is empty"),
-        (good[:2], r"names 1 classes, need at least 2"),
-        (["path,label,split", "a.png,x,tst", "b.png,y,train"], r"part 'tst' is none of train, val"),
-        (["path,label,x,y,w,h", "a.png,x,1,1,0,5", "b.png,y,1,1,1,1"], r"row 2 has no proper box"),
-        (["path,label,x,y,w,h", "a.png,x,1,1,a,5", "b.png,y,1,1,1,1"], r"a box is not a number"),
+        (good[:2], r"found 1 classes, need at least 2"),
+        (["path,label,split", "a.png,x,tst", "b.png,y,train"], r"unknown part 'tst'. Expected one of train, val"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,0,5", "b.png,y,1,1,1,1"], r"row 2 has an invalid box"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,a,5", "b.png,y,1,1,1,1"], r"a box is not numeric"),
     ):
         with pytest.raises(DataError, match=message):
             list_table(write_csv(tmp_path / "t.csv", *lines))
     file = write_csv(tmp_path / "t.csv", *good, "gone.png,z")
-    with pytest.raises(DataError, match=r"1 of 3 files it lists are not there, first .*gone.png"):
+    with pytest.raises(DataError, match=r"1 of 3 listed files do not exist, first .*gone.png"):
         load(DataConfig(source="table", root=file), quiet)
     table = load(DataConfig(source="table", root=file, image_size=8, allow_missing=True), quiet)
-    assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed files were not there",))
-    with pytest.raises(DataError, match="has no boxes to cut to"):
+    assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed files did not exist",))
+    with pytest.raises(DataError, match="has no boxes to crop to"):
         load(DataConfig(source="table", root=file, allow_missing=True, crop_to_boxes=True), quiet)
     (tmp_path / "t.csv").write_bytes(b"path,label\n\xff\xfe,x\n")
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8 text"):
         list_table(file)
-    with pytest.raises(DataError, match="there is no such file"):
+    with pytest.raises(DataError, match="no such file"):
         list_table(tmp_path / "none.csv")
-    with pytest.raises(DataError, match=r"holds no metadata.csv"):
+    with pytest.raises(DataError, match=r"contains no metadata.csv"):
         list_table(tmp_path)
 
 
-@pytest.mark.parametrize("count", [10, 20_000])  # the second is longer than a field may be
-def test_a_quote_that_is_never_closed_is_named(tmp_path, count):
+@pytest.mark.parametrize("count", [10, 20_000])  # the second exceeds the maximum length of a field
+def test_an_unclosed_quote_is_an_error(tmp_path, count):
     rows = [f"{i}.png,class {i}" for i in range(count)]
     rows[5] = '5.png,"class 5'
-    with pytest.raises(DataError, match=r"t\.csv: row 7 cannot be read \(.*\)\. Is a quote never closed\?"):
+    with pytest.raises(DataError, match=r"t\.csv: row 7 cannot be read \(.*\)\. Is there an unclosed quote\?"):
         list_table(write_csv(tmp_path / "t.csv", "path,label", *rows))
 
 
@@ -130,14 +130,14 @@ def test_rows_are_numbered_as_an_editor_shows_them(tmp_path):
     for lines, message in (
         (["path,label", "", "a.png,x", "b.png,y", "", "c.png"], "row 6 has 1 values"),
         (["", "path,label", "a.png,x", "", "b.png,"], "row 5 has no label"),
-        (["path,label,x,y,w,h", "a.png,x,1,1,2,5", "", "b.png,y,1,1,0,1"], "row 4 has no proper box"),
+        (["path,label,x,y,w,h", "a.png,x,1,1,2,5", "", "b.png,y,1,1,0,1"], "row 4 has an invalid box"),
     ):
         with pytest.raises(DataError, match=message):
             list_table(write_csv(tmp_path / "t.csv", *lines))
 
 
-def test_parquet_may_hold_vectors_beside_and_gaps(tmp_path, monkeypatch):
-    """Its columns through a stand-in for the reader, which needs a package that may not be there."""
+def test_parquet_with_vectors_and_gaps_in_other_columns(tmp_path, monkeypatch):
+    """With a stub for the reader, which needs a package that may not be installed."""
     pandas = pytest.importorskip("pandas")
     columns = {"path": ["a.png", "b.png"], "label": [1, 2], "vector": [np.ones(3), np.zeros(3)], "gap": [pandas.NA, 1]}
     (tmp_path / "t.parquet").touch()
@@ -147,11 +147,11 @@ def test_parquet_may_hold_vectors_beside_and_gaps(tmp_path, monkeypatch):
     assert list_table(tmp_path / "t.parquet").class_names == ("1", "2")
     with pytest.raises(DataError, match=r"row 1 has no label"):
         list_table(tmp_path / "t.parquet", label_column="gap")
-    with pytest.raises(DataError, match=r"column 'vector' holds a ndarray in row 1, expected one word or number"):
+    with pytest.raises(DataError, match=r"column 'vector' contains a ndarray in row 1, expected text or a number"):
         list_table(tmp_path / "t.parquet", label_column="vector")
 
 
-def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet):
+def test_a_broken_link_is_named_without_a_cache_too(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / name / "1.png")
     (tmp_path / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
@@ -161,7 +161,7 @@ def test_a_link_that_leads_nowhere_is_named_without_a_cache_too(tmp_path, quiet)
     assert len(load(replace(data, skip_broken=True), quiet)) == 2
 
 
-def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
+def test_parquet_is_read_or_asks_for_pandas(tmp_path, monkeypatch):
     file = tmp_path / "t.parquet"
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"path": ["a.png", "b.png"], "label": [1, 2], "part": ["train", "test"]})
@@ -169,7 +169,7 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
         picture(tmp_path / f"{name}.png")
     try:
         frame.to_parquet(file)
-    except ImportError:  # no pyarrow here: the message is what can be tested, and the columns through a stand-in
+    except ImportError:  # without pyarrow: test the message, and the columns with a stub
         file.touch()
         with pytest.raises(MissingExtraError, match="pip install pandas pyarrow"):
             list_table(file)
@@ -179,21 +179,21 @@ def test_parquet_is_read_or_says_what_it_needs(tmp_path, monkeypatch):
     assert listing.part.tolist() == ["train", "test"]
 
 
-def test_numbers_sort_by_value_and_words_by_letter():
-    assert number_classes(["b", "10", "a"])[1] == ("10", "a", "b")
-    assert number_classes(["2", "10", "2"])[1] == ("2", "10")
-    long = "1" * 5000  # more digits than Python turns into a number
-    assert number_classes([long, "007", "7"])[1] == ("007", "7", long)
+def test_class_names_sort_by_value_or_alphabetically():
+    assert encode_labels(["b", "10", "a"])[1] == ("10", "a", "b")
+    assert encode_labels(["2", "10", "2"])[1] == ("2", "10")
+    long = "1" * 5000  # more digits than Python converts to an integer
+    assert encode_labels([long, "007", "7"])[1] == ("007", "7", long)
 
 
-def test_numbers_of_one_value_have_an_order_too():
-    """A set's own order changes from process to process, and with it labels, split and fingerprint would."""
+def test_numbers_of_equal_value_have_a_fixed_order():
+    """The order of a set differs between processes; labels, split and fingerprint must not."""
     names = [f"{value:0{width}d}" for value in range(1, 12) for width in (3, 2, 4)]
     expected = [name for value in range(1, 12) for name in (f"{value:04d}", f"{value:03d}", f"{value:02d}")]
-    assert number_classes(names)[1] == tuple(expected)
+    assert encode_labels(names)[1] == tuple(expected)
 
 
-def test_unknown_sources_and_missing_roots_say_what_there_is():
+def test_unknown_sources_and_missing_roots_raise_an_error():
     with pytest.raises(UserError, match=r"no source named 'cubb'. Did you mean 'cub'"):
         list_source(DataConfig(source="cubb"))
     for source, message in (("table", "--data FILE"), ("folder", "--data FOLDER"), ("cub", "nearkin data get cub")):
@@ -201,7 +201,7 @@ def test_unknown_sources_and_missing_roots_say_what_there_is():
             list_source(DataConfig(source=source))
 
 
-def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_path, quiet):
+def test_the_fingerprint_depends_on_content_labels_parts_and_boxes_but_not_on_file_names(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / "one" / name / "1.png", ord(name))
         picture(tmp_path / "two" / name / "renamed.png", ord(name))
@@ -211,13 +211,13 @@ def test_the_fingerprint_knows_content_labels_parts_and_boxes_but_no_names(tmp_p
     picture(tmp_path / "two" / "a" / "renamed.png", 99)
     assert load(replace(data, root=tmp_path / "two"), quiet).fingerprint != first
     labels, part, boxes = np.array([0, 1]), np.array(["train", "test"]), np.ones((2, 4), np.int64)
-    given = [([b"x", b"y"], labels, ("a", "b")), ([b"x", b"y"], labels, ("a", "b"), part)]
-    given += [([b"x", b"y"], labels, ("a", "b"), None, boxes), ([b"x", b"y"], labels[::-1], ("a", "b"))]
-    assert len({fingerprint(*one) for one in given}) == 4
+    arguments = [([b"x", b"y"], labels, ("a", "b")), ([b"x", b"y"], labels, ("a", "b"), part)]
+    arguments += [([b"x", b"y"], labels, ("a", "b"), None, boxes), ([b"x", b"y"], labels[::-1], ("a", "b"))]
+    assert len({fingerprint(*args) for args in arguments}) == 4
 
 
-def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
-    """A finished cache is believed as long as sizes and times stay, so its files are not read again at every start."""
+def test_the_fingerprint_matches_the_cached_pixels(tmp_path, quiet):
+    """A complete cache is trusted while sizes and times match, so its files are not read at every start."""
     for name in "ab":
         Image.new("RGB", (8, 8), "red").save(picture(tmp_path / name / "1.bmp"))
     data = DataConfig(source="folder", root=tmp_path, image_size=8)
@@ -236,14 +236,14 @@ def test_the_fingerprint_is_that_of_the_cached_pixels(tmp_path, quiet):
     assert load(data, quiet).fingerprint != first.fingerprint
 
 
-def test_a_folder_of_ones_own_is_not_taken_for_a_benchmark(tmp_path):
+def test_a_folder_with_images_txt_is_not_mistaken_for_a_benchmark(tmp_path):
     for name in "abc":
         picture(tmp_path / name / "1.png", ord(name))
     (tmp_path / "images.txt").write_text("a note on my images\n")
     assert detect_source(tmp_path) == "folder"
 
 
-def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quiet):
+def test_a_cache_above_its_limit_is_rejected(tmp_path, quiet):
     for name in "ab":
         picture(tmp_path / name / "1.png")
     with pytest.raises(DataError, match=r"(?i)cache"):
@@ -254,7 +254,7 @@ def test_a_cache_beyond_its_limit_is_refused_before_it_is_written(tmp_path, quie
 # --- features --------------------------------------------------------------------------------------------------------
 
 
-def test_features_of_any_modality_become_a_table(tmp_path):
+def test_features_become_a_table(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float16)
     labels = np.repeat([7, 30, 200, 1, 2, 3], 2)
     part = np.repeat(["train", "test"], 6)
@@ -265,7 +265,7 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert [table.class_names[c] for c in table.labels] == [str(v) for v in labels]
     test = table.of_classes(np.unique(table.of_part("test").labels))
     assert (len(test), test.num_classes, test.features.shape) == (6, 3, (6, 5))
-    with pytest.raises(DataError, match="holds features, not images"):
+    with pytest.raises(DataError, match="contains features, not images"):
         test.images.read(np.array([0]))
     np.save(tmp_path / "g.npy", vectors)
     (tmp_path / "g.labels.txt").write_text("\n".join(map(str, labels)) + "\n")
@@ -274,7 +274,7 @@ def test_features_of_any_modality_become_a_table(tmp_path):
     assert np.array_equal(load_features(tmp_path / "g.npy", tmp_path / "other.npy").labels, table.labels)
 
 
-def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
+def test_parts_of_features_are_read_like_those_of_a_table(tmp_path):
     words = ["Training"] * 8 + ["Test"] * 4
     for part in (np.array(words), np.array(words, np.bytes_)):
         np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
@@ -283,7 +283,7 @@ def test_the_part_of_features_is_read_like_that_of_a_table(tmp_path):
         assert make_split(table, DataConfig())[1].num_images == 4
 
 
-def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):
+def test_labels_may_be_bytes_and_features_integers(tmp_path):
     np.savez(tmp_path / "F.NPZ", features=np.arange(6).reshape(2, 3), labels=np.array(["é", "b"]))
     (tmp_path / "F.NPZ.npz").rename(tmp_path / "F.NPZ")
     table = load_features(tmp_path / "F.NPZ")
@@ -292,20 +292,20 @@ def test_labels_may_be_bytes_and_features_whole_numbers(tmp_path):
     assert load_features(tmp_path / "g.npz").class_names == table.class_names == ("b", "é")
 
 
-def test_features_that_cannot_serve_say_why(tmp_path):
+def test_unusable_features_raise_an_error(tmp_path):
     good = {"features": np.ones((2, 3)), "labels": np.array([0, 1])}
     for change, message in (
-        ({"features": np.ones(3)}, r"expected numbers \[N, D\]"),
-        ({"features": np.array([["a"], ["b"]])}, r"expected numbers \[N, D\]"),
-        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features hold NaN or infinity, first row 1"),
+        ({"features": np.ones(3)}, r"expected numeric \[N, D\]"),
+        ({"features": np.array([["a"], ["b"]])}, r"expected numeric \[N, D\]"),
+        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features contain NaN or infinity, first in row 1"),
         ({"labels": np.array([0, np.nan])}, "row 1 has no label"),
         ({"labels": np.array(["a", ""])}, "row 1 has no label"),
         ({"labels": np.array([b"a", b"\xff"])}, r"f\.npz: labels are bytes that are not UTF-8"),
-        ({"part": np.array(["train", "tst"])}, "part 'tst' is none of train, val, test"),
-        ({"part": np.array([0, 1])}, "part '0' is none of train, val, test"),
-        ({"part": np.array(["train"])}, r"2 features and part of shape \[1\]; expected one each"),
-        ({"labels": np.arange(3)}, r"2 features and labels of shape \[3\]"),
-        ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features hold NaN or infinity, first row 0"),
+        ({"part": np.array(["train", "tst"])}, "unknown part 'tst'. Expected one of train, val, test"),
+        ({"part": np.array([0, 1])}, "unknown part '0'. Expected one of train, val, test"),
+        ({"part": np.array(["train"])}, r"part have shape \[1\], expected one for each of 2 features"),
+        ({"labels": np.arange(3)}, r"labels have shape \[3\], expected one for each of 2 features"),
+        ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features contain NaN or infinity, first in row 0"),
         ({"features": np.array([[object()], [None]])}, "cannot be read as features"),
     ):
         np.savez(tmp_path / "f.npz", **(good | change))
@@ -315,7 +315,7 @@ def test_features_that_cannot_serve_say_why(tmp_path):
     with pytest.raises(DataError, match="no array named 'labels'"):
         load_features(tmp_path / "f.npz")
     np.save(tmp_path / "f.npy", np.ones((2, 3)))
-    with pytest.raises(DataError, match=r"looked for .*f.labels.npy and f.labels.txt"):
+    with pytest.raises(DataError, match=r"labels not found. Expected .*f.labels.npy or f.labels.txt"):
         load_features(tmp_path / "f.npy")
     with pytest.raises(DataError, match="no such file"):
         load_features(tmp_path / "none.npz")

@@ -57,7 +57,9 @@ def train(name: str) -> dict[str, torch.Tensor]:
     wrapped = DistributedDataParallel(model) if joined == "ddp" and nd.world_size() > 1 else model
     groups = [{"params": list(model.parameters()), "lr": 0.05}, *objective.parameter_groups(class_lr)]
     speed = {p: torch.zeros_like(p) for group in groups for p in group["params"]}
-    sampler = make_sampler(labels, batch_size=21, samples_per_class=3, seed=1, rank=nd.rank(), world=nd.world_size())
+    sampler = make_sampler(
+        labels, batch_size=21, samples_per_class=3, seed=1, rank=nd.rank(), world_size=nd.world_size()
+    )
     losses = []
     for epoch in range(2):
         for step, rows in enumerate(sampler.epoch(epoch)):

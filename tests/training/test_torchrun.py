@@ -116,7 +116,7 @@ def test_the_image_to_blame_is_named_whichever_process_had_it(tmp_path):
     np.savez(tmp_path / "f.npz", features=features, labels=np.arange(120) % 12)
 
     def is_with_the_second(seed: int) -> bool:  # row 37 is the 20th of the classes that train, the first six
-        sampler = make_sampler(np.arange(60) % 6, batch_size=20, samples_per_class=0, seed=seed, rank=1, world=2)
+        sampler = make_sampler(np.arange(60) % 6, batch_size=20, samples_per_class=0, seed=seed, rank=1, world_size=2)
         return 19 in np.concatenate(sampler.epoch(0))
 
     recipe = nk.recipes.features_default()

@@ -1,0 +1,174 @@
+"""Findings of the data check: their catalogue, the report and its JSON form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nearkin.data.image_info import HUGE_PIXELS
+from nearkin.errors import DataError
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+
+_SKIP = "or skip them in training: --data.skip-broken."
+_NO_ANSWER = "a query without another image of its class has no correct answer."
+_ONE_OF_EACH = "Remove one of each pair: the model must not be tested on an image that it was trained on."
+_RIGHT_LABEL = "Keep the correct label and remove the other: one of the two must be wrong."
+_EASIER = "Remove one of each pair: duplicates make retrieval look easier than it is."
+
+# Level, title (after the number of cases) and advice of each kind of finding, by importance within a level.
+CATALOGUE: dict[str, tuple[Level, str, str]] = {
+    "counts": ("error", "differences from the official benchmark", "Unpack the archive again."),
+    "missing": ("error", "listed files are missing", "Restore them, or ignore them: --data.allow-missing."),
+    "class_overlap": (
+        *("error", "classes are in more than one of training, validation and test"),
+        "Assign each class to one part, or split by class: --data.split by_class.",
+    ),
+    "unopened": ("error", "folders cannot be opened", "Fix their permissions."),
+    "label_typo": (
+        *("warning", "class names differ only in case, spacing or Unicode form"),
+        "Merge them if they are one class: as two classes, each counts as an error for the other.",
+    ),
+    "single_image": ("warning", "classes have a single image", f"Add images or remove the classes: {_NO_ANSWER}"),
+    "empty_class": ("warning", "classes have no images", "Add images or remove the folders; training ignores them."),
+    "unanswerable": (
+        *("warning", "query classes are not in the gallery"),
+        f"Add them to the gallery or remove the queries: {_NO_ANSWER}",
+    ),
+    "loose": (
+        *("warning", "images are outside any class folder"),
+        "Move each into the folder of its class; training ignores them.",
+    ),
+    "listed_twice": ("warning", "files are listed more than once", "Remove the extra rows."),
+    "ignored": (
+        *("note", "files among the images have no image suffix"),
+        "Ignore this if they are not images; images end in .jpg, .png, .webp, .bmp, .gif or .tif.",
+    ),
+    "unreadable": ("error", "images cannot be decoded", f"Fix or remove them, {_SKIP}"),
+    "no_permission": ("error", "images cannot be read (permission denied)", f"Run chmod +r on them, {_SKIP}"),
+    "broken_link": ("error", "symbolic links are broken", f"Fix or remove them, {_SKIP}"),
+    "too_many_pixels": ("error", "images are too large to decode safely", f"Downscale them, {_SKIP}"),
+    "huge": (
+        *("warning", f"images have more than {HUGE_PIXELS / 1e6:.0f} million pixels"),
+        "Downscale them: they slow down every read and are shrunk anyway.",
+    ),
+    "not_rgb": (
+        *("note", "images are not plain RGB"),
+        "No action needed: they are converted when read. Make sure that this alone does not distinguish a class.",
+    ),
+    "turned": (
+        *("note", "images are stored rotated (EXIF)"),
+        "No action needed: they are rotated when read. Other tools may show them sideways.",
+    ),
+    "link": ("note", "files are symbolic links", "No action needed: they are followed."),
+    "exact_across_parts": ("error", "pairs of identical images are in different parts", _ONE_OF_EACH),
+    "exact_across_labels": ("error", "pairs of identical images have different labels", _RIGHT_LABEL),
+    "exact_within_class": ("note", "pairs of identical images are in the same class", _EASIER),
+    "near_across_parts": (
+        *("warning", "pairs of near-duplicate images are in different parts"),
+        f"Look at them. {_ONE_OF_EACH}",
+    ),
+    "near_across_labels": (
+        *("warning", "pairs of near-duplicate images have different labels"),
+        f"Look at them. {_RIGHT_LABEL}",
+    ),
+    "near_within_class": ("note", "pairs of near-duplicate images are in the same class", _EASIER),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of problem.
+
+    Attributes:
+        kind: A key of `CATALOGUE`.
+        level: How bad it is.
+        title: What it is; reads after the number of cases.
+        advice: What to do.
+        cases: Every instance.
+    """
+
+    kind: str
+    level: Level
+    title: str
+    advice: str
+    cases: tuple[str, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of a check.
+
+    Attributes:
+        source: Name of the source.
+        root: Its folder.
+        images: Number of images.
+        classes: Number of classes.
+        parts: Numbers of images and classes of each part; empty if the source has no parts.
+        fingerprint: That of the table, so that a result can be matched to it; None if some files cannot be read.
+        findings: Most severe first.
+    """
+
+    source: str
+    root: str
+    images: int
+    classes: int
+    parts: dict[str, dict[str, int]]
+    fingerprint: str | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error: nothing that would make a score wrong or stop a run."""
+        return not any(finding.level == "error" for finding in self.findings)
+
+    def find(self, kind: str) -> Finding | None:
+        """Return the finding of this kind, or None."""
+        return next((finding for finding in self.findings if finding.kind == kind), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, including every case."""
+        findings = [
+            {"kind": f.kind, "level": f.level, "title": f.title, "advice": f.advice}
+            | {"count": len(f.cases), "cases": list(f.cases)}
+            for f in self.findings
+        ]
+        counts = {"images": self.images, "classes": self.classes, "parts": self.parts}
+        return (
+            {"source": self.source, "root": self.root, "ok": self.ok, "fingerprint": self.fingerprint}
+            | counts
+            | {"findings": findings}
+        )
+
+
+def write_json(report: Report, file: Path) -> None:
+    """Write a report as JSON.
+
+    Args:
+        report: The report.
+        file: Where to; missing folders are created.
+
+    Raises:
+        DataError: If the file cannot be written.
+    """
+    text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(printable(text) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}). Choose another file for --json.") from None
+
+
+def printable(text: str) -> str:
+    """Escape the bytes of file names that are not UTF-8, for example as \\udce9, which JSON decodes to the same name.
+
+    Args:
+        text: Text that may contain surrogates.
+
+    Returns:
+        Text that can be encoded as UTF-8.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,48 @@
+"""The terminal report of `nearkin data check`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from nearkin.data.findings import LEVELS, Report, printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def render(report: Report, *, cases: int = 3) -> Text:
+    """Render a report for the terminal: each finding with a few cases and what to do.
+
+    Args:
+        report: The result of `check_target`.
+        cases: How many cases of each finding to list.
+
+    Returns:
+        Styled text; `.plain` has no styles.
+    """
+    from rich.text import Text
+
+    text = Text()
+    text.append(f"{printable(report.source)}: {report.images:,} images of {report.classes:,} classes", "bold")
+    for part, count in report.parts.items():
+        text.append(f"\n  {part:<8}{count['images']:>9,} images {count['classes']:>7,} classes")
+    text.append(
+        f"\n  in {printable(report.root)}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else "")
+    )
+    for finding in report.findings:
+        text.append(f"\n\n{finding.level:<8}", _STYLES[finding.level]).append(f"{len(finding.cases):,} {finding.title}")
+        for case in finding.cases[:cases]:
+            text.append(f"\n        {printable(case)}", "dim")
+        if len(finding.cases) > cases:
+            text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
+        text.append(f"\n        {finding.advice}")
+    return text.append(f"\n\n{_summary(report)}")
+
+
+def _summary(report: Report) -> str:
+    count = Counter(finding.level for finding in report.findings)
+    levels = [f"{count[k]} type{'s'[: count[k] > 1]} of {k}s" for k in LEVELS if count[k]]
+    return f"{', '.join(levels)}." if levels else "No problems found."
