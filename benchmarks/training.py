@@ -40,7 +40,7 @@ def bare_epoch(recipe: Recipe, part: int | None) -> float:
     table = sources.load(recipe.data, QUIET)
     split, _ = make_split(table, recipe.data)
     model = make_model(recipe, table, QUIET)
-    model.calibrate(split.train.images)
+    model.fit_pixel_norm(split.train.images)
     model.train()
     objective = make_objective(recipe, model.dim, split.train.num_classes)
     optimizer = torch.optim.AdamW([*model.parameters(), *objective.parameters()], lr=1e-4)

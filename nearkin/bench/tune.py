@@ -251,11 +251,11 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
                     except UpdateFinishedTrialError:  # the claim was lost with the connection, another was faster
                         said = "ended by another worker"
                 waiting = False
-                pace.reach(search.total - len(_unfinished(search, shared)))
+                pace.update(search.total - len(_unfinished(search, shared)))
                 now = time.monotonic()
                 if now - spoke >= LINE_EVERY or pace.done == pace.total or said.startswith("FAILED"):
                     spoke = now
-                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
+                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.eta} left")
                 break
             else:
                 if not waiting:

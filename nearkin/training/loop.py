@@ -100,7 +100,7 @@ def _fit(
             return run
         hyper = recipe.train
         check_train_config(model, hyper, place)
-        model.calibrate(split.train.images)
+        model.fit_pixel_norm(split.train.images)
         model.to(place)
         start = copy.deepcopy(model)
         # What the backbone makes of images before training: the yardstick, the head's start, the frozen lane's input.
@@ -193,10 +193,10 @@ def _fit(
                 if average is not None:
                     broadcast_state(average)
                 said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
-                pace.reach((epoch + 1) * steps_per_epoch)
+                pace.update((epoch + 1) * steps_per_epoch)
                 reporter.info(
                     f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
-                    f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
+                    f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
                 )
                 if watch is not None and val and any_rank(is_main_process() and watch(epoch + 1, state.best)):
                     run.log(event="stopped", epoch=epoch + 1)

@@ -104,7 +104,9 @@ def test_keys_of_miners_and_of_user_registered_losses(monkeypatch):
     )
     assert run_key(replace(base, miner=None), "f") != run_key(base, "f")
 
-    mine = replace(base, loss=ComponentConfig("mine"), miner=None)  # not registered: the key takes the settings as given
+    mine = replace(
+        base, loss=ComponentConfig("mine"), miner=None
+    )  # not registered: the key takes the settings as given
     assert run_key(replace(mine, loss=ComponentConfig("mine", {"a": 1})), "f") == run_key(
         replace(mine, loss=ComponentConfig("mine", {"a": 1.0})), "f"
     )
