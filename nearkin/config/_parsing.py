@@ -129,7 +129,7 @@ def to_plain_dict(config: Any, *, keyed_only: bool = False) -> dict[str, Any]:
             value = to_plain_dict(value, keyed_only=keyed_only)
         elif isinstance(value, Path):
             value = str(value)
-        elif isinstance(value, int) and field.name in _float_fields(type(config)):
+        elif isinstance(value, int) and field.name in _float_fields(config.__class__):
             value = float(value)
         values[field.name] = value
     return values
