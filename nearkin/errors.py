@@ -53,7 +53,7 @@ class TrainingFailedError(UserError):
 
 
 class TrainingStoppedError(UserError):
-    """A callback, `fit(watch=...)`, stopped the run early.
+    """A callback, `fit(on_epoch_end=...)`, stopped the run early.
 
     Args:
         path: The run folder.

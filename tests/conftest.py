@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,11 @@ from helpers.postgres import pgvector_url, postgres_server, postgres_url  # noqa
 # Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it.
 _CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
 os.environ["NEARKIN_CACHE"] = _CACHE
+
+# A shell makes background jobs (`nohup make test &`) ignore SIGINT, and their children inherit that. The tests of Ctrl-C
+# need the usual handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A session of its own, with nothing that would look for the network.
 BROWSER_FLAGS = [

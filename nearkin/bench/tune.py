@@ -320,7 +320,9 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
 
     score: float | None = None
     try:
-        run = fit(recipe, search.out / "runs", device=device, final=False, reporter=Reporter(quiet=True), watch=watch)
+        run = fit(
+            recipe, search.out / "runs", device=device, final=False, reporter=Reporter(quiet=True), on_epoch_end=watch
+        )
     except TrainingStoppedError as stopped:
         state, said = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _tidy(stopped.path, keep_best=False)

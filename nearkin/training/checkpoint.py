@@ -1,9 +1,10 @@
-"""What of a training run must survive an interruption, in one place."""
+"""What of a training run must survive an interruption, and how Ctrl-C is handled."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,94 +26,131 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 @dataclass
 class TrainingState:
-    """The learned and moving parts of a run, and how far it is. `save` then `restore` changes no later number.
+    """The weights, the optimiser and the progress of a run. `save` followed by `restore` changes no later number.
 
-    The order of the images and every random draw need no state of their own: they are functions of the seed, the epoch
-    and the step. The checkpoint before the last is kept as well, for the case that the last one is damaged.
+    The order of the images and every random draw need no state: they are functions of the seed, the epoch and the step.
+    The previous checkpoint is kept as well, in case the last one is damaged.
+
+    Attributes:
+        model: The network.
+        objective: The loss with its class parameters and memory.
+        optimizer: Of both.
+        scaler: The gradient scaler of fp16 training.
+        ema_model: The moving average of the network, if the recipe has one.
+        epoch: Finished epochs.
+        step: Finished steps of the current epoch.
+        loss_sum: Sum of the losses of those steps.
+        best: Validation R@1 of `best_epoch`.
+        best_map: Its MAP@R, which breaks ties of R@1.
+        best_epoch: The epoch whose weights are in best.pt.
+        seconds: Time spent training, over all interruptions.
     """
 
     model: nn.Module
     objective: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    average: nn.Module | None = None  # the running mean of the weights, where the recipe asks for one
-    epoch: int = 0  # finished epochs
-    step: int = 0  # finished steps of the current epoch
-    loss_sum: float = 0.0  # over those steps
-    best: float = -1.0  # validation R@1 of best_epoch
-    best_map: float = -1.0  # its MAP@R, which decides between epochs of equal R@1
+    ema_model: nn.Module | None = None
+    epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    best: float = -1.0
+    best_map: float = -1.0
     best_epoch: int = 0
-    seconds: float = 0.0  # spent training, over all sittings
+    seconds: float = 0.0
 
-    _PLAIN = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
+    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
+
+    def __post_init__(self) -> None:
+        self.start_timer()
 
     @property
     def mean_loss(self) -> float:
+        """Mean loss over the finished steps of this epoch."""
         return self.loss_sum / max(self.step, 1)
 
-    def stepped(self, loss: float) -> None:
+    def record_step(self, loss: float) -> None:
+        """Count a finished step."""
         self.step += 1
         self.loss_sum += loss
 
     def next_epoch(self) -> None:
+        """Count a finished epoch."""
         self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
 
+    def start_timer(self) -> None:
+        """Start counting training time, which `save` adds to `seconds`."""
+        self._timer = time.monotonic()
+
     def save(self, run: Run) -> None:
-        state: dict[str, Any] = {name: getattr(self, name) for name in self._PLAIN}
+        """Write last.pt, and keep the previous one."""
+        now = time.monotonic()
+        self.seconds, self._timer = self.seconds + now - self._timer, now
+        state: dict[str, Any] = {name: getattr(self, name) for name in self._COUNTERS}
         state |= {
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict() if self.average is not None else None,
+            "ema_model": self.ema_model.state_dict() if self.ema_model is not None else None,
             "events_size": run.events_size(),
         }
         run.save("last.pt", state, keep="previous.pt")
 
     def restore(self, run: Run, reporter: Reporter) -> bool:
-        """Take up the run's last checkpoint, or the one before if that is damaged; False when there is none."""
+        """Load the run's last checkpoint, or the previous one if that is damaged.
+
+        Args:
+            run: The run folder.
+            reporter: Where a damaged checkpoint is reported.
+
+        Returns:
+            False if there is no usable checkpoint.
+        """
         state = None
-        there = [path for path in (run.path / "last.pt", run.path / "previous.pt") if path.exists()]
-        for path in there:
+        checkpoints = [path for path in (run.path / "last.pt", run.path / "previous.pt") if path.exists()]
+        for path in checkpoints:
             try:
                 state = load_checkpoint(path)
                 break
             except RunError as error:
-                before = (
-                    "Going back to the checkpoint before it" if path != there[-1] else "Starting from the beginning"
-                )
-                reporter.info(f"{error} {before}.")
+                is_last = path == checkpoints[-1]
+                fallback = "Starting from the beginning" if is_last else "Using the previous checkpoint"
+                reporter.info(f"{error} {fallback}.")
         if state is None:
             run.rewind_events(0)
             return False
-        for name in self._PLAIN:
+        for name in self._COUNTERS:
             setattr(self, name, state[name])
         self.model.load_state_dict(state["model"])
         self.objective.load_state_dict(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
+        if self.ema_model is not None:
+            self.ema_model.load_state_dict(state["ema_model"])
         run.rewind_events(state["events_size"])
         return True
 
 
 @contextmanager
 def defer_sigint() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one stops at once.
+    """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one interrupts at once.
 
-    A KeyboardInterrupt in the middle of an optimizer step would leave half of the weights moved.
+    A KeyboardInterrupt in the middle of an optimiser step would leave half of the weights updated.
+
+    Returns:
+        A function that tells whether Ctrl-C was pressed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     pressed = threading.Event()
 
-    def note(signum: int, frame: FrameType | None) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
         pressed.set()
         signal.signal(signal.SIGINT, previous)
 
-    previous = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, handle)
     try:
         yield pressed.is_set
     finally:

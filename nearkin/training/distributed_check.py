@@ -1,7 +1,7 @@
-"""The certificate behind `nearkin doctor --distributed`: gradients of N processes are those of one, for every loss.
+"""The check behind `nearkin doctor --distributed`: for every loss, gradients of N processes equal those of one.
 
-The same small training step runs here, alone, and in N processes of this machine that share its batches: evenly,
-unevenly, and with nothing for the last. Every registered loss is tried as it is, with every miner and with a memory.
+The same small training step runs in this process and in N local processes that share its batches: evenly, unevenly,
+and with an empty share for the last. Every registered loss runs alone, with every miner and with a memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Split = Literal["even shares", "uneven shares", "one rank idle"]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with what may be put around it, and how its batches are shared."""
+    """A loss with its miner, memory and settings, and how its batches are split over ranks."""
 
     loss: str
     miner: str | None = None
@@ -55,9 +55,11 @@ class Case:
 class GradientCheck:
     """The largest difference between N processes and one, relative to the largest entry of one process's tensor.
 
-    embeddings   the gradient of each embedding
-    network      the gradient of the network's parameters, after the mean over the ranks
-    parameters   the gradient of the class parameters, and what the memory holds; None where there is neither
+    Attributes:
+        case: What was run.
+        embeddings: Of the gradient by each embedding.
+        network: Of the gradient by the network's parameters, after the mean over ranks.
+        parameters: Of the gradient by the class parameters and of the memory; None if there is neither.
     """
 
     case: Case
@@ -67,10 +69,12 @@ class GradientCheck:
 
     @property
     def worst(self) -> float:
+        """The largest of the differences."""
         return max(self.embeddings, self.network, self.parameters or 0.0)
 
     @property
     def ok(self) -> bool:
+        """Whether all differences are within the tolerance."""
         return self.worst <= TOLERANCE
 
 
@@ -81,14 +85,24 @@ def check_gradients(
     timeout: float = 300.0,
     reporter: Reporter | None = None,
 ) -> list[GradientCheck]:
-    """Compare one process with `processes` local ones (gloo, loopback only) on every case. No process outlives it."""
+    """Compare one process with several local ones (gloo, loopback only) on every case.
+
+    Args:
+        processes: How many, at least 2.
+        dtype: Of network and loss.
+        timeout: Seconds for all cases.
+        reporter: Where progress is printed.
+
+    Returns:
+        One check per case. No process outlives the call.
+    """
     if processes < 2:
-        raise ConfigError(f"processes: expected 2 or more to compare with one, got {processes}.")
+        raise ConfigError(f"processes: expected at least 2, got {processes}.")
     reporter = reporter or Reporter(quiet=True)
-    every = cases()
+    all_cases = cases()
     with tempfile.TemporaryDirectory(prefix="nearkin-") as name:
         folder = Path(name)
-        with reporter.track(f"gradients of {processes} processes", len(every), unit="case") as bar:
+        with reporter.track(f"gradients of {processes} processes", len(all_cases), unit="case") as bar:
 
             def watch() -> None:
                 if (new := _done(folder) - bar.done) > 0:
@@ -103,18 +117,19 @@ def check_gradients(
             ]
             launch(command, processes, folder, timeout=timeout, watch=watch)
         ranks = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(processes)]
-    alone = of_one_process(every, dtype, reporter)
+    alone = of_one_process(all_cases, dtype, reporter)
     return [
-        compare(case, alone[replace(case, split="even shares")], [r[i] for r in ranks]) for i, case in enumerate(every)
+        compare(case, alone[replace(case, split="even shares")], [r[i] for r in ranks])
+        for i, case in enumerate(all_cases)
     ]
 
 
-def of_one_process(every: Sequence[Case], dtype: torch.dtype, reporter: Reporter) -> dict[Case, dict[str, Tensor]]:
-    """The gradients of this process alone; how the batches would be shared makes no difference to them."""
+def of_one_process(all_cases: Sequence[Case], dtype: torch.dtype, reporter: Reporter) -> dict[Case, dict[str, Tensor]]:
+    """Compute the gradients in this process; how batches are split makes no difference here."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # these tensors are too small to share among threads
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     try:
-        distinct = list(dict.fromkeys(replace(case, split="even shares") for case in every))
+        distinct = list(dict.fromkeys(replace(case, split="even shares") for case in all_cases))
         found = {}
         with reporter.track("gradients of one process", len(distinct), unit="case") as bar:
             for case in distinct:
@@ -126,11 +141,11 @@ def of_one_process(every: Sequence[Case], dtype: torch.dtype, reporter: Reporter
 
 
 def cases() -> list[Case]:
-    """Every loss of ours, alone, with every miner, with a memory, and with both; each with every way of sharing."""
+    """Return every built-in loss alone, with every miner, with a memory and with both; each with every split."""
     found: list[Case] = []
     for name, entry in LOSSES.items():
         if not entry.function.__module__.startswith("nearkin."):
-            continue  # registered by the caller: the other processes would not know it
+            continue  # registered by the caller: unknown to the other processes
         miners = [None, *(m for m in MINERS if m != "all")] if entry.inputs.pairs else [None]
         found += [Case(name, miner) for miner in miners]
         if entry.inputs.memory:
@@ -141,22 +156,24 @@ def cases() -> list[Case]:
     return [replace(case, split=split) for split in splits for case in found]
 
 
-def own_rows(count: int, split: Split, rank: int, world: int) -> slice:
-    """Which rows of a batch a rank holds."""
-    if world == 1:
+def own_rows(count: int, split: Split, rank: int, world_size: int) -> slice:
+    """Return the rows of a batch that a rank holds."""
+    if world_size == 1:
         return slice(0, count)
     if split == "even shares":
-        return rank_share(count, rank, world)
+        return rank_share(count, rank, world_size)
     if split == "one rank idle":
-        return slice(count, count) if rank == world - 1 else rank_share(count, rank, world - 1)
-    ends = [count * r * (r + 1) // (world * (world + 1)) for r in range(world + 1)]  # rank r holds about r + 1 parts
+        return slice(count, count) if rank == world_size - 1 else rank_share(count, rank, world_size - 1)
+    ends = [
+        count * r * (r + 1) // (world_size * (world_size + 1)) for r in range(world_size + 1)
+    ]  # rank r holds about r + 1 parts
     return slice(*list(pairwise(ends))[rank])
 
 
-def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a rank has after a batch, or two with a memory: gradients of embeddings, network and class parameters.
+def gradients(case: Case, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a rank's gradients by embeddings, network and class parameters after a batch (two with a memory).
 
-    Ranks begin with different weights and different random numbers, so that it shows if they are not told.
+    Ranks start with different weights and random states, so that a missing broadcast shows.
     """
     torch.default_generator.manual_seed(distributed.rank())
     network = nn.Linear(PIXELS, DIM, dtype=dtype)
@@ -164,17 +181,17 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
         case.loss, num_classes=CLASSES, dim=DIM, miner=case.miner, memory=case.memory, **dict(case.settings)
     ).to(dtype)
     for value in objective.parameters():
-        if value.dim():  # a head begins at zero, which would hide mistakes
+        if value.dim():  # a head starts at zero, which would hide mistakes
             nn.init.normal_(value)
     both = nn.ModuleList([network, objective])
     distributed.broadcast_state(both)
 
     found: dict[str, Tensor] = {}
     for step in range(2 if case.memory else 1):
-        chance = torch.Generator().manual_seed(step)
-        x = torch.randn(BATCH, PIXELS, generator=chance, dtype=torch.float64).to(dtype)
-        labels = torch.randint(CLASSES, (BATCH,), generator=chance)
-        own = own_rows(BATCH, case.split, distributed.rank(), world)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(BATCH, PIXELS, generator=generator, dtype=torch.float64).to(dtype)
+        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        own = own_rows(BATCH, case.split, distributed.rank(), world_size)
         emb = network(x[own])
         emb.retain_grad()
         whole_emb, whole_labels = distributed.all_gather_with_grad(emb, labels[own])
@@ -182,9 +199,9 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
             loss = objective(whole_emb, whole_labels)
         loss.backward()
         assert emb.grad is not None
-        found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world
+        found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world_size
     distributed.all_reduce_gradients(both.parameters())
-    # As one vector: some losses do not see a shift of all embeddings, and the bias alone would be rounding noise.
+    # As one vector: some losses are invariant to a shift of all embeddings, so the bias alone would be rounding noise.
     found["network"] = torch.cat([value.grad.flatten() for value in network.parameters() if value.grad is not None])
     found |= {f"parameters {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
     found |= {f"parameters {name}": value for name, value in objective.named_buffers()}
@@ -192,7 +209,7 @@ def gradients(case: Case, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tensor]]) -> GradientCheck:
-    """The worst over ranks and tensors of each kind."""
+    """Return the largest difference over ranks, by kind of tensor."""
     worst: dict[str, float] = {}
     for found in ranks:
         if found.keys() != alone.keys():
@@ -204,7 +221,7 @@ def compare(case: Case, alone: dict[str, Tensor], ranks: Sequence[dict[str, Tens
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """The largest difference over the largest entry; infinite where the shapes differ or something is not finite."""
+    """Return the largest difference over the largest entry; infinite if shapes differ or a value is not finite."""
     if got.shape != want.shape:
         return float("inf")
     difference, size = float((got - want).abs().max()), float(want.abs().max())
@@ -224,11 +241,17 @@ def launch(
     timeout: float,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a command once per rank on this machine, as torchrun does, and wait for all. None outlives this call.
+    """Run a command once per rank on this machine, as torchrun does, and wait for all. No process outlives the call.
 
-    folder    where each rank's output goes (rank0.log, ...)
-    timeout   seconds for all of it; then, or when one fails, all are ended and `ProcessLostError` says why
-    watch     called several times a second meanwhile
+    Args:
+        command: The command line.
+        processes: How many ranks.
+        folder: Where each rank's output goes (rank0.log, ...).
+        timeout: Seconds until all must have finished.
+        watch: Called several times a second while waiting.
+
+    Raises:
+        ProcessLostError: A process failed or the time is up; all are ended.
     """
     package = str(Path(__file__).resolve().parents[2])
     shared = {
@@ -252,17 +275,15 @@ def launch(
                 break
             if time.monotonic() > deadline:
                 busy = [str(r) for r, code in enumerate(codes) if code is None]
-                raise ProcessLostError(f"process {' and '.join(busy)} of {processes} did not end within {timeout:g} s.")
+                raise ProcessLostError(f"process {' and '.join(busy)} of {processes} timed out after {timeout:g} s.")
             time.sleep(0.05)
         failed = [r for r, code in enumerate(codes) if code]
         if failed:
-            # The cause first: a process that only noticed the loss of another is not it.
+            # Report the cause, not a process that only noticed the loss of another.
             first = min(failed, key=lambda r: "ProcessLostError" in _last_line(logs[r]))
             code = started[first].returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise ProcessLostError(
-                f"process {first} of {processes} {how}: {_last_line(logs[first]) or 'it said nothing'}"
-            )
+            raise ProcessLostError(f"process {first} of {processes} {how}: {_last_line(logs[first]) or 'no output'}")
         watch()
     finally:
         for process in started:
@@ -277,13 +298,13 @@ def _last_line(log: Path) -> str:
 
 
 def _done(folder: Path) -> int:
-    """How many cases rank 0 has finished: it writes a byte for each."""
+    """Return how many cases rank 0 has finished; it writes a byte for each."""
     path = folder / "done"
     return path.stat().st_size if path.exists() else 0
 
 
 def _work(folder: Path, dtype: torch.dtype) -> None:
-    """What each of the processes does: every case, then its findings into a file."""
+    """Run every case in one of the processes, and write its gradients to a file."""
     found = []
     with (
         distributed.process_group("cpu", timeout=60.0, meeting_file=folder / "meeting"),

@@ -1,8 +1,8 @@
-"""Vectors of the judged images, kept in the run folder: a page of a fine-tuned network need not embed them again.
+"""Embeddings of the test images, saved in the run folder so that a report needs no forward pass.
 
-    vectors.npz    vectors [N, dim] float32, rows [N] (numbers in the source), part, data and weights they belong to
+    vectors.npz    vectors [N, dim] float32, rows [N] (row numbers in the source), and what they belong to
 
-They are taken only where all of that fits what is asked for; otherwise whoever asks embeds anew.
+They are used only if part, data and weights all match; otherwise the images are embedded again.
 """
 
 from __future__ import annotations
@@ -19,33 +19,50 @@ from nearkin._common.files import atomic_write
 from nearkin.data.table import Table
 from nearkin.training.run import Run
 
-NAME = "vectors.npz"
+FILE_NAME = "vectors.npz"
 
 
-def save_embeddings(run: Run, part: str, table: Table, vectors: Tensor) -> None:
-    """Keep what the best epoch makes of a table. A folder that cannot be written is no reason to stop: time is lost."""
+def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> None:
+    """Save the best epoch's embeddings of a table; a folder that cannot be written is ignored, as this only saves time.
+
+    Args:
+        run: The run folder.
+        part: Which part of the data it is, for example "test".
+        table: Its rows.
+        embeddings: [N, dim], one for each row.
+    """
     if not run.is_writer:
         return
     buffer = io.BytesIO()
     try:
-        np.savez(buffer, vectors=vectors.cpu().float().numpy(), rows=table.row_numbers, of=_of(run, part, table))
-        atomic_write(run.path / NAME, buffer.getvalue())
+        tag = _tag(run, part, table)
+        np.savez(buffer, vectors=embeddings.cpu().float().numpy(), rows=table.row_numbers, of=tag)
+        atomic_write(run.path / FILE_NAME, buffer.getvalue())
     except OSError:
         return
 
 
 def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
-    """The vectors of a table's rows [N, dim], or None where none are kept that are certainly theirs."""
+    """Load saved embeddings.
+
+    Args:
+        run: The run folder.
+        part: Which part of the data is wanted.
+        table: Its rows.
+
+    Returns:
+        [N, dim], or None if there are none that certainly belong to these rows and to the run's best weights.
+    """
     try:
-        with np.load(run.path / NAME, allow_pickle=False) as stored:
-            if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _of(run, part, table):
+        with np.load(run.path / FILE_NAME, allow_pickle=False) as stored:
+            if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):
                 return None
-            vectors = stored["vectors"]
+            embeddings = stored["vectors"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
-    return torch.from_numpy(vectors)
+    return torch.from_numpy(embeddings)
 
 
-def _of(run: Run, part: str, table: Table) -> str:
+def _tag(run: Run, part: str, table: Table) -> str:
     weights = zlib.crc32((run.path / "best.pt").read_bytes())
     return f"{part} of {table.fingerprint} by {weights:08x}"

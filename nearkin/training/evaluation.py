@@ -1,4 +1,4 @@
-"""From a model and images to numbers: `evaluate` for validation, `evaluate_final` once for the sealed test classes."""
+"""Evaluation: of the validation classes during training, and once of the sealed test classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nearkin._common.progress import Reporter
+from nearkin.config.recipe import Recipe
 from nearkin.data.images import Rows
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
@@ -22,33 +23,50 @@ from nearkin.training.run import Run
 
 DEFAULT_KS = (1, 2, 4, 8)
 HEADLINE_METRICS = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, in this order
+TEST_SELECTED = "THE TEST CLASSES: optimistic, and not comparable with other protocols"
 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
-    """How well each image's nearest neighbours among the others (or in the gallery) are of its class."""
+    """Compute the retrieval metrics of a table.
+
+    Args:
+        model: Embeds the images, or the features that the table carries.
+        table: Rows that query each other, or a query part and a gallery part.
+        reporter: Where progress is printed.
+
+    Returns:
+        The scores, with the value of every query.
+    """
     return score_embeddings(table, embed_table(model, table, reporter=reporter))
 
 
 def embed_table(model: Embedder, table: Table, *, raw: bool = False, reporter: Reporter | None = None) -> Tensor:
-    """The vectors of a table's rows [N, dim]; of several processes each embeds its share.
+    """Embed a table's rows; of several processes each embeds its share.
 
-    Where a table carries features, they are taken for what the model's backbone makes of its images.
+    Args:
+        model: The network.
+        table: If it carries features, they replace the output of the model's backbone.
+        raw: Return embeddings before normalisation.
+        reporter: Where progress is printed.
+
+    Returns:
+        [N, dim], on every process.
     """
     part = table if world_size() == 1 else table.take(np.arange(len(table))[rank_slice(len(table))])
-    given = part.images if part.features is None else part.features
-    return gather_rows(model.embed(given, raw=raw, reporter=reporter))
+    inputs = part.images if part.features is None else part.features
+    return gather_rows(model.embed(inputs, raw=raw, reporter=reporter))
 
 
-def score_embeddings(table: Table, vectors: Tensor) -> Scores:
-    """The scores of a table's rows, given as vectors: among themselves, or of its queries in its gallery (In-Shop)."""
-    asking, searched = query_and_gallery_rows(table)
-    if asking is None or searched is None:
-        return score(vectors, table.labels, ks=DEFAULT_KS)
-    return score(vectors[asking], table.labels[asking], vectors[searched], table.labels[searched], ks=DEFAULT_KS)
+def score_embeddings(table: Table, embeddings: Tensor) -> Scores:
+    """Score a table's embeddings: among themselves, or its queries against its gallery if it has both (In-Shop)."""
+    query, gallery = query_and_gallery_rows(table)
+    if query is None or gallery is None:
+        return score(embeddings, table.labels, ks=DEFAULT_KS)
+    return score(embeddings[query], table.labels[query], embeddings[gallery], table.labels[gallery], ks=DEFAULT_KS)
 
 
 def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None]:
-    """The rows that ask and the rows that are searched, where the source tells them apart."""
+    """Return the rows of the query and of the gallery part, or None twice if the data has no such parts."""
     if not {"query", "gallery"} <= set(table.parts):
         return None, None
     assert table.part is not None
@@ -56,60 +74,87 @@ def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None
 
 
 def evaluate_final(
-    run: Run, holdout: Holdout, *, start: Embedder, known: FrozenFeatures | None, reporter: Reporter
+    run: Run,
+    holdout: Holdout,
+    *,
+    initial_model: Embedder,
+    frozen_features: FrozenFeatures | None,
+    reporter: Reporter,
 ) -> dict[str, Any]:
-    """Open the test classes and judge the run's best epoch, with yardsticks beside it.
+    """Open the sealed test classes and evaluate the run's best epoch together with its baselines.
 
-    "raw pixels" is no network at all, "raw backbone" the pretrained features as they came, "untrained" (or "whitened
-    start") the model before its first step: a trained number means little without them. All come from one opening;
-    per_query.npz keeps the trained values of every query, and vectors.npz the vectors of a fine-tuned network.
+    The baselines are "raw pixels" (no network), "raw backbone" (pretrained features without a head) and "untrained" or
+    "whitened start" (the model before its first step). The value of every query is written to per_query.npz, and the
+    embeddings of a fine-tuned network are saved for the report.
 
-    start   the model before its first step; known: the features of its backbone, where it is pretrained or frozen
+    Args:
+        run: The run, which records that the holdout was opened.
+        holdout: The test classes.
+        initial_model: The model before its first step.
+        frozen_features: The features of its backbone, if it is pretrained or frozen.
+        reporter: Where progress is printed.
+
+    Returns:
+        "test": mean and interval of each headline metric for the model and each baseline; "gain": the paired
+        difference in R@1 from the raw backbone, or from raw pixels if there is none; "notes".
     """
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
     test = holdout.open()
-    reporter.info(f"final: {len(test):,} images of {test.num_classes} classes never seen in training")
-    trained = run.embedder().to(start.mean.device)
-    with_features = test if known is None else known.add_to(test)
-    frozen = start.backbone is None or start.model.freeze == "backbone"
+    reporter.info(f"final evaluation: {len(test):,} images of {test.num_classes} classes never seen in training")
+    trained_model = run.embedder().to(initial_model.mean.device)
+    with_features = test if frozen_features is None else frozen_features.add_to(test)
+    is_frozen = initial_model.backbone is None or initial_model.model.freeze == "backbone"
     scores: dict[str, Scores] = {}
-    if start.backbone is not None:
+    if initial_model.backbone is not None:
         scores["raw pixels"] = score_embeddings(test, raw_pixels(test))
     if with_features.features is not None:
         scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features))
-    yardstick = list(scores)[-1]
-    beginning = "whitened start" if start.model.head_init == "whitened" else "untrained"
-    scores[beginning] = evaluate(start, with_features, reporter=reporter)
-    vectors = embed_table(trained, with_features if frozen else test, reporter=reporter)
-    scores["trained"] = score_embeddings(test, vectors)
+    baseline = list(scores)[-1]
+    initial_name = "whitened start" if initial_model.model.head_init == "whitened" else "untrained"
+    scores[initial_name] = evaluate(initial_model, with_features, reporter=reporter)
+    embeddings = embed_table(trained_model, with_features if is_frozen else test, reporter=reporter)
+    scores["trained"] = score_embeddings(test, embeddings)
     if run.is_writer:
         scores["trained"].save(run.path / "per_query.npz")
-    if not frozen:
-        save_embeddings(run, "test", test, vectors)
-    gain = compare(scores[yardstick], scores["trained"], "R@1")
+    if not is_frozen:
+        save_embeddings(run, "test", test, embeddings)
+    gain = compare(scores[baseline], scores["trained"], "R@1")
     return {
-        "test": {name: summary(values) for name, values in scores.items()},
-        # Paired by query and clustered by class: far sharper than asking whether two intervals overlap.
-        "gain": {"over": yardstick, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
+        "test": {name: summarize_scores(values) for name, values in scores.items()},
+        # Paired by query and clustered by class: far more powerful than checking whether two intervals overlap.
+        "gain": {"over": baseline, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
         "notes": scores["trained"].notes,
     }
 
 
-def raw_pixels(table: Table, most: int = 40) -> Tensor:
-    """The images themselves as vectors, shrunk to at most `most` pixels a side, each less its own mean.
+def raw_pixels(table: Table, max_side: int = 40) -> Tensor:
+    """Return the images themselves as vectors, at most `max_side` pixels a side, each minus its mean.
 
-    Without the last, cosine similarity would mostly compare brightness, and the yardstick would be too low.
+    Without subtracting the mean, cosine similarity would mostly compare brightness and the baseline would be too weak.
     """
     parts = []
     for rows in np.array_split(np.arange(len(table)), max(1, len(table) // 512)):
         images = table.images.read(rows).float()
-        if max(images.shape[2:]) > most:
-            images = F.adaptive_avg_pool2d(images, most)
+        if max(images.shape[2:]) > max_side:
+            images = F.adaptive_avg_pool2d(images, max_side)
         parts.append(images.flatten(1))
     flat = torch.cat(parts)
     return flat - flat.mean(dim=1, keepdim=True)
 
 
-def summary(scores: Scores) -> dict[str, dict[str, Any]]:
-    """Mean and 95 % interval over classes of each headline metric, as plain numbers for result.json."""
+def summarize_scores(scores: Scores) -> dict[str, dict[str, Any]]:
+    """Return mean and 95 % interval over classes of each headline metric, as plain numbers for result.json."""
     return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in HEADLINE_METRICS}
+
+
+def describe_protocol(
+    recipe: Recipe, train: Table, val: Table | None, holdout: Holdout, *, epoch: int
+) -> dict[str, Any]:
+    """Describe how the result was obtained: the data, the classes of each part, and how the epoch was selected."""
+    selected_on = "validation classes" if recipe.data.select_on == "validation" else TEST_SELECTED
+    return {
+        **train.protocol(),
+        "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
+        "epoch_selected_by": f"R@1 (then MAP@R) on {selected_on}" if val else "nothing: the last epoch",
+        "epoch": epoch,
+    }

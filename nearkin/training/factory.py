@@ -1,16 +1,19 @@
-"""What a recipe names, built: model, objective, features of the starting backbone, device."""
+"""Build what a recipe names: model, objective, initial features, device."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import Recipe
+from nearkin.data.samplers import make_sampler
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError
+from nearkin.losses import LOSSES
 from nearkin.losses.objective import Objective
 from nearkin.models.backbones import check_backbone
 from nearkin.models.embedder import Embedder
@@ -20,36 +23,47 @@ from nearkin.models.weights import fingerprint, load_weights
 
 
 def validate_recipe(recipe: Recipe) -> None:
-    """Refuse a wrong name or setting before the time is spent to read the data."""
+    """Refuse unknown names and impossible settings before any data is read."""
     objective = make_objective(recipe, recipe.model.dim or 2, num_classes=2)
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
-    whitened = recipe.model.head_init == "whitened"
-    if whitened and recipe.model.head == "mlp":
-        raise ConfigError("model.head_init: whitened needs a linear or residual head. Give --model.head linear.")
+    if recipe.model.head_init == "whitened" and recipe.model.head == "mlp":
+        raise ConfigError("model.head_init: whitened needs a linear or residual head. Use --model.head linear.")
     _check_something_learns(recipe, objective)
 
 
 def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
-    model, hyper = recipe.model, recipe.train
-    held = model.backbone == "none" or model.freeze == "backbone" or hyper.frozen_epochs > 0
-    pieces = 0 < hyper.micro_batch_size < hyper.batch_size  # whose gradient goes through the network alone
-    if model.dim == 0 and held and (pieces or not list(objective.parameters())):
+    model, config = recipe.model, recipe.train
+    frozen = model.backbone == "none" or model.freeze == "backbone" or config.frozen_epochs > 0
+    micro_batches = 0 < config.micro_batch_size < config.batch_size  # their gradient goes through the network alone
+    if model.dim == 0 and frozen and (micro_batches or not list(objective.parameters())):
         raise ConfigError(
-            "model.dim: 0 leaves no head, and nothing else learns while the backbone stands still. "
-            "Give --model.dim 128, or let the backbone learn: --model.freeze nothing --train.frozen-epochs 0."
+            "model.dim: 0 means no head, and with a frozen backbone nothing is left to train. "
+            "Use --model.dim 128, or train the backbone: --model.freeze nothing --train.frozen-epochs 0."
         )
 
 
 def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
-    """The network that a recipe names, for the images or features of a table, with the weights it starts from."""
+    """Build the network of a recipe with its initial weights.
+
+    Args:
+        recipe: Names backbone, head, weights and seed.
+        table: The images or features it will see.
+        reporter: Where loading of weights is reported.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        ConfigError: The data are images but the backbone is "none", or features but it is not.
+    """
     torch.manual_seed(recipe.seed)
     if table.features is not None:
         if recipe.model.backbone != "none":
-            raise ConfigError(f"{table.source}: holds features, which need no backbone. Give --model.backbone none.")
+            raise ConfigError(f"{table.source}: contains features, which need no backbone. Use --model.backbone none.")
         return Embedder(recipe.model, (table.features.shape[1], 1, 1))
     if recipe.model.backbone == "none":
-        raise ConfigError(f"{table.source}: holds images, which need a backbone: --model.backbone NAME.")
+        raise ConfigError(f"{table.source}: contains images, which need a backbone. Use --model.backbone NAME.")
     augment = AUGMENTS[recipe.data.augment]
     model = Embedder(recipe.model, augment.input_shape(table.images.shape), augment=recipe.data.augment)
     assert model.backbone is not None
@@ -58,22 +72,34 @@ def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
 
 
 def model_fingerprint(recipe: Recipe, model: Embedder) -> str:
-    """What the weights that training starts from add to the run's key: nothing where they are drawn by the seed."""
+    """Return what the initial weights add to the run key: nothing if they are random, as the seed determines them."""
     if recipe.model.weights == "none" or model.backbone is None:
         return ""
     return f"-{fingerprint(model.backbone)}"
 
 
-def initial_features(recipe: Recipe, start: Embedder, table: Table, reporter: Reporter) -> FrozenFeatures | None:
-    """The features of the starting backbone, where they say something: it is pretrained, frozen, or to be whitened."""
-    used = recipe.model.weights != "none" or recipe.model.freeze == "backbone" or recipe.model.head_init == "whitened"
-    if start.backbone is None or not used:
+def initial_features(
+    recipe: Recipe, initial_model: Embedder, table: Table, reporter: Reporter
+) -> FrozenFeatures | None:
+    """Return the features of the initial backbone if it is pretrained, frozen, or the head is to be whitened."""
+    model = recipe.model
+    needed = model.weights != "none" or model.freeze == "backbone" or model.head_init == "whitened"
+    if initial_model.backbone is None or not needed:
         return None
-    return FrozenFeatures(start, table, on_disk=recipe.data.cache, reporter=reporter)
+    return FrozenFeatures(initial_model, table, on_disk=recipe.data.cache, reporter=reporter)
 
 
 def make_objective(recipe: Recipe, dim: int, num_classes: int) -> Objective:
-    """The loss that a recipe names, with its miner and memory."""
+    """Build the loss of a recipe, with its miner and memory.
+
+    Args:
+        recipe: Names loss, miner and memory size.
+        dim: Embedding dimensions.
+        num_classes: Training classes.
+
+    Returns:
+        The objective, on the CPU.
+    """
     return Objective(
         recipe.loss.name,
         num_classes=num_classes,
@@ -85,8 +111,36 @@ def make_objective(recipe: Recipe, dim: int, num_classes: int) -> Objective:
     )
 
 
+def warn_about_few_positives(recipe: Recipe, train: Table) -> str:
+    """Return a warning if a pair loss would find few positives in its batches, else an empty string."""
+    config = recipe.train
+    if config.samples_per_class or recipe.memory or not LOSSES[recipe.loss.name].inputs.pairs:
+        return ""
+    sampler = make_sampler(train.labels, batch_size=config.batch_size, samples_per_class=0, seed=recipe.seed)
+    batch = sampler.epoch(0)[0]
+    counts = np.bincount(train.labels[batch])
+    fraction = counts[counts > 1].sum() / len(batch)
+    if fraction >= 0.5:
+        return ""
+    suggested = next(count for count in (4, 3, 2, config.batch_size) if config.batch_size % count == 0)
+    return (
+        f"warning: {recipe.loss.name} needs positives, and only {fraction:.0%} of the images have one in their batch; "
+        f"try --train.samples-per-class {suggested}"
+    )
+
+
 def choose_device(name: str) -> torch.device:
-    """ "auto" takes a GPU where there is one."""
+    """Return a usable device.
+
+    Args:
+        name: "cpu", "cuda", "cuda:1", "mps", or "auto" for a GPU if there is one.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: It cannot be used here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -1,27 +1,29 @@
-"""`fit`: the training loop, top to bottom."""
+"""The training loop: `fit` calls `prepare`, then `train_epoch` and `evaluate_epoch` in turn, then `finish`."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from nearkin._common.progress import Pace, Reporter
 from nearkin.analysis.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.config.recipe import Recipe
 from nearkin.data import sources
 from nearkin.data.batches import training_inputs
-from nearkin.data.samplers import make_sampler
-from nearkin.data.splits import make_split
+from nearkin.data.samplers import Sampler, make_sampler
+from nearkin.data.splits import Holdout, Split, make_split
 from nearkin.data.table import Table
 from nearkin.errors import TrainingFailedError, TrainingStoppedError
-from nearkin.losses.registry import LOSSES
+from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
+from nearkin.models.frozen import FrozenFeatures
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.distributed import (
     any_rank,
@@ -33,7 +35,7 @@ from nearkin.training.distributed import (
     rank,
     world_size,
 )
-from nearkin.training.evaluation import embed_table, evaluate_final, score_embeddings
+from nearkin.training.evaluation import describe_protocol, embed_table, evaluate_final, score_embeddings
 from nearkin.training.factory import (
     choose_device,
     initial_features,
@@ -41,6 +43,7 @@ from nearkin.training.factory import (
     make_objective,
     model_fingerprint,
     validate_recipe,
+    warn_about_few_positives,
 )
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
 from nearkin.training.run import Run
@@ -48,7 +51,35 @@ from nearkin.training.run_key import run_key
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
 from nearkin.training.trackers import Tracker, open_trackers
 
-TEST_CHOSEN = "THE TEST CLASSES: too high, and not comparable with the other protocols"
+EpochCallback = Callable[[int, float], bool]
+
+
+@dataclass
+class Session:
+    """Everything that one training run works with, on this process."""
+
+    recipe: Recipe
+    run: Run
+    device: torch.device
+    train: Table
+    val: Table | None
+    labels: Tensor  # of the training rows
+    model: Embedder
+    initial_model: Embedder  # before the first step: a baseline of the final evaluation
+    frozen_features: FrozenFeatures | None  # of the initial backbone, where it is pretrained or frozen
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema_model: Embedder | None
+    forward: Callable[[Tensor], Tensor]  # the model, compiled if the recipe says so
+    sampler: Sampler
+    state: TrainingState
+    tracker: Tracker
+    reporter: Reporter
+
+    @property
+    def eval_model(self) -> Embedder:
+        return self.ema_model or self.model
 
 
 def fit(
@@ -59,271 +90,295 @@ def fit(
     final: bool = True,
     trackers: tuple[str, ...] = (),
     reporter: Reporter | None = None,
-    watch: Callable[[int, float], bool] | None = None,
+    on_epoch_end: EpochCallback | None = None,
 ) -> Run:
-    """Train by this recipe, choose the epoch on validation classes, judge once on the sealed test classes.
+    """Train a recipe, choose the epoch on validation classes, and evaluate it once on the sealed test classes.
 
-    The run folder is `runs/<key>`. A run that is done is returned as it is; one that was stopped goes on from its
-    checkpoint and ends with the same numbers as if it had not been. Under torchrun several processes share every batch.
+    The run folder is `runs/<key>`. A complete run is returned as it is; an interrupted one resumes from its checkpoint
+    and ends with the same numbers, bit for bit. Under torchrun, several processes share every batch.
 
-    final     False leaves the test classes sealed, as a search over settings must; the same call with True opens them.
-    trackers  "tensorboard", "wandb": where the numbers of each epoch also go
-    watch     is told each epoch and the best validation R@1 so far; True raises `TrainingStoppedError`
+    Args:
+        recipe: Data, model, loss and training settings.
+        runs: Folder that holds the run folders.
+        device: "cpu", "cuda", "cuda:1", "mps", or "auto" for a GPU if there is one.
+        final: False leaves the test classes sealed, as a hyper-parameter search must. Calling again with True
+            evaluates them.
+        trackers: "tensorboard" and "wandb": where the metrics of each epoch are logged as well.
+        reporter: Where progress is printed; by default standard error.
+        on_epoch_end: Called with the epoch and the best validation R@1 so far. Returning True stops the run.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        TrainingStoppedError: `on_epoch_end` stopped the run.
+        TrainingFailedError: The loss, the embeddings or a gradient became NaN or infinite.
     """
-    with process_group(choose_device(device)) as place:
-        said_by = (reporter or Reporter()) if is_main_process() else Reporter(quiet=True)
-        return _fit(recipe, Path(runs), place, final, trackers, said_by, watch)
-
-
-def _fit(
-    recipe: Recipe,
-    runs: Path,
-    place: torch.device,
-    final: bool,
-    trackers: tuple[str, ...],
-    reporter: Reporter,
-    watch: Callable[[int, float], bool] | None,
-) -> Run:
-    validate_recipe(recipe)
-    table = sources.load(recipe.data, reporter)
-    split, holdout = make_split(table, recipe.data)
-    model = make_model(recipe, table, reporter)
-    key = run_key(recipe, f"{table.fingerprint}{model_fingerprint(recipe, model)}")
-    run = Run(broadcast_object(Run.create(runs, key, recipe).path if is_main_process() else None) or runs / key)
-    run.is_writer = is_main_process()
-    if broadcast_object(is_finished(run, final)):
-        reporter.info(f"done already: {run.path}")
-        return run
-
-    with run.writing(), open_trackers(trackers, run) as tracker:
-        if broadcast_object(is_finished(run, final)):  # by another process, between the look above and the lock
+    with process_group(choose_device(device)) as torch_device:
+        reporter = (reporter or Reporter()) if is_main_process() else Reporter(quiet=True)
+        validate_recipe(recipe)
+        table = sources.load(recipe.data, reporter)
+        split, holdout = make_split(table, recipe.data)
+        model = make_model(recipe, table, reporter)
+        run = open_run(recipe, table, model, Path(runs))
+        if broadcast_object(is_complete(run, final)):
+            reporter.info(f"run already complete: {run.path}")
             return run
-        hyper = recipe.train
-        check_train_config(model, hyper, place)
-        model.fit_pixel_norm(split.train.images)
-        model.to(place)
-        start = copy.deepcopy(model)
-        # What the backbone makes of images before training: the yardstick, the head's start, the frozen lane's input.
-        known = initial_features(recipe, start, table, reporter)
-        if recipe.model.head_init == "whitened":
-            seen = known.add_to(split.train) if known else split.train
-            assert seen.features is not None
-            features, kinds = torch.from_numpy(seen.features).to(place), torch.from_numpy(seen.labels).to(place)
-            model.head.init_whitened(features, kinds, recipe.model.shrinkage)
-            start.head.load_state_dict(model.head.state_dict())
-        train, val = split.train, split.val
-        if known is not None and recipe.model.freeze == "backbone":
-            train, val = known.add_to(train), known.add_to(val) if val else None
-        labels = torch.from_numpy(train.labels)
-        objective = make_objective(recipe, model.dim, train.num_classes).to(place)
-        if recipe.model.head_init == "whitened":
-            objective.init_proxies(start.embed(features), kinds)
-        broadcast_state(model)
-        broadcast_state(objective)
-        average = copy.deepcopy(model) if hyper.ema else None
-        judged = average or model
-        optimizer = make_optimizer(model, objective, hyper)
-        scaler = torch.amp.GradScaler(place.type, enabled=hyper.precision == "fp16")
-        forward = torch.compile(model) if hyper.compile else model
-        shared = {"rank": rank(), "world": world_size()}
-        sampler = make_sampler(
-            train.labels,
-            batch_size=hyper.batch_size,
-            samples_per_class=hyper.samples_per_class,
-            seed=recipe.seed,
-            **shared,
-        )
-        steps_per_epoch = sampler.batches_per_epoch
-        state = TrainingState(model, objective, optimizer, scaler, average)
-        if state.restore(run, reporter):
-            reporter.info(f"resuming {run.path} after epoch {state.epoch}, step {state.step}")
-        else:
-            reporter.info(describe(recipe, train, val, model, place))
-            if advice := few_pairs(recipe, train):
-                reporter.info(advice)
-            if recipe.model.head_init == "whitened":  # a good start competes with every epoch
-                said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=0)
-                reporter.info(f"start  {said}".rstrip())
-        pace = Pace(done=state.epoch * steps_per_epoch + state.step, total=hyper.epochs * steps_per_epoch)
-
-        with defer_sigint() as stop_asked:  # a plain Ctrl-C is safe elsewhere: what is on the disk is whole
-            for epoch in range(state.epoch, hyper.epochs):
-                if hyper.patience and val and epoch - state.best_epoch >= hyper.patience:
-                    reporter.info(
-                        f"stopping: {hyper.patience} epochs have brought nothing better than epoch {state.best_epoch}"
-                    )
-                    break
-                model.train()
-                model.freeze_backbone(epoch < hyper.frozen_epochs)
-                began = saved = time.monotonic()
-                with reporter.track(
-                    f"epoch {epoch + 1}/{hyper.epochs}", steps_per_epoch - state.step, unit="step"
-                ) as bar:
-                    plan = sampler.epoch(epoch)
-                    batches = training_inputs(
-                        train, plan, recipe, epoch=epoch, start=state.step, first=sampler.share.start
-                    )
-                    for rows, batch in zip(plan[state.step :], batches, strict=True):
-                        done = epoch * steps_per_epoch + state.step
-                        set_learning_rate(optimizer, hyper, done, steps_per_epoch)
-                        optimizer.zero_grad(set_to_none=True)
-                        chance = (recipe.seed, epoch, state.step)
-                        try:
-                            loss = backward(
-                                forward, objective, batch.to(place), labels[rows].to(place), hyper, scaler, chance
-                            )
-                            optimizer_step(model, objective, optimizer, hyper, scaler)
-                        except NonFiniteError as trouble:
-                            raise failure(run, train, rows, trouble, epoch=epoch + 1, step=state.step + 1) from None
-                        if average is not None:
-                            update_ema(average, model, hyper.ema, done)
-                        state.stepped(loss)
-                        bar.advance(note=f"loss {state.mean_loss:.3f}")
-                        stopping = any_rank(stop_asked())
-                        if stopping or time.monotonic() - saved > 60 * hyper.checkpoint_minutes:
-                            saved = time.monotonic()
-                            state.seconds, began = state.seconds + saved - began, saved
-                            state.save(run)
-                        if stopping:
-                            raise TrainingInterrupted(
-                                f"stopped at epoch {epoch + 1}, step {state.step} of {steps_per_epoch}"
-                            )
-
-                broadcast_state(model)  # batch-norm statistics are of each process's own images
-                if average is not None:
-                    broadcast_state(average)
-                said = judge_epoch(run, state, judged, train, val, tracker, reporter, epoch=epoch + 1)
-                pace.update((epoch + 1) * steps_per_epoch)
-                reporter.info(
-                    f"epoch {epoch + 1}/{hyper.epochs}  loss {state.mean_loss:.2f}  {said}"
-                    f"{sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
-                )
-                if watch is not None and val and any_rank(is_main_process() and watch(epoch + 1, state.best)):
-                    run.log(event="stopped", epoch=epoch + 1)
-                    raise TrainingStoppedError(
-                        run.path, f"stopped after epoch {epoch + 1} of {hyper.epochs}, as was asked."
-                    )
-                state.seconds += time.monotonic() - began
-                state.next_epoch()
-                state.save(run)
-                if any_rank(stop_asked()):
-                    raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {hyper.epochs}")
-
-        protocol = {
-            **train.protocol(),
-            "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
-            "epoch_chosen_by": _chooser(recipe, val),
-            "epoch": state.best_epoch,
-        }
-        result: dict[str, Any] = {"test": None}
-        if final:
-            broadcast_object(None)  # best.pt, which every process reads, is written
-            result = evaluate_final(run, holdout, start=start, known=known, reporter=reporter)
-        chosen = {"val_R@1": state.best if val else None, "seconds": round(state.seconds, 1)}
-        run.finish({"protocol": protocol, **result, **chosen})
-        broadcast_object(None)  # no process goes on before the result is written
+        with run.lock(), open_trackers(trackers, run) as tracker:
+            if broadcast_object(is_complete(run, final)):  # another process finished it before we got the lock
+                return run
+            session = prepare(recipe, run, table, split, model, torch_device, tracker, reporter)
+            train(session, on_epoch_end)
+            finish(session, holdout, final)
     return run
 
 
-def is_finished(run: Run, final: bool) -> bool:
-    """Whether nothing is left to do: trained and, if asked for, judged on the test classes."""
+def open_run(recipe: Recipe, table: Table, model: Embedder, runs: Path) -> Run:
+    """Open or create the run folder of a recipe; only the main process writes to it."""
+    key = run_key(recipe, f"{table.fingerprint}{model_fingerprint(recipe, model)}")
+    path = broadcast_object(Run.create(runs, key, recipe).path if is_main_process() else None)
+    run = Run(path or runs / key)
+    run.is_writer = is_main_process()
+    return run
+
+
+def is_complete(run: Run, final: bool) -> bool:
+    """Whether nothing is left to do: trained and, if `final`, evaluated on the test classes."""
     return run.result is not None and (run.result["test"] is not None or not final)
 
 
-def _chooser(recipe: Recipe, val: Table | None) -> str:
-    if val is None:
-        return "nothing: the last one"
-    return "R@1 (then MAP@R) on " + ("validation classes" if recipe.data.select_on == "validation" else TEST_CHOSEN)
-
-
-def judge_epoch(
+def prepare(
+    recipe: Recipe,
     run: Run,
-    state: TrainingState,
+    table: Table,
+    split: Split,
     model: Embedder,
-    train: Table,
-    val: Table | None,
+    device: torch.device,
     tracker: Tracker,
     reporter: Reporter,
-    *,
-    epoch: int,
-) -> str:
-    """Judge an epoch on the validation classes, look at its embeddings, log both, and keep its weights if it is best.
+) -> Session:
+    """Build everything training needs, and resume from the run's checkpoint if it has one."""
+    config = recipe.train
+    check_train_config(model, config, device)
+    model.fit_pixel_norm(split.train.images)
+    model.to(device)
+    initial_model = copy.deepcopy(model)
+    # Features of the initial backbone: a baseline, the input of a whitened head, and of training with it frozen.
+    frozen_features = initial_features(recipe, initial_model, table, reporter)
+    whitened = recipe.model.head_init == "whitened"
+    if whitened:
+        features, labels = features_of(split.train, frozen_features, device)
+        model.head.init_whitened(features, labels, recipe.model.shrinkage)
+        initial_model.head.load_state_dict(model.head.state_dict())
+    train, val = split.train, split.val
+    if frozen_features is not None and recipe.model.freeze == "backbone":
+        train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
+    objective = make_objective(recipe, model.dim, train.num_classes).to(device)
+    if whitened:
+        objective.init_proxies(initial_model.embed(features), labels)
+    broadcast_state(model)
+    broadcast_state(objective)
 
-    Without validation classes the last epoch is kept, and a sample of the training images is looked at. Returns what
-    to say of it.
+    ema_model = copy.deepcopy(model) if config.ema else None
+    optimizer = make_optimizer(model, objective, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    sampler = make_sampler(
+        train.labels,
+        batch_size=config.batch_size,
+        samples_per_class=config.samples_per_class,
+        seed=recipe.seed,
+        rank=rank(),
+        world=world_size(),
+    )
+    session = Session(
+        recipe=recipe,
+        run=run,
+        device=device,
+        train=train,
+        val=val,
+        labels=torch.from_numpy(train.labels),
+        model=model,
+        initial_model=initial_model,
+        frozen_features=frozen_features,
+        objective=objective,
+        optimizer=optimizer,
+        scaler=scaler,
+        ema_model=ema_model,
+        forward=torch.compile(model) if config.compile else model,
+        sampler=sampler,
+        state=TrainingState(model, objective, optimizer, scaler, ema_model),
+        tracker=tracker,
+        reporter=reporter,
+    )
+    resume_or_start(session)
+    return session
+
+
+def features_of(table: Table, frozen: FrozenFeatures | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The features and labels of a table's rows, on the device."""
+    features = (frozen.add_to(table) if frozen else table).features
+    assert features is not None
+    return torch.from_numpy(features).to(device), torch.from_numpy(table.labels).to(device)
+
+
+def resume_or_start(s: Session) -> None:
+    """Load the run's last checkpoint, or say what is about to be trained."""
+    if s.state.restore(s.run, s.reporter):
+        s.reporter.info(f"resuming {s.run.path} after epoch {s.state.epoch}, step {s.state.step}")
+        return
+    processes = f" in {world_size()} processes" if world_size() > 1 else ""
+    validation = f"validation on {s.val.num_classes} other classes" if s.val else "no validation, last epoch is used"
+    s.reporter.info(
+        f"train: {len(s.train):,} images of {s.train.num_classes} classes, {s.recipe.loss.name}, "
+        f"{s.model.dim} dimensions, on {s.device}{processes}; {validation}"
+    )
+    if warning := warn_about_few_positives(s.recipe, s.train):
+        s.reporter.info(warning)
+    if s.recipe.model.head_init == "whitened":  # the start may be better than every trained epoch
+        s.reporter.info(f"start  {evaluate_epoch(s, epoch=0)}".rstrip())
+
+
+def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
+    """Train the remaining epochs, with early stopping; a checkpoint is written after each."""
+    config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
+    pace = Pace(done=state.epoch * steps + state.step, total=config.epochs * steps)
+    with defer_sigint() as sigint_received:  # elsewhere a plain Ctrl-C is safe: files are replaced atomically
+        for epoch in range(state.epoch, config.epochs):
+            if config.patience and s.val and epoch - state.best_epoch >= config.patience:
+                best = f"(best: epoch {state.best_epoch})"
+                s.reporter.info(f"early stopping: no improvement for {config.patience} epochs {best}")
+                break
+            train_epoch(s, epoch, sigint_received)
+            metrics = evaluate_epoch(s, epoch=epoch + 1)
+            pace.update((epoch + 1) * steps)
+            s.reporter.info(
+                f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
+                f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
+            )
+            if on_epoch_end and s.val and any_rank(is_main_process() and on_epoch_end(epoch + 1, state.best)):
+                s.run.log(event="stopped", epoch=epoch + 1)
+                raise TrainingStoppedError(
+                    s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end."
+                )
+            state.next_epoch()
+            state.save(s.run)
+            if any_rank(sigint_received()):
+                raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {config.epochs}")
+
+
+def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> None:
+    """Train one epoch, or what is left of it after a checkpoint within it."""
+    config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
+    s.model.train()
+    s.model.freeze_backbone(epoch < config.frozen_epochs)
+    state.start_timer()
+    saved_at = time.monotonic()
+    batches = s.sampler.epoch(epoch)
+    inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, first=s.sampler.share.start)
+    with s.reporter.track(f"epoch {epoch + 1}/{config.epochs}", steps - state.step, unit="step") as bar:
+        for rows, batch in zip(batches[state.step :], inputs, strict=True):
+            step = epoch * steps + state.step
+            set_learning_rate(s.optimizer, config, step, steps)
+            s.optimizer.zero_grad(set_to_none=True)
+            x, labels = batch.to(s.device), s.labels[rows].to(s.device)
+            try:
+                rng_key = (s.recipe.seed, epoch, state.step)
+                loss = backward(s.forward, s.objective, x, labels, config, s.scaler, rng_key)
+                optimizer_step(s.model, s.objective, s.optimizer, config, s.scaler)
+            except NonFiniteError as error:
+                raise failed_step(s, rows, error, epoch=epoch + 1) from None
+            if s.ema_model is not None:
+                update_ema(s.ema_model, s.model, config.ema, step)
+            state.record_step(loss)
+            bar.advance(note=f"loss {state.mean_loss:.3f}")
+
+            interrupted = any_rank(sigint_received())
+            if interrupted or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+                state.save(s.run)
+                saved_at = time.monotonic()
+            if interrupted:
+                raise TrainingInterrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps}")
+    broadcast_state(s.model)  # each process has the batch-norm statistics of its own images
+    if s.ema_model is not None:
+        broadcast_state(s.ema_model)
+
+
+def evaluate_epoch(s: Session, *, epoch: int) -> str:
+    """Score the validation classes, save the weights if they are the best so far, diagnose the embeddings and log both.
+
+    Without validation classes every epoch replaces the one before, and a sample of training images is diagnosed.
+
+    Returns:
+        The validation metrics for the progress line.
     """
-    looked_at = val or train.sample(1000)
-    emb = embed_table(model, looked_at, raw=True)
-    if not bool(torch.isfinite(emb).all()):  # the last step went too far; each step's loss was still finite
-        reason = f"the embeddings stopped being finite by the end of epoch {epoch}"
-        run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
-        raise TrainingFailedError(f"{run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
-    scores = score_embeddings(val, emb) if val else None
-    recall, precision = (scores["R@1"], scores["MAP@R"]) if scores else (state.best, state.best_map)
-    # With few validation classes R@1 is often the same; MAP@R decides then, and if that ties the earlier epoch wins.
-    if scores is None or (recall, precision) > (state.best, state.best_map):
-        state.best, state.best_map, state.best_epoch = recall, precision, epoch
-        run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
-    diagnosis = diagnose(emb, torch.from_numpy(looked_at.labels))
+    state, model = s.state, s.eval_model
+    table = s.val or s.train.sample(1000)
+    emb = embed_table(model, table, raw=True)
+    if not bool(torch.isfinite(emb).all()):  # the last step went too far, though its loss was still finite
+        reason = f"the embeddings became NaN or infinite by the end of epoch {epoch}"
+        s.run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
+        raise TrainingFailedError(f"{s.run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
+    scores = score_embeddings(s.val, emb) if s.val else None
+    metrics = {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None
+    # With few validation classes R@1 often ties: MAP@R decides, then the earlier epoch.
+    if metrics is None or (metrics["R@1"], metrics["MAP@R"]) > (state.best, state.best_map):
+        state.best_epoch = epoch
+        if metrics:
+            state.best, state.best_map = metrics["R@1"], metrics["MAP@R"]
+        s.run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
     event = {
         "epoch": epoch,
         "loss": state.mean_loss if epoch else None,
-        "val": {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None,
+        "val": metrics,
         "val_interval": list(scores.interval("R@1")) if scores else None,
-        "diagnosis": diagnosis.to_dict(),
+        "diagnosis": diagnose(emb, torch.from_numpy(table.labels)).to_dict(),
     }
-    run.log(event="epoch", **event)
-    tracker.log(event)
-    for alarm in new_alarms(run):
-        run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
-        reporter.info(f"ALARM at epoch {epoch}: {alarm}")
-    return f"val R@1 {100 * recall:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  " if scores else ""
+    s.run.log(event="epoch", **event)
+    s.tracker.log(event)
+    for alarm in new_alarms(s.run):
+        s.run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
+        s.reporter.info(f"ALARM at epoch {epoch}: {alarm}")
+    if metrics is None:
+        return ""
+    return f"val R@1 {100 * metrics['R@1']:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  "
 
 
 def new_alarms(run: Run) -> list[Any]:
-    """Alarms of the last epoch of a kind that has not been raised before in this run."""
+    """Return the alarms of the last epoch that this run has not raised before."""
     events = run.events()
     history = [Diagnosis.from_dict(event["diagnosis"]) for event in events if event["event"] == "epoch"]
     raised = {event["kind"] for event in events if event["event"] == "alarm"}
     return [alarm for alarm in alarms(history) if alarm.name not in raised]
 
 
-def failure(
-    run: Run, train: Table, rows: Any, trouble: NonFiniteError, *, epoch: int, step: int
-) -> TrainingFailedError:
-    """Write failed.json with all that helps to find the cause, and say it in two lines."""
-    blamed = gather_rows(torch.from_numpy(rows if trouble.rows is None else rows[trouble.rows])).tolist()
-    files = [str(train.paths[r]) if train.paths else f"row {train.row_numbers[r]}" for r in blamed]
-    reason = f"{trouble.tensor} stopped being finite at epoch {epoch}, step {step}"
-    run.fail(reason, tensor=trouble.tensor, epoch=epoch, step=step, files=files)
-    named = f" First of its images: {files[0]}." if files else ""
+def failed_step(s: Session, rows: Any, error: NonFiniteError, *, epoch: int) -> TrainingFailedError:
+    """Write failed.json with the batch's files, and return the error to raise."""
+    suspects = gather_rows(torch.from_numpy(rows if error.rows is None else rows[error.rows])).tolist()
+    files = [str(s.train.paths[r]) if s.train.paths else f"row {s.train.row_numbers[r]}" for r in suspects]
+    step = s.state.step + 1
+    reason = f"{error.tensor} became NaN or infinite at epoch {epoch}, step {step}"
+    s.run.fail(reason, tensor=error.tensor, epoch=epoch, step=step, files=files)
+    first = f" First image of the batch: {files[0]}." if files else ""
     return TrainingFailedError(
-        f"{run.path}: {reason}.{named}\n"
-        "If it is always the same image, look at that (failed.json has the list); else try a lower --train.lr."
+        f"{s.run.path}: {reason}.{first}\n"
+        "If it is always the same image, check that file (failed.json lists them); otherwise try a lower --train.lr."
     )
 
 
-def describe(recipe: Recipe, train: Table, val: Table | None, model: Embedder, place: torch.device) -> str:
-    processes = f" in {world_size()} processes" if world_size() > 1 else ""
-    judging = f"epochs judged on {val.num_classes} other classes" if val else "no validation: the last epoch is kept"
-    return (
-        f"train: {len(train):,} images of {train.num_classes} classes, {recipe.loss.name}, {model.dim} dimensions, "
-        f"on {place}{processes}; {judging}"
+def finish(s: Session, holdout: Holdout, final: bool) -> None:
+    """Evaluate the best epoch on the test classes if `final`, and write the result: the last write of a run."""
+    result: dict[str, Any] = {"test": None}
+    if final:
+        broadcast_object(None)  # wait until rank 0 has written best.pt, which every rank reads
+        result = evaluate_final(
+            s.run, holdout, initial_model=s.initial_model, frozen_features=s.frozen_features, reporter=s.reporter
+        )
+    s.run.finish(
+        {
+            "protocol": describe_protocol(s.recipe, s.train, s.val, holdout, epoch=s.state.best_epoch),
+            **result,
+            "val_R@1": s.state.best if s.val else None,
+            "seconds": round(s.state.seconds, 1),
+        }
     )
-
-
-def few_pairs(recipe: Recipe, train: Table) -> str:
-    """Advice where a loss that compares images within a batch would seldom find two of a class there."""
-    hyper = recipe.train
-    if hyper.samples_per_class or recipe.memory or not LOSSES[recipe.loss.name].inputs.pairs:
-        return ""
-    batch = make_sampler(train.labels, batch_size=hyper.batch_size, samples_per_class=0, seed=recipe.seed).epoch(0)[0]
-    met = np.bincount(train.labels[batch])
-    share = met[met > 1].sum() / len(batch)
-    if share >= 0.5:
-        return ""
-    some = next(count for count in (4, 3, 2, hyper.batch_size) if hyper.batch_size % count == 0)
-    return (
-        f"advice: {recipe.loss.name} compares images of a class, and in a batch only {share:.0%} of them meet another "
-        f"of theirs; --train.samples-per-class {some} brings {some} of each"
-    )
+    broadcast_object(None)  # no rank returns before the result is on disk

@@ -1,10 +1,10 @@
-"""A run folder: what is stored of a training run, written so that no crash can leave a half-truth.
+"""The run folder: what is stored of a training run, written so that no crash leaves an inconsistent state.
 
-recipe.toml   first write           events.jsonl    one line per epoch, append only
-env.json      versions, machine     last.pt best.pt written aside, then renamed
-per_query.npz  values per query      result.json     last write: its existence means done
-failed.json   the reason            (either result or failed, never both)
-vectors.npz   of the judged images, where a network was fine-tuned; may be deleted
+recipe.toml    first write           events.jsonl      one line per epoch, append only
+env.json       versions, machine     last.pt, best.pt  replaced atomically
+per_query.npz  values per query      result.json       last write: its existence means that the run is complete
+failed.json    the reason            (either result or failed, never both)
+embeddings.npz of the test images, if the network was fine-tuned; may be deleted
 """
 
 from __future__ import annotations
@@ -23,29 +23,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin._common.files import atomic_write, file_lock, nan_to_none, none_to_nan
+from nearkin._common.version import __version__
 from nearkin.config.recipe import Recipe
-from nearkin.errors import RunBusyError, RunError
+from nearkin.errors import ConfigError, RunBusyError, RunError
 
 if TYPE_CHECKING:
     from nearkin.models.embedder import Embedder
 
 
 class Run:
-    """One run folder. Opening an existing one reads it; `Run.create` makes it."""
+    """One run folder.
 
-    is_writer = True  # of several processes only the first does
+    Args:
+        path: An existing run folder; `Run.create` makes a new one.
+
+    Raises:
+        RunError: The folder is not a run, or another version of nearkin wrote it.
+    """
+
+    is_writer = True  # of several processes only the main one writes
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "recipe.toml").exists():
-            raise RunError(f"{self.path}: not a run folder (it holds no recipe.toml).")
-        self.recipe = Recipe.from_toml(self.path / "recipe.toml")
+            raise RunError(f"{self.path}: not a run folder (recipe.toml is missing).")
+        try:
+            self.recipe = Recipe.from_toml(self.path / "recipe.toml")
+        except ConfigError:
+            self._check_version()
+            raise
+
+    def _check_version(self) -> None:
+        """Report a recipe that cannot be parsed because another version wrote it."""
+        packages = (self._read_json("env.json") or {}).get("packages", {})
+        written_by = packages.get("nearkin")
+        if written_by not in (None, __version__):
+            raise RunError(
+                f"{self.path}: written by nearkin {written_by}, which {__version__} cannot read. "
+                f"Train it again, or install nearkin=={written_by}."
+            ) from None
 
     @classmethod
     def create(cls, runs: str | Path, key: str, recipe: Recipe) -> Run:
-        """The run of this key below `runs`, made if it is not there yet.
+        """Open the run with this key, creating its folder if necessary.
 
-        A recipe of the same key differs in nothing that changes a number, but it may know where the data lie now.
+        A recipe with the same key gives the same numbers, but its data may have moved: the newest paths are stored.
+
+        Args:
+            runs: Folder that holds the run folders.
+            key: From `run_key`.
+            recipe: What the run trains.
+
+        Returns:
+            The run.
         """
         path = Path(runs) / key
         recipe = _with_full_paths(recipe)
@@ -58,15 +88,15 @@ class Run:
                 atomic_write(path / "recipe.toml", recipe.to_toml())
         except OSError as error:
             raise RunError(
-                f"{path}: cannot write the run folder ({error.strerror}). Choose another place with --runs DIR."
+                f"{path}: cannot write the run folder ({error.strerror}). Choose another folder with --runs DIR."
             ) from None
         return cls(path)
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What `evaluate_final` stored, or None while the run is not done."""
+        """The stored result, or None while the run is incomplete."""
         stored = self._read_json("result.json")
         return stored and {
             **stored,
@@ -79,7 +109,7 @@ class Run:
         return self._read_json("failed.json")
 
     def events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl; a last line cut by a crash is left out."""
+        """Return the events of events.jsonl; a last line cut off by a crash is skipped."""
         try:
             lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         except FileNotFoundError:
@@ -87,7 +117,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def embedder(self) -> Embedder:
-        """The model of the best epoch."""
+        """Load the model of the best epoch."""
         from nearkin.models.embedder import load
 
         return load(self.path)
@@ -98,82 +128,89 @@ class Run:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / name}: cannot be read ({error}). Remove the file to train again.") from None
+            raise RunError(f"{self.path / name}: cannot be read ({error}). Delete the file to train again.") from None
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Hold the run for this process; a second process is told, a killed one lets go by itself."""
+    def lock(self) -> Iterator[None]:
+        """Lock the run for this process. A second process gets `RunBusyError`; a killed one releases the lock."""
         if not self.is_writer:
             yield
             return
         with ExitStack() as stack:
-            with _trouble_said(self.path / "lock"):
-                ours = stack.enter_context(file_lock(self.path / "lock"))
-            if not ours:
-                raise RunBusyError(f"{self.path}: another process is training this run. Wait for it, or stop it.")
+            with _write_errors(self.path / "lock"):
+                acquired = stack.enter_context(file_lock(self.path / "lock"))
+            if not acquired:
+                raise RunBusyError(f"{self.path}: another process is training this run. Wait for it or stop it.")
             yield
 
     def log(self, **event: Any) -> None:
+        """Append an event to events.jsonl."""
         if not self.is_writer:
             return
         path = self.path / "events.jsonl"
-        with _trouble_said(path), open(path, "a", encoding="utf-8") as file:
+        with _write_errors(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(nan_to_none(event), allow_nan=False) + "\n")
 
     def events_size(self) -> int:
+        """Return the size of events.jsonl in bytes."""
         path = self.path / "events.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def rewind_events(self, size: int) -> None:
-        """Drop what was logged after the checkpoint that is being resumed; it will be logged again."""
+        """Drop events logged after the checkpoint that is being resumed; they will be logged again."""
         path = self.path / "events.jsonl"
-        with _trouble_said(path):
+        with _write_errors(path):
             if self.is_writer and self.events_size() > size:
                 os.truncate(path, size)
 
     def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
-        """Write a checkpoint aside, then rename it, so that a crash leaves the earlier one whole.
+        """Replace a checkpoint atomically.
 
-        With keep, the earlier one stays beside it, for the case that a disk damages what it has written.
+        Args:
+            name: File name, for example "best.pt".
+            state: What `torch.save` writes.
+            keep: File name under which the previous checkpoint is kept, in case the new one gets damaged on disk.
         """
         import torch
 
         if not self.is_writer:
             return
         target = self.path / name
-        aside = target.with_name(f"{name}.tmp")
+        temporary = target.with_name(f"{name}.tmp")
         try:
-            with open(aside, "wb") as file:
+            with open(temporary, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             if keep is not None and target.exists():
                 target.replace(self.path / keep)
-            aside.replace(target)
+            temporary.replace(target)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            aside.unlink(missing_ok=True)
-            raise RunError(f"{target}: cannot write the checkpoint ({error}). The earlier one is kept.") from None
+            temporary.unlink(missing_ok=True)
+            raise RunError(f"{target}: cannot write the checkpoint ({error}). The previous one is intact.") from None
 
     def finish(self, result: dict[str, Any]) -> None:
+        """Write result.json, which marks the run as complete."""
         if not self.is_writer:
             return
         target = self.path / "result.json"
-        with _trouble_said(target):
+        with _write_errors(target):
             (self.path / "failed.json").unlink(missing_ok=True)
             atomic_write(target, json.dumps(nan_to_none(result), indent=2, allow_nan=False))
 
     def fail(self, reason: str, **details: Any) -> None:
+        """Write failed.json."""
         if not self.is_writer:
             return
         target = self.path / "failed.json"
-        with _trouble_said(target):
+        with _write_errors(target):
             atomic_write(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
 
 
 def _with_full_paths(recipe: Recipe) -> Recipe:
-    """So that the run finds its data from anywhere."""
+    """Resolve paths, so that the run finds its data from any working directory."""
     root, weights = recipe.data.root, recipe.model.weights
     data = replace(recipe.data, root=root and root.resolve())
     if weights in ("none", "default"):
@@ -182,19 +219,19 @@ def _with_full_paths(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def _trouble_said(target: Path) -> Iterator[None]:
-    """A full disk, or a folder that is not ours to write, as an error that names the file."""
+def _write_errors(target: Path) -> Iterator[None]:
+    """Report a full disk or a read-only folder as an error that names the file."""
     try:
         yield
     except OSError as error:
         raise RunError(
             f"{target}: cannot be written ({error.strerror or error}). "
-            "What was stored is kept: mend that, and the same command goes on."
+            "Nothing stored is lost: fix that and run the same command again to resume."
         ) from None
 
 
 def environment() -> dict[str, Any]:
-    """What the run ran on: versions, machine, command."""
+    """Return versions, machine and command, for env.json."""
     packages: dict[str, str | None] = {}
     for name in ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow"):
         try:
@@ -213,11 +250,11 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The source's git commit, where nearkin runs from a checkout (not from a .venv inside another project's)."""
+    """Return the git commit if nearkin runs from its own checkout (not from a .venv inside another project's)."""
     here = Path(__file__)
     try:
-        for question in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
-            done = subprocess.run(["git", *question], cwd=here.parent, capture_output=True, text=True, timeout=5)
+        for arguments in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=5)
             if done.returncode:
                 return None
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What of a recipe decides the numbers of its run, in one writing: the same training has one key."""
+"""Run keys: a recipe that gives the same numbers has the same key."""
 
 from __future__ import annotations
 
@@ -14,41 +14,49 @@ from nearkin.losses.miners import MINERS
 
 
 def run_key(recipe: Recipe, fingerprint: str) -> str:
-    """The name of a recipe's run: readable in front, behind it a hash of everything that changes a number.
+    """Name a recipe's run: a readable prefix and a hash of everything that changes a number.
 
     Args:
         recipe: What will be trained.
-        fingerprint: Of the data and of the weights that training starts from.
+        fingerprint: Of the data and of the initial weights.
 
     Returns:
-        For example `glyphs-proxy_anchor-128-b17a73ad5ad3`.
+        For example "glyphs-proxy_anchor-128-b17a73ad5ad3".
     """
-    counted = json.dumps([fingerprint, key_values(recipe)], sort_keys=True)
-    digest = hashlib.sha256(counted.encode()).hexdigest()[:12]
+    values = json.dumps([fingerprint, key_values(recipe)], sort_keys=True)
+    digest = hashlib.sha256(values.encode()).hexdigest()[:12]
     return f"{recipe.data.source}-{recipe.loss.name}-{recipe.model.dim}-{digest}"
 
 
 def key_values(recipe: Recipe) -> dict[str, Any]:
-    """All of a recipe that changes a number, as plain values; the loss and the miner with their defaults spelt out."""
+    """Return the settings of a recipe that change a number, with the defaults of its loss and miner filled in.
+
+    Args:
+        recipe: Any recipe. A loss or miner that is not registered in this process keeps only its given settings.
+
+    Returns:
+        Nested plain values.
+    """
     values = to_plain_dict(recipe, keyed_only=True)
-    # Whoever registers a loss of his own does so before it trains; elsewhere what was given must do.
-    values["loss"] = _spelt_out(recipe.loss, LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {})
+    loss = LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {}
+    values["loss"] = _with_defaults(recipe.loss, loss)
     if recipe.miner is not None:
         name = recipe.miner.name
-        values["miner"] = _spelt_out(recipe.miner, _defaults(MINERS[name]) if name in MINERS else {})
+        values["miner"] = _with_defaults(recipe.miner, _keyword_defaults(MINERS[name]) if name in MINERS else {})
     return values
 
 
-def _defaults(function: Any) -> dict[str, Any]:
+def _keyword_defaults(function: Any) -> dict[str, Any]:
     return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _spelt_out(choice: ComponentConfig, defaults: Mapping[str, Any]) -> dict[str, Scalar]:
-    """A choice with all its settings.
+def _with_defaults(component: ComponentConfig, defaults: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Fill in default settings, and write whole numbers as floats: 32 and 32.0 are the same setting.
 
-    >>> _spelt_out(ComponentConfig("proxy_anchor", {"alpha": 16}), {"alpha": 32.0, "margin": 0.1, "dim": None})
-    {'name': 'proxy_anchor', 'alpha': 16.0, 'margin': 0.1}
+    Example:
+        >>> _with_defaults(ComponentConfig("proxy_anchor", {"alpha": 16}), {"alpha": 32.0, "margin": 0.1, "dim": None})
+        {'name': 'proxy_anchor', 'alpha': 16.0, 'margin': 0.1}
     """
-    settings = {name: value for name, value in defaults.items() if isinstance(value, Scalar)} | dict(choice.settings)
-    whole = {name: float(value) for name, value in settings.items() if type(value) is int}  # 32 is 32.0
-    return {"name": choice.name, **settings, **whole}
+    settings = {name: value for name, value in defaults.items() if isinstance(value, Scalar)} | dict(component.settings)
+    floats = {name: float(value) for name, value in settings.items() if type(value) is int}
+    return {"name": component.name, **settings, **floats}

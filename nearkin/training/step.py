@@ -1,4 +1,4 @@
-"""One training step: gradients of the whole batch, whatever its precision, pieces and processes."""
+"""One training step: the gradient of the whole batch, for any precision, micro-batch size and number of processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from nearkin.models.embedder import Embedder
 from nearkin.training.distributed import all_gather_with_grad, all_reduce_gradients, fork_rng, rank, world_size
 
 Forward = Callable[[Tensor], Tensor]
+RngKey = tuple[int, int, int]
 
 
 class NonFiniteError(Exception):
-    """A tensor went NaN or infinite. rows: places in this process's batch that are to blame, where that is known."""
+    """A tensor became NaN or infinite.
+
+    Attributes:
+        tensor: Which one, in words.
+        rows: Rows of this process's batch that caused it, where known.
+    """
 
     def __init__(self, tensor: str, rows: list[int] | None = None) -> None:
         super().__init__(tensor)
@@ -30,51 +36,59 @@ def backward(
     objective: Objective,
     batch: Tensor,
     labels: Tensor,
-    hyper: TrainConfig,
+    config: TrainConfig,
     scaler: torch.amp.GradScaler,
-    chance: tuple[int, int, int],
+    rng_key: RngKey,
 ) -> float:
-    """Leave the gradients of one step in the parameters; returns the loss of the whole batch.
+    """Compute the loss and leave its gradients in the parameters.
 
-    batch, labels   this process's share; embeddings of all processes are gathered before the loss sees them
-    chance          (seed, epoch, step): dropout and random miners draw from these, so that a resumed run repeats them
+    With micro-batches the network runs twice: first without gradient, to get the embeddings on which the loss of the
+    whole batch is computed; then one micro-batch at a time, each with the gradient of the loss by its embeddings. The
+    sum is exactly the gradient of the whole batch, for any loss, with the activations of one micro-batch in memory.
 
-    With micro-batches the network runs twice: first without gradient, for the embeddings on which the loss of the whole
-    batch is taken; then piece by piece, each with the gradient that the loss gave its embeddings. The sum over pieces
-    is the gradient of the whole batch, exactly, for any loss; only activations of one piece are ever held.
+    Args:
+        forward: The network.
+        objective: The loss; it sees the embeddings of all processes.
+        batch: This process's share of the inputs.
+        labels: Their labels.
+        config: Micro-batch size and precision.
+        scaler: Scales the loss when training in fp16.
+        rng_key: (seed, epoch, step). Dropout and random miners draw from it, so a resumed run repeats them.
+
+    Returns:
+        The loss of the whole batch.
     """
-    size = hyper.micro_batch_size or max(1, len(batch))
-    pieces = [batch[at : at + size] for at in range(0, len(batch), size)] or [batch]
+    size = config.micro_batch_size or max(1, len(batch))
+    micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]
 
-    def embed(piece: Tensor, number: int) -> Tensor:
-        with fork_rng(*chance, 1 + rank(), number), autocast(batch.device, hyper.precision):
-            return forward(piece).float() if hyper.precision != "fp32" else forward(piece)
+    def embed(inputs: Tensor, index: int) -> Tensor:
+        with fork_rng(*rng_key, 1 + rank(), index), autocast(batch.device, config.precision):
+            return forward(inputs).float() if config.precision != "fp32" else forward(inputs)
 
-    if len(pieces) == 1:
-        emb = embed(batch, 0)
-        loss = compute_loss(objective, emb, labels, chance)
+    if len(micro_batches) == 1:
+        loss = compute_loss(objective, embed(batch, 0), labels, rng_key)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
     with torch.no_grad():
-        emb = torch.cat([embed(piece, number) for number, piece in enumerate(pieces)])
+        emb = torch.cat([embed(inputs, index) for index, inputs in enumerate(micro_batches)])
     emb.requires_grad_()
-    loss = compute_loss(objective, emb, labels, chance)
+    loss = compute_loss(objective, emb, labels, rng_key)
     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     assert emb.grad is not None
-    for number, piece in enumerate(pieces):
-        embed(piece, number).backward(emb.grad[number * size : (number + 1) * size])  # type: ignore[no-untyped-call]
+    for index, inputs in enumerate(micro_batches):
+        embed(inputs, index).backward(emb.grad[index * size : (index + 1) * size])  # type: ignore[no-untyped-call]
     return float(loss.detach())
 
 
-def compute_loss(objective: Objective, emb: Tensor, labels: Tensor, chance: tuple[int, int, int]) -> Tensor:
-    """The loss of all processes' embeddings, the same on each of them."""
-    bad = (~emb.detach().isfinite()).any(dim=1).nonzero().flatten().tolist()
-    everywhere, all_labels = all_gather_with_grad(emb, labels)
-    if bad or (world_size() > 1 and not everywhere.detach().isfinite().all()):
-        # An objective would refuse such embeddings as a mistake of the caller.
-        raise NonFiniteError("the embeddings", bad)
-    with fork_rng(*chance):
-        loss: Tensor = objective(everywhere, all_labels)
+def compute_loss(objective: Objective, emb: Tensor, labels: Tensor, rng_key: RngKey) -> Tensor:
+    """Return the loss of the embeddings of all processes; it is the same on each of them."""
+    bad_rows = (~emb.detach().isfinite()).any(dim=1).nonzero().flatten().tolist()
+    all_emb, all_labels = all_gather_with_grad(emb, labels)
+    if bad_rows or (world_size() > 1 and not all_emb.detach().isfinite().all()):
+        # Checked here because an objective would report such embeddings as bad input from the caller.
+        raise NonFiniteError("the embeddings", bad_rows)
+    with fork_rng(*rng_key):
+        loss: Tensor = objective(all_emb, all_labels)
     if not loss.isfinite():
         raise NonFiniteError("the loss")
     return loss
@@ -84,54 +98,62 @@ def optimizer_step(
     model: Embedder,
     objective: Objective,
     optimizer: torch.optim.Optimizer,
-    hyper: TrainConfig,
+    config: TrainConfig,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Put the gradients of all processes together, clip them, move the weights."""
+    """Average the gradients over processes, clip them and update the weights."""
     all_reduce_gradients([*model.parameters(), *objective.parameters()])
     scaler.unscale_(optimizer)
-    learned = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
-    # With fp16 a gradient beyond its range is expected now and then: the scaler skips that step and lowers its scale.
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    # In fp16 an occasional overflow is expected: the scaler skips that step and lowers its scale.
     if not scaler.is_enabled() and not norm.isfinite():
-        raise NonFiniteError(f"the gradient of {_first_bad(model.named_parameters())}")
-    if hyper.clip_norm:
-        nn.utils.clip_grads_with_norm_(learned, hyper.clip_norm, norm)
-    if not scaler.is_enabled() and (bad := _first_bad(objective.named_parameters())):
-        raise NonFiniteError(f"the gradient of the objective's {bad}")
+        raise NonFiniteError(f"the gradient of {_first_non_finite(model.named_parameters())}")
+    if config.clip_norm:
+        nn.utils.clip_grads_with_norm_(params, config.clip_norm, norm)
+    if not scaler.is_enabled() and (name := _first_non_finite(objective.named_parameters())):
+        raise NonFiniteError(f"the gradient of the objective's {name}")
     scaler.step(optimizer)
     scaler.update()
 
 
-def _first_bad(named: Iterable[tuple[str, nn.Parameter]]) -> str:
+def _first_non_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str:
     return next((name for name, p in named if p.grad is not None and not p.grad.isfinite().all()), "")
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast | nullcontext[None]:
+    """Return the mixed-precision context of the forward pass; losses always run in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
-def check_train_config(model: Embedder, hyper: TrainConfig, device: torch.device) -> None:
-    """Refuse what cannot be had: half precision without a GPU, micro-batches that batch norms would see."""
-    if hyper.precision != "fp32" and device.type != "cuda":
-        raise ConfigError(f"train.precision: {hyper.precision} needs a CUDA device, this is {device.type}. Use fp32.")
-    counting = [m for m in model.train().modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    if 0 < hyper.micro_batch_size < hyper.batch_size and counting:
+def check_train_config(model: Embedder, config: TrainConfig, device: torch.device) -> None:
+    """Refuse half precision without a CUDA device, and micro-batches that would change batch-norm statistics."""
+    if config.precision != "fp32" and device.type != "cuda":
+        raise ConfigError(f"train.precision: {config.precision} needs a CUDA device, this is {device.type}. Use fp32.")
+    batch_norms = [m for m in model.train().modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    if 0 < config.micro_batch_size < config.batch_size and batch_norms:
         raise ConfigError(
-            "train.micro_batch_size: batch norms would see pieces instead of the batch. "
-            "Freeze their statistics: --model.freeze-norm statistics (or use another backbone or norm)."
+            "train.micro_batch_size: batch norms would see micro-batches instead of the batch. "
+            "Freeze their statistics with --model.freeze-norm statistics, or use a backbone without batch norm."
         )
 
 
 @torch.no_grad()
-def update_ema(average: Embedder, model: Embedder, decay: float, steps: int) -> None:
-    """Move the running mean of the weights towards the model, quickly at first, so that early weights are forgotten."""
-    weight = 1 - min(decay, (1 + steps) / (10 + steps))
-    ours, theirs = average.state_dict(), model.state_dict()
-    floats = [name for name, value in theirs.items() if value.is_floating_point()]
-    torch._foreach_lerp_([ours[n] for n in floats], [theirs[n] for n in floats], weight)
-    for name, value in theirs.items():
+def update_ema(ema_model: Embedder, model: Embedder, decay: float, step: int) -> None:
+    """Move the exponential moving average of the weights towards the model; faster in the first steps.
+
+    Args:
+        ema_model: The average, updated in place.
+        model: The model that was just updated.
+        decay: For example 0.999.
+        step: Steps done before this one. Early on the decay is lower, so that the initial weights are forgotten.
+    """
+    weight = 1 - min(decay, (1 + step) / (10 + step))
+    ema_state, state = ema_model.state_dict(), model.state_dict()
+    floats = [name for name, value in state.items() if value.is_floating_point()]
+    torch._foreach_lerp_([ema_state[n] for n in floats], [state[n] for n in floats], weight)
+    for name, value in state.items():
         if not value.is_floating_point():
-            ours[name].copy_(value)
+            ema_state[name].copy_(value)

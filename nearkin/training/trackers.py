@@ -1,4 +1,4 @@
-"""Where the numbers of each epoch go besides events.jsonl: TensorBoard and Weights & Biases, by name."""
+"""Experiment trackers besides events.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ TRACKERS = ("tensorboard", "wandb")
 
 
 class Tracker:
-    """Passes an epoch's numbers on to every place that was asked for."""
+    """Sends the metrics of each epoch to all chosen trackers."""
 
-    def __init__(self, places: Sequence[Any]) -> None:
-        self.places = places
+    def __init__(self, sinks: Sequence[Any]) -> None:
+        self.sinks = sinks
 
     def log(self, event: Mapping[str, Any]) -> None:
-        for place in self.places:
-            place(int(event["epoch"]), scalars(event))
+        """Send one epoch's event."""
+        for sink in self.sinks:
+            sink(int(event["epoch"]), scalars(event))
 
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
-    """The single numbers of an epoch's event, by a path-like name.
+    """Return the scalar metrics of an epoch's event, named by their path.
 
     >>> scalars({"epoch": 2, "loss": 0.5, "val": {"R@1": 0.7}, "diagnosis": {"hubness": 1.0, "histogram": [1]}})
     {'loss': 0.5, 'val/R@1': 0.7, 'diagnosis/hubness': 1.0}
@@ -39,19 +40,20 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
+    """Refuse an unknown tracker, with a suggestion."""
     for name in names:
         if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f" There are: {', '.join(TRACKERS)}."
+            hint = did_you_mean(name, TRACKERS) or f" Available: {', '.join(TRACKERS)}."
             raise ConfigError(f"No tracker named '{name}'.{hint}")
 
 
 @contextmanager
 def open_trackers(names: Sequence[str], run: Run) -> Iterator[Tracker]:
-    """The trackers by these names, for this run; closed at the end. Only the process that writes the run has any."""
+    """Open trackers for a run and close them at the end; only the process that writes the run has any."""
     check_trackers(names)
     with ExitStack() as stack:
-        places = [stack.enter_context(_OPEN[name](run)) for name in names] if run.is_writer else []
-        yield Tracker(places)
+        sinks = [stack.enter_context(_OPEN[name](run)) for name in names] if run.is_writer else []
+        yield Tracker(sinks)
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def _tensorboard(run: Run) -> Iterator[Any]:
 
 @contextmanager
 def _wandb(run: Run) -> Iterator[Any]:
-    """Online or offline as W&B's own settings say (WANDB_MODE=offline keeps everything in the run folder)."""
+    """Online or offline by W&B's own settings (WANDB_MODE=offline writes to the run folder only)."""
     wandb = import_extra("wandb", extra="wandb")
     session = wandb.init(
         project="nearkin",

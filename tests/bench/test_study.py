@@ -205,7 +205,7 @@ def test_choosing_on_the_test_classes_only_on_request_and_badged(features, tmp_p
     for outcome in folder.outcomes().values():
         run = Run(outcome.run)
         assert outcome.label == "EPOCH CHOSEN ON THE TEST CLASSES"
-        assert "THE TEST CLASSES" in run.result["protocol"]["epoch_chosen_by"]
+        assert "THE TEST CLASSES" in run.result["protocol"]["epoch_selected_by"]
         # What chose is what judges: the reported value is the best of all epochs.
         epochs = [event["val"]["R@1"] for event in run.events() if event["event"] == "epoch"]
         assert outcome.test["R@1"] == pytest.approx(max(epochs), abs=1e-12)
@@ -303,7 +303,7 @@ def test_a_trial_that_fails_is_shown_and_never_scored(features, tmp_path):
     folder = done(tmp_path, study)
     states = {trial.method: folder.outcome(trial) for trial in folder.trials}
     assert (states["norm_softmax"].status, states["triplet"].status) == ("done", "failed")
-    assert "stopped being finite" in states["triplet"].reason
+    assert "became NaN or infinite" in states["triplet"].reason
     assert aggregate(folder)["clouds 4", "triplet"].short() == "1 failed"
     (failed,) = (r for r in folder.results() if r.method == "triplet")
     assert failed.value is None

@@ -56,7 +56,7 @@ def test_a_run_that_was_found_done_keeps_its_weights(folder, tmp_path):
 def test_a_run_that_another_began_keeps_its_weights(folder, tmp_path):
     (trial,) = folder.trials
     with pytest.raises(TrainingStoppedError) as stopped:
-        fit(trial.recipe, tmp_path / "runs", device="cpu", reporter=QUIET, watch=lambda epoch, _: epoch == 1)
+        fit(trial.recipe, tmp_path / "runs", device="cpu", reporter=QUIET, on_epoch_end=lambda epoch, _: epoch == 1)
     outcome = run_trial(trial, folder, tmp_path / "runs", "cpu")
     assert outcome.run == str(stopped.value.path)
     assert weights(stopped.value.path) == WEIGHTS
@@ -85,7 +85,7 @@ def test_a_trial_that_was_cut_off_clears_up_when_it_is_done(folder, tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(nearkin.training.loop, "fit", lambda *given, **asked: fit(*given, **asked, watch=cut))
+        patched.setattr(nearkin.training.loop, "fit", lambda *given, **asked: fit(*given, **asked, on_epoch_end=cut))
         with pytest.raises(KeyboardInterrupt):
             run_trial(trial, folder, tmp_path / "runs", "cpu")
     (run,) = (tmp_path / "runs").iterdir()

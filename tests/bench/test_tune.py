@@ -168,7 +168,7 @@ def test_a_watched_run_can_be_stopped_and_goes_on_to_the_same_numbers(recipe, tm
     longer = replace(recipe, train=replace(recipe.train, epochs=3))
     calm = nk.fit(longer, tmp_path / "calm", final=False, reporter=QUIET, device="cpu")
     with pytest.raises(TrainingStoppedError, match="stopped after epoch 2 of 3") as stopped:
-        nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu", watch=watch)
+        nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu", on_epoch_end=watch)
     run = Run(stopped.value.path)
     assert (run.events()[-1], run.result) == ({"event": "stopped", "epoch": 2}, None)
     by_epoch = [e["val"]["R@1"] for e in calm.events() if e["event"] == "epoch"]

@@ -16,13 +16,14 @@ import torch
 
 import nearkin as nk
 from nearkin._common.progress import Pace, Reporter
+from nearkin.cli import main
 from nearkin.config.recipe import ComponentConfig, TrainConfig
 from nearkin.data.images import ArrayImages
 from nearkin.data.samplers import RandomSampler
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, RunError, TrainingFailedError
-from nearkin.training import loop
+from nearkin.training import factory, loop
 from nearkin.training.checkpoint import TrainingInterrupted, defer_sigint
 from nearkin.training.run import Run
 
@@ -76,7 +77,7 @@ def test_the_same_seed_gives_the_same_digits_and_another_seed_others(finished, t
 def test_a_finished_run_is_returned_as_it_is(finished, tiny_recipe, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.path.iterdir()}
     again = nk.fit(tiny_recipe, finished.path.parent)
-    assert f"done already: {finished.path}" in capsys.readouterr().err
+    assert f"run already complete: {finished.path}" in capsys.readouterr().err
     assert again.path == finished.path
     assert {path: path.stat().st_mtime_ns for path in finished.path.iterdir()} == before
 
@@ -105,18 +106,18 @@ def test_stopped_at_any_step_and_resumed_equals_never_stopped(
 
 KILLED = """
 import os, random, signal, sys
-from nearkin import train
 from nearkin.cli import main
+from nearkin.training import loop
 
 left = int(sys.argv.pop(1))  # steps until the process kills itself, outright
-real = train.set_learning_rate
+real = loop.set_learning_rate
 def counting(*args):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     real(*args)
-train.set_learning_rate = counting
+loop.set_learning_rate = counting
 main()
 """
 
@@ -137,13 +138,13 @@ def test_killed_outright_five_times_and_resumed_equals_never_stopped(finished, t
 
 def test_a_second_process_on_one_run_is_told(tiny_recipe, tmp_path, quiet):
     run = Run.create(tmp_path, "one", tiny_recipe)
-    with run.writing(), pytest.raises(RunError, match="another process is training"), Run(run.path).writing():
+    with run.lock(), pytest.raises(RunError, match="another process is training"), Run(run.path).lock():
         pass
 
 
 def test_a_loss_that_is_not_finite_ends_as_failed_never_as_a_score(tiny_recipe, tmp_path, quiet):
     wild = replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e30, clip_norm=0.0, optimizer="sgd"))
-    with pytest.raises(TrainingFailedError, match=r"stopped being finite at epoch \d, step \d"):
+    with pytest.raises(TrainingFailedError, match=r"became NaN or infinite at epoch \d, step \d"):
         nk.fit(wild, tmp_path, reporter=quiet)
     [path] = [p for p in tmp_path.iterdir() if (p / "recipe.toml").exists()]
     assert json.loads((path / "failed.json").read_text())["reason"]
@@ -200,7 +201,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tiny_recipe, fi
     said = capsys.readouterr().err
     assert all(f"{name}: not a readable checkpoint" in said for name in damaged)
     assert ("resuming" in said) == (len(damaged) == 1)
-    assert said.count("Going back to the checkpoint before it") == 1
+    assert said.count("Using the previous checkpoint") == 1
     assert said.count("Starting from the beginning") == len(damaged) - 1
     assert numbers(again) == before
 
@@ -239,7 +240,7 @@ def test_ctrl_c_twice_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("where", ["initial_features", "judge_epoch", "evaluate_final"])
+@pytest.mark.parametrize("where", ["initial_features", "evaluate_epoch", "evaluate_final"])
 def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
     finished, tiny_recipe, tmp_path, quiet, monkeypatch, where
 ):
@@ -254,7 +255,7 @@ def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
     monkeypatch.setattr(loop, where, press_once)
     with pytest.raises(KeyboardInterrupt) as stopped:
         nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
-    assert str(stopped.value) == ("stopped after epoch 1 of 3" if where == "judge_epoch" else "")
+    assert str(stopped.value) == ("stopped after epoch 1 of 3" if where == "evaluate_epoch" else "")
     resumed = nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
     assert numbers(resumed) == numbers(finished)
 
@@ -295,15 +296,15 @@ for write in (lambda: run.log(text="x" * 3000), lambda: run.finish({"x": "x" * 3
     lock = tmp_path / "taken" / "lock"
     run = Run.create(tmp_path, "taken", finished.recipe)
     lock.mkdir()
-    with pytest.raises(RunError, match="lock: cannot be written"), run.writing():
+    with pytest.raises(RunError, match="lock: cannot be written"), run.lock():
         pass
 
 
 TWO_AT_ONCE = """
 import sys
 from pathlib import Path
-from nearkin.recipe import Recipe
-from nearkin.runs import Run
+from nearkin.config import Recipe
+from nearkin.training import Run
 
 runs = Path(sys.argv[1])
 print("ready", flush=True)
@@ -350,11 +351,11 @@ def test_advice_where_a_pair_loss_would_find_few_pairs(tiny_recipe):
     images = ArrayImages(np.zeros((len(labels), 1, 1, 1), np.uint8))
     table = Table("made", labels, tuple(f"c{number}" for number in range(150)), images, "f")
     pairs = replace(tiny_recipe, loss=ComponentConfig("triplet"), train=TrainConfig(batch_size=24, samples_per_class=0))
-    said = loop.few_pairs(pairs, table)
+    said = factory.warn_about_few_positives(pairs, table)
     drawn = RandomSampler(table.labels, batch_size=24, seed=0).epoch(0)[0]
     kinds = labels[drawn].tolist()
     share = sum(kinds.count(kind) > 1 for kind in kinds) / 24
-    assert f"only {share:.0%} of them" in said
+    assert f"only {share:.0%} of the images" in said
     assert "--train.samples-per-class 4" in said
     for fine in (
         replace(pairs, loss=ComponentConfig("proxy_anchor")),
@@ -362,7 +363,7 @@ def test_advice_where_a_pair_loss_would_find_few_pairs(tiny_recipe):
         replace(pairs, train=TrainConfig(batch_size=600, samples_per_class=0)),
         replace(pairs, memory=100),
     ):
-        assert loop.few_pairs(fine, table) == ""
+        assert factory.warn_about_few_positives(fine, table) == ""
 
 
 def test_the_time_left_is_not_guessed_before_a_step_is_done():
@@ -387,3 +388,19 @@ def test_the_commit_is_that_of_nearkin_not_of_a_project_it_is_installed_in(tmp_p
     git("add", ".")
     git("commit", "-q", "-m", "a checkout")
     assert len(said()[1]) == 40
+
+
+def test_a_run_folder_of_another_version_gets_one_clear_error(tmp_path, capsys):
+    """Recipe keys were renamed in 0.2.0, so an older run cannot be read; the message names its version."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text("[train]\nper_class = 4\n")
+    (folder / "env.json").write_text('{"packages": {"nearkin": "0.1.0"}}')
+    with pytest.raises(RunError, match=r"written by nearkin 0\.1\.0, which .* cannot read\. Train it again"):
+        Run(folder)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(folder)])
+    assert capsys.readouterr().err.count("\n") == 1
+    (folder / "env.json").unlink()  # without a version, the setting itself is reported
+    with pytest.raises(ConfigError, match=r"train\.per_class: no such setting"):
+        Run(folder)

@@ -87,7 +87,7 @@ def test_settings_that_leave_nothing_to_learn_are_refused(tiny_recipe, tmp_path,
         train=replace(tiny_recipe.train, **train),
         loss=ComponentConfig(loss),
     )
-    with pytest.raises(ConfigError, match=r"nothing else learns.*--model\.dim 128"):
+    with pytest.raises(ConfigError, match=r"nothing is left to train.*--model\.dim 128"):
         nk.fit(still, tmp_path, reporter=quiet)
 
 
@@ -108,12 +108,12 @@ def test_the_running_mean_follows_by_its_formula():
     average = Embedder(ModelConfig(width=4, dim=8), (3, 16, 16))
     before = {k: v.clone() for k, v in average.state_dict().items()}
     model.backbone.layers[1].num_batches_tracked.fill_(7)
-    update_ema(average, model, 0.9, steps=10_000)
+    update_ema(average, model, 0.9, step=10_000)
     for name, value in average.state_dict().items():
         new = model.state_dict()[name]
         want = 0.9 * before[name] + 0.1 * new if value.is_floating_point() else new
         torch.testing.assert_close(value, want)
-    update_ema(average, model, 0.9, steps=0)  # the first step counts for nine tenths
+    update_ema(average, model, 0.9, step=0)  # the first step counts for nine tenths
     torch.testing.assert_close(average.head.maps[0].weight, model.head.maps[0].weight, rtol=0.2, atol=0.05)
 
 
@@ -122,7 +122,7 @@ def test_a_run_with_a_running_mean_resumes_exactly_and_keeps_the_mean(tiny_recip
     whole = nk.fit(recipe, tmp_path / "a", reporter=quiet)
     stopped = nk.fit(recipe, tmp_path / "b", reporter=quiet)
     state = torch.load(stopped.path / "last.pt", weights_only=True)
-    assert not torch.equal(state["average"]["head.maps.0.weight"], state["model"]["head.maps.0.weight"])
+    assert not torch.equal(state["ema_model"]["head.maps.0.weight"], state["model"]["head.maps.0.weight"])
     (stopped.path / "result.json").unlink()
     (stopped.path / "last.pt").unlink()
     (stopped.path / "previous.pt").rename(stopped.path / "last.pt")  # an epoch earlier
@@ -151,7 +151,7 @@ def test_an_input_that_overflows_ends_as_failed_with_its_row_named(tmp_path, qui
         train=replace(recipe.train, epochs=1, batch_size=20),
     )
     table_row = 37
-    with pytest.raises(TrainingFailedError, match=rf"the embeddings stopped being finite .* row {table_row}\b"):
+    with pytest.raises(TrainingFailedError, match=rf"the embeddings became NaN or infinite .* row {table_row}\b"):
         nk.fit(recipe, tmp_path / "runs", reporter=quiet)
     [path] = (tmp_path / "runs").iterdir()
     failed = json.loads((path / "failed.json").read_text())
@@ -162,7 +162,7 @@ def test_an_input_that_overflows_ends_as_failed_with_its_row_named(tmp_path, qui
 
 def test_a_loss_that_is_not_finite_names_the_files_of_its_batch(tiny_recipe, tmp_path, quiet):
     wild = replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e30, clip_norm=0.0, optimizer="sgd"))
-    with pytest.raises(TrainingFailedError, match=r"First of its images: .*\.png"):
+    with pytest.raises(TrainingFailedError, match=r"First image of the batch: .*\.png"):
         nk.fit(wild, tmp_path, reporter=quiet)
 
 

@@ -61,32 +61,31 @@ def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs):
 SLOW_DISK = """
 import sys, time
 from pathlib import Path
-from nearkin import train
 from nearkin.cli import main
-from nearkin.distributed import rank
 from nearkin.models.weights import fingerprint
-from nearkin.runs import Run
-from nearkin.samplers import make_sampler
+from nearkin.training import loop
+from nearkin.training.distributed import rank
+from nearkin.training.run import Run
 
-judge, save = train.judge_epoch, Run.save
+evaluate_epoch, save = loop.evaluate_epoch, Run.save
 
-def noting(run, state, model, *args, **named):
-    with open(Path(sys.argv[2]).with_name(f"judged-{rank()}"), "a") as file:
-        print(fingerprint(model), file=file)
-    return judge(run, state, model, *args, **named)
+def recording(session, **kwargs):
+    with open(Path(sys.argv[2]).with_name(f"evaluated-{rank()}"), "a") as file:
+        print(fingerprint(session.eval_model), file=file)
+    return evaluate_epoch(session, **kwargs)
 
-def slowly(run, name, *args, **named):
-    if run.writes and name == "best.pt":
+def slowly(run, name, *args, **kwargs):
+    if run.is_writer and name == "best.pt":
         time.sleep(2)
-    save(run, name, *args, **named)
+    save(run, name, *args, **kwargs)
 
-train.judge_epoch, Run.save = noting, slowly
+loop.evaluate_epoch, Run.save = recording, slowly
 main()
 """
 
 
 @pytest.mark.slow
-def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
+def test_all_processes_evaluate_one_network(tiny_recipe, tmp_path, quiet):
     """Also where each has counted other images, a running mean is kept, and the disk is slow to take best.pt."""
     recipe = replace(
         tiny_recipe,
@@ -100,9 +99,9 @@ def test_all_processes_judge_one_network(tiny_recipe, tmp_path, quiet):
     ours = os.environ | {"PYTHONPATH": str(Path(nk.__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ours)
     assert done.returncode == 0, done.stderr[-6000:]
-    judged = [(tmp_path / f"judged-{number}").read_text().split() for number in range(2)]
-    assert judged[0] == judged[1]
-    assert len(judged[0]) == 2
+    evaluated = [(tmp_path / f"evaluated-{number}").read_text().split() for number in range(2)]
+    assert evaluated[0] == evaluated[1]
+    assert len(evaluated[0]) == 2
     [folder] = (tmp_path / "runs").iterdir()
     run = Run(folder)
     _, holdout = make_split(sources.load(recipe.data, quiet), recipe.data)
@@ -132,7 +131,7 @@ def test_the_image_to_blame_is_named_whichever_process_had_it(tmp_path):
     file.write_text(recipe.to_toml())
     command = [*TORCHRUN, "-m", "nearkin", "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert "the embeddings stopped being finite at epoch 1" in done.stderr
+    assert "the embeddings became NaN or infinite at epoch 1" in done.stderr
     [folder] = (tmp_path / "runs").iterdir()
     assert Run(folder).failed["files"] == ["row 37"]
 
@@ -145,13 +144,13 @@ def test_no_thread_of_the_group_is_left(tmp_path):
     program.write_text("""
 from pathlib import Path
 import torch
-from nearkin.distributed import anywhere, process_group
+from nearkin.training.distributed import any_rank, process_group
 
 def threads():
     return [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 with process_group("cpu"):
-    anywhere(True)
+    any_rank(True)
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     torch.optim.SGD([weight], lr=0.1).step()
