@@ -1,6 +1,6 @@
 """Train a head on frozen features with every loss and compare it with the whitened features, in minutes on two cores.
 
-    python benchmarks/fast_lane.py features.npz            # `features` [N, F] and `labels` [N]; trains on the first half
+    python benchmarks/fast_lane.py features.npz            # `features` [N, F] and `labels` [N]; the first half trains
     python benchmarks/fast_lane.py features.npz --losses proxy_anchor triplet --dim 128
 
 For each loss, the learning rate and the number of epochs are selected on held-out validation classes (30 of CUB's 100

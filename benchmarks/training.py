@@ -3,9 +3,9 @@
     python benchmarks/training.py                      # the built-in glyphs, small_conv
     python benchmarks/training.py --data CUB_200_2011  # photos, EfficientNet-Lite0 at 128 pixels, part of an epoch
 
-The plain loop is what one would write by hand: a batch from our loader, forward, loss, backward, step, and the loss read
-for the log. `fit` adds the learning-rate schedule, checks for NaN and infinity, clipping, progress and reproducible
-random numbers. Both alternate in one process; the result is the median ratio.
+The plain loop is what one would write by hand: a batch from our loader, forward, loss, backward, step, and reading the
+loss for the log. `fit` adds the learning-rate schedule, checks for NaN and infinity, clipping, progress and
+reproducible random numbers. Both alternate in one process; the result is the median ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of all backbones: feature maps, and the pixel normalization they expect."""
+"""The interface of all backbones: feature maps, and the pixel normalisation they expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class PixelNorm:
-    """Normalization of input pixels: (x / 255 - mean) / std per channel.
+    """Normalisation of input pixels: (x / 255 - mean) / std per channel.
 
     Attributes:
         mean: Mean of each channel.
@@ -33,7 +33,7 @@ class Backbone(nn.Module):
 
     Attributes:
         num_features: Channels F of the feature maps.
-        pixel_norm: Normalization that the published weights expect; None: computed from the training images.
+        pixel_norm: Normalisation that the published weights expect; None: computed from the training images.
         default_image_size: Image size that the network was designed for, if it may accept no other.
     """
 
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
         """Compute feature maps at three depths.
 
         Args:
-            images: Normalized images [B, C, H, W].
+            images: Normalised images [B, C, H, W].
 
         Returns:
             Maps by level: "low", "mid" and "high". The last is the output of `forward`.

@@ -1,7 +1,7 @@
 """Backbones by name: networks that turn images [B, C, H, W] into feature maps [B, F, h, w].
 
 `small_conv` and `bn_inception` are our own, `googlenet` and `resnet50` come from torchvision, `efficientnet_lite0` and
-every other name from timm. Each backbone carries the pixel normalization of its published weights.
+every other name from timm. Each backbone carries the pixel normalisation of its published weights.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
     backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
     # Its weights were trained in TensorFlow on pixels from -1 to 1. torchvision's `transform_input` converts ImageNet
-    # normalization back to that range; we normalize to it directly.
+    # normalisation back to that range; we normalise to it directly.
     backbone.pixel_norm = INCEPTION_NORM
     return backbone
 

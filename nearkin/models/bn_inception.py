@@ -27,7 +27,7 @@ MIN_IMAGE_SIZE = 7  # smaller images leave the pooling of the stem with empty ma
 
 
 class ConvSpec(NamedTuple):
-    """A convolution with bias, always followed by batch normalization (named `<name>_bn`) and ReLU."""
+    """A convolution with bias, always followed by batch normalisation (named `<name>_bn`) and ReLU."""
 
     name: str
     in_channels: int
@@ -104,7 +104,7 @@ BLOCKS = (
 
 
 class BNInception(Backbone):
-    """BN-Inception with He initialization: images [B, 3, H, W] to maps [B, 1024, h, w], 7 x 7 for images of 224 x 224.
+    """BN-Inception with He initialisation: images [B, 3, H, W] to maps [B, 1024, h, w], 7 x 7 for images of 224 x 224.
 
     It has 10.3 million parameters.
 
@@ -119,7 +119,7 @@ class BNInception(Backbone):
     def __init__(self) -> None:
         super().__init__()
         for spec in convolutions():
-            # Batch normalization cancels this bias in training, but the public weights have it.
+            # Batch normalisation cancels this bias in training, but the public weights have it.
             layer = nn.Conv2d(
                 spec.in_channels, spec.out_channels, spec.kernel_size, spec.stride, padding=spec.kernel_size // 2
             )
@@ -136,7 +136,7 @@ class BNInception(Backbone):
         """Compute the feature maps of the blocks 3c, 4e and 5b: the levels L, M and H of the ICE paper.
 
         Args:
-            images: Normalized images [B, 3, H, W].
+            images: Normalised images [B, 3, H, W].
 
         Returns:
             Maps by level, for 224 x 224 images: low [B, 576, 14, 14], mid [B, 1056, 7, 7], high [B, 1024, 7, 7].

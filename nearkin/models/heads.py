@@ -12,7 +12,7 @@ from nearkin.ops.whitening import within_class_whitening
 
 
 class Head(nn.Module):
-    """Normalization, dropout and a map to the embedding, each as configured.
+    """Normalisation, dropout and a map to the embedding, each as configured.
 
     Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
     variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
@@ -55,10 +55,10 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def init_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
-        """Initialize the linear map with within-class whitening followed by PCA.
+        """Initialise the linear map with within-class whitening followed by PCA.
 
         A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
-        it back for unseen ones. This initialization keeps it and flattens the directions in which a class varies.
+        it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
 
         Args:
             features: Pooled features of training images [N, F].
@@ -102,7 +102,7 @@ def _make_norm(name: str, num_features: int) -> nn.Module:
 
 
 def unit(emb: Tensor) -> Tensor:
-    """L2-normalize the rows of a matrix.
+    """L2-normalise the rows of a matrix.
 
     Args:
         emb: Embeddings [N, D].

@@ -36,7 +36,7 @@ def average_maximum(maps: Tensor) -> Tensor:
 
 
 def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
-    """Generalized-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions.
+    """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions.
 
     Args:
         maps: Feature maps [B, F, h, w].

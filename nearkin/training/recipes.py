@@ -24,7 +24,7 @@ def _recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
     return RECIPES.add(make.__name__, make)
 
 
-# Trains a head on frozen features: few epochs, because the whitened initialization is already good.
+# Trains a head on frozen features: few epochs, because the whitened initialisation is already good.
 HEAD_ONLY = TrainConfig(epochs=10, batch_size=128, samples_per_class=0, lr=1e-3, class_lr=1e-3, lr_schedule="cosine")
 # Batch-norm statistics stay ImageNet's, which are better than those of small batches.
 _LITE0 = ModelConfig(

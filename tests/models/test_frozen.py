@@ -155,7 +155,7 @@ def test_mismatched_features_and_backbones_are_rejected(features_recipe, tiny_re
     with pytest.raises(ConfigError, match=r"--model\.backbone none"):
         nk.fit(wrong, tmp_path, reporter=quiet)
     wrong = replace(tiny_recipe, model=replace(tiny_recipe.model, backbone="none"))
-    with pytest.raises(ConfigError, match="holds images"):
+    with pytest.raises(ConfigError, match="contains images"):
         nk.fit(wrong, tmp_path, reporter=quiet)
     wide = replace(features_recipe, model=replace(features_recipe.model, dim=13))
     with pytest.raises(ConfigError, match="12"):
