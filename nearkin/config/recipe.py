@@ -39,11 +39,9 @@ class DataConfig:
     """The images and how their classes are split."""
 
     source: str = "glyphs"
-    """Data source: glyphs (built in); cub, cars, sop or inshop in their official layout; folder; table; features
-    (precomputed vectors)."""
+    """Data source: glyphs (built in), cub, cars, sop, inshop, folder, table or features (precomputed vectors)."""
     root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
-    """Path of the data: the benchmark's folder, a folder of class folders, a .csv or .parquet table, or an .npz file of
-    features."""
+    """Folder of the benchmark or of the class folders, a .csv or .parquet table, or an .npz file of features."""
     image_size: int = 64
     """Side of the model's input in pixels; glyphs have their own size."""
     skip_broken: bool = False
@@ -57,11 +55,9 @@ class DataConfig:
     label_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
     """Table column with the classes; by default label, class or similar."""
     split: str = "auto"
-    """Test classes: auto (the source's test set if it has one, else by_class), half (the source's test set, else the
-    second half of the classes) or by_class (a random test_fraction of them)."""
+    """Test classes: auto (the source's own, else by_class), half (its own, else the second half) or by_class."""
     augment: str = "none"
-    """Augmentation of training images: none, light (for small images), or a paper's: ice, ce_cub, ce_cars, ce_sop,
-    ce_inshop, thesis, mpa."""
+    """Training augmentation: none, light (small images), ice, ce_cub, ce_cars, ce_sop, ce_inshop, thesis or mpa."""
     cache: bool = field(default=True, metadata=_NOT_IN_KEY)
     """Cache decoded and resized images on disk, so that only the first epoch decodes them."""
     max_cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
@@ -71,16 +67,13 @@ class DataConfig:
     test_fraction: float = 0.4
     """Fraction of the classes held out for the final test, if the source has no test set of its own."""
     val_fraction: float = 0.1
-    """Fraction of the classes used for validation (of the training classes, if the source has a test set); 0 trains on
-    all of them and keeps the last epoch."""
+    """Fraction of the classes (of the training classes, given a test set) for validation; 0 uses the last epoch."""
     folds: int = 0
-    """Cross-validation: split the training classes into this many folds and validate on one of them, instead of
-    val_fraction; 0 turns it off."""
+    """Cross-validation: number of folds of the training classes, instead of val_fraction; 0 turns it off."""
     fold: int = 0
     """Index of the validation fold, from 0."""
     select_on: Literal["validation", "test"] = "validation"
-    """Classes that select the best epoch. test, as in most papers, gives scores that are too high; the result is marked
-    as such."""
+    """Classes that select the epoch. test, as in most papers, inflates the scores, and the result is marked."""
     split_seed: int = 0
     """Seed of the class split; use the same one for all runs you compare."""
 
@@ -106,16 +99,13 @@ class ModelConfig:
     """The network that maps an image to a vector: backbone, pooling, head."""
 
     backbone: str = "small_conv"
-    """small_conv (small images), efficientnet_lite0, googlenet, resnet50, bn_inception, any timm model, or none (the
-    data are features)."""
+    """small_conv, efficientnet_lite0, googlenet, resnet50, bn_inception, any timm model, or none (for features)."""
     weights: str = field(default="none", metadata=_NOT_IN_KEY)  # the run key contains a hash of their content
-    """Initial weights of the backbone: none (random), default (its published weights), or a .pth or .safetensors
-    file."""
+    """Initial weights of the backbone: none (random), default (published), or a .pth or .safetensors file."""
     width: int = 24
     """Channels of small_conv's first layer; later layers have two and four times as many."""
     feature_levels: Literal["high", "low_mid_high"] = "high"
-    """Which feature maps are pooled: the last ones, or those at three depths, each with its own third of the
-    embedding."""
+    """Feature maps to pool: the last ones, or three depths, each with its own third of the embedding."""
     pool: str = "average_maximum"
     """Pooling of the feature maps: average, maximum, average_maximum (their sum), gem, or grid (flattened)."""
     gem_p: float = 3.0
@@ -127,15 +117,13 @@ class ModelConfig:
     dropout: float = 0.0
     """Dropout rate of the pooled features."""
     head: Literal["linear", "residual", "mlp"] = "linear"
-    """Head from features to embedding: linear, residual (linear plus a two-layer correction that starts at zero), or
-    mlp (two layers)."""
+    """linear, residual (linear plus a two-layer correction that starts at zero) or mlp (two layers)."""
     dim: int = 128
     """Embedding dimension; 0 uses the pooled features directly, without a head."""
     head_init: Literal["random", "whitened"] = "random"
     """Initial weights of the head: random, or whitened (within-class whitening of the features, then PCA)."""
     shrinkage: float = 1.0
-    """Of head_init whitened: how strongly within-class variances shrink to their mean; larger values change the
-    features less."""
+    """Shrinkage of within-class variances in whitening; larger values change the features less."""
     normalize: bool = True
     """L2-normalise the vectors returned by `embed`."""
     freeze: Literal["nothing", "backbone"] = "nothing"
@@ -239,11 +227,9 @@ class TrainConfig:
     clip_norm: float = 10.0
     """Clip the gradient to this norm; 0 turns clipping off."""
     micro_batch_size: int = 0
-    """Images per forward pass, for batches that do not fit in memory; the gradient is still that of the whole batch.
-    0 runs the whole batch at once."""
+    """Images per forward pass, to save memory (the gradient stays that of the whole batch); 0: the whole batch."""
     ema: float = 0.0
-    """Decay of an exponential moving average of the weights (for example 0.999), which is then evaluated and saved; 0
-    turns it off."""
+    """Decay of a moving average of the weights, which is evaluated and saved (e.g. 0.999); 0 turns it off."""
     patience: int = 0
     """Early stopping: stop after this many epochs without improvement on the validation classes; 0 turns it off."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
