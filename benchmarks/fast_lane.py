@@ -1,11 +1,11 @@
-"""Every loss as a head on frozen features: what each adds to a whitened start, in minutes on two cores.
+"""Train a head on frozen features with every loss and compare it with the whitened features, in minutes on two cores.
 
-    python benchmarks/fast_lane.py features.npz            # `features` [N, F] and `labels` [N]; first half trains
+    python benchmarks/fast_lane.py features.npz            # `features` [N, F] and `labels` [N]; the first half trains
     python benchmarks/fast_lane.py features.npz --losses proxy_anchor triplet --dim 128
 
-For each loss the learning rate and the number of epochs are chosen on 30 of 100 training classes that it does not
-train on; then the head is trained once more on all training classes with these settings, and the test classes are
-opened for that one model. Runs are ordinary run folders: what is done is not done again.
+For each loss, the learning rate and the number of epochs are selected on held-out validation classes (30 of CUB's 100
+training classes). The head is then trained again on all training classes with these settings and evaluated once on the
+test classes. Runs are ordinary run folders: complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from pathlib import Path
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.bench.presets import SCALES
-from nearkin.config.recipe import ComponentConfig, Recipe
+from nearkin.config import ComponentConfig, Recipe
 from nearkin.errors import UserError
-from nearkin.losses.registry import LOSSES
+from nearkin.losses import LOSSES
 
-RATES = (2e-4, 1e-3)
-# Pair losses see classes several times in a batch; so do those that compare with classes, to no harm.
-PER_CLASS = 4
+LEARNING_RATES = (2e-4, 1e-3)
+SAMPLES_PER_CLASS = 4  # pair losses need several; proxy losses do not suffer
 
 
-def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
-    """The candidates among which the validation classes choose."""
+def candidates(features: Path, dim: int, loss: str) -> list[Recipe]:
+    """Return the recipes to select from on the validation classes."""
     base = nk.recipes.features_default()
     base = replace(
         base,
@@ -36,9 +35,9 @@ def recipes(features: Path, dim: int, loss: str) -> list[Recipe]:
         model=replace(base.model, dim=dim),
         loss=ComponentConfig(loss, SCALES.get(loss, {}).get("loss", {})),
     )
-    # A constant rate, so that training again for the chosen number of epochs repeats the same curve.
-    train = replace(base.train, epochs=6, batch_size=128, samples_per_class=PER_CLASS, lr_schedule="constant")
-    return [replace(base, train=replace(train, lr=lr, class_lr=max(lr, 1e-3))) for lr in RATES]
+    # A constant learning rate, so that training again for the selected number of epochs follows the same curve.
+    train = replace(base.train, epochs=6, batch_size=128, samples_per_class=SAMPLES_PER_CLASS, lr_schedule="constant")
+    return [replace(base, train=replace(train, lr=lr, class_lr=max(lr, 1e-3))) for lr in LEARNING_RATES]
 
 
 def main() -> None:
@@ -49,44 +48,42 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/fast_lane"))
     args = parser.parse_args()
     quiet = Reporter(quiet=True)
-    began, rows, left_out = time.perf_counter(), [], []
-    start: dict[str, dict[str, float]] = {}
+    start, rows, skipped = time.perf_counter(), [], []
+    whitened: dict[str, dict[str, float]] = {}
     for name in args.losses:
         try:
-            tried = [
-                (nk.fit(r, args.runs, final=False, reporter=quiet), r) for r in recipes(args.features, args.dim, name)
+            fitted = [
+                (nk.fit(r, args.runs, final=False, reporter=quiet), r)
+                for r in candidates(args.features, args.dim, name)
             ]
         except UserError as error:
-            left_out.append(f"{name}: {str(error).splitlines()[0]}")
+            skipped.append(f"{name}: {str(error).splitlines()[0]}")
             continue
-        run, recipe = max(tried, key=lambda pair: pair[0].result["val_R@1"])
+        run, recipe = max(fitted, key=lambda pair: pair[0].result["val_R@1"])
         epoch = run.result["protocol"]["epoch"]
-        # Trained on all training classes with what was chosen. Epoch 0: no training helped, and the start is taken.
+        # Epoch 0 means that training did not help: the whitened features themselves are reported.
         final = replace(
             recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=max(epoch, 1))
         )
-        done = nk.fit(final, args.runs, reporter=quiet)
-        result = done.result
-        start = result["test"]["whitened start"]
-        trained = result["test"]["trained"]
-        if epoch == 0:
-            trained = start
+        result = nk.fit(final, args.runs, reporter=quiet).result
+        whitened = result["test"]["whitened start"]
+        trained = result["test"]["trained"] if epoch else whitened
         gain = [100 * bound for bound in result["gain"]["interval"]] if epoch else None
         rows.append((name, recipe.train.lr, epoch, run.result["val_R@1"], trained, gain))
         low, high = trained["R@1"]["interval"]
-        shown = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-        chosen = f"lr {recipe.train.lr:g}  epoch {epoch:2}  val {100 * run.result['val_R@1']:.2f}"
-        print(f"{name:24} {chosen}  test R@1 {shown}", flush=True)
-    print(f"\n{len(rows)} losses in {time.perf_counter() - began:.0f} s\n")
-    print(markdown(rows, start))
-    for line in left_out:
-        print(f"left out: {line}")
+        recall = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+        selected = f"lr {recipe.train.lr:g}  epoch {epoch:2}  val {100 * run.result['val_R@1']:.2f}"
+        print(f"{name:24} {selected}  test R@1 {recall}", flush=True)
+    print(f"\n{len(rows)} losses in {time.perf_counter() - start:.0f} s\n")
+    print(markdown(rows, whitened))
+    for line in skipped:
+        print(f"skipped: {line}")
 
 
-def markdown(rows: list, start: dict) -> str:
-    """The table of docs/fast-lane.md."""
+def markdown(rows: list, whitened: dict) -> str:
+    """Return the table of docs/fast-lane.md."""
     lines = ["| loss | lr | epoch | val R@1 | test R@1 | 95 % interval | gain over raw features | MAP@R |"]
-    lines += ["|---|---|---|---|---|---|---|---|", _line("(whitened start)", "", "", None, start, None)]
+    lines += ["|---|---|---|---|---|---|---|---|", _line("(whitened start)", "", "", None, whitened, None)]
     for row in sorted(rows, key=lambda row: -row[4]["R@1"]["mean"]):
         lines.append(_line(*row))
     return "\n".join(lines)

@@ -32,7 +32,7 @@ def main() -> None:
     unseen = holdout.open()
     some = unseen.of_classes(np.arange(0, unseen.num_classes, unseen.num_classes // KINDS)[:KINDS])
     start = make_model(run.recipe, table, quiet)
-    start.calibrate(split.train.images)
+    start.fit_pixel_norm(split.train.images)
     figure = Figure(figsize=(8, 3.9), layout="constrained")
     for axes, model, title in zip(figure.subplots(1, 2), (start, run.embedder()), ("before", "after"), strict=True):
         vectors = model.embed(some.images)

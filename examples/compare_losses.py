@@ -1,4 +1,4 @@
-"""Which loss is better on your features? Train several on the same classes, compare them query by query.
+"""Compare losses on your features: train each on the same classes, then test the differences per query.
 
 python examples/compare_losses.py features.npz            # arrays `features` [N, F] and `labels` [N]
 """
@@ -9,8 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import nearkin as nk
-from nearkin._common.progress import Reporter
-from nearkin.config.recipe import ComponentConfig
+from nearkin.config import ComponentConfig
 
 
 def main() -> None:
@@ -28,19 +27,19 @@ def main() -> None:
         model=replace(base.model, dim=args.dim),
         train=replace(base.train, samples_per_class=4),
     )
-    found = {}
+    scores = {}
     for name in args.losses:
-        run = nk.fit(replace(base, loss=ComponentConfig(name)), args.runs, reporter=Reporter(quiet=True))
-        found[name] = nk.Scores.load(run.path / "per_query.npz")  # the value of every test query
-        low, high = found[name].interval("R@1")
-        print(f"{name:20} R@1 {100 * found[name]['R@1']:.1f} ({100 * low:.1f} to {100 * high:.1f})  {run.path}")
+        run = nk.fit(replace(base, loss=ComponentConfig(name)), args.runs)
+        scores[name] = nk.Scores.load(run.path / "per_query.npz")  # one value per test query
+        low, high = scores[name].interval("R@1")
+        print(f"{name:20} R@1 {100 * scores[name]['R@1']:.1f} ({100 * low:.1f} to {100 * high:.1f})  {run.path}")
     print()
     for first, second in combinations(args.losses, 2):
-        difference = nk.compare(found[first], found[second], "R@1")
-        sure = "settled" if difference.p_value < 0.05 else "cannot be told apart"
+        comparison = nk.compare(scores[first], scores[second], "R@1")
+        verdict = "significant" if comparison.p_value < 0.05 else "not significant"
         print(
-            f"{second} less {first}: {100 * difference.difference:+.2f} "
-            f"({100 * difference.low:+.2f} to {100 * difference.high:+.2f}), {sure}"
+            f"{second} vs {first}: {100 * comparison.difference:+.2f} "
+            f"({100 * comparison.low:+.2f} to {100 * comparison.high:+.2f}), {verdict}"
         )
 
 

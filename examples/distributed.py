@@ -1,42 +1,33 @@
-"""Several processes, one batch: the gradient is that of one process on the whole batch.
+"""Distributed loss: several processes share a batch and get the gradient of one process on the whole batch.
 
     torchrun --nproc-per-node 2 examples/distributed.py          # gloo on CPUs, nccl on GPUs
-    python examples/distributed.py                               # the same in one process, for comparison
+    python examples/distributed.py                               # one process, for comparison
 
-For whole trainings there is nothing to write: torchrun --nproc-per-node 4 -m nearkin train ...
+To train a whole recipe, no code is needed: torchrun --nproc-per-node 4 -m nearkin train ...
 """
 
 import torch
 from torch import nn
 
 import nearkin as nk
-from nearkin.training.distributed import (
-    all_gather_with_grad,
-    all_reduce_gradients,
-    is_main_process,
-    process_group,
-    rank,
-    rank_slice,
-)
-from nearkin.training.factory import choose_device
+from nearkin.training import choose_device, distributed
 
 
 def main() -> None:
-    with process_group(choose_device("cpu")):
-        torch.manual_seed(0)  # the same first weights everywhere
+    with distributed.process_group(choose_device("cpu")):
+        torch.manual_seed(0)  # the same initial weights on every rank
         network = nn.Linear(16, 8)
         images, labels = torch.randn(24, 16), torch.arange(6).repeat_interleave(4)
 
-        mine = rank_slice(len(images))  # this process's part of the batch
+        rows = distributed.rank_slice(len(images))  # this rank's part of the batch
         objective = nk.Objective("multi_similarity")
-        everyone, kinds = all_gather_with_grad(
-            network(images[mine]), labels[mine]
-        )  # of all; gradients go to this process's own
-        loss = objective(everyone, kinds)
+        # Embeddings and labels of all ranks; gradients flow to this rank's own rows.
+        emb, all_labels = distributed.all_gather_with_grad(network(images[rows]), labels[rows])
+        loss = objective(emb, all_labels)
         loss.backward()
-        all_reduce_gradients(network.parameters())
-        print(f"rank {rank()}: rows {mine.start} to {mine.stop}, loss {loss:.6f}")
-        if is_main_process():
+        distributed.all_reduce_gradients(network.parameters())
+        print(f"rank {distributed.rank()}: rows {rows.start} to {rows.stop}, loss {loss:.6f}")
+        if distributed.is_main_process():
             print(f"gradient norm {network.weight.grad.norm():.6f}")
 
 

@@ -1,9 +1,9 @@
-"""Ask a running `nearkin serve` from a program: by a file, by a stored item, and on from what was found.
+"""Query a running `nearkin serve`: by an image file, then by the nearest indexed item.
 
     nearkin serve photos.index --port 8000
     python examples/serving.py http://127.0.0.1:8000 new.jpg
 
-Only the standard library is used here.
+Uses only the standard library.
 """
 
 import json
@@ -14,23 +14,21 @@ from urllib.parse import quote
 
 
 def main() -> None:
-    address, picture = sys.argv[1].rstrip("/"), Path(sys.argv[2])
-    found = ask(f"{address}/search?k=3", picture.read_bytes())
-    print(f"{picture.name}: {'known' if found.get('known') else 'unknown or not calibrated'}")
-    for hit in found["hits"]:
+    url, image = sys.argv[1].rstrip("/"), Path(sys.argv[2])
+    result = request(f"{url}/search?k=3", image.read_bytes())
+    print(f"{image.name}: {'known' if result.get('known') else 'unknown or not calibrated'}")
+    for hit in result["hits"]:
         print(f"  {hit['similarity']:.3f}  {hit['label']}  {hit['id']}")
-    nearest = found["hits"][0]["id"]
-    print(f"and like {nearest}:")
-    for hit in ask(f"{address}/items/neighbours?id={quote(nearest)}&k=3")["hits"]:
+    nearest = result["hits"][0]["id"]
+    print(f"neighbours of {nearest}:")
+    for hit in request(f"{url}/items/neighbours?id={quote(nearest)}&k=3")["hits"]:
         print(f"  {hit['similarity']:.3f}  {hit['label']}  {hit['id']}")
 
 
-def ask(url: str, body: bytes | None = None) -> dict:
-    request = urllib.request.Request(
-        url, data=body, headers={"Content-Type": "application/octet-stream"} if body else {}
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+def request(url: str, body: bytes | None = None) -> dict:
+    headers = {"Content-Type": "application/octet-stream"} if body else {}
+    with urllib.request.urlopen(urllib.request.Request(url, data=body, headers=headers), timeout=30) as response:
+        return json.load(response)
 
 
 if __name__ == "__main__":

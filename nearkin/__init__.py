@@ -1,4 +1,4 @@
-"""nearkin: deep metric learning, from a loss function to a search page.
+"""nearkin: deep metric learning, from loss functions to image search.
 
     import nearkin as nk
 
@@ -6,8 +6,8 @@
     loss = objective(embeddings, labels)
     scores = nk.score(embeddings, labels, ks=(1, 2, 4, 8))
 
-Names are loaded when first used, so that `import nearkin` and `nearkin --help` cost nothing and the losses and
-metrics never import torchvision or timm.
+Names are imported on first use: `import nearkin` and `nearkin --help` are fast, and the losses and metrics never import
+torchvision or timm.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What nearkin raises when something the user gave cannot be used.
+"""Exceptions raised for input that cannot be used.
 
-    UserError                 anything a person can mend; the command line prints it and exits with 2
-    ├── ConfigError           a recipe, setting or name that does not exist or does not fit
-    │   └── UnknownNameError       a name missing from a registry, with a suggestion
-    ├── DataError             images, labels, features or folders that cannot be used
-    ├── RunError              a run folder that cannot be written, read or resumed
-    │   └── RunBusyError           another process holds it
-    ├── TrainingFailedError        a run that went wrong by itself (a loss that is not finite)
-    ├── TrainingStoppedError       a run that its watcher ended early, as a search ends those that promise little
-    ├── ProcessLostError           of several processes that train together one has died or does not answer
-    └── MissingExtraError          an optional package is not installed
+    UserError                     anything the user can fix; the command line prints it and exits with code 2
+    ├── ConfigError               an invalid recipe, setting or name
+    │   └── UnknownNameError      a name missing from a registry, with a suggestion
+    ├── DataError                 unusable images, labels, features or folders
+    ├── RunError                  a run folder that cannot be written, read or resumed
+    │   └── RunBusyError          another process is using the run
+    ├── TrainingFailedError       training diverged, for example the loss is not finite
+    ├── TrainingStoppedError      a callback stopped the run early, for example to prune a trial
+    ├── ProcessLostError          in distributed training, a process died or does not respond
+    └── MissingExtraError         an optional package is not installed
 
-`UserError` is a `ValueError`, so library users may catch either. A message says what, where, what was
-got and how to cure it, in one or two lines. Mistakes of our own are plain `assert`s.
+`UserError` is a `ValueError`, so library users may catch either. A message says what is wrong, where, what was given
+and how to fix it, in one or two lines. Bugs of ours are plain `assert`s.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from types import ModuleType
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used; the message says how to mend it."""
+    """Input that cannot be used; the message says how to fix it."""
 
 
 class ConfigError(UserError):
-    """A recipe, setting or name that does not exist or does not fit."""
+    """An invalid recipe, setting or name."""
 
 
 class UnknownNameError(ConfigError):
@@ -45,23 +45,28 @@ class RunError(UserError):
 
 
 class RunBusyError(RunError):
-    """Another process holds the run."""
+    """Another process is using the run."""
 
 
 class TrainingFailedError(UserError):
-    """A run that went wrong by itself, for example a loss that is not finite."""
+    """Training diverged, for example the loss is not finite."""
 
 
 class TrainingStoppedError(UserError):
-    """A run that whoever watches it (`fit(on_epoch_end=...)`) ended early; `path` is its folder."""
+    """A callback, `fit(on_epoch_end=...)`, stopped the run early.
 
-    def __init__(self, path: Path, text: str) -> None:
-        super().__init__(f"{path}: {text}")
+    Args:
+        path: The run folder.
+        reason: Why the run was stopped.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
         self.path = path
 
 
 class ProcessLostError(UserError):
-    """Of several processes that train together one has died or does not answer."""
+    """In distributed training, a process died or does not respond."""
 
 
 class MissingExtraError(UserError):
@@ -69,25 +74,44 @@ class MissingExtraError(UserError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest of `known`, or an empty string when none is near.
+    """Suggest the known name nearest to a misspelt one.
 
-    >>> did_you_mean("proxyanchor", ["proxy_anchor", "triplet"])
-    " Did you mean 'proxy_anchor'?"
+    Args:
+        name: The name as given.
+        known: The valid names.
+
+    Returns:
+        A sentence that starts with a space, or an empty string when no name is near.
+
+    Example:
+        >>> did_you_mean("proxyanchor", ["proxy_anchor", "triplet"])
+        " Did you mean 'proxy_anchor'?"
     """
-    by_plain = {_plain(k): k for k in known}
-    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=0.6)
-    return f" Did you mean '{by_plain[near[0]]}'?" if near else ""
+    names = {_normalized(k): k for k in known}
+    near = difflib.get_close_matches(_normalized(name), names, n=1, cutoff=0.6)
+    return f" Did you mean '{names[near[0]]}'?" if near else ""
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional module, or say which extra brings it.
+    """Import a module of an optional dependency.
 
-    >>> import_extra("json", extra="vision").__name__
-    'json'
+    Args:
+        module: The module's full name.
+        extra: The extra of nearkin that installs it.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingExtraError: The package is not installed; the message says how to install it.
+
+    Example:
+        >>> import_extra("json", extra="vision").__name__
+        'json'
     """
     try:
         return importlib.import_module(module)

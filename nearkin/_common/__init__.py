@@ -1,1 +1,1 @@
-"""What every folder may use: atomic files and locks, progress, registries. Nothing here is public."""
+"""Shared internals: atomic files and locks, progress, registries, lazy exports. Nothing here is public."""

@@ -1,4 +1,4 @@
-"""Files that processes share: a crash leaves the old one or the new one, never a part; one process holds a lock."""
+"""Files shared between processes: atomic writes, locks, and NaN in JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,35 @@ from typing import Any
 
 
 def atomic_write(target: Path, content: str | bytes) -> None:
-    """Write beside the target, under a name that no other writer takes, then rename over it."""
-    aside = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+    """Replace a file in one step, so that a crash leaves the old content or the new, never a part.
+
+    Args:
+        target: The file; its folder must exist.
+        content: Bytes, or text to be encoded as UTF-8.
+    """
+    temporary = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
-        with open(aside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(target)
+        temporary.replace(target)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this lock file is ours, until the block ends; with `wait` it will be.
+    """Lock a file until the block ends.
 
-    The kernel lets go of it with the process, however that ends, so a killed one leaves nothing behind.
+    The kernel releases the lock when the process ends, so a killed process leaves no stale lock.
+
+    Args:
+        path: The lock file; created if missing.
+        wait: Block until the lock is free.
+
+    Yields:
+        Whether the lock was acquired; always True with `wait`.
     """
     with open(path, "w") as file:
         try:
@@ -41,22 +53,36 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def nan_to_none(value: Any) -> Any:
-    """For JSON, which has no NaN: None stands for it, in whatever lists and dicts hold.
+    """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples.
 
-    >>> nan_to_none({"interval": (0.5, math.nan)})
-    {'interval': [0.5, None]}
+    Args:
+        value: Nested plain values.
+
+    Returns:
+        The same values; tuples become lists.
+
+    Example:
+        >>> nan_to_none({"interval": (0.5, math.nan)})
+        {'interval': [0.5, None]}
     """
     if isinstance(value, dict):
-        return {key: nan_to_none(each) for key, each in value.items()}
+        return {key: nan_to_none(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [nan_to_none(each) for each in value]
+        return [nan_to_none(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def none_to_nan(value: Any) -> Any:
-    """What `nan_to_none` was given, where nothing but numbers can be missing."""
+    """Undo `nan_to_none`, for data in which only numbers can be None.
+
+    Args:
+        value: Nested plain values, as read from JSON.
+
+    Returns:
+        The same values with NaN for None.
+    """
     if isinstance(value, dict):
-        return {key: none_to_nan(each) for key, each in value.items()}
+        return {key: none_to_nan(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [none_to_nan(each) for each in value]
+        return [none_to_nan(v) for v in value]
     return math.nan if value is None else value

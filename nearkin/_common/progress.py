@@ -1,4 +1,4 @@
-"""What long work shows: a bar with the time left on a terminal, a line every few seconds when piped."""
+"""Progress of long work: a bar with the remaining time on a terminal, a line every few seconds when piped."""
 
 from __future__ import annotations
 
@@ -11,34 +11,50 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 
-LINE_EVERY = 5.0  # seconds between lines when the output is not a terminal
+LINE_INTERVAL = 5.0  # seconds between lines when the output is not a terminal
 
 
 class ProgressBar:
-    """How far a piece of work is; made by `Reporter.track`."""
+    """Progress of one task; made by `Reporter.track`.
+
+    Attributes:
+        done: Units completed so far.
+        total: Units in all.
+    """
 
     def __init__(self, label: str, total: int, unit: str, out: TextIO | None, progress: Progress | None) -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done = 0
-        self._began = self._last_line = time.monotonic()
+        self._start = self._last_line = time.monotonic()
         self._out, self._progress = out, progress
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
+        """Record completed units.
+
+        Args:
+            count: Units completed since the last call.
+            note: Text shown after the rate.
+        """
         self.done += count
         now = time.monotonic()
-        rate = self.done / max(now - self._began, 1e-9)
+        rate = self.done / max(now - self._start, 1e-9)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=count, note=f"{rate:,.1f} {self.unit}/s  {note}")
-        elif self._out is not None and now - self._last_line >= LINE_EVERY and self.done < self.total:
+        elif self._out is not None and now - self._last_line >= LINE_INTERVAL and self.done < self.total:
             self._last_line = now
-            left = format_duration((self.total - self.done) / rate)
-            shown = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.1f} {self.unit}/s  {left} left  {note}"
-            print(shown.rstrip(), file=self._out, flush=True)
+            eta = format_duration((self.total - self.done) / rate)
+            line = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.1f} {self.unit}/s  {eta} left  {note}"
+            print(line.rstrip(), file=self._out, flush=True)
 
 
 class Reporter:
-    """Says what is going on, on standard error; `quiet=True` says nothing."""
+    """Prints messages and progress.
+
+    Args:
+        quiet: Print nothing.
+        out: Where to print; by default standard error.
+    """
 
     def __init__(self, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self.quiet = quiet
@@ -46,11 +62,22 @@ class Reporter:
         self._console = Console(file=self._out, highlight=False, soft_wrap=True)
 
     def info(self, line: str) -> None:
+        """Print a line."""
         if not self.quiet:
             self._console.print(line, markup=False)
 
     @contextmanager
     def track(self, label: str, total: int, unit: str = "it") -> Iterator[ProgressBar]:
+        """Show the progress of a task while the block runs.
+
+        Args:
+            label: What the task does.
+            total: Units in all.
+            unit: Name of one unit, for the rate.
+
+        Yields:
+            The bar to `advance`.
+        """
         if self.quiet or not self._console.is_terminal:
             yield ProgressBar(label, total, unit, None if self.quiet else self._out, None)
             return
@@ -67,29 +94,44 @@ class Reporter:
 
 
 class Pace:
-    """How fast work that spans several bars goes in this sitting, and how long the rest will take."""
+    """Rate and remaining time of work that spans several progress bars.
+
+    Args:
+        done: Units completed before this process started; they do not count towards the rate.
+        total: Units in all.
+    """
 
     def __init__(self, *, done: int, total: int) -> None:
-        self.first, self.done, self.total = done, done, total
-        self._began = time.monotonic()
+        self.done, self.total = done, total
+        self._initial, self._start = done, time.monotonic()
 
-    def reach(self, done: int) -> None:
+    def update(self, done: int) -> None:
+        """Set the number of completed units."""
         self.done = done
 
     @property
     def rate(self) -> float:
-        return (self.done - self.first) / max(time.monotonic() - self._began, 1e-9)
+        """Units per second since the start of this process."""
+        return (self.done - self._initial) / max(time.monotonic() - self._start, 1e-9)
 
     @property
-    def left(self) -> str:
+    def eta(self) -> str:
+        """Estimated remaining time for people; "?" before the first unit."""
         return format_duration((self.total - self.done) / self.rate) if self.rate else "?"
 
 
 def format_duration(seconds: float) -> str:
-    """A time for people.
+    """Format a duration for people.
 
-    >>> format_duration(8.2), format_duration(95), format_duration(3700), format_duration(200000)
-    ('8 s', '95 s', '62 min', '56 h')
+    Args:
+        seconds: The duration.
+
+    Returns:
+        Whole seconds, minutes or hours.
+
+    Example:
+        >>> format_duration(8.2), format_duration(95), format_duration(3700), format_duration(200000)
+        ('8 s', '95 s', '62 min', '56 h')
     """
     if seconds < 120:
         return f"{seconds:.0f} s"

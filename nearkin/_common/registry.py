@@ -1,4 +1,4 @@
-"""A dictionary that refuses duplicates and suggests on a miss, and what the settings of its things may be."""
+"""Registry of named components, and checks of their numeric settings."""
 
 from __future__ import annotations
 
@@ -12,26 +12,41 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Names to things of one kind.
+    """A mapping from names to components that rejects duplicates and suggests the nearest name on a miss.
 
-    >>> losses = Registry[int]("loss")
-    >>> losses.add("triplet", 3)
-    3
-    >>> losses["triplet"]
-    3
-    >>> losses["triplett"]
-    Traceback (most recent call last):
-    nearkin.errors.UnknownNameError: No loss named 'triplett'. Did you mean 'triplet'?
+    Args:
+        category: What is registered, in the singular, for error messages: "loss", "backbone".
+
+    Example:
+        >>> losses = Registry[int]("loss")
+        >>> losses.add("triplet", 3)
+        3
+        >>> losses["triplet"]
+        3
+        >>> losses["triplett"]
+        Traceback (most recent call last):
+        nearkin.errors.UnknownNameError: No loss named 'triplett'. Did you mean 'triplet'?
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, category: str) -> None:
+        self.category = category
         self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
+        """Register an item.
+
+        Args:
+            name: Its name, not yet taken.
+            item: The item.
+
+        Returns:
+            The item.
+
+        Raises:
+            KeyError: The name is taken.
+        """
         if name in self._items:
-            # Our own mistake, not the user's: two things of one name in the source.
-            raise KeyError(f"a {self.kind} named {name!r} is registered already")
+            raise KeyError(f"a {self.category} named {name!r} is already registered")
         self._items[name] = item
         return item
 
@@ -39,8 +54,8 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             return self._items[name]
         except KeyError:
-            hint = did_you_mean(name, self._items) or f" There are: {', '.join(sorted(self._items))}."
-            raise UnknownNameError(f"No {self.kind} named '{name}'.{hint}") from None
+            hint = did_you_mean(name, self._items) or f" Available: {', '.join(sorted(self._items))}."
+            raise UnknownNameError(f"No {self.category} named '{name}'.{hint}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
@@ -53,16 +68,31 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 def to_python_scalar(value: Any) -> Any:
-    """A 0-dim tensor or NumPy number as the Python number it holds; anything else as it is."""
+    """Convert a 0-dim tensor or NumPy number to a Python number.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The number; any other value unchanged.
+    """
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def is_number(value: object, kind: type) -> bool:
-    """Whether a value is a whole number (kind int) or a finite one (any other kind); True and False are neither.
+def is_number(value: object, number_type: type) -> bool:
+    """Return whether a value is an integer or a finite number; booleans are neither.
 
-    >>> is_number(2, float), is_number(2.0, int), is_number(True, int)
-    (True, False, False)
+    Args:
+        value: Any value.
+        number_type: int accepts integers only; any other type accepts every finite number.
+
+    Returns:
+        Whether the value is such a number.
+
+    Example:
+        >>> is_number(2, float), is_number(2.0, int), is_number(True, int)
+        (True, False, False)
     """
     if isinstance(value, bool):
         return False
-    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int) if number_type is int else isinstance(value, int | float) and math.isfinite(value)

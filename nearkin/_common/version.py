@@ -1,3 +1,3 @@
-"""The version of the package, in a module that imports nothing."""
+"""Package version, in a module without imports."""
 
 __version__ = "0.2.0.dev0"

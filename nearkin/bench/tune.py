@@ -251,11 +251,11 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
                     except UpdateFinishedTrialError:  # the claim was lost with the connection, another was faster
                         said = "ended by another worker"
                 waiting = False
-                pace.reach(search.total - len(_unfinished(search, shared)))
+                pace.update(search.total - len(_unfinished(search, shared)))
                 now = time.monotonic()
                 if now - spoke >= LINE_EVERY or pace.done == pace.total or said.startswith("FAILED"):
                     spoke = now
-                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.left} left")
+                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {said}  {pace.eta} left")
                 break
             else:
                 if not waiting:
@@ -320,7 +320,9 @@ def run_trial(search: Search, loss: str, number: int, shared: Shared, device: st
 
     score: float | None = None
     try:
-        run = fit(recipe, search.out / "runs", device=device, final=False, reporter=Reporter(quiet=True), on_epoch_end=watch)
+        run = fit(
+            recipe, search.out / "runs", device=device, final=False, reporter=Reporter(quiet=True), on_epoch_end=watch
+        )
     except TrainingStoppedError as stopped:
         state, said = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _tidy(stopped.path, keep_best=False)

@@ -1,4 +1,4 @@
-"""The frozen, typed settings of a training run."""
+"""Frozen, typed configuration of a training run."""
 
 from __future__ import annotations
 

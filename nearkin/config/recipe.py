@@ -1,76 +1,81 @@
 """`Recipe`: everything that decides the outcome of a training run, as frozen, typed data.
 
-A recipe is read from TOML, from a named function in `recipes.py`, or changed by flags; all three go through
-`Recipe.from_dict`, which refuses what it does not know and names the nearest key. `key()` names the run: it hashes
-everything that changes a number and nothing else.
+A recipe comes from a TOML file, from a named function in `nearkin.training.recipes` or from command-line flags. All
+three go through `Recipe.from_dict`, which rejects unknown keys and suggests the nearest one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import tomllib
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from nearkin.config._parsing import from_dict, load_toml, to_plain_dict
 from nearkin.errors import ConfigError, did_you_mean
 
-Scalar = bool | int | float | str
-T = TypeVar("T")
+__all__ = [
+    "ComponentConfig",
+    "DataConfig",
+    "ModelConfig",
+    "Recipe",
+    "Scalar",
+    "TrainConfig",
+    "from_dict",
+    "load_toml",
+    "to_plain_dict",
+]
 
-# Metadata of a field that cannot change a result: where the data lies, how loud to be.
+Scalar = bool | int | float | str
+
+# Metadata of a field that cannot change a result, such as a path or the number of workers: not part of the run key.
 _NOT_IN_KEY = {"in_key": False}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which images, and how their classes are split."""
+    """The images and how their classes are split."""
 
     source: str = "glyphs"
-    """Where the images come from: glyphs (built in), cub, cars, sop, inshop (official layouts), folder, table,
-    features (ready vectors)."""
+    """Data source: glyphs (built in), cub, cars, sop, inshop, folder, table or features (precomputed vectors)."""
     root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
-    """The folder of the benchmark or of the class folders; a table's .csv or .parquet file; the .npz of features."""
+    """Folder of the benchmark or of the class folders, a .csv or .parquet table, or an .npz file of features."""
     image_size: int = 64
-    """Side in pixels to which a folder's images are cut and scaled (glyphs have their own)."""
+    """Side of the model's input in pixels; glyphs have their own size."""
     skip_broken: bool = False
-    """Leave out images that cannot be read, and say so, instead of stopping."""
+    """Skip images that cannot be read, with a warning, instead of stopping."""
     allow_missing: bool = field(default=False, metadata=_NOT_IN_KEY)
-    """Go on when files that a source lists are not there; the result then says so."""
+    """Continue when files listed by the source are missing; the result records it."""
     crop_to_boxes: bool = False
-    """Cut images to the boxes that the source gives. The papers do not."""
+    """Crop images to the source's bounding boxes. The papers do not."""
     path_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
-    """Column of a table that holds the path of the image; by default path, file_name or the like."""
+    """Table column with the image paths; by default path, file_name or similar."""
     label_column: str | None = field(default=None, metadata=_NOT_IN_KEY)
-    """Column of a table that holds the class; by default label, class or the like."""
+    """Table column with the classes; by default label, class or similar."""
     split: str = "auto"
-    """auto: the source's own test part, else by_class; half: the first half of the classes trains; by_class."""
+    """Test classes: auto (the source's own, else by_class), half (its own, else the second half) or by_class."""
     augment: str = "none"
-    """How training images are varied: none, light (small images), or a paper's way: ice, ce_cub, ce_cars, ce_sop,
-    ce_inshop, thesis, mpa."""
+    """Training augmentation: none, light (small images), ice, ce_cub, ce_cars, ce_sop, ce_inshop, thesis or mpa."""
     cache: bool = field(default=True, metadata=_NOT_IN_KEY)
-    """Keep a folder's images decoded and scaled in the cache folder, so that only the first epoch decodes them."""
+    """Cache decoded and resized images on disk, so that only the first epoch decodes them."""
     max_cache_gb: float = field(default=64.0, metadata=_NOT_IN_KEY)
-    """Largest cache to write, in gigabytes."""
+    """Maximum size of that cache in gigabytes."""
     num_workers: int = field(default=0, metadata=_NOT_IN_KEY)
-    """Threads that read and vary images while the network is busy; 0 takes one per core."""
+    """Threads that load and augment images; 0 uses one per core."""
     test_fraction: float = 0.4
-    """Share of the classes kept sealed for the final numbers, where the source has no test part of its own."""
+    """Fraction of the classes held out for the final test, if the source has no test set of its own."""
     val_fraction: float = 0.1
-    """Share of the classes (of the training classes, where the source has a test part) that choose the epoch; 0 trains
-    on all of them and keeps the last epoch, for settings that were chosen before."""
+    """Fraction of the classes (of the training classes, given a test set) for validation; 0 uses the last epoch."""
     folds: int = 0
-    """With 10, validation is one of ten equal groups of the training classes instead of val_fraction of them."""
+    """Cross-validation: number of folds of the training classes, instead of val_fraction; 0 turns it off."""
     fold: int = 0
-    """Which of the folds validates, from 0."""
+    """Index of the validation fold, from 0."""
     select_on: Literal["validation", "test"] = "validation"
-    """test: choose the epoch on the test classes, as most papers do. Such a number is too high, and marked as such."""
+    """Classes that select the epoch. test, as in most papers, inflates the scores, and the result is marked."""
     split_seed: int = 0
-    """Draws which classes go where; the same for every run that is to be compared."""
+    """Seed of the class split; use the same one for all runs you compare."""
 
     def __post_init__(self) -> None:
         _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
@@ -94,38 +99,37 @@ class ModelConfig:
     """The network that maps an image to a vector: backbone, pooling, head."""
 
     backbone: str = "small_conv"
-    """small_conv (tiny images), efficientnet_lite0, googlenet, resnet50, bn_inception, any timm name, or none (the data
-    are features already)."""
-    weights: str = field(default="none", metadata=_NOT_IN_KEY)  # their content is in the key, by its hash
-    """What the backbone starts from: none (random), default (its published weights), or a .pth or .safetensors file."""
+    """small_conv, efficientnet_lite0, googlenet, resnet50, bn_inception, any timm model, or none (for features)."""
+    weights: str = field(default="none", metadata=_NOT_IN_KEY)  # the run key contains a hash of their content
+    """Initial weights of the backbone: none (random), default (published), or a .pth or .safetensors file."""
     width: int = 24
-    """Channels of small_conv's first layer; the later ones have two and four times as many."""
+    """Channels of small_conv's first layer; later layers have two and four times as many."""
     feature_levels: Literal["high", "low_mid_high"] = "high"
-    """Where features are taken: the last maps, or three depths, each with its own part of the embedding."""
+    """Feature maps to pool: the last ones, or three depths, each with its own third of the embedding."""
     pool: str = "average_maximum"
-    """How feature maps become one vector: average, maximum, average_maximum, gem or grid (every place kept)."""
+    """Pooling of the feature maps: average, maximum, average_maximum (their sum), gem, or grid (flattened)."""
     gem_p: float = 3.0
-    """The power of gem: 1 is the average, large values near the maximum."""
+    """Exponent of gem pooling: 1 is the average, large values approach the maximum."""
     learn_gem_p: bool = False
-    """Whether gem's power is learned."""
+    """Learn the exponent of gem pooling."""
     norm: Literal["none", "layer", "batch"] = "none"
     """Normalisation of the pooled features, without learned scale and shift."""
     dropout: float = 0.0
-    """Share of the pooled features set to zero in each training step."""
+    """Dropout rate of the pooled features."""
     head: Literal["linear", "residual", "mlp"] = "linear"
-    """From features to the embedding: linear; linear plus a small correction learned from zero; or two layers."""
+    """linear, residual (linear plus a two-layer correction that starts at zero) or mlp (two layers)."""
     dim: int = 128
-    """Length of the embedding vector; 0 takes the pooled features themselves, without a head."""
+    """Embedding dimension; 0 uses the pooled features directly, without a head."""
     head_init: Literal["random", "whitened"] = "random"
-    """First weights of the head: random, or the features whitened within classes and reduced by PCA (closed form)."""
+    """Initial weights of the head: random, or whitened (within-class whitening of the features, then PCA)."""
     shrinkage: float = 1.0
-    """Of the whitened start: how far within-class variances are pulled to their mean; larger changes features less."""
+    """Shrinkage of within-class variances in whitening; larger values change the features less."""
     normalize: bool = True
-    """Whether `embed` gives unit vectors."""
+    """L2-normalise the vectors returned by `embed`."""
     freeze: Literal["nothing", "backbone"] = "nothing"
-    """backbone: compute features once, keep them on disk, and train the head on them in seconds per epoch."""
+    """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch."""
     freeze_norm: Literal["nothing", "statistics", "all"] = "nothing"
-    """What stands still in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
+    """What to freeze in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:
         _check(self.width >= 1, "model.width", "at least 1", self.width)
@@ -136,94 +140,108 @@ class ModelConfig:
         _check(
             self.feature_levels == "high" or self.dim % 3 == 0,
             "model.dim",
-            "a multiple of 3 with three taps (or 0)",
+            "a multiple of 3 (or 0) with model.feature_levels low_mid_high",
             self.dim,
         )
         _check(
             self.dim > 0 or self.head_init == "random",
             "model.head_init",
-            "random where there is no head",
+            "random when there is no head (model.dim 0)",
             self.head_init,
         )
 
 
 @dataclass(frozen=True)
 class ComponentConfig:
-    """Something registered, by name, with its settings beside it: `name = "proxy_anchor"`, `alpha = 32.0`."""
+    """A registered loss or miner by name, with its settings: `name = "proxy_anchor"`, `alpha = 32.0`.
+
+    Attributes:
+        name: The registered name.
+        settings: Keyword arguments; those left out keep their defaults.
+    """
 
     name: str
     settings: Mapping[str, Scalar] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Scalar]:
+        """Return the name and the settings in one dict."""
         return {"name": self.name, **self.settings}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str) -> ComponentConfig:
+    def from_dict(cls, values: Mapping[str, Any], section: str) -> ComponentConfig:
+        """Build a component from the values of its section.
+
+        Args:
+            values: `name` and the settings.
+            section: The section's name, for error messages: "loss" or "miner".
+
+        Returns:
+            The component.
+        """
         settings = dict(values)
         name = settings.pop("name", None)
         if not isinstance(name, str):
-            raise ConfigError(f"{where}.name: expected a name in quotes, got {name!r}.")
+            raise ConfigError(f"{section}.name: expected a name in quotes, got {name!r}.")
         for key, value in settings.items():
             if not isinstance(value, bool | int | float | str):
-                raise ConfigError(f"{where}.{key}: expected a number, true, false or a text, got {value!r}.")
+                raise ConfigError(f"{section}.{key}: expected a number, true, false or a string, got {value!r}.")
         return cls(name, settings)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop: batches, optimiser and schedule."""
+    """The training loop: batches, optimizer and learning-rate schedule."""
 
     epochs: int = 6
-    """Passes over the training classes."""
+    """Passes over the training images."""
     batch_size: int = 128
     """Images per step."""
     samples_per_class: int = 4
-    """Images of each class in a batch; 0 draws at random instead of class by class."""
+    """Images per class in a batch; 0 samples images at random instead."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or sgd."""
+    """adamw or sgd."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     nesterov: bool = True
-    """Of sgd with momentum."""
+    """Nesterov momentum, for sgd."""
     lr: float = 2e-3
-    """Highest learning rate of the network."""
+    """Peak learning rate of the network."""
     head_lr: float | None = None
-    """Highest learning rate of the head; by default lr. New layers on a pretrained network often take ten times lr."""
+    """Peak learning rate of the head; by default lr. New layers on a pretrained backbone often use ten times lr."""
     class_lr: float | None = None
-    """Highest learning rate of proxies and other class parameters; by default what the loss advises."""
+    """Peak learning rate of proxies and other class parameters; by default the one the loss recommends."""
     weight_decay: float = 1e-4
-    """Weight decay; never applied to biases, norms and other 1-D parameters."""
+    """Weight decay; not applied to biases, norms and other 1-D parameters."""
     class_decay: bool = False
-    """Whether weight decay also applies to proxies and classifiers."""
+    """Apply weight decay to proxies and classifiers too."""
     lr_schedule: Literal["one_cycle", "cosine", "step", "constant"] = "one_cycle"
-    """How the learning rate moves: up and down, down only, down in steps, or not at all."""
+    """Learning-rate schedule: one_cycle (warmup, then cosine decay), cosine (decay only), step or constant."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises to where the schedule has it (one_cycle has a rise of its own)."""
+    """Steps of linear warmup; one_cycle has its own warmup."""
     step_epochs: int = 10
-    """Of step: epochs between two falls."""
+    """Epochs between decays of the step schedule."""
     step_factor: float = 0.1
-    """Of step: what the learning rate is multiplied by at each fall."""
+    """Factor of each decay of the step schedule."""
     frozen_epochs: int = 0
-    """First epochs in which the backbone stands still and only the head and the class parameters learn."""
+    """Epochs at the start in which the backbone is frozen: only the head and the class parameters train."""
     clip_norm: float = 10.0
-    """Largest norm of the gradient; 0 leaves it alone."""
+    """Clip the gradient to this norm; 0 turns clipping off."""
     micro_batch_size: int = 0
-    """Images per forward pass, for batches that do not fit the memory; the gradient is still that of the whole batch.
-    0 takes the batch at once."""
+    """Images per forward pass, to save memory (the gradient stays that of the whole batch); 0: the whole batch."""
     ema: float = 0.0
-    """Keep a running mean of the weights with this memory (0.999, say), and judge and keep that; 0 keeps none."""
+    """Decay of a moving average of the weights, which is evaluated and saved (e.g. 0.999); 0 turns it off."""
     patience: int = 0
-    """Stop when this many epochs have brought nothing better on the validation classes; 0 never does."""
+    """Early stopping: stop after this many epochs without improvement on the validation classes; 0 turns it off."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Of the network on a CUDA device; losses are always in fp32."""
+    """Precision of the network; fp16 and bf16 need a CUDA device. Losses always use fp32."""
     compile: bool = field(default=False, metadata=_NOT_IN_KEY)
-    """Let torch.compile make the network faster; the first steps are slow."""
+    """Compile the network with torch.compile; the first steps are slow."""
     checkpoint_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
-    """Write a checkpoint this often within long epochs; one is written after each epoch anyway."""
+    """Minutes between checkpoints within an epoch; each epoch also ends with one."""
     feature_noise: float = 0.0
-    """With a frozen backbone: noise added to training features, as a share of each feature's spread."""
+    """With a frozen backbone: noise added to training features, relative to each feature's standard deviation."""
     feature_mix: float = 0.0
-    """With a frozen backbone: largest share of another image of the class mixed into a training feature."""
+    """With a frozen backbone: maximum weight of another image of the same class mixed into a training feature."""
 
     def __post_init__(self) -> None:
         _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
@@ -260,7 +278,17 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run, whole. Vary one with `dataclasses.replace`, write it with `to_toml`."""
+    """One training run. Change it with `dataclasses.replace`, write it with `to_toml`.
+
+    Attributes:
+        data: The images and their split.
+        model: The network.
+        loss: The loss and its settings.
+        miner: The miner and its settings, if any.
+        train: The training loop.
+        memory: Size of the cross-batch memory, in embeddings (pair losses only); 0 turns it off.
+        seed: Seed of the initial weights and the sampling order.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -268,41 +296,59 @@ class Recipe:
     miner: ComponentConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: int = 0
-    """Embeddings of earlier batches kept as further references (pair losses only); 0 keeps none."""
     seed: int = 0
-    """Draws the first weights and the order of the images."""
 
     def __post_init__(self) -> None:
         _check(self.memory >= 0, "memory", "0 or above", self.memory)
         _check(0 <= self.seed < 2**63, "seed", "0 to 2**63 - 1", self.seed)
-        for where, path in (("data.root", str(self.data.root)), ("model.weights", self.model.weights)):
-            # recipe.toml could not hold it, as would be found out after all images are read.
-            _check(_is_unicode(path), where, "a path in valid Unicode (rename the file or folder)", ascii(path))
+        for name, path in (("data.root", str(self.data.root)), ("model.weights", self.model.weights)):
+            # Checked here because writing recipe.toml would fail on it only after all images are read.
+            _check(_is_unicode(path), name, "a path in valid Unicode (rename the file or folder)", ascii(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, without what is None: the form that TOML and the flags share."""
+        """Return nested plain values without None: the form that TOML and the flags share."""
         return to_plain_dict(self)
 
     def to_toml(self) -> str:
+        """Return the recipe as TOML."""
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        return from_dict(cls, values, "")
+        """Build a recipe from nested plain values.
+
+        Args:
+            values: Settings by section, as in TOML; those left out keep their defaults.
+
+        Returns:
+            The recipe.
+
+        Raises:
+            ConfigError: A key is unknown, a value has the wrong type or is out of range.
+        """
+        return from_dict(cls, values, "", suggest=_suggest)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
+        """Read a recipe from a TOML file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The recipe.
+
+        Raises:
+            ConfigError: As `from_dict`, or the file cannot be read; the message names the file.
+        """
         return load_toml(Path(path), "recipe", cls.from_dict)
 
 
-_SECTIONS = (Recipe, DataConfig, ModelConfig, TrainConfig)
-
-
-def _check(holds: bool, where: str, wanted: str, got: object) -> None:
-    if not holds:
-        raise ConfigError(f"{where}: expected {wanted}, got {got}.")
+def _check(valid: bool, name: str, expected: str, got: object) -> None:
+    if not valid:
+        raise ConfigError(f"{name}: expected {expected}, got {got}.")
 
 
 def _is_unicode(text: str) -> bool:
@@ -313,112 +359,25 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def to_plain_dict(node: Any, *, keyed_only: bool = False) -> dict[str, Any]:
-    """A dataclass of settings as nested plain values, without what is None."""
-    values: dict[str, Any] = {}
-    for entry in dataclasses.fields(node):
-        value = getattr(node, entry.name)
-        if value is None or (keyed_only and not entry.metadata.get("in_key", True)):
-            continue
-        if isinstance(value, ComponentConfig):
-            value = value.to_dict()
-        elif dataclasses.is_dataclass(value):
-            value = to_plain_dict(value, keyed_only=keyed_only)
-        elif isinstance(value, Path):
-            value = str(value)
-        elif isinstance(value, int) and entry.name in _float_fields(node.__class__):
-            value = float(value)
-        values[entry.name] = value
-    return values
-
-
-@functools.cache
-def _float_fields(kind: type) -> frozenset[str]:
-    hints = typing.get_type_hints(kind)
-    return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
-
-
-def load_toml(path: Path, what: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` gives for the values of a TOML file; every error names the file."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such {what} file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a {what} ({error}).") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
-    try:
-        return make(values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def from_dict(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A frozen dataclass from plain values; unknown keys and wrong types are errors that name the key after `where`."""
-    assert dataclasses.is_dataclass(kind)
-    hints = typing.get_type_hints(kind)
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    for key in values:
-        if key not in known:
-            near = _suggest(where, key) if kind in _SECTIONS else did_you_mean(key, known)
-            there = f" There are: {', '.join(known)}."
-            raise ConfigError(f"{where}{key}: no such setting.{near or there}")
-    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in values.items()})
-
-
-def _suggest(where: str, key: str) -> str:
-    every = setting_names()
-    elsewhere = [name for name in every if name.endswith(f".{key}")]  # `lr` at the top level means `train.lr`
+def _suggest(prefix: str, key: str) -> str:
+    """Return the hint for an unknown key of a recipe."""
+    names = _setting_names()
+    elsewhere = [name for name in names if name.endswith(f".{key}")]  # `lr` at the top level means `train.lr`
     if elsewhere:
         return f" Did you mean '{elsewhere[0]}'?"
-    here = [name for name in every if name.startswith(where)]
-    return did_you_mean(f"{where}{key}", here) or f" There are: {', '.join(here)}."
+    siblings = [name for name in names if name.startswith(prefix)]
+    return did_you_mean(f"{prefix}{key}", siblings) or f" Available: {', '.join(siblings)}."
 
 
-def setting_names() -> list[str]:
-    """The dotted names of all settings of a recipe, as they stand in TOML and in flags."""
+def _setting_names() -> list[str]:
+    """Return the dotted names of all settings of a recipe, as in TOML and in flags."""
     names: list[str] = []
-    for entry, hint in typing.get_type_hints(Recipe).items():
+    for name, hint in typing.get_type_hints(Recipe).items():
         section = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if section is None:
-            names.append(entry)
+            names.append(name)
         elif section is ComponentConfig:
-            names += [entry, f"{entry}.name"]
+            names += [name, f"{name}.name"]
         else:
-            names += [entry, *(f"{entry}.{f.name}" for f in dataclasses.fields(section))]
+            names += [name, *(f"{name}.{f.name}" for f in dataclasses.fields(section))]
     return names
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    """A plain value as the type a field declares, or an error that names the field."""
-    if isinstance(hint, types.UnionType):  # X | None
-        hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
-        return (
-            ComponentConfig.from_dict(value, where) if hint is ComponentConfig else from_dict(hint, value, f"{where}.")
-        )
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where}: expected a list, got {value!r}.")
-        inner = typing.get_args(hint)[0]
-        return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
-    if typing.get_origin(hint) is Mapping:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a section [{where}], got {value!r}.")
-        return value
-    if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        if value not in allowed:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, allowed))}, got {value!r}.")
-        return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
-        raise ConfigError(f"{where}: expected {wanted.get(hint, hint)}, got {value!r}.")
-    return value

@@ -191,7 +191,7 @@ def facts(model: Embedder, run: Run | None = None, reporter: Reporter | None = N
             "squeezed": bool(getattr(augment.view, "keywords", {}).get("squeezed")),
             "boxes": run is not None and run.recipe.data.crop_to_boxes,
         },
-        "model": model.described()["model"],
+        "model": model.config_dict()["model"],
         "fingerprint": model.fingerprint(),
         "trained_on": None if run is None else _trained_on(run, reporter),
     }

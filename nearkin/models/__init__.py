@@ -1,4 +1,4 @@
-"""The network that maps an image to a vector: backbone, pooling, head; pretrained weights; frozen features."""
+"""Embedding models: backbone, pooling and head; pretrained weights; cached features of a frozen backbone."""
 
 from __future__ import annotations
 

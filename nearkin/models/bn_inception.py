@@ -1,12 +1,12 @@
-"""BN-Inception (GoogLeNet V2), the network of most metric learning papers, under the names of its public weights.
+"""BN-Inception (GoogLeNet V2), the backbone of most metric learning papers, with the layer names of its public weights.
 
 Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift", 2015.
-One table of widths makes the layers and drives them; docs/bn-inception.md lists what a file of weights must hold.
+One table of widths builds the layers and runs them; docs/bn-inception.md lists the entries of a weights file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,31 +16,34 @@ from torch.nn import functional as F
 from nearkin.errors import DataError
 from nearkin.models._base import Backbone
 
-# What the public weights were trained on: bytes as they are (no division by 255), blue first, less a mean per channel.
-MEAN = (104.0, 117.0, 128.0)  # of blue, green, red
+# The public weights were trained on pixels from 0 to 255 in the order BGR, minus a mean per channel.
+MEAN = (104.0, 117.0, 128.0)  # blue, green, red
 STD = (1.0, 1.0, 1.0)
 
-# After these blocks the papers attach their low, middle and high embedding.
-STAGES = {"3c": "low", "4e": "mid", "5b": "high"}
+# Blocks after which the papers attach their low, middle and high embedding.
+LEVELS = {"3c": "low", "4e": "mid", "5b": "high"}
 
-SMALLEST_SIDE = 7  # below it a pooling of the stem has nothing left to pool
+MIN_IMAGE_SIZE = 7  # smaller images leave the pooling of the stem with empty maps
 
 
-class Convolution(NamedTuple):
-    """A convolution with bias; batch normalisation (named `<name>_bn`) and ReLU always follow."""
+class ConvSpec(NamedTuple):
+    """A convolution with bias, always followed by batch normalisation (named `<name>_bn`) and ReLU."""
 
     name: str
-    inputs: int
-    outputs: int
-    kernel: int
+    in_channels: int
+    out_channels: int
+    kernel_size: int
     stride: int = 1
 
 
-class Block(NamedTuple):
-    """Widths of one inception block. No 1x1 and no projection: it halves the map and lets its pooled input through."""
+class BlockSpec(NamedTuple):
+    """Widths of one inception block.
+
+    A block with pool "halve" halves the resolution, has no 1x1 branch and does not project its pooled input.
+    """
 
     name: str
-    inputs: int
+    in_channels: int
     single: int  # 1x1
     reduce: int  # 1x1 before
     triple: int  # the 3x3
@@ -49,138 +52,149 @@ class Block(NamedTuple):
     pool: str
     project: int  # 1x1 after the pooling
 
-    def branches(self) -> list[list[Convolution]]:
-        """Chains of convolutions side by side, in the order in which their results are joined.
+    def branches(self) -> list[list[ConvSpec]]:
+        """Return the parallel chains of convolutions, in the order in which their outputs are concatenated.
 
-        The last chain works on the pooled input, and is empty where that goes through as it is.
+        The last chain runs on the pooled input; it is empty if the pooled input is not projected.
         """
         stride = 2 if self.pool == "halve" else 1
         chains = [
-            [Convolution("1x1", self.inputs, self.single, 1)],
+            [ConvSpec("1x1", self.in_channels, self.single, 1)],
             [
-                Convolution("3x3_reduce", self.inputs, self.reduce, 1),
-                Convolution("3x3", self.reduce, self.triple, 3, stride),
+                ConvSpec("3x3_reduce", self.in_channels, self.reduce, 1),
+                ConvSpec("3x3", self.reduce, self.triple, 3, stride),
             ],
             [
-                Convolution("double_3x3_reduce", self.inputs, self.double_reduce, 1),
-                Convolution("double_3x3_1", self.double_reduce, self.double, 3),
-                Convolution("double_3x3_2", self.double, self.double, 3, stride),
+                ConvSpec("double_3x3_reduce", self.in_channels, self.double_reduce, 1),
+                ConvSpec("double_3x3_1", self.double_reduce, self.double, 3),
+                ConvSpec("double_3x3_2", self.double, self.double, 3, stride),
             ],
-            [Convolution("pool_proj", self.inputs, self.project, 1)],
+            [ConvSpec("pool_proj", self.in_channels, self.project, 1)],
         ]
         if stride == 2:
             chains = [*chains[1:3], []]
         return [[c._replace(name=f"inception_{self.name}_{c.name}") for c in chain] for chain in chains]
 
     @property
-    def outputs(self) -> int:
-        return sum(chain[-1].outputs if chain else self.inputs for chain in self.branches())
+    def out_channels(self) -> int:
+        """Channels of the block's output."""
+        return sum(chain[-1].out_channels if chain else self.in_channels for chain in self.branches())
 
 
 STEM = (
-    Convolution("conv1_7x7_s2", 3, 64, 7, stride=2),
-    Convolution("conv2_3x3_reduce", 64, 64, 1),
-    Convolution("conv2_3x3", 64, 192, 3),
+    ConvSpec("conv1_7x7_s2", 3, 64, 7, stride=2),
+    ConvSpec("conv2_3x3_reduce", 64, 64, 1),
+    ConvSpec("conv2_3x3", 64, 192, 3),
 )
 # fmt: off
 BLOCKS = (
-    #    name  inputs 1x1  reduce 3x3  reduce double  pooling    projection
-    Block("3a",  192,  64,   64,  64,    64,  96,   "average",   32),
-    Block("3b",  256,  64,   64,  96,    64,  96,   "average",   64),
-    Block("3c",  320,   0,  128, 160,    64,  96,   "halve",      0),
-    Block("4a",  576, 224,   64,  96,    96, 128,   "average",  128),
-    Block("4b",  576, 192,   96, 128,    96, 128,   "average",  128),
-    Block("4c",  576, 160,  128, 160,   128, 160,   "average",  128),
-    Block("4d",  608,  96,  128, 192,   160, 192,   "average",  128),
-    Block("4e",  608,   0,  128, 192,   192, 256,   "halve",      0),
-    Block("5a", 1056, 352,  192, 320,   160, 224,   "average",  128),
-    Block("5b", 1024, 352,  192, 320,   192, 224,   "maximum",  128),
+    #        name  inputs 1x1  reduce 3x3  reduce double  pooling    projection
+    BlockSpec("3a",  192,  64,   64,  64,    64,  96,   "average",   32),
+    BlockSpec("3b",  256,  64,   64,  96,    64,  96,   "average",   64),
+    BlockSpec("3c",  320,   0,  128, 160,    64,  96,   "halve",      0),
+    BlockSpec("4a",  576, 224,   64,  96,    96, 128,   "average",  128),
+    BlockSpec("4b",  576, 192,   96, 128,    96, 128,   "average",  128),
+    BlockSpec("4c",  576, 160,  128, 160,   128, 160,   "average",  128),
+    BlockSpec("4d",  608,  96,  128, 192,   160, 192,   "average",  128),
+    BlockSpec("4e",  608,   0,  128, 192,   192, 256,   "halve",      0),
+    BlockSpec("5a", 1056, 352,  192, 320,   160, 224,   "average",  128),
+    BlockSpec("5b", 1024, 352,  192, 320,   192, 224,   "maximum",  128),
 )
 # fmt: on
 
 
 class BNInception(Backbone):
-    """Images [B, 3, H, W] in, maps [B, 1024, h, w] out: 7 x 7 of 224 x 224. 10.3 million parameters.
+    """BN-Inception with He initialisation: images [B, 3, H, W] to maps [B, 1024, h, w], 7 x 7 for images of 224 x 224.
 
-    Made without weights it starts from He's initialisation.
+    It has 10.3 million parameters.
 
-    >>> model = BNInception().eval()
-    >>> list(model(torch.zeros(1, 3, 96, 96)).shape)
-    [1, 1024, 3, 3]
+    Example:
+        >>> model = BNInception().eval()
+        >>> list(model(torch.zeros(1, 3, 96, 96)).shape)
+        [1, 1024, 3, 3]
     """
 
-    num_features = BLOCKS[-1].outputs
+    num_features = BLOCKS[-1].out_channels
 
     def __init__(self) -> None:
         super().__init__()
-        for c in convolutions():
-            # A bias before a batch normalisation changes nothing in training; the public weights have it nevertheless.
-            layer = nn.Conv2d(c.inputs, c.outputs, c.kernel, c.stride, padding=c.kernel // 2)
+        for spec in convolutions():
+            # Batch normalisation cancels this bias in training, but the public weights have it.
+            layer = nn.Conv2d(
+                spec.in_channels, spec.out_channels, spec.kernel_size, spec.stride, padding=spec.kernel_size // 2
+            )
             assert layer.bias is not None
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
-            self.add_module(c.name, layer)
-            self.add_module(f"{c.name}_bn", nn.BatchNorm2d(c.outputs))
+            self.add_module(spec.name, layer)
+            self.add_module(f"{spec.name}_bn", nn.BatchNorm2d(spec.out_channels))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.stages(images)["high"]
+        return self.forward_levels(images)["high"]
 
-    def stages(self, images: Tensor) -> dict[str, Tensor]:
-        """Maps at three depths, of 224 x 224 images: low [B, 576, 14, 14], mid [B, 1056, 7, 7], high [B, 1024, 7, 7].
+    def forward_levels(self, images: Tensor) -> dict[str, Tensor]:
+        """Compute the feature maps of the blocks 3c, 4e and 5b: the levels L, M and H of the ICE paper.
 
-        These are the taps L, M and H of the ICE paper: the outputs of the blocks 3c, 4e and 5b.
+        Args:
+            images: Normalised images [B, 3, H, W].
+
+        Returns:
+            Maps by level, for 224 x 224 images: low [B, 576, 14, 14], mid [B, 1056, 7, 7], high [B, 1024, 7, 7].
         """
-        if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < SMALLEST_SIDE:
+        if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < MIN_IMAGE_SIZE:
             raise DataError(
-                f"bn_inception: expected colour images [B, 3, H, W] of {SMALLEST_SIDE} pixels a side or more, "
-                f"got {list(images.shape)}."
+                f"bn_inception: expected colour images [B, 3, H, W] of at least "
+                f"{MIN_IMAGE_SIZE} x {MIN_IMAGE_SIZE} pixels, got {list(images.shape)}."
             )
-        first, *second = STEM
-        maps = _shrink(self._chain([first], images))
-        maps = _shrink(self._chain(second, maps))
-        taken = {}
+        maps = _max_pool(self._run(STEM[:1], images))
+        maps = _max_pool(self._run(STEM[1:], maps))
+        levels = {}
         for block in BLOCKS:
             *direct, pooled = block.branches()
-            parts = [self._chain(chain, maps) for chain in direct]
-            maps = torch.cat([*parts, self._chain(pooled, POOLS[block.pool](maps))], dim=1)
-            if block.name in STAGES:
-                taken[STAGES[block.name]] = maps
-        return taken
+            outputs = [self._run(chain, maps) for chain in direct]
+            maps = torch.cat([*outputs, self._run(pooled, POOLS[block.pool](maps))], dim=1)
+            if block.name in LEVELS:
+                levels[LEVELS[block.name]] = maps
+        return levels
 
-    def _chain(self, chain: list[Convolution], maps: Tensor) -> Tensor:
-        for c in chain:
-            convolve, normalise = getattr(self, c.name), getattr(self, f"{c.name}_bn")
-            maps = F.relu(normalise(convolve(maps)), inplace=True)
+    def _run(self, chain: Sequence[ConvSpec], maps: Tensor) -> Tensor:
+        for spec in chain:
+            conv, bn = getattr(self, spec.name), getattr(self, f"{spec.name}_bn")
+            maps = F.relu(bn(conv(maps)), inplace=True)
         return maps
 
 
-def convolutions() -> Iterator[Convolution]:
-    """All 69 of them, in the order of the public file."""
+def convolutions() -> Iterator[ConvSpec]:
+    """Yield all 69 convolutions, in the order of the public weights."""
     yield from STEM
     for block in BLOCKS:
         for chain in block.branches():
             yield from chain
 
 
-def _shrink(maps: Tensor) -> Tensor:
+def _max_pool(maps: Tensor) -> Tensor:
     return F.max_pool2d(maps, 3, stride=2, ceil_mode=True)
 
 
 def _halve(maps: Tensor) -> Tensor:
-    """Pool as `_shrink` does, but round an odd side up, as the convolutions beside it do: so any image size works."""
+    """Pool like `_max_pool`, but round odd sides up as the parallel convolutions do, so that any image size works."""
     odd_rows, odd_columns = maps.shape[2] % 2, maps.shape[3] % 2
     if odd_rows or odd_columns:
-        # Zeros never win, since what comes here has been through a ReLU.
+        # Zero padding cannot win: the input comes from a ReLU.
         maps = F.pad(maps, (0, odd_columns, 0, odd_rows))
-    return _shrink(maps)
+    return _max_pool(maps)
 
 
-def _average(maps: Tensor) -> Tensor:
-    return F.avg_pool2d(maps, 3, stride=1, padding=1)  # zeros beyond the edge count, as in the public network
+def _avg_pool_same(maps: Tensor) -> Tensor:
+    return F.avg_pool2d(maps, 3, stride=1, padding=1)  # counts the zero padding, as the public network does
 
 
-def _maximum(maps: Tensor) -> Tensor:
+def _max_pool_same(maps: Tensor) -> Tensor:
     return F.max_pool2d(maps, 3, stride=1, padding=1)
 
 
-POOLS: dict[str, Callable[[Tensor], Tensor]] = {"average": _average, "maximum": _maximum, "halve": _halve}
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "average": _avg_pool_same,
+    "maximum": _max_pool_same,
+    "halve": _halve,
+}

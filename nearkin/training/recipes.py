@@ -1,8 +1,8 @@
 """Named recipes: `nearkin train NAME`, or `nk.recipes.NAME()`.
 
-Each is a function that returns a frozen `Recipe`; vary one with `dataclasses.replace`. The papers' own set-ups follow
-the papers' texts and published code (docs/recipes.md says which field comes from where, and where the two disagree).
-All of them choose the epoch on validation classes, which none of the papers had.
+Each is a function that returns a frozen `Recipe`; change it with `dataclasses.replace`. The papers' recipes follow
+their texts and published code; docs/recipes.md gives the origin of each setting and says where the two disagree. All
+recipes select the epoch on validation classes, which none of the papers had.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def _recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
     return RECIPES.add(make.__name__, make)
 
 
-# A head on frozen features: few steps, since the start is good already.
+# Trains a head on frozen features: few epochs, because the whitened initialisation is already good.
 HEAD_ONLY = TrainConfig(epochs=10, batch_size=128, samples_per_class=0, lr=1e-3, class_lr=1e-3, lr_schedule="cosine")
-# A pretrained network as a whole. Its batch-norm statistics are ImageNet's, better than those of small batches.
+# Batch-norm statistics stay ImageNet's, which are better than those of small batches.
 _LITE0 = ModelConfig(
     backbone="efficientnet_lite0",
     weights="default",
@@ -38,12 +38,12 @@ _LITE0 = ModelConfig(
 _FINE_TUNE = TrainConfig(batch_size=96, samples_per_class=0, lr=4e-4, class_lr=0.03)
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------
+# --- our own ---------------------------------------------------------------------------------------------------------
 
 
 @_recipe
 def glyphs_small() -> Recipe:
-    """The built-in glyphs with proxy_anchor: what `nearkin demo` runs, about a minute on two cores."""
+    """The built-in glyphs with proxy_anchor, about a minute on two cores; `nearkin demo` runs it."""
     return Recipe(
         data=DataConfig(source="glyphs", test_fraction=0.4, val_fraction=0.1),
         model=ModelConfig(backbone="small_conv", width=24, dim=128),
@@ -54,7 +54,7 @@ def glyphs_small() -> Recipe:
 
 @_recipe
 def folder_default() -> Recipe:
-    """Your own images (--data FOLDER): a head on the frozen features of EfficientNet-Lite0, minutes without a GPU."""
+    """Your own images (--data FOLDER): a head on frozen EfficientNet-Lite0 features, minutes on a CPU."""
     return Recipe(
         data=DataConfig(source="folder", image_size=224, augment="thesis", test_fraction=0.4, val_fraction=0.1),
         model=replace(_LITE0, freeze="backbone"),
@@ -65,7 +65,7 @@ def folder_default() -> Recipe:
 
 @_recipe
 def folder_finetune() -> Recipe:
-    """Your own images (--data FOLDER) and a GPU, or patience: EfficientNet-Lite0 fine-tuned with proxy_anchor."""
+    """Your own images (--data FOLDER): EfficientNet-Lite0 fine-tuned with proxy_anchor; slow without a GPU."""
     return Recipe(
         data=DataConfig(source="folder", image_size=224, augment="thesis", test_fraction=0.4, val_fraction=0.1),
         model=_LITE0,
@@ -76,7 +76,7 @@ def folder_finetune() -> Recipe:
 
 @_recipe
 def features_default() -> Recipe:
-    """Ready features of any kind (--data FILE.npz): a whitened linear head, trained with norm_softmax in seconds."""
+    """Precomputed features (--data FILE.npz): a whitened linear head, trained with norm_softmax in seconds."""
     return Recipe(
         data=DataConfig(source="features", split="auto", test_fraction=0.4, val_fraction=0.1),
         model=ModelConfig(backbone="none", dim=512, head_init="whitened", freeze="backbone"),
@@ -87,7 +87,7 @@ def features_default() -> Recipe:
 
 @_recipe
 def from_scratch() -> Recipe:
-    """Small pictures of your own (--data FOLDER), many of them: a small network from scratch at 64 pixels."""
+    """Your own small images (--data FOLDER), thousands of them: a small network from scratch at 64 pixels."""
     return Recipe(
         data=DataConfig(source="folder", image_size=64, augment="light", test_fraction=0.4, val_fraction=0.1),
         model=ModelConfig(backbone="small_conv", width=32, dim=128),
@@ -133,19 +133,19 @@ def _ice(source: str, *, batch_size: int, samples_per_class: int, epochs: int) -
 
 @_recipe
 def ice_cub() -> Recipe:
-    """Instance cross entropy on CUB: BN-Inception, 512 dimensions, 6 classes of 10 images, about 4,000 steps."""
+    """Instance cross entropy on CUB: BN-Inception, 512 dimensions, batches of 6 x 10 images, about 4,000 steps."""
     return _ice("cub", batch_size=60, samples_per_class=10, epochs=41)
 
 
 @_recipe
 def ice_cars() -> Recipe:
-    """Instance cross entropy on Cars196: as on CUB; 30 epochs are the paper's 4,000 steps there."""
+    """Instance cross entropy on Cars196: as on CUB; the paper's 4,000 steps are 30 epochs."""
     return _ice("cars", batch_size=60, samples_per_class=10, epochs=30)
 
 
 @_recipe
 def ice_sop() -> Recipe:
-    """Instance cross entropy on Stanford Online Products: 90 classes of 2 images, about 20,000 steps."""
+    """Instance cross entropy on Stanford Online Products: batches of 90 x 2 images, about 20,000 steps."""
     return _ice("sop", batch_size=180, samples_per_class=2, epochs=61)
 
 
@@ -155,7 +155,7 @@ def ice_sop() -> Recipe:
 def _ce(source: str, *, lr: float, momentum: float, epochs: int, norm: Literal["none", "batch"]) -> Recipe:
     return Recipe(
         data=DataConfig(source=source, image_size=224, augment=f"ce_{source}"),
-        # The paper's features are the pooled 2048 numbers of ResNet-50 themselves: there is no head.
+        # The paper's embedding is the pooled 2048 features of ResNet-50, without a head.
         model=ModelConfig(
             backbone="resnet50", weights="default", pool="average", dim=0, norm=norm, freeze_norm="statistics"
         ),
@@ -207,8 +207,8 @@ def ce_inshop() -> Recipe:
 Dataset = Literal["cub", "cars", "sop"]
 Network = Literal["googlenet", "bn_inception", "resnet50"]
 
-# Tables 4 and 5: loss and settings, miner, learning rate of the class parameters, images per class (0: random).
-# Where a table contradicts the published code and the original paper, the ruling of docs/recipes.md is taken.
+# Tables 4 and 5: settings of the loss, miner, learning rate of the class parameters, samples per class (0: random).
+# Where a table contradicts the published code and the loss's own paper, docs/recipes.md says which one is used.
 THESIS: dict[str, tuple[dict[str, Any], ComponentConfig | None, float | None, int]] = {
     "contrastive": ({"margin": 0.5}, None, None, 5),
     "triplet": ({"margin": 0.1}, ComponentConfig("semihard"), None, 5),
@@ -229,20 +229,30 @@ THESIS: dict[str, tuple[dict[str, Any], ComponentConfig | None, float | None, in
 
 
 def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", dim: int = 512) -> Recipe:
-    """One of the thesis's experiments: a loss on a data set (cub, cars, sop) through a network at a size.
+    """Return the recipe of one experiment of the thesis.
 
-    >>> thesis("proxy_anchor", "cars", "googlenet", 128).train.step_epochs
-    20
+    Args:
+        loss: One of the losses in `THESIS`.
+        dataset: cub, cars or sop.
+        network: googlenet, bn_inception or resnet50.
+        dim: Embedding dimension.
+
+    Returns:
+        The recipe.
+
+    Example:
+        >>> thesis("proxy_anchor", "cars", "googlenet", 128).train.step_epochs
+        20
     """
     if loss not in THESIS:
         raise ConfigError(f"The thesis has no loss named '{loss}'.{did_you_mean(loss, THESIS)}")
-    _one_of("data set", dataset, ("cub", "cars", "sop"))
-    _one_of("network", network, ("googlenet", "bn_inception", "resnet50"))
+    _check_choice("dataset", dataset, ("cub", "cars", "sop"))
+    _check_choice("network", network, ("googlenet", "bn_inception", "resnet50"))
     settings, miner, class_lr, samples_per_class = THESIS[loss]
     if loss == "soft_triple":
         settings = {**settings, "centers": 2 if dataset == "sop" else 10}
-    # Table 3. Its steps are longer for the two smaller networks.
-    steps = {"cub": 5, "cars": 10, "sop": 10}[dataset] * (1 if network == "resnet50" else 2)
+    # Table 3: the two smaller networks decay half as often.
+    step_epochs = {"cub": 5, "cars": 10, "sop": 10}[dataset] * (1 if network == "resnet50" else 2)
     return Recipe(
         data=DataConfig(source=dataset, image_size=224, augment="thesis"),
         model=ModelConfig(
@@ -260,7 +270,7 @@ def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", d
             weight_decay=1e-4,
             class_decay=True,
             lr_schedule="step",
-            step_epochs=steps,
+            step_epochs=step_epochs,
             step_factor=0.25 if dataset == "sop" else 0.1,
             frozen_epochs=1,
             clip_norm=10.0,
@@ -270,9 +280,11 @@ def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", d
 
 def _add_thesis(loss: str) -> None:
     def make(dataset: Any = "cub", network: Any = "resnet50", dim: int | str = 512) -> Recipe:
-        return thesis(loss, dataset, network, _whole(dim))
+        return thesis(loss, dataset, network, _parse_dim(dim))
 
-    make.__doc__ = f"The thesis's {loss}; as thesis_{loss}:DATA:NETWORK:SIZE for another data set, network or size."
+    make.__doc__ = (
+        f"The thesis's {loss} on CUB; thesis_{loss}:DATA:NETWORK:SIZE for another dataset, network or dimension."
+    )
     RECIPES.add(f"thesis_{loss}", make)
 
 
@@ -286,17 +298,25 @@ for _loss in THESIS:
 def mpa(
     dataset: Dataset = "cub", *, loss: Literal["mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"] = "mpa"
 ) -> Recipe:
-    """The multi-proxy-anchor family, and the two losses it is compared with in the paper, in the paper's set-up."""
-    _one_of("data set", dataset, ("cub", "cars", "sop"))
-    several = {"gamma": 0.1, "tau": 0.2, "centers": 2 if dataset == "sop" else 10}
+    """Return a recipe of the multi-proxy anchor paper.
+
+    Args:
+        dataset: cub, cars or sop.
+        loss: One of the paper's three losses, or one of the two it compares them with.
+
+    Returns:
+        The recipe.
+    """
+    _check_choice("dataset", dataset, ("cub", "cars", "sop"))
+    multi_proxy = {"gamma": 0.1, "tau": 0.2, "centers": 2 if dataset == "sop" else 10}
     settings: dict[str, dict[str, Any]] = {
-        "soft_triple": {"scale": 20.0, "margin": 0.01, **several},
+        "soft_triple": {"scale": 20.0, "margin": 0.01, **multi_proxy},
         "proxy_anchor": {"alpha": 32.0, "margin": 0.1},
     }
     return Recipe(
         data=DataConfig(source=dataset, image_size=224, augment="mpa"),
         model=ModelConfig(backbone="bn_inception", weights="default", pool="gem", gem_p=3.0, dim=512),
-        loss=ComponentConfig(loss, settings.get(loss, {"alpha": 32.0, "margin": 0.1, **several})),
+        loss=ComponentConfig(loss, settings.get(loss, {"alpha": 32.0, "margin": 0.1, **multi_proxy})),
         train=TrainConfig(
             epochs=100 if dataset == "sop" else 60,
             batch_size={"cub": 180, "cars": 64, "sop": 32}[dataset],
@@ -315,10 +335,12 @@ def mpa(
 
 def _add_mpa(dataset: Dataset) -> None:
     def make(loss: Any = "mpa") -> Recipe:
-        _one_of("loss", loss, ("mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"))
+        _check_choice("loss", loss, ("mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"))
         return mpa(dataset, loss=loss)
 
-    make.__doc__ = f"Multi-proxy anchor on {dataset}; mpa_{dataset}:LOSS for mpa_dw, mpa_ap, soft_triple, proxy_anchor."
+    make.__doc__ = (
+        f"Multi-proxy anchor on {dataset}; mpa_{dataset}:LOSS for mpa_dw, mpa_ap, soft_triple or proxy_anchor."
+    )
     RECIPES.add(f"mpa_{dataset}", make)
 
 
@@ -326,41 +348,51 @@ for _dataset in ("cub", "cars", "sop"):
     _add_mpa(_dataset)
 
 
-# --- by name ---------------------------------------------------------------------------------------------------------
+# --- lookup ----------------------------------------------------------------------------------------------------------
 
 
-def _one_of(what: str, got: str, allowed: tuple[str, ...]) -> None:
-    if got not in allowed:
-        raise ConfigError(f"No {what} named '{got}' in these recipes. There are: {', '.join(allowed)}.")
+def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"No {what} named '{value}' in these recipes. Available: {', '.join(allowed)}.")
 
 
-def _whole(text: int | str) -> int:
+def _parse_dim(text: int | str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"The size of the embedding is a whole number, got '{text}'.") from None
+        raise ConfigError(f"Embedding dimension: expected an integer, got '{text}'.") from None
 
 
 def find(name: str) -> Recipe:
-    """A recipe by its name here (`name:choice:choice` where it takes some), or from a TOML file or a run folder."""
+    """Find a recipe by name or path.
+
+    Args:
+        name: A registered name, with arguments as `name:argument` if it has some; a TOML file; or a run folder.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ConfigError: There is no such recipe; the message suggests the nearest name.
+    """
     from nearkin.data.sources import detect_source
 
-    plain, *choices = name.split(":")
-    if plain in RECIPES:
+    function, *arguments = name.split(":")
+    if function in RECIPES:
         try:
-            return RECIPES[plain](*choices)
+            return RECIPES[function](*arguments)
         except TypeError:
-            raise ConfigError(f"The recipe '{plain}' does not take {len(choices)} choices: '{name}'.") from None
+            raise ConfigError(f"The recipe '{function}' does not take {len(arguments)} arguments: '{name}'.") from None
     path = Path(name)
-    what = ""
+    problem = ""
     if path.is_dir():
-        what = "" if (path / "recipe.toml").exists() else "not a run folder (it holds no recipe.toml)"
+        problem = "" if (path / "recipe.toml").exists() else "not a run folder (no recipe.toml)"
         path = path / "recipe.toml"
     elif path.is_file() and path.suffix != ".toml":
-        what = "" if detect_source(path) == "folder" else "data, not a recipe"
-    if what:
-        raise ConfigError(f"{name}: {what}. To train on it: nearkin train --data {shlex.quote(name)}")
+        problem = "" if detect_source(path) == "folder" else "data, not a recipe"
+    if problem:
+        raise ConfigError(f"{name}: {problem}. To train on it: nearkin train --data {shlex.quote(name)}")
     if path.suffix == ".toml" or path.exists():
         return Recipe.from_toml(path)
-    hint = did_you_mean(name, RECIPES) or f" There are: {', '.join(RECIPES)}; or give a .toml file."
+    hint = did_you_mean(name, RECIPES) or f" Available: {', '.join(RECIPES)}; or give a .toml file."
     raise ConfigError(f"No recipe or recipe file named '{name}'.{hint}")

@@ -31,7 +31,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
     [
         (["trian"], "No command named 'trian'. Did you mean 'train'?"),
         (["train", "glyps_small"], "Did you mean 'glyphs_small'?"),
-        (["train", "nosuch.toml"], "nosuch.toml: there is no such recipe file"),
+        (["train", "nosuch.toml"], "nosuch.toml: no such recipe file"),
         (["train", "--loss", "proxyanchor"], "No loss named 'proxyanchor'. Did you mean 'proxy_anchor'?"),
         (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
         (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),

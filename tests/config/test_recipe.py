@@ -1,4 +1,4 @@
-"""Recipes: typed, refusing what they do not know, and named by what counts."""
+"""Recipes: typed, strict about unknown keys, and keyed by what changes a result."""
 
 import inspect
 import os
@@ -29,8 +29,8 @@ def test_toml_round_trip(name, tmp_path):
         ("[train]\nbatchsize = 8", "train.batchsize: no such setting. Did you mean 'train.batch_size'?"),
         ("lr = 0.1", "lr: no such setting. Did you mean 'train.lr'?"),
         ("[trian]\nlr = 1", "trian: no such setting. Did you mean 'train'?"),
-        ("[train]\nepochs = 'ten'", "train.epochs: expected a whole number, got 'ten'"),
-        ("[train]\nepochs = true", "train.epochs: expected a whole number, got True"),
+        ("[train]\nepochs = 'ten'", "train.epochs: expected an integer, got 'ten'"),
+        ("[train]\nepochs = true", "train.epochs: expected an integer, got True"),
         ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
         ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.samples_per_class (4), got 10"),
         ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
@@ -45,7 +45,7 @@ def test_toml_round_trip(name, tmp_path):
         ("not toml", "not valid TOML"),
     ],
 )
-def test_a_wrong_recipe_file_says_where_and_how_to_mend_it(text, message, tmp_path):
+def test_errors_of_a_recipe_file_name_the_key_and_the_fix(text, message, tmp_path):
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -54,15 +54,15 @@ def test_a_wrong_recipe_file_says_where_and_how_to_mend_it(text, message, tmp_pa
     assert str(path) in str(error.value)
 
 
-def test_whole_numbers_are_fine_where_a_number_is_wanted():
+def test_integers_are_accepted_as_floats():
     assert Recipe.from_dict({"train": {"lr": 1}}).train.lr == 1.0
 
 
-def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
+def test_run_key_depends_on_everything_that_changes_a_result_and_on_nothing_else():
     base = recipes.glyphs_small()
     same = replace(base, data=replace(base.data, root=Path("elsewhere")))
     assert run_key(same, "f") == run_key(base, "f")
-    others = [
+    changed = [
         replace(base, seed=1),
         replace(base, memory=64),
         replace(base, loss=ComponentConfig("proxy_anchor", {"alpha": 16.0})),
@@ -71,8 +71,8 @@ def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
         replace(base, train=replace(base.train, lr=1e-4)),
         replace(base, data=replace(base.data, split_seed=1)),
     ]
-    keys = {run_key(base, "f"), run_key(base, "g"), *(run_key(other, "f") for other in others)}
-    assert len(keys) == 2 + len(others)
+    keys = {run_key(base, "f"), run_key(base, "g"), *(run_key(recipe, "f") for recipe in changed)}
+    assert len(keys) == 2 + len(changed)
 
 
 @pytest.mark.parametrize("same", [
@@ -81,14 +81,14 @@ def test_key_changes_with_what_changes_a_number_and_with_nothing_else():
     {"loss": ComponentConfig("proxy_anchor", {"alpha": 32, "margin": 0.1})},
     {"train": replace(recipes.glyphs_small().train, clip_norm=10)},
 ])  # fmt: skip
-def test_the_same_training_has_one_key_however_it_is_written(same):
+def test_equivalent_recipes_have_the_same_key(same):
     base = recipes.glyphs_small()
     assert LOSSES["proxy_anchor"].settings == {"alpha": 32.0, "margin": 0.1}
     assert (base.loss.name, base.train.clip_norm) == ("proxy_anchor", 10.0)
     assert run_key(replace(base, **same), "f") == run_key(base, "f")
 
 
-def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
+def test_keys_of_miners_and_of_user_registered_losses(monkeypatch):
     base = replace(
         recipes.glyphs_small(), loss=ComponentConfig("multi_similarity"), miner=ComponentConfig("multi_similarity")
     )
@@ -97,14 +97,16 @@ def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
         for name, p in inspect.signature(MINERS["multi_similarity"]).parameters.items()
         if p.kind is p.KEYWORD_ONLY
     ]
-    spelt = replace(base, miner=ComponentConfig("multi_similarity", {setting: default}))
-    assert run_key(spelt, "f") == run_key(base, "f")
+    explicit = replace(base, miner=ComponentConfig("multi_similarity", {setting: default}))
+    assert run_key(explicit, "f") == run_key(base, "f")
     assert run_key(replace(base, miner=ComponentConfig("multi_similarity", {setting: 2 * default})), "f") != run_key(
         base, "f"
     )
     assert run_key(replace(base, miner=None), "f") != run_key(base, "f")
 
-    mine = replace(base, loss=ComponentConfig("mine"), miner=None)  # not registered: what is given must do
+    mine = replace(
+        base, loss=ComponentConfig("mine"), miner=None
+    )  # not registered: the key takes the settings as given
     assert run_key(replace(mine, loss=ComponentConfig("mine", {"a": 1})), "f") == run_key(
         replace(mine, loss=ComponentConfig("mine", {"a": 1.0})), "f"
     )
@@ -114,12 +116,12 @@ def test_keys_of_miners_and_of_losses_that_users_register(monkeypatch):
     def mine_too(p, *, a: float = 1.0, shape: tuple[int, ...] = (1, 2)):
         return p.sim.mean(1)
 
-    given = replace(mine, loss=ComponentConfig("mine_too", {"a": 1}))
-    assert run_key(given, "f") == run_key(replace(mine, loss=ComponentConfig("mine_too")), "f")
-    assert run_key(given, "f") != run_key(replace(mine, loss=ComponentConfig("mine_too", {"a": 2})), "f")
+    custom = replace(mine, loss=ComponentConfig("mine_too", {"a": 1}))
+    assert run_key(custom, "f") == run_key(replace(mine, loss=ComponentConfig("mine_too")), "f")
+    assert run_key(custom, "f") != run_key(replace(mine, loss=ComponentConfig("mine_too", {"a": 2})), "f")
 
 
-def test_find_takes_names_files_and_run_folders(tmp_path):
+def test_find_accepts_names_files_and_run_folders(tmp_path):
     recipe = replace(recipes.glyphs_small(), seed=3)
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     assert recipes.find(str(tmp_path)) == recipe
@@ -133,6 +135,6 @@ def test_find_takes_names_files_and_run_folders(tmp_path):
     {"data": replace(Recipe().data, root=Path(os.fsdecode(b"ph\xffotos")))},
     {"model": replace(Recipe().model, weights=os.fsdecode(b"w\xff.pth"))},
 ])  # fmt: skip
-def test_a_path_that_no_recipe_file_could_hold_is_refused(change):
+def test_paths_that_are_not_unicode_are_rejected(change):
     with pytest.raises(ConfigError, match="valid Unicode"):
         replace(Recipe(), **change)

@@ -1,4 +1,4 @@
-"""BN-Inception: names and shapes as documented, numbers as a second, plainer writing of the network has them."""
+"""BN-Inception: names and shapes against the documentation, values against a plain second implementation."""
 
 import re
 
@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "bn-inception.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def model() -> BNInception:
-    """Evaluation in float64, with batch normalisations that do something."""
+    """In evaluation mode and float64, with batch-norm parameters that are not trivial."""
     torch.manual_seed(0)
     network = BNInception().double().eval()
     for name, value in network.state_dict().items():
@@ -35,10 +35,10 @@ def fresh() -> BNInception:
     return BNInception().eval()
 
 
-# The network again, from its weights alone: pooling by unfolded windows, normalisation by its formula.
+# A second implementation, from the weights alone: pooling by unfolded windows, normalisation by its formula.
 
 
-def unit(weights: dict[str, Tensor], name: str, x: Tensor, stride: int = 1) -> Tensor:
+def conv_bn_relu(weights: dict[str, Tensor], name: str, x: Tensor, stride: int = 1) -> Tensor:
     kernel = weights[f"{name}.weight"]
     x = F.conv2d(x, kernel, weights[f"{name}.bias"], stride=stride, padding=(kernel.shape[-1] - 1) // 2)
     scale, shift, mean, var = (
@@ -48,77 +48,79 @@ def unit(weights: dict[str, Tensor], name: str, x: Tensor, stride: int = 1) -> T
 
 
 def windows(x: Tensor, stride: int, before: int, after: int, fill: float) -> Tensor:
-    """[B, C, h, w, 9]: every 3 x 3 window."""
+    """All 3 x 3 windows: [B, C, h, w, 9]."""
     x = F.pad(x, (before, after, before, after), value=fill)
     return x.unfold(2, 3, stride).unfold(3, 3, stride).flatten(4)
 
 
-def shrink(x: Tensor, odd_up: bool = False) -> Tensor:
-    """Windows start at 0, 2, 4 ...; one that would reach beyond the edge by one place still counts."""
-    reach = 2 if odd_up else 1
-    return windows(x, 2, 0, reach, -torch.inf).amax(-1)
+def max_pool(x: Tensor, odd_up: bool = False) -> Tensor:
+    """Windows start at 0, 2, 4 ...; one that reaches beyond the edge by one pixel still counts."""
+    padding = 2 if odd_up else 1
+    return windows(x, 2, 0, padding, -torch.inf).amax(-1)
 
 
 def block(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     halving = name in ("inception_3c", "inception_4e")
     stride = 2 if halving else 1
-    middle = unit(weights, f"{name}_3x3", unit(weights, f"{name}_3x3_reduce", x), stride)
-    double = unit(weights, f"{name}_double_3x3_1", unit(weights, f"{name}_double_3x3_reduce", x))
-    double = unit(weights, f"{name}_double_3x3_2", double, stride)
+    middle = conv_bn_relu(weights, f"{name}_3x3", conv_bn_relu(weights, f"{name}_3x3_reduce", x), stride)
+    double = conv_bn_relu(weights, f"{name}_double_3x3_1", conv_bn_relu(weights, f"{name}_double_3x3_reduce", x))
+    double = conv_bn_relu(weights, f"{name}_double_3x3_2", double, stride)
     if halving:
-        return torch.cat([middle, double, shrink(x, odd_up=True)], 1)
+        return torch.cat([middle, double, max_pool(x, odd_up=True)], 1)
     if name == "inception_5b":
         pooled = windows(x, 1, 1, 1, -torch.inf).amax(-1)
     else:
         pooled = windows(x, 1, 1, 1, 0.0).sum(-1) / 9
-    return torch.cat([unit(weights, f"{name}_1x1", x), middle, double, unit(weights, f"{name}_pool_proj", pooled)], 1)
+    return torch.cat(
+        [conv_bn_relu(weights, f"{name}_1x1", x), middle, double, conv_bn_relu(weights, f"{name}_pool_proj", pooled)], 1
+    )
 
 
 def network(weights: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-    x = shrink(unit(weights, "conv1_7x7_s2", x, 2))
-    x = shrink(unit(weights, "conv2_3x3", unit(weights, "conv2_3x3_reduce", x)))
+    x = max_pool(conv_bn_relu(weights, "conv1_7x7_s2", x, 2))
+    x = max_pool(conv_bn_relu(weights, "conv2_3x3", conv_bn_relu(weights, "conv2_3x3_reduce", x)))
     outputs = {}
     for name in ("3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"):
         x = outputs[name] = block(weights, f"inception_{name}", x)
     return outputs
 
 
-# 64 and 67 are sizes the public code takes; 40 makes odd maps before 3c and 4e, 48 before 4e, 56 before 3c.
+# 64 and 67 are sizes that the public code accepts; 40 makes odd maps before 3c and 4e, 48 before 4e, 56 before 3c.
 @pytest.mark.parametrize("size", [(64, 67), (40, 48), (56, 64)], ids=str)
-def test_every_value_is_that_of_the_second_writing(model, size):
+def test_values_match_the_second_implementation(model, size):
     images = torch.randn(2, 3, *size, dtype=torch.float64)
     with torch.no_grad():
-        stages, expected = model.stages(images), network(model.state_dict(), images)
-        assert list(stages) == ["low", "mid", "high"]
-        for name, depth in (("3c", "low"), ("4e", "mid"), ("5b", "high")):
-            torch.testing.assert_close(stages[depth], expected[name], rtol=1e-10, atol=1e-10)
+        levels, expected = model.forward_levels(images), network(model.state_dict(), images)
+        assert list(levels) == ["low", "mid", "high"]
+        for name, level in (("3c", "low"), ("4e", "mid"), ("5b", "high")):
+            torch.testing.assert_close(levels[level], expected[name], rtol=1e-10, atol=1e-10)
             assert expected[name].std() > 0.1
         torch.testing.assert_close(model(images), expected["5b"], rtol=1e-10, atol=1e-10)
 
 
-def test_the_second_writing_pools_as_torch_does():
-    """Where the public code runs (even sides), its ceil_mode pooling is what we mean by `shrink`."""
+def test_the_second_implementation_pools_like_torch():
+    """On the sizes that the public code accepts (even sides), `max_pool` equals its ceil_mode pooling."""
     for side in (8, 14, 28):
         x = torch.randn(1, 2, side, side)
-        assert torch.equal(shrink(x, odd_up=True), F.max_pool2d(x, 3, 2, ceil_mode=True))
-        assert torch.equal(shrink(x), F.max_pool2d(x, 3, 2, ceil_mode=True))
+        assert torch.equal(max_pool(x, odd_up=True), F.max_pool2d(x, 3, 2, ceil_mode=True))
+        assert torch.equal(max_pool(x), F.max_pool2d(x, 3, 2, ceil_mode=True))
     x = torch.randn(1, 2, 9, 9)
-    assert torch.equal(shrink(x), F.max_pool2d(x, 3, 2, ceil_mode=True))
+    assert torch.equal(max_pool(x), F.max_pool2d(x, 3, 2, ceil_mode=True))
     torch.testing.assert_close(windows(x, 1, 1, 1, 0.0).mean(-1), F.avg_pool2d(x, 3, 1, 1, count_include_pad=True))
 
 
-# Names, shapes and counts.
+# Names, shapes and counts
 
 
 def table(first_heading: str) -> list[list[str]]:
-    """The rows of the page's table whose heading starts like this, without the heading, as bare cells."""
-    text = re.search(rf"^\| {re.escape(first_heading)} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    assert text, first_heading
-    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text[1].splitlines()]
+    """The cells of the page's table whose first heading is this, without the heading row."""
+    match = re.search(rf"^\| {re.escape(first_heading)} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert match, first_heading
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in match[1].splitlines()]
 
 
 def documented() -> dict[str, tuple[int, ...]]:
-    """Every entry of the state dict, from the page's tables and the rules beside them."""
+    """Shapes of all entries of the state dict, from the page's tables and rules."""
     layers = [(name, int(k), int(i), int(o)) for name, k, _, i, o, _ in table("convolution")]
     for name, inputs, *widths, _, project, outputs in table("block"):
         single, reduce, triple, before, double, again = (0 if w == "-" else int(w) for w in widths)
@@ -134,8 +136,8 @@ def documented() -> dict[str, tuple[int, ...]]:
                 if out:
                     layers.append((f"{name}_{part}", kernel, width, out))
                 width = out
-        through = int(inputs) if project == "-" else 0
-        assert int(outputs) == sum(chain[-1][2] for chain in chains) + through, name
+        passed_through = int(inputs) if project == "-" else 0
+        assert int(outputs) == sum(chain[-1][2] for chain in chains) + passed_through, name
     shapes: dict[str, tuple[int, ...]] = {}
     for name, k, i, o in layers:
         for entry, shape in table("entry"):
@@ -149,7 +151,7 @@ def documented() -> dict[str, tuple[int, ...]]:
 def test_the_page_lists_every_entry_in_order(fresh):
     shapes = {name: tuple(value.shape) for name, value in fresh.state_dict().items()}
     assert list(shapes.items()) == list(documented().items())
-    # A few read off the public network by hand.
+    # A few copied from the public network by hand.
     assert shapes["conv1_7x7_s2.weight"] == (64, 3, 7, 7)
     assert shapes["inception_3a_double_3x3_reduce_bn.bias"] == (64,)
     assert shapes["inception_3c_double_3x3_2.weight"] == (96, 96, 3, 3)
@@ -159,7 +161,7 @@ def test_the_page_lists_every_entry_in_order(fresh):
 
 
 def test_counts(fresh):
-    """11,295,240 with its classifier is what several public ports count."""
+    """Several public ports have 11,295,240 parameters with the classifier."""
     trunk = sum(p.numel() for p in fresh.parameters())
     assert (trunk, trunk + 1000 * 1024 + 1000) == (10_270_240, 11_295_240)
     assert len(fresh.state_dict()) == 483
@@ -167,20 +169,20 @@ def test_counts(fresh):
         assert figure in PAGE
 
 
-def test_constants_are_the_documented_ones():
-    given = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", PAGE, re.MULTILINE))
-    pixels = make_backbone(ModelConfig(backbone="bn_inception"), 3).pixels
-    assert given["order of channels"] == "blue, green, red"
-    assert pixels.bgr
-    assert given["range"].startswith("0 to 255")  # where Pixels has 0 to 1
-    assert tuple(map(float, re.findall(r"\d+", given["subtracted mean"]))) == pytest.approx(
-        [255 * m for m in pixels.mean]
+def test_constants_match_the_documentation():
+    documented = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", PAGE, re.MULTILINE))
+    norm = make_backbone(ModelConfig(backbone="bn_inception"), 3).pixel_norm
+    assert documented["order of channels"] == "blue, green, red"
+    assert norm.bgr
+    assert documented["range"].startswith("0 to 255")  # PixelNorm: 0 to 1
+    assert tuple(map(float, re.findall(r"\d+", documented["subtracted mean"]))) == pytest.approx(
+        [255 * m for m in norm.mean]
     )
-    assert (float(given["divided by"]),) * 3 == pytest.approx([255 * s for s in pixels.std])
+    assert (float(documented["divided by"]),) * 3 == pytest.approx([255 * s for s in norm.std])
 
 
-def test_a_public_file_fits(model, tmp_path):
-    """Such a file has a classifier and no counters of batches."""
+def test_a_public_file_loads(model, tmp_path):
+    """Such a file has a classifier and no num_batches_tracked."""
     entries = {k: v.float() for k, v in model.state_dict().items() if not k.endswith("num_batches_tracked")}
     entries |= {"last_linear.weight": torch.zeros(1000, 1024), "last_linear.bias": torch.zeros(1000)}
     assert len(entries) == 416
@@ -196,21 +198,21 @@ def test_a_public_file_fits(model, tmp_path):
         torch.testing.assert_close(loaded(images).double(), model(images.double()), rtol=1e-4, atol=1e-4)
 
 
-# Use.
+# Use
 
 
 @pytest.mark.parametrize(("side", "sides"), [(224, (14, 7, 7)), (227, (14, 7, 7)), (128, (8, 4, 4)), (7, (1, 1, 1))])
 def test_shapes(fresh, side, sides):
     with torch.inference_mode():
-        maps = fresh.stages(torch.randn(1, 3, side, side))
+        maps = fresh.forward_levels(torch.randn(1, 3, side, side))
     shapes = {name: tuple(value.shape) for name, value in maps.items()}
     low, mid, high = ((s, s) for s in sides)
     assert shapes == {"low": (1, 576, *low), "mid": (1, 1056, *mid), "high": (1, 1024, *high)}
     assert fresh.num_features == 1024
 
 
-def test_sizes_the_public_code_takes():
-    """Stride 2 must halve alike in convolution and pooling, twice: sides of 32 m - 1 to 32 m + 6, says the page."""
+def test_sizes_that_the_public_code_accepts():
+    """Convolution and pooling must halve alike, twice: the page says sides of 32 m - 1 to 32 m + 6."""
 
     def fits(side: int) -> bool:
         x = torch.empty(1, 1, side, side, device="meta")
@@ -236,7 +238,7 @@ def test_channels_last_agrees(model):
 
 
 def test_fresh_weights_train():
-    """Spread neither dies nor explodes, everything learns, and statistics move in training only."""
+    """Activations neither vanish nor explode, every parameter has a gradient, statistics change in training only."""
     torch.manual_seed(0)
     network, images = BNInception(), torch.randn(4, 3, 64, 64)
     with torch.no_grad():
@@ -250,7 +252,7 @@ def test_fresh_weights_train():
     for name, parameter in network.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-        # A bias before a batch normalisation has no say.
+        # Batch normalisation cancels the bias before it.
         if name.endswith("_bn.bias") or not name.endswith(".bias"):
             assert parameter.grad.abs().max() > 1e-6, name
     for name, value in network.state_dict().items():
@@ -260,7 +262,7 @@ def test_fresh_weights_train():
 
 
 @pytest.mark.slow
-def test_export_keeps_the_batch_open(model):
+def test_export_with_a_dynamic_batch(model):
     with torch.no_grad():
         sample = torch.randn(2, 3, 64, 64, dtype=torch.float64)
         program = torch.export.export(model, (sample,), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
@@ -269,6 +271,6 @@ def test_export_keeps_the_batch_open(model):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 64, 64), (3, 64, 64), (2, 3, 64, 6), (2, 4, 64, 64)], ids=str)
-def test_images_that_do_not_fit(model, shape):
+def test_images_of_a_wrong_shape_are_rejected(model, shape):
     with pytest.raises(DataError, match=r"bn_inception: expected colour images .* got \[.*\]\."):
         model(torch.zeros(shape, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Backbones, pooling, heads and the embedder around them, against torchvision, timm, the golden file and identities."""
+"""Backbones, pooling, heads and the embedder, against torchvision, timm, golden values and identities."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, DataError, RunError, UserError
 from nearkin.models.backbones import BACKBONES, check_backbone
 from nearkin.models.embedder import Embedder
-from nearkin.models.pooling import POOLINGS, Pool
+from nearkin.models.pooling import POOLINGS, Pool, gem
 
-# Trunks without their classifiers: published totals less the last layer (and GoogLeNet's two auxiliary ones).
+# Backbones without classifiers: published totals minus the last layer.
 PARAMETERS = {
     "resnet50": 25_557_032 - 2_049_000,
     "googlenet": 6_624_904 - 1_025_000,
@@ -41,128 +41,122 @@ def test_shapes_and_parameter_counts(name):
     model = embedder(backbone=name)
     assert sum(p.numel() for p in model.backbone.parameters()) == PARAMETERS[name]
     maps = model.backbone(torch.zeros(1, 3, 64, 64))
-    wanted = {"resnet50": 2048, "googlenet": 1024, "bn_inception": 1024, "efficientnet_lite0": 1280}[name]
-    assert maps.shape == (1, wanted, 2, 2)
+    channels = {"resnet50": 2048, "googlenet": 1024, "bn_inception": 1024, "efficientnet_lite0": 1280}[name]
+    assert maps.shape == (1, channels, 2, 2)
     assert model.embed(pixels()).shape == (2, 12)
-    stages = model.backbone.stages(torch.zeros(1, 3, 64, 64))
-    assert list(stages) == ["low", "mid", "high"]
-    torch.testing.assert_close(stages["high"], maps)
+    levels = model.backbone.forward_levels(torch.zeros(1, 3, 64, 64))
+    assert list(levels) == ["low", "mid", "high"]
+    torch.testing.assert_close(levels["high"], maps)
 
 
-def test_small_conv_is_what_it_says():
-    """Written out again in float64: 5 x 5 by 2, then twice two 3 x 3 and a halving, each with batch norm and ReLU."""
+def test_small_conv_matches_a_second_implementation():
+    """In float64: a 5 x 5 convolution of stride 2, then twice two 3 x 3 and a max pool, with batch norm and ReLU."""
     model = embedder().double()
     state = model.backbone.state_dict()
-    for name, value in state.items():  # statistics that are not 0 and 1
+    for name, value in state.items():  # statistics other than 0 and 1
         if "running" in name:
             value.copy_(torch.rand(value.shape) + 0.5)
     images = torch.randn(2, 3, 20, 24, dtype=torch.float64)
 
-    def layer(x, at, stride, padding):
-        x = nn.functional.conv2d(x, state[f"layers.{at}.weight"], stride=stride, padding=padding)
+    def layer(x, index, stride, padding):
+        x = nn.functional.conv2d(x, state[f"layers.{index}.weight"], stride=stride, padding=padding)
         norm = {
-            n: state[f"layers.{at + 1}.{n}"][:, None, None] for n in ("weight", "bias", "running_mean", "running_var")
+            n: state[f"layers.{index + 1}.{n}"][:, None, None]
+            for n in ("weight", "bias", "running_mean", "running_var")
         }
         x = (x - norm["running_mean"]) / (norm["running_var"] + 1e-5).sqrt() * norm["weight"] + norm["bias"]
         return x.clamp(min=0)
 
     x = layer(images, 0, 2, 2)
-    for at in (3, 10):
-        x = layer(layer(x, at, 1, 1), at + 3, 1, 1)
+    for index in (3, 10):
+        x = layer(layer(x, index, 1, 1), index + 3, 1, 1)
         x = x.unfold(2, 2, 2).unfold(3, 2, 2).amax(dim=(4, 5))
     torch.testing.assert_close(model.backbone(images), x)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "googlenet"])
-def test_torchvisions_networks_give_what_torchvision_gives(name):
-    """Same weights, same picture: torchvision's own preprocessing and forward, caught before its pooling."""
+def test_torchvision_backbones_match_torchvision(name):
+    """Same weights, same images: torchvision's own preprocessing and forward, up to its pooling."""
     from torchvision import models
     from torchvision.transforms.v2.functional import normalize
 
     ours = embedder(backbone=name)
     extra = {"aux_logits": False, "transform_input": True, "init_weights": False} if name == "googlenet" else {}
-    theirs = getattr(models, name)(**extra).eval()
-    theirs.load_state_dict(ours.backbone.state_dict(), strict=False)
-    caught = {}
-    theirs.avgpool.register_forward_hook(lambda module, given, out: caught.update(maps=given[0], pooled=out))
+    reference = getattr(models, name)(**extra).eval()
+    reference.load_state_dict(ours.backbone.state_dict(), strict=False)
+    captured = {}
+    reference.avgpool.register_forward_hook(lambda module, args, out: captured.update(pooled=out))
     images = pixels()
     with torch.no_grad():
-        theirs(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
-        torch.testing.assert_close(ours.features(images), caught["pooled"].flatten(1), rtol=1e-3, atol=1e-4)
+        reference(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+        torch.testing.assert_close(ours.features(images), captured["pooled"].flatten(1), rtol=1e-3, atol=1e-4)
 
 
-def test_bn_inception_sees_blue_first_from_0_to_255_less_the_mean():
+def test_bn_inception_input_is_bgr_from_0_to_255_minus_the_mean():
     model = embedder(backbone="bn_inception")
     seen = {}
-    model.backbone.register_forward_pre_hook(lambda module, given: seen.update(x=given[0]))
+    model.backbone.register_forward_pre_hook(lambda module, args: seen.update(x=args[0]))
     images = pixels()
     with torch.no_grad():
         model.features(images)
-    blue_first = images.float()[:, [2, 1, 0]] - torch.tensor([104.0, 117.0, 128.0]).view(3, 1, 1)
-    torch.testing.assert_close(seen["x"], blue_first, rtol=0, atol=1e-3)
+    expected = images.float()[:, [2, 1, 0]] - torch.tensor([104.0, 117.0, 128.0]).view(3, 1, 1)
+    torch.testing.assert_close(seen["x"], expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
-def test_any_timm_model_embeds_as_timm_pools(name):
-    """Convolutional maps averaged by us, or a transformer's own vector: both are timm's features for the picture."""
+def test_timm_backbones_match_timm(name):
+    """Average-pooled maps of a convolutional model, or a transformer's own vector, are timm's features."""
     import timm
 
     ours = embedder(backbone=name, dim=0, side=224)
-    settings = timm.get_pretrained_cfg(name)
+    config = timm.get_pretrained_cfg(name)
     images = pixels(1, 224)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (settings.mean, settings.std))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.mean, config.std))
     with torch.no_grad():
-        want = ours.backbone.network((images / 255 - mean) / std)  # num_classes = 0: its pooled features
-        torch.testing.assert_close(ours.features(images), want, rtol=1e-4, atol=1e-4)
+        expected = ours.backbone.network((images / 255 - mean) / std)  # num_classes = 0: pooled features
+        torch.testing.assert_close(ours.features(images), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unknown_backbone_is_refused_with_the_nearest_name():
+def test_an_unknown_backbone_is_rejected_with_a_suggestion():
     with pytest.raises(ConfigError, match="Did you mean 'resnet50'"):
         check_backbone("resnet_50")
     for name in BACKBONES:
         check_backbone(name)
 
 
-def test_a_timm_model_says_which_weights_and_sizes_it_has():
+def test_errors_name_the_weights_and_sizes_of_a_timm_model():
     pytest.importorskip("timm")
-    with pytest.raises(ConfigError, match=r"no weights 'nonsense' of resnet18.*resnet18\.\w+"):
+    with pytest.raises(ConfigError, match=r"no weights 'nonsense' for resnet18.*resnet18\.\w+"):
         check_backbone("resnet18.nonsense")
     check_backbone("resnet18.a1_in1k")
-    with pytest.raises(ConfigError, match=r"does not take images of 128 x 128 pixels .*--data\.image-size 224"):
+    with pytest.raises(ConfigError, match=r"does not accept images of 128 x 128 pixels .*--data\.image-size 224"):
         Embedder(ModelConfig(backbone="vit_tiny_patch16_224", dim=4), (3, 128, 128))
 
 
-def test_poolings_meet_the_golden_values():
-    given = rows.golden()["pooling"]
-    maps = torch.tensor(given["features"], dtype=torch.float64)
+def test_poolings_match_the_golden_values():
+    golden = rows.golden()["pooling"]
+    maps = torch.tensor(golden["features"], dtype=torch.float64)
     names = {"average": "GAP", "maximum": "GMP", "average_maximum": "GAP_plus_GMP", "gem": "GeM_p3"}
-    for ours, theirs in names.items():
-        torch.testing.assert_close(
-            POOLINGS[ours](maps), torch.tensor(given[theirs], dtype=torch.float64), rtol=1e-9, atol=0
-        )
+    for name, key in names.items():
+        expected = torch.tensor(golden[key], dtype=torch.float64)
+        torch.testing.assert_close(POOLINGS[name](maps), expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(POOLINGS["grid"](maps), maps.flatten(1))
 
 
-def test_gem_runs_from_the_average_to_the_maximum_and_learns_its_power():
+def test_gem_is_between_average_and_maximum_and_learns_its_exponent():
     maps = torch.rand(2, 3, 4, 4, dtype=torch.float64) * 100
     torch.testing.assert_close(Pool(ModelConfig(pool="gem", gem_p=1.0))(maps), maps.mean(dim=(2, 3)))
     largest = Pool(ModelConfig(pool="gem", gem_p=1e4))(maps.float())
     torch.testing.assert_close(largest, maps.amax(dim=(2, 3)).float(), rtol=1e-3, atol=0)
     pool = Pool(ModelConfig(pool="gem", learn_gem_p=True))
     small = (torch.rand(2, 3, 4, 4, dtype=torch.float64) + 0.1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, p: nk_gem(x, p), (small, torch.tensor(3.0, dtype=torch.float64)))
+    assert torch.autograd.gradcheck(gem, (small, torch.tensor(3.0, dtype=torch.float64)))
     pool(small.float()).sum().backward()
     assert pool.p.grad is not None
     assert pool.p.grad != 0
 
 
-def nk_gem(maps, p):
-    from nearkin.models.pooling import gem
-
-    return gem(maps, p)
-
-
-def test_three_taps_each_map_to_a_third_of_the_embedding():
+def test_each_of_three_levels_maps_to_a_third_of_the_embedding():
     model = embedder(feature_levels="low_mid_high")
     assert model.head.parts == (4, 8, 16)
     with torch.no_grad():
@@ -177,7 +171,7 @@ def test_three_taps_each_map_to_a_third_of_the_embedding():
         ModelConfig(feature_levels="low_mid_high", dim=512)
 
 
-def test_a_head_may_be_absent_normalised_or_residual():
+def test_heads_without_layers_with_norms_and_residual():
     features = torch.randn(6, 16)
     assert torch.equal(embedder(dim=0).head(features), features)
     layer = embedder(dim=0, norm="layer").head(features)
@@ -198,7 +192,7 @@ def test_dropout_acts_in_training_only():
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
-def test_a_whitened_start_whitens_within_classes(norm):
+def test_whitened_init_whitens_within_classes(norm):
     torch.manual_seed(1)
     labels = torch.arange(5).repeat_interleave(200)
     spread = torch.randn(16, 16, dtype=torch.float64)
@@ -208,8 +202,8 @@ def test_a_whitened_start_whitens_within_classes(norm):
     assert all(module.training for module in model.head.modules())
     out = model.eval().head(features)
     torch.testing.assert_close(out.mean(0), torch.zeros(16, dtype=torch.float64), atol=1e-4, rtol=0)
-    rest = torch.cat([out[labels == c] - out[labels == c].mean(0) for c in range(5)])
-    covariance = rest.T @ rest / (1000 - 5)
+    residuals = torch.cat([out[labels == c] - out[labels == c].mean(0) for c in range(5)])
+    covariance = residuals.T @ residuals / (1000 - 5)
     torch.testing.assert_close(covariance, torch.eye(16, dtype=torch.float64), atol=5e-3, rtol=0)
     with pytest.raises(ConfigError, match="linear or residual"):
         embedder(head="mlp").head.init_whitened(features, labels, shrinkage=0.3)
@@ -225,7 +219,7 @@ def test_batch_norm_statistics_and_parameters_freeze_separately(freeze_norm, lea
     assert (norm.weight.grad is not None) == learn
 
 
-def test_a_held_backbone_learns_nothing_until_it_is_let_go():
+def test_a_frozen_backbone_has_no_trainable_parameters_until_unfrozen():
     model = embedder(freeze_norm="all").train()
     model.freeze_backbone(True)
     assert {n.partition(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {"head"}
@@ -234,12 +228,12 @@ def test_a_held_backbone_learns_nothing_until_it_is_let_go():
     assert not model.backbone.layers[1].weight.requires_grad
 
 
-def test_a_held_backbone_counts_no_statistics_until_it_is_let_go():
+def test_a_frozen_backbone_updates_no_statistics_until_unfrozen():
     model = embedder().train()
     model.freeze_backbone(True)
     before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
     model.train()(pixels(8))
-    model.embed(pixels(2))  # which goes back to training mode
+    model.embed(pixels(2))  # restores training mode
     model(pixels(8))
     assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
     assert model.head.training
@@ -263,14 +257,14 @@ def test_save_load_and_embed_are_bit_equal(name, tmp_path):
     assert torch.equal(again.embed(paths), model.embed(photos))
 
 
-def test_a_saved_model_that_was_damaged_or_mixed_up_is_refused(tmp_path):
+def test_a_damaged_or_mismatched_saved_model_is_rejected(tmp_path):
     folder = embedder().save(tmp_path / "a")
     other = embedder(dim=24).save(tmp_path / "b")
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with pytest.raises(RunError, match="its checksum differs"):
         nk.load(folder)
-    described = json.loads((other / "model.json").read_text())
-    (other / "model.json").write_text(json.dumps({**described, "format": 99}))
+    config = json.loads((other / "model.json").read_text())
+    (other / "model.json").write_text(json.dumps({**config, "format": 99}))
     with pytest.raises(RunError, match="format 99"):
         nk.load(other)
     (other / "model.json").write_text("{")
@@ -282,36 +276,36 @@ def test_a_saved_model_that_was_damaged_or_mixed_up_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["small_conv", "efficientnet_lite0"])
 def test_half_precision_and_channels_last_agree(name):
-    """Tolerances that the documentation states: 1e-6 for the memory format, 2e-2 (cosine 0.999) for half precision."""
+    """Documented tolerances: 1e-6 for the memory format, 2e-2 (cosine 0.999) for half precision."""
     model = embedder(backbone=name)
-    for m in model.modules():  # fresh statistics would hide what half precision loses
+    for m in model.modules():  # initial statistics would hide the error of half precision
         if isinstance(m, nn.BatchNorm2d):
             m.running_var.fill_(2.0)
-    whole = model.embed(pixels(4))
-    torch.testing.assert_close(model.to(memory_format=torch.channels_last).embed(pixels(4)), whole, atol=1e-6, rtol=0)
+    full = model.embed(pixels(4))
+    torch.testing.assert_close(model.to(memory_format=torch.channels_last).embed(pixels(4)), full, atol=1e-6, rtol=0)
     half = model.half().embed(pixels(4))
     assert half.dtype == torch.float32
-    assert (half - whole).abs().max() < 2e-2
-    assert (half * whole).sum(1).min() > 0.999
+    assert (half - full).abs().max() < 2e-2
+    assert (half * full).sum(1).min() > 0.999
 
 
-def test_what_cannot_be_embedded_is_said():
+def test_invalid_inputs_of_embed_are_rejected():
     model = embedder()
     with pytest.raises(DataError, match=r"expected bytes of shape \[N, 3, 64, 64\] or features of shape \[N, 16\]"):
         model.embed(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
     assert model.embed([]).shape == (0, 12)
-    for alone in ("photo.jpg", Path("photo.jpg")):
+    for path in ("photo.jpg", Path("photo.jpg")):
         with pytest.raises(DataError, match=r"embed\(\['photo\.jpg'\]\)"):
-            model.embed(alone)
-    without = Embedder(ModelConfig(backbone="none", dim=4), (16, 1, 1))
-    assert without.embed(torch.randn(5, 16)).shape == (5, 4)
+            model.embed(path)
+    no_backbone = Embedder(ModelConfig(backbone="none", dim=4), (16, 1, 1))
+    assert no_backbone.embed(torch.randn(5, 16)).shape == (5, 4)
     with pytest.raises(DataError, match="features"):
-        without.embed(pixels())
+        no_backbone.embed(pixels())
     with pytest.raises(UserError, match="3 channels"):
         Embedder(ModelConfig(backbone="resnet50"), (1, 64, 64))
 
 
-def test_embed_gives_unit_vectors_unless_told_otherwise():
+def test_embed_returns_unit_vectors_unless_disabled():
     torch.testing.assert_close(embedder().embed(pixels()).norm(dim=1), torch.ones(2))
     raw = embedder(normalize=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`--data FOLDER` with nothing else: a recipe by the pictures and the machine."""
+"""`--data FOLDER` without a recipe: one is chosen by the images and the machine."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from nearkin.training import auto_recipe
 from nearkin.training.auto_recipe import choose_recipe
 
 
-def at(root):
+def folder_data(root):
     return DataConfig(source="folder", root=root)
 
 
-def folder(tmp_path, side, classes=3, each=4):
-    for c in range(classes):
+def write_folder(tmp_path, side, num_classes=3, per_class=4):
+    for c in range(num_classes):
         (tmp_path / f"c{c}").mkdir()
-        for i in range(each):
+        for i in range(per_class):
             Image.fromarray(np.zeros((side, side + 10, 3), np.uint8)).save(tmp_path / f"c{c}" / f"{i}.png")
     return tmp_path
 
@@ -27,38 +27,38 @@ def folder(tmp_path, side, classes=3, each=4):
     ("side", "gpu", "freeze", "size"),
     [(300, False, "backbone", 224), (300, True, "nothing", 224), (144, False, "backbone", 128)],
 )
-def test_photos_take_a_pretrained_network(tmp_path, side, gpu, freeze, size):
-    recipe, why = choose_recipe(at(folder(tmp_path, side)), gpu=gpu)
+def test_photos_use_a_pretrained_network(tmp_path, side, gpu, freeze, size):
+    recipe, reason = choose_recipe(folder_data(write_folder(tmp_path, side)), gpu=gpu)
     assert (recipe.model.backbone, recipe.model.freeze, recipe.data.image_size) == ("efficientnet_lite0", freeze, size)
-    assert "GPU" in why
-    assert f"{size} pixels" in why
+    assert "GPU" in reason
+    assert f"{size} pixels" in reason
     assert recipe.data.root == tmp_path
 
 
-def test_features_keep_at_most_their_own_size(tmp_path):
+def test_the_embedding_has_at_most_the_dimensions_of_the_features(tmp_path):
     write_features(tmp_path / "narrow.npz", dim=12)
-    recipe, why = choose_recipe(DataConfig(source="features", root=tmp_path / "narrow.npz"), gpu=False)
+    recipe, reason = choose_recipe(DataConfig(source="features", root=tmp_path / "narrow.npz"), gpu=False)
     assert recipe.model.dim == 12
-    assert "12 numbers" in why
+    assert "12 dimensions" in reason
 
 
-def test_many_small_pictures_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):
-    root = folder(tmp_path, 40)
-    assert choose_recipe(at(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
-    monkeypatch.setattr(auto_recipe, "_MANY", 12)
-    recipe, _ = choose_recipe(at(root), gpu=False)
+def test_many_small_images_train_from_scratch_and_few_do_not(tmp_path, monkeypatch):
+    root = write_folder(tmp_path, 40)
+    assert choose_recipe(folder_data(root), gpu=False)[0].model.backbone == "efficientnet_lite0"
+    monkeypatch.setattr(auto_recipe, "_MIN_FROM_SCRATCH", 12)
+    recipe, _ = choose_recipe(folder_data(root), gpu=False)
     assert (recipe.model.backbone, recipe.data.image_size) == ("small_conv", 40)
 
 
-def test_without_the_package_a_network_is_trained_from_scratch_and_that_is_said(tmp_path, monkeypatch):
+def test_without_pretrained_packages_a_network_trains_from_scratch_and_the_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(auto_recipe, "find_spec", lambda name: None)
-    recipe, why = choose_recipe(at(folder(tmp_path, 300)), gpu=False)
+    recipe, reason = choose_recipe(folder_data(write_folder(tmp_path, 300)), gpu=False)
     assert recipe.model.backbone == "small_conv"
-    assert "pip install" in why
+    assert "pip install" in reason
 
 
-def test_the_command_line_says_what_was_chosen(tmp_path, capsys):
-    recipe, _ = train.parse_train(["--data", str(folder(tmp_path, 300)), "--device", "cpu"])
+def test_the_command_line_reports_the_choice(tmp_path, capsys):
+    recipe, _ = train.parse_train(["--data", str(write_folder(tmp_path, 300)), "--device", "cpu"])
     assert recipe.model.freeze == "backbone"
     assert "recipe: a head on frozen" in capsys.readouterr().err
     features = tmp_path / "f.npz"

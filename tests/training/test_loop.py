@@ -368,8 +368,8 @@ def test_advice_where_a_pair_loss_would_find_few_pairs(tiny_recipe):
 
 def test_the_time_left_is_not_guessed_before_a_step_is_done():
     pace = Pace(done=10, total=60)
-    pace.reach(10)
-    assert pace.left == "?"
+    pace.update(10)
+    assert pace.eta == "?"
 
 
 def test_the_commit_is_that_of_nearkin_not_of_a_project_it_is_installed_in(tmp_path):

@@ -1,4 +1,4 @@
-"""The papers' recipes against their tables, written here by hand from the papers' texts and published code."""
+"""The papers' recipes against their tables, copied here by hand from the papers and their published code."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from nearkin.losses.registry import LOSSES
 from nearkin.training import recipes
 from nearkin.training.loop import validate_recipe
 
-# Instance cross entropy: SGD momentum 0.8, decay 1e-5, rate 1e-3 and ten times that for the new layer; 512 numbers of
-# BN-Inception; crops of 227; scale 64. Steps: 4,000 on CUB and Cars, 20,000 on SOP.
+# Instance cross entropy: SGD with momentum 0.8, weight decay 1e-5, learning rate 1e-3 and ten times that for the new
+# layer; BN-Inception with 512 dimensions; crops of 227; scale 64. Steps: 4,000 on CUB and Cars, 20,000 on SOP.
 ICE = {
     "ice_cub": {"batch": (60, 10), "steps": 4000, "train images": 5864},
     "ice_cars": {"batch": (60, 10), "steps": 4000, "train images": 8054},
@@ -19,18 +19,18 @@ ICE = {
 
 @pytest.mark.parametrize("name", ICE)
 def test_instance_cross_entropy(name):
-    recipe, want = recipes.find(name), ICE[name]
+    recipe, expected = recipes.find(name), ICE[name]
     train = recipe.train
     assert (recipe.model.backbone, recipe.model.dim, recipe.data.image_size) == ("bn_inception", 512, 227)
     assert recipe.loss.to_dict() == {"name": "ice", "scale": 64.0}
     assert (train.optimizer, train.momentum, train.weight_decay, train.lr) == ("sgd", 0.8, 1e-5, 1e-3)
     assert train.head_lr == 10 * train.lr
-    assert (train.batch_size, train.samples_per_class) == want["batch"]
-    assert train.epochs * want["train images"] / train.batch_size == pytest.approx(want["steps"], rel=0.02)
+    assert (train.batch_size, train.samples_per_class) == expected["batch"]
+    assert train.epochs * expected["train images"] / train.batch_size == pytest.approx(expected["steps"], rel=0.02)
     assert recipe.data.augment == "ice"
 
 
-# Cross-entropy: rate, momentum, epochs, whether features go through a batch norm without scale and shift.
+# Cross-entropy: learning rate, momentum, epochs, normalisation of the features (without scale and shift).
 CE = {
     "ce_cub": (0.02, 0.0, 30, "none"),
     "ce_cars": (0.05, 0.0, 100, "batch"),
@@ -52,7 +52,7 @@ def test_cross_entropy(name):
     assert (recipe.data.image_size, recipe.data.augment) == (224, name)
 
 
-# The thesis, table 3: rate, epochs between falls, factor.
+# The thesis, table 3: learning rate, epochs between decays, factor.
 TABLE_3 = {
     ("cub", "resnet50"): (1e-4, 5, 0.1),
     ("cub", "bn_inception"): (1e-4, 10, 0.1),
@@ -64,7 +64,7 @@ TABLE_3 = {
     ("sop", "bn_inception"): (6e-4, 20, 0.25),
     ("sop", "googlenet"): (6e-4, 20, 0.25),
 }
-# Tables 4 and 5 with the rulings on them: settings, miner, rate of the class parameters.
+# Tables 4 and 5, corrected as docs/recipes.md says: settings, miner, learning rate of the class parameters.
 TABLES_4_5 = {
     "contrastive": ({"margin": 0.5}, None, None),
     "triplet": ({"margin": 0.1}, {"name": "semihard"}, None),
@@ -85,7 +85,7 @@ TABLES_4_5 = {
 
 @pytest.mark.parametrize(("dataset", "network"), TABLE_3)
 @pytest.mark.parametrize("loss", TABLES_4_5)
-def test_the_thesis(loss, dataset, network):
+def test_thesis(loss, dataset, network):
     recipe = recipes.find(f"thesis_{loss}:{dataset}:{network}:128")
     train, model = recipe.train, recipe.model
     assert (train.lr, train.step_epochs, train.step_factor) == TABLE_3[dataset, network]
@@ -110,15 +110,15 @@ def test_multi_proxy_anchor(loss, dataset, batch, epochs, centers):
     recipe = recipes.find(f"mpa_{dataset}:{loss}")
     train, model = recipe.train, recipe.model
     assert (model.backbone, model.pool, model.gem_p, model.dim) == ("bn_inception", "gem", 3.0, 512)
-    wanted = {"name": loss, "alpha": 32.0, "margin": 0.1, "gamma": 0.1, "tau": 0.2, "centers": centers}
-    assert recipe.loss.to_dict() == wanted
+    expected = {"name": loss, "alpha": 32.0, "margin": 0.1, "gamma": 0.1, "tau": 0.2, "centers": centers}
+    assert recipe.loss.to_dict() == expected
     assert (train.optimizer, train.lr, train.class_lr) == ("adamw", 1e-4, 1e-2)
     assert (train.lr_schedule, train.step_epochs, train.step_factor) == ("step", 20, 0.5)
     assert (train.batch_size, train.samples_per_class, train.epochs) == (batch, 0, epochs)
 
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
-def test_every_recipe_names_things_that_exist(name):
+def test_every_recipe_is_valid(name):
     validate_recipe(recipes.find(name))
     assert recipes.RECIPES[name].__doc__
 
@@ -129,8 +129,8 @@ def test_help_and_page_list_every_recipe(pytestconfig, capsys):
         assert f"`{name}`" in page, name
     with pytest.raises(SystemExit):
         train.run(["--help"])
-    shown = capsys.readouterr().out
-    missing = [n for n in recipes.RECIPES if n not in shown and not n.startswith("thesis_")]
+    text = capsys.readouterr().out
+    missing = [n for n in recipes.RECIPES if n not in text and not n.startswith("thesis_")]
     assert not missing
 
 
@@ -138,14 +138,14 @@ def test_help_and_page_list_every_recipe(pytestconfig, capsys):
     ("name", "message"),
     [
         ("thesis_proxy_anchr", "Did you mean 'thesis_proxy_anchor'"),
-        ("thesis_proxy_anchor:birds", "No data set named 'birds'"),
+        ("thesis_proxy_anchor:birds", "No dataset named 'birds'"),
         ("thesis_proxy_anchor:cub:vgg", "No network named 'vgg'"),
-        ("thesis_proxy_anchor:cub:resnet50:many", "whole number, got 'many'"),
+        ("thesis_proxy_anchor:cub:resnet50:many", "expected an integer, got 'many'"),
         ("mpa_cub:triplet", "No loss named 'triplet'"),
-        ("ice_cub:512", "does not take 1 choices"),
+        ("ice_cub:512", "does not take 1 arguments"),
     ],
 )
-def test_a_wrong_recipe_name_says_what_there_is(name, message):
+def test_errors_of_a_recipe_name_name_the_alternatives(name, message):
     with pytest.raises(ConfigError, match=message):
         recipes.find(name)
 

@@ -1,0 +1,141 @@
+"""Frozen dataclasses to and from plain values (TOML, JSON): typed, and strict about unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from nearkin.errors import ConfigError, did_you_mean
+
+Suggest = Callable[[str, str], str]
+T = TypeVar("T")
+
+
+def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Read a TOML file and parse its values.
+
+    Args:
+        path: The file.
+        what: What the file is, for error messages: "recipe", "study".
+        parse: Turns the values into the result.
+
+    Returns:
+        The result of `parse`.
+
+    Raises:
+        ConfigError: The file cannot be read, is not TOML, or `parse` rejects it. The message starts with the path.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what} file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a {what} ({error}).") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    try:
+        return parse(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: Suggest | None = None) -> T:
+    """Build a frozen dataclass from plain values.
+
+    A nested dataclass with its own `from_dict(values, name)` is built by that method.
+
+    Args:
+        cls: The dataclass.
+        values: Its fields by name; nested dataclasses as nested mappings.
+        prefix: What precedes a field's name in error messages: "" at the top level, "model." in a section.
+        suggest: Gives the hint for an unknown key from (prefix, key); by default the nearest field of `cls`.
+
+    Returns:
+        The instance.
+
+    Raises:
+        ConfigError: A key is unknown or a value has the wrong type.
+    """
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            hint = suggest(prefix, key) if suggest else did_you_mean(key, known)
+            available = f" Available: {', '.join(known)}."
+            raise ConfigError(f"{prefix}{key}: no such setting.{hint or available}")
+    return cls(**{key: _convert(hints[key], value, f"{prefix}{key}", suggest) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
+    """Convert a plain value to the declared type of the field `name`."""
+    if isinstance(hint, types.UnionType):  # X | None
+        hint = next(t for t in typing.get_args(hint) if t is not type(None))
+    origin = typing.get_origin(hint)
+    is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    if (is_section or origin is Mapping) and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}: expected a section [{name}], got {value!r}.")
+    if is_section:
+        own = getattr(hint, "from_dict", None)
+        return own(value, name) if own else from_dict(hint, value, f"{name}.", suggest=suggest)
+    if origin is Mapping:
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}: expected a list, got {value!r}.")
+        element = typing.get_args(hint)[0]
+        return tuple(_convert(element, item, f"{name}[{i}]", suggest) for i, item in enumerate(value))
+    if origin is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise ConfigError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        expected = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes"}
+        raise ConfigError(f"{name}: expected {expected.get(hint, hint)}, got {value!r}.")
+    return value
+
+
+def to_plain_dict(config: Any, *, keyed_only: bool = False) -> dict[str, Any]:
+    """Turn a dataclass into nested plain values, as TOML and JSON hold them.
+
+    A nested dataclass with its own `to_dict()` is converted by that method.
+
+    Args:
+        config: A dataclass instance.
+        keyed_only: Leave out fields that cannot change a result (metadata `in_key=False`).
+
+    Returns:
+        Values by field name; fields that are None are left out.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None or (keyed_only and not field.metadata.get("in_key", True)):
+            continue
+        if hasattr(value, "to_dict"):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value):
+            value = to_plain_dict(value, keyed_only=keyed_only)
+        elif isinstance(value, Path):
+            value = str(value)
+        elif isinstance(value, int) and field.name in _float_fields(config.__class__):
+            value = float(value)
+        values[field.name] = value
+    return values
+
+
+@functools.cache
+def _float_fields(cls: type) -> frozenset[str]:
+    hints = typing.get_type_hints(cls)
+    return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
