@@ -128,11 +128,12 @@ class Protocol:
         Returns:
             What a reader must know to interpret a score.
         """
+        # Part of Trial.id: another wording would orphan the outcomes of existing studies.
         share = f"epoch chosen on {100 * val_fraction:g} % of the training classes"
         if self.name == "default":
             return "EPOCH CHOSEN ON THE TEST CLASSES" if self.choose_on_test else "last epoch, no validation classes"
         if self.name == "kfold":
-            return f"{self.folds} folds of the training classes, one model each, epoch chosen on the held-out fold"
+            return f"{self.folds} folds of the training classes, a model each, epoch chosen on the fold left out"
         if self.refit:
-            share += ", then retrained on all of them"
-        return f"separate queries and gallery; {share}" if self.name == "query_gallery" else share
+            share += ", then trained again on all of them"
+        return f"queries in a gallery of their own; {share}" if self.name == "query_gallery" else share
