@@ -237,7 +237,9 @@ def published(
         p
         for p in all_values()
         if all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
-        and (wanted is None or wanted in {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name})
+        and (
+            wanted is None or wanted in {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+        )
         and (dim is None or p.dim == dim)
         and (own is None or p.own == own)
         and (repeats or not p.repeats)

@@ -316,9 +316,7 @@ def _pairs(
     return tuple(pairs)
 
 
-def _more_needed(
-    d: Floats, by_seed: list[Floats], unit: PairUnit, level: float
-) -> tuple[int | None, int | None]:
+def _more_needed(d: Floats, by_seed: list[Floats], unit: PairUnit, level: float) -> tuple[int | None, int | None]:
     """Estimate how many more experiments, or more seeds per experiment, would make a pair significant.
 
     More seeds average out the variance between seeds; the variance between experiments remains. It is the variance of
