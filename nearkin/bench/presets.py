@@ -52,7 +52,7 @@ def tiny(data: Path | None) -> Study:
 
 @_preset
 def features(data: Path | None) -> Study:
-    """All losses as heads on precomputed features (--data FILE.npz), trained on half of the classes, 4 sizes, 3 seeds."""
+    """All losses as heads on precomputed features (--data FILE.npz); half of the classes train; 4 sizes, 3 seeds."""
     if data is None:
         raise ConfigError("features: no data. Pass --data FILE.npz, with arrays `features` [N, F] and `labels` [N].")
     from nearkin.bench.protocols import Protocol

@@ -86,7 +86,7 @@ def friedman(ranks: Floats) -> Friedman:
     if within == 0:  # all methods tie in every experiment
         return Friedman(0.0, 1.0, 1.0, n, k)
     chi = (k - 1) * between / within
-    # `within` does not change under permutation, so the spread of the rank sums orders permutations as chi-squared does.
+    # Permutation does not change `within`, so the spread of the rank sums orders permutations as chi-squared does.
     as_extreme = np.concatenate([_rank_sum_spread(block) >= between - 1e-6 for block in _permuted_ranks(ranks)])
     sampled = math.factorial(k) ** (n - 1) > MAX_PERMUTATIONS
     return Friedman(

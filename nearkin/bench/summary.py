@@ -126,7 +126,8 @@ def _friedman(tournament: Tournament) -> str:
     over = f" over {test.experiments} experiments" if test.experiments < len(tournament.table.experiments) else ""
     figures = f"Friedman{over}: chi-squared {test.chi_squared:.1f}, {format_p(test.p_value)} by permutation"
     if test.p_value < tournament.alpha:
-        return f"The methods differ significantly ({figures}). Critical difference of mean ranks: {tournament.critical:.2f}."
+        critical = f"Critical difference of mean ranks: {tournament.critical:.2f}."
+        return f"The methods differ significantly ({figures}). {critical}"
     return f"Overall, the methods do not differ significantly ({figures}); interpret single pairs with caution."
 
 
