@@ -257,7 +257,7 @@ def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Rep
         folder: The study.
         runs: Folder of the run folders.
         device: Device to train on.
-        reporter: Not used yet: a worker reports nothing, its parent does.
+        reporter: Unused; the parent process reports progress.
 
     Returns:
         The number of trials that this worker ran.
