@@ -307,9 +307,7 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
     started = StartedTrial.record(folder.path / "trials" / f"{trial.id}.begun", runs)
     keep_models = folder.study.keep_models
     try:
-        selected = run = _train(
-            trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models
-        )
+        selected = run = _train(trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models)
         if protocol.refit:
             assert selected.result is not None
             refit = protocol.refit_recipe(trial.recipe, selected.result["protocol"]["epoch"])
