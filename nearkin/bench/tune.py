@@ -1,6 +1,6 @@
 """Fair hyperparameter search: every loss gets the same number of trials, evaluated on validation classes only.
 
-A worker locks a trial, trains it with `fit(final=False)` and records how it ended. Locks are released when their process
+A worker locks a trial, trains it with `fit(final=False)` and records how it ended. A lock is released when its process
 dies, so another worker resumes the trial of a killed one, in the same run folder, from its checkpoint.
 """
 
@@ -123,7 +123,7 @@ def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, dev
 
     study, trial = _load_trial(search, loss, number, shared)
     recipe = apply(search.base(loss), loss, _suggest_settings(search, loss, trial, shared))
-    reported = set(shared.storage.get_trial(trial._trial_id).intermediate_values)
+    reported = set(load_trials(search, loss, shared)[number].intermediate_values)
     storage_errors: list[Exception] = []
 
     def should_stop(epoch: int, recall: float) -> bool:
