@@ -143,7 +143,7 @@ def run_study(argv: list[str]) -> None:
     from nearkin.bench.trials import StudyFolder
     from nearkin.bench.workers import run_workers
     from nearkin.data import sources
-    from nearkin.report.study_overview import plan_totals, write_outcome
+    from nearkin.report.study_overview import plan_totals, write_report_files
     from nearkin.training.factory import choose_device
 
     choose_device(args.device)
@@ -158,7 +158,7 @@ def run_study(argv: list[str]) -> None:
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
         study.protocol.check_table(sources.load(data, reporter))  # fail here rather than in every worker
     run_workers(folder, args.runs, estimate, workers=workers, device=args.device, reporter=reporter)
-    _show_outcome(folder, write_outcome(folder))
+    _print_report(folder, write_report_files(folder))
 
 
 def work(argv: list[str]) -> None:
@@ -216,9 +216,9 @@ def _num_workers(workers: int, device: str) -> int:
     return default_workers(workers, device)
 
 
-def _show_outcome(folder: StudyFolder, written: list[Path]) -> None:
-    from nearkin.report.study_overview import outcome_parts
+def _print_report(folder: StudyFolder, written: list[Path]) -> None:
+    from nearkin.report.study_overview import terminal_report
 
-    show(*outcome_parts(folder))
+    show(*terminal_report(folder))
     print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
     print(f"page:  nearkin report --study {shlex.quote(str(folder.path))}")
