@@ -238,7 +238,7 @@ class StudyFolder:
             yield locked and self.outcome(trial) is None
 
     def results(self) -> list[Result]:
-        """Return the results for a tournament, in percent; failed trials have a reason, unfinished ones are left out."""
+        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
         rows, metric = [], self.study.metric
         outcomes = self.outcomes()
         for trial in self.trials:
