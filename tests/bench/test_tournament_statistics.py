@@ -90,9 +90,9 @@ def test_friedman_of_two_methods_is_a_sign_test():
     assert friedman(np.tile([1.0, 2.0], (5, 1))).p_value == pytest.approx(stats.binomtest(5, 5).pvalue)
 
 
-def test_friedman_at_its_ends():
+def test_friedman_at_the_extremes():
     same = friedman(average_ranks(np.ones((4, 3))))
-    assert (same.chi_squared, same.p_value, same.curve_p_value) == (0.0, 1.0, 1.0)
+    assert (same.chi_squared, same.p_value, same.chi_squared_p_value) == (0.0, 1.0, 1.0)
     agreed = friedman(average_ranks(np.tile([3.0, 2.0, 1.0], (4, 1))))
     assert (agreed.chi_squared, agreed.p_value) == (pytest.approx(8.0), pytest.approx(1 / 6**3))
     two = friedman(average_ranks(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])))

@@ -95,19 +95,19 @@ def test_another_loss_drops_miner_and_memory(recipe):
 
 # --- the thesis's grids ----------------------------------------------------------------------------------------------
 
-SHARES = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+UNIT = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 EVEN = list(range(2, 101, 2))
 TABLE_15 = {
-    "multi_similarity": [("loss.base", SHARES), ("loss.alpha", EVEN), ("loss.beta", EVEN), ("miner.epsilon", SHARES)],
+    "multi_similarity": [("loss.base", UNIT), ("loss.alpha", EVEN), ("loss.beta", EVEN), ("miner.epsilon", UNIT)],
     "soft_triple": [
-        ("loss.margin", SHARES),
+        ("loss.margin", UNIT),
         ("loss.scale", EVEN),
         ("train.lr", [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4]),
-        # Printed as 10 to 100, in the unit of table 4, which has 10 where the paper of the loss has a temperature of 0.1.
+        # Printed as 10 to 100, as in table 4, which has 10 where the paper of the loss has a temperature of 0.1.
         ("loss.gamma", [1 / 10, 1 / 20, 1 / 30, 1 / 40, 1 / 50, 1 / 60, 1 / 70, 1 / 80, 1 / 90, 1 / 100]),
-        ("loss.tau", SHARES),
+        ("loss.tau", UNIT),
     ],
-    "proxy_anchor": [("loss.margin", SHARES), ("loss.alpha", EVEN)],
+    "proxy_anchor": [("loss.margin", UNIT), ("loss.alpha", EVEN)],
 }
 
 
