@@ -342,19 +342,19 @@ def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
     )
 
 
-def write_recipes(search: Search, found: Sequence[Standing]) -> dict[str, Path]:
+def write_recipes(search: Search, results: Sequence[Standing]) -> dict[str, Path]:
     """Write the best trial of each loss as LOSS.toml, a recipe for `nearkin train`.
 
     Args:
         search: The search.
-        found: From `standings`.
+        results: From `standings`.
 
     Returns:
         Loss -> file, for losses with a best trial.
     """
     written: dict[str, Path] = {}
     with open_storage(search.address) as shared, shared.lock(f"{search.name}/recipes", True):
-        for standing in found:
+        for standing in results:
             if standing.settings is not None:
                 path = search.out / f"{standing.loss}.toml"
                 atomic_write(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())

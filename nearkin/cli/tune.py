@@ -85,8 +85,8 @@ def run(argv: list[str]) -> None:
         begin=args.workers > 0,
         reporter=reporter,
     )
-    found = standings(search)
-    left = sum(standing.left for standing in found)
+    results = standings(search)
+    left = sum(standing.left for standing in results)
     if not left:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
@@ -102,9 +102,9 @@ def run(argv: list[str]) -> None:
             if args.launch == "slurm":
                 print(f"progress: {shlex.join([*command, '--workers', '0'])}")
                 return
-        found = standings(search)
-    written = write_recipes(search, found)
-    show(table(search, found), *closing(search, found, written))
+        results = standings(search)
+    written = write_recipes(search, results)
+    show(results_table(search, results), *footer(search, results, written))
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
@@ -163,12 +163,12 @@ def _budget(search: Search) -> str:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def table(search: Search, found: Sequence[Standing]) -> Table:
+def results_table(search: Search, results: Sequence[Standing]) -> Table:
     """Build the table of results.
 
     Args:
         search: The search.
-        found: The standings of its losses.
+        results: The standings of its losses.
 
     Returns:
         The best trial of each loss with its interval and settings, and how its trials ended.
@@ -177,7 +177,7 @@ def table(search: Search, found: Sequence[Standing]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    classes = max(standing.classes for standing in found)
+    classes = max(standing.classes for standing in results)
     few = f", unreliable with only {classes} of them" if classes < MIN_CLASSES else ""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -193,7 +193,7 @@ def table(search: Search, found: Sequence[Standing]) -> Table:
     table.add_column("val R@1", justify="right", no_wrap=True)
     table.add_column("trials", justify="right", no_wrap=True)
     table.add_column("settings")
-    for s in found:
+    for s in results:
         best = Text("-")
         if s.best is not None and s.interval is not None:
             best = Text(f"{100 * s.best:.1f}\n") + Text(f"{100 * s.interval[0]:.1f}-{100 * s.interval[1]:.1f}", "dim")
@@ -208,18 +208,18 @@ def _format(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def closing(search: Search, found: Sequence[Standing], written: dict[str, Path]) -> list[str]:
+def footer(search: Search, results: Sequence[Standing], written: dict[str, Path]) -> list[str]:
     """Build the lines below the table.
 
     Args:
         search: The search.
-        found: The standings of its losses.
+        results: The standings of its losses.
         written: Loss -> recipe file.
 
     Returns:
         Why trials failed, and the commands that train the best settings.
     """
-    lines = [f"{s.loss}: {s.failed} of {s.budget} trials failed (first: {s.reasons[0]})" for s in found if s.reasons]
+    lines = [f"{s.loss}: {s.failed} of {s.budget} trials failed (first: {s.reasons[0]})" for s in results if s.reasons]
     if written:
         lines.append("to train the best settings of a loss and evaluate them once on the sealed test classes:")
         comment = ""

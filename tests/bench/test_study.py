@@ -111,8 +111,8 @@ def test_methods_with_different_sizes_share_an_experiment(features):
 def test_tuned_settings_are_used(features, tmp_path):
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
     recipe = study.trials()[0].recipe
-    found = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, lr=0.0123))
-    (tmp_path / "triplet.toml").write_text(found.to_toml())
+    tuned_recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, lr=0.0123))
+    (tmp_path / "triplet.toml").write_text(tuned_recipe.to_toml())
     tuned = dataclasses.replace(study, tuned=tmp_path).trials()[0].recipe
     assert tuned.train.lr == 0.0123
 

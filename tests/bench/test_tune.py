@@ -17,7 +17,7 @@ import nearkin.training.loop
 from nearkin.bench import grid_search, storage, tune
 from nearkin.bench.search_space import apply, defaults, space, suggest
 from nearkin.cli import main
-from nearkin.cli.tune import closing, parse_tune, table
+from nearkin.cli.tune import footer, parse_tune, results_table
 from nearkin.config.recipe import ComponentConfig, Recipe
 from nearkin.data.splits import Holdout
 from nearkin.errors import ConfigError, RunError, TrainingStoppedError
@@ -145,13 +145,13 @@ def test_best_value_of_earlier_settings_is_used(recipe):
 def test_grid_runs_in_order_with_shortened_training(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(grid_search.GRIDS, "proxy_anchor", {"loss.margin": (0.0, 0.5), "loss.alpha": (2.0, 64.0)})
     longer = replace(recipe, train=replace(recipe.train, epochs=4))
-    search, (found,) = run_search(longer, tmp_path, mode="thesis_grid")
-    assert (found.done, found.left, search.recipe.train.epochs) == (4, 0, 1)
+    search, (standing,) = run_search(longer, tmp_path, mode="thesis_grid")
+    assert (standing.done, standing.left, search.recipe.train.epochs) == (4, 0, 1)
     trials = trials_of(search, "proxy_anchor")
     better = 0.5 if trials[1].value > trials[0].value else 0.0
     assert [t.user_attrs["settings"]["loss.margin"] for t in trials] == [0.0, 0.5, better, better]
     assert [t.user_attrs["settings"]["loss.alpha"] for t in trials] == [32.0, 32.0, 2.0, 64.0]
-    text = "\n".join(closing(search, [found], tune.write_recipes(search, [found])))
+    text = "\n".join(footer(search, [standing], tune.write_recipes(search, [standing])))
     assert "--train.epochs 4 for the full length" in text
 
 
@@ -187,8 +187,10 @@ def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, mo
 
     monkeypatch.setattr(Holdout, "open", raise_on_open)
     losses = ("proxy_anchor", "npair")
-    search, found = run_search(recipe, tmp_path / "out", losses=losses, trials=3)
-    assert {s.loss: (s.done + s.pruned + s.failed, s.left, s.budget) for s in found} == dict.fromkeys(losses, (3, 0, 3))
+    search, standings = run_search(recipe, tmp_path / "out", losses=losses, trials=3)
+    assert {s.loss: (s.done + s.pruned + s.failed, s.left, s.budget) for s in standings} == dict.fromkeys(
+        losses, (3, 0, 3)
+    )
     folders = list((tmp_path / "out" / "runs").iterdir())
     assert len(folders) == 6
     for folder in folders:
@@ -197,9 +199,9 @@ def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, mo
         assert not (folder / "last.pt").exists()
     assert sum((folder / "best.pt").exists() for folder in folders) < 6
 
-    best = found[0]
-    written = tune.write_recipes(search, found)
-    assert list(written) == [s.loss for s in found]
+    best = standings[0]
+    written = tune.write_recipes(search, standings)
+    assert list(written) == [s.loss for s in standings]
     again = nk.fit(Recipe.from_toml(written[best.loss]), tmp_path / "again", final=False, reporter=QUIET, device="cpu")
     assert again.result["val_R@1"] == best.best
     assert best.classes == 3
@@ -210,7 +212,7 @@ def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, mo
 
     monkeypatch.setattr("nearkin.training.loop.fit", raise_on_fit)
     tune.work(search, reporter=QUIET)
-    assert tune.standings(search) == found
+    assert tune.standings(search) == standings
     extended = tune.plan(recipe, tmp_path / "out", losses=losses, trials=4, reporter=QUIET)
     assert [s.left for s in tune.standings(extended)] == [1, 1]
     assert tune.plan(recipe, tmp_path / "out", losses=["snca", "npair"], reporter=QUIET).trials == 4
@@ -223,9 +225,9 @@ def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, mo
 @pytest.mark.slow
 def test_unpromising_trials_are_pruned_and_counted(recipe, tmp_path):
     longer = replace(recipe, train=replace(recipe.train, epochs=4))
-    search, (found,) = run_search(longer, tmp_path, trials=14)
-    assert (found.done + found.pruned, found.failed, found.left) == (14, 0, 0)
-    assert found.pruned > 0
+    search, (standing,) = run_search(longer, tmp_path, trials=14)
+    assert (standing.done + standing.pruned, standing.failed, standing.left) == (14, 0, 0)
+    assert standing.pruned > 0
     for trial in trials_of(search, "proxy_anchor"):
         epochs = list(trial.intermediate_values)
         if trial.state == optuna.trial.TrialState.PRUNED:
@@ -242,9 +244,9 @@ def test_unpromising_trials_are_pruned_and_counted(recipe, tmp_path):
 
 def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     tune.plan(recipe, tmp_path, trials=5, reporter=QUIET)
-    search, (found,) = run_search(recipe, tmp_path, trials=2)
-    assert (found.done, found.left) == (2, 0)
-    assert table(search, [replace(found, classes=0)]).caption is None  # there is no interval to explain
+    search, (standing,) = run_search(recipe, tmp_path, trials=2)
+    assert (standing.done, standing.left) == (2, 0)
+    assert results_table(search, [replace(standing, classes=0)]).caption is None  # there is no interval to explain
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
         tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
 
@@ -253,15 +255,15 @@ def test_failed_trial_is_shown_with_its_reason_and_never_scored(recipe, tmp_path
     diverging = replace(
         recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, lr_schedule="constant")
     )
-    search, (found,) = run_search(diverging, tmp_path, trials=2)
-    assert found.failed == 2
-    assert found.best is None
-    assert "finite" in found.reasons[0]
-    assert tune.write_recipes(search, [found]) == {}
-    text = "\n".join(closing(search, [found], {}))
+    search, (standing,) = run_search(diverging, tmp_path, trials=2)
+    assert standing.failed == 2
+    assert standing.best is None
+    assert "finite" in standing.reasons[0]
+    assert tune.write_recipes(search, [standing]) == {}
+    text = "\n".join(footer(search, [standing], {}))
     assert "proxy_anchor: 2 of 2 trials failed (first: " in text
     assert all(trial.value is None for trial in trials_of(search, "proxy_anchor"))
-    assert table(search, [found]).row_count == 1
+    assert results_table(search, [standing]).row_count == 1
 
 
 def test_unexpected_error_in_a_trial_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
@@ -275,9 +277,9 @@ def test_unexpected_error_in_a_trial_does_not_stop_the_others(recipe, tmp_path, 
         return fit(*args, **kwargs)
 
     monkeypatch.setattr(nearkin.training.loop, "fit", fail_second_call)
-    _, (found,) = run_search(recipe, tmp_path, trials=3)
-    assert (found.done, found.failed, found.left) == (2, 1, 0)
-    (reason,) = found.reasons
+    _, (standing,) = run_search(recipe, tmp_path, trials=3)
+    assert (standing.done, standing.failed, standing.left) == (2, 1, 0)
+    (reason,) = standing.reasons
     assert reason == "RuntimeError: not enough memory: you tried to allocate 8 GB (see proxy_anchor-1.log)"
     assert "Traceback" in (tmp_path / "proxy_anchor-1.log").read_text()
 
@@ -308,10 +310,10 @@ def test_lock_is_exclusive(tmp_path):
 
 
 def test_stored_search_and_first_trial(recipe, tmp_path):
-    search, (found,) = run_search(recipe, tmp_path, trials=1)
+    search, (standing,) = run_search(recipe, tmp_path, trials=1)
     assert json.loads((tmp_path / "search.json").read_text())["name"] == search.name
-    assert found.settings == {"loss.alpha": 32.0, "loss.margin": 0.2, "train.lr": 1e-3, "train.class_lr": 0.1}
-    assert found.trial == 0
+    assert standing.settings == {"loss.alpha": 32.0, "loss.margin": 0.2, "train.lr": 1e-3, "train.class_lr": 0.1}
+    assert standing.trial == 0
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -133,10 +133,10 @@ def test_two_workers_share_postgresql_despite_kills(recipe, tmp_path, processes,
     assert tune.plan(longer, tmp_path / "elsewhere", **kwargs).name == search.name  # another machine joins
     kill_repeatedly(processes, search, tmp_path / "log", workers=2, kills=4)
     check_exactly_once(search, tmp_path / "log", kills=4)
-    found = tune.standings(search)
-    best = Recipe.from_toml(tune.write_recipes(search, found)[found[0].loss])
+    standings = tune.standings(search)
+    best = Recipe.from_toml(tune.write_recipes(search, standings)[standings[0].loss])
     again = nk.fit(best, tmp_path / "again", final=False, reporter=QUIET, device="cpu")
-    assert again.result["val_R@1"] == found[0].best
+    assert again.result["val_R@1"] == standings[0].best
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_jobs_run_with_submitit(recipe, tmp_path):
     jobs = submit(search, 1, Slurm(hours=0.1, gpus=0, cores=1, memory_gb=1), cluster="local", device="cpu")
     assert len(jobs) == 1
     assert Worker(search).checkpoint().function == Worker(search)  # requeued unchanged on timeout
-    (found,) = tune.standings(search)
-    assert (found.done + found.pruned, found.left) == (3, 0)
+    (standing,) = tune.standings(search)
+    assert (standing.done + standing.pruned, standing.left) == (3, 0)
 
 
 @pytest.mark.slow
