@@ -104,7 +104,7 @@ def run(argv: list[str]) -> None:
                 return
         results = standings(search)
     written = write_recipes(search, results)
-    show(results_table(search, results), *footer(search, results, written))
+    show(results_table(results), *footer(search, results, written))
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
@@ -163,11 +163,10 @@ def _budget(search: Search) -> str:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def results_table(search: Search, results: Sequence[Standing]) -> Table:
+def results_table(results: Sequence[Standing]) -> Table:
     """Build the table of results.
 
     Args:
-        search: The search.
         results: The standings of its losses.
 
     Returns:

@@ -246,7 +246,7 @@ def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     tune.plan(recipe, tmp_path, trials=5, reporter=QUIET)
     search, (standing,) = run_search(recipe, tmp_path, trials=2)
     assert (standing.done, standing.left) == (2, 0)
-    assert results_table(search, [replace(standing, classes=0)]).caption is None  # there is no interval to explain
+    assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
         tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
 
@@ -263,7 +263,7 @@ def test_failed_trial_is_shown_with_its_reason_and_never_scored(recipe, tmp_path
     text = "\n".join(footer(search, [standing], {}))
     assert "proxy_anchor: 2 of 2 trials failed (first: " in text
     assert all(trial.value is None for trial in trials_of(search, "proxy_anchor"))
-    assert results_table(search, [standing]).row_count == 1
+    assert results_table([standing]).row_count == 1
 
 
 def test_unexpected_error_in_a_trial_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
