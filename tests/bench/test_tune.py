@@ -244,7 +244,7 @@ def test_unpromising_trials_are_pruned_and_counted(recipe, tmp_path):
 
 def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     tune.plan(recipe, tmp_path, trials=5, reporter=QUIET)
-    search, (standing,) = run_search(recipe, tmp_path, trials=2)
+    _, (standing,) = run_search(recipe, tmp_path, trials=2)
     assert (standing.done, standing.left) == (2, 0)
     assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
