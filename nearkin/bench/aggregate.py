@@ -1,8 +1,8 @@
-"""What repeats say: mean, sample deviation and interval over seeds and folds, and differences paired by query.
+"""Results over replicates: mean, sample standard deviation and interval over seeds and folds, and paired differences.
 
-Two sources of chance are kept apart. The deviation over draws (seeds, folds) tells how much one training differs from
-the next; the interval over classes tells how much another choice of test classes would. The second is usually larger,
-and seeds do not make it smaller.
+Two sources of variation are kept apart. The standard deviation over replicates (seeds, folds) measures how much one
+training run differs from the next; the interval over classes measures how much another choice of test classes would
+change the score. The second is usually larger, and more seeds do not shrink it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,41 @@ from nearkin.metrics.scores import Scores, compare
 
 @dataclass(frozen=True)
 class Aggregate:
-    """One method in one experiment, over its draws; in percent."""
+    """The score of one method in one experiment over its replicates, in percent.
+
+    Attributes:
+        values: One score per finished replicate.
+        low: Lower end of the 95 % interval of the mean over test classes, averaged over replicates; NaN if unknown.
+        high: Upper end of that interval.
+        failed: Number of replicates that failed.
+    """
 
     values: tuple[float, ...]
     low: float
     high: float
-    """95 % interval of the mean over test classes, averaged over draws; NaN where it is not known."""
     failed: int
 
     @property
     def mean(self) -> float:
+        """Mean over replicates; NaN if all failed."""
         return float(np.mean(self.values)) if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Sample deviation; NaN for a single draw."""
+        """Sample standard deviation; NaN for a single replicate."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     def short(self) -> str:
-        """
-        >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short(), Aggregate((), math.nan, math.nan, failed=2).short()
-        ('61.0 ± 1.4', '2 failed')
+        """Format as a table cell.
+
+        Returns:
+            The mean, with the standard deviation and the number of failures where they apply.
+
+        Example:
+            >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short()
+            '61.0 ± 1.4'
+            >>> Aggregate((), math.nan, math.nan, failed=2).short()
+            '2 failed'
         """
         if not self.values:
             return f"{self.failed} failed"
@@ -50,7 +64,14 @@ class Aggregate:
 
 
 def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
-    """(experiment, method) -> what its draws gave; those of which nothing is done yet are absent."""
+    """Aggregate the outcomes of a study over seeds and folds.
+
+    Args:
+        folder: The study.
+
+    Returns:
+        (experiment, method) -> aggregate. Cells without any outcome yet are absent.
+    """
     outcomes, metric = folder.outcomes(), folder.study.metric
     values: dict[tuple[str, str], list[float]] = {}
     bounds: dict[tuple[str, str], list[list[float]]] = {}
@@ -59,27 +80,38 @@ def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
         outcome = outcomes.get(trial.id)
         if outcome is None:
             continue
-        place = (trial.experiment, trial.method)
-        values.setdefault(place, [])
+        cell = (trial.experiment, trial.method)
+        values.setdefault(cell, [])
         if outcome.test is None:
-            failed[place] = failed.get(place, 0) + 1
+            failed[cell] = failed.get(cell, 0) + 1
         else:
             assert outcome.intervals is not None
-            values[place].append(100 * outcome.test[metric])
-            bounds.setdefault(place, []).append([100 * bound for bound in outcome.intervals[metric]])
-    found = {}
-    for place, given in values.items():
-        low, high = np.mean(bounds[place], axis=0).tolist() if place in bounds else (math.nan, math.nan)
-        found[place] = Aggregate(tuple(given), low, high, failed.get(place, 0))
-    return found
+            values[cell].append(100 * outcome.test[metric])
+            bounds.setdefault(cell, []).append([100 * bound for bound in outcome.intervals[metric]])
+    aggregates = {}
+    for cell, scores in values.items():
+        low, high = np.mean(bounds[cell], axis=0).tolist() if cell in bounds else (math.nan, math.nan)
+        aggregates[cell] = Aggregate(tuple(scores), low, high, failed.get(cell, 0))
+    return aggregates
 
 
 def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
-    """How much better the second method is on the same test queries, paired by seed, fold and query.
+    """Compare two methods on the same test queries, paired by seed, fold and query.
 
-    Values of a query are averaged over the draws that both have; the interval is over classes.
+    Args:
+        folder: The study.
+        first: The reference method.
+        second: The method compared with it.
+        experiment: Only this experiment; by default all of them.
+
+    Returns:
+        Second minus first, with an interval over classes. The values of a query are averaged over the replicates that
+        both methods have finished.
+
+    Raises:
+        DataError: Unknown method, no common replicate, or replicates evaluated on different test classes.
     """
-    known = folder.study.names
+    known = folder.study.method_names
     for name in (first, second):
         if name not in known:
             raise DataError(f"The study has no method '{name}'.{did_you_mean(name, known)}")
@@ -89,16 +121,16 @@ def paired_difference(folder: StudyFolder, first: str, second: str, experiment: 
         outcome = outcomes.get(trial.id)
         wanted = trial.method in runs and experiment in (None, trial.experiment)
         if wanted and outcome is not None and outcome.run is not None:
-            runs[trial.method][trial.experiment, trial.draw] = Path(outcome.run)
+            runs[trial.method][trial.experiment, trial.replicate] = Path(outcome.run)
     common = sorted(runs[first].keys() & runs[second].keys())
     if not common:
-        raise DataError(f"{first} and {second} have no draw in common that is done.")
-    means = [_mean_scores([runs[name][draw] for draw in common], metric) for name in (first, second)]
+        raise DataError(f"{first} and {second} have no finished trial with the same experiment, seed and fold.")
+    means = [_mean_scores([runs[name][key] for key in common], metric) for name in (first, second)]
     return compare(means[0], means[1], metric)
 
 
 def _mean_scores(paths: list[Path], metric: str) -> Scores:
     scores = [Scores.load(path / "per_query.npz") for path in paths]
     if any(not np.array_equal(other.labels, scores[0].labels) for other in scores):
-        raise DataError("The draws were judged on different test classes, so queries cannot be averaged over them.")
+        raise DataError("The trials were evaluated on different test classes, so queries cannot be averaged over them.")
     return Scores({metric: np.mean([s.per_query[metric] for s in scores], axis=0)}, scores[0].labels)

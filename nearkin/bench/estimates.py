@@ -1,8 +1,8 @@
-"""What a study will cost, before anything runs: time and disk, from the arithmetic of its networks.
+"""Time and disk estimates of a study before it runs, from the operations of its networks.
 
-A trial takes about  fixed + epochs x images x 3 x (multiply-adds x 2 of the network) / speed : forward once, backward
-twice. The speed of this machine is measured in a second, or given for another (`tflops`). As trials finish, the
-estimates of the others are scaled by how far the finished ones were off.
+Seconds per trial = fixed + epochs x images x 3 x FLOPs of the network / speed (one forward, a backward of twice that).
+The speed of this machine is measured in a second, or given for another one (`tflops`). As trials finish, the ratio of
+their measured to their estimated time scales the remaining estimates.
 """
 
 from __future__ import annotations
@@ -25,130 +25,185 @@ from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError
 from nearkin.models.embedder import Embedder
 
-SHARE_OF_PEAK = 0.4  # of a plain matrix product's speed that training reaches; seen with small networks on two cores
-STEP = 0.008  # seconds per step beside the arithmetic: sampling, loss, optimiser
-JUDGING = 2.0  # seconds per trial and 6,000 judged images: ranking, intervals, writing
-GPU_STEP = 0.02  # seconds per step on a fast device, where small steps are bound by everything else
+UTILIZATION = 0.4  # share of a plain matrix product's speed that training reaches; measured: small networks, two cores
+STEP_OVERHEAD = 0.008  # seconds per step besides the arithmetic: sampling, loss, optimiser
+GPU_STEP_OVERHEAD = 0.02  # on a fast device, where overhead dominates small steps
+EVALUATION_OVERHEAD = 2.0  # seconds per trial and 6,000 test images: ranking, intervals, writing
 
 
 @dataclass(frozen=True)
-class Size:
-    """How many images a source has, and the shape of one."""
+class DatasetSize:
+    """Number of images of a data source, and the shape of one image.
 
-    images: int
+    Attributes:
+        num_images: Images in all splits.
+        shape: (channels, height, width); features are (features, 1, 1).
+    """
+
+    num_images: int
     shape: tuple[int, int, int]
 
 
 class Estimate:
-    """Seconds and bytes of each trial."""
+    """Estimated time and disk space of each trial.
+
+    Args:
+        trials: The trials of the study.
+        outcomes: Outcomes so far, by trial id; finished ones calibrate the estimate.
+        workers: Trials that run at a time on this machine.
+        tflops: Speed of another device in TFLOP/s; by default this machine is measured.
+    """
 
     def __init__(
         self, trials: list[Trial], outcomes: Mapping[str, Outcome], *, workers: int = 1, tflops: float | None = None
     ) -> None:
-        self.speed = 1e12 * tflops if tflops is not None else measured_speed(workers)
-        self.step = STEP if tflops is None else GPU_STEP
-        raw = {trial.id: self._raw(trial) for trial in trials}
+        self.speed = 1e12 * tflops if tflops is not None else measure_speed(workers)
+        self.step_overhead = STEP_OVERHEAD if tflops is None else GPU_STEP_OVERHEAD
+        raw = {trial.id: self._raw_seconds(trial) for trial in trials}
         done = [(raw[id], o.seconds) for id, o in outcomes.items() if o.status == "done" and id in raw and o.seconds]
-        self.learned_from = len(done) if tflops is None else 0
-        self.scale = sum(b for _, b in done) / sum(a for a, _ in done) if self.learned_from else 1.0
+        self.calibration_trials = len(done) if tflops is None else 0
+        self.scale = sum(b for _, b in done) / sum(a for a, _ in done) if self.calibration_trials else 1.0
         self._seconds = {id: seconds * self.scale for id, seconds in raw.items()}
 
     def seconds(self, trial: Trial) -> float:
+        """Return the estimated run time of a trial in seconds."""
         return self._seconds[trial.id]
 
     def bytes(self, trial: Trial, *, keep_models: bool) -> float:
-        """What stays on the disk when it is done."""
-        size = size_of(trial.recipe.data)
-        weights = 4 * parameters(trial.recipe.model, size.shape)
-        per_query = 40 * size.images / 2  # compressed, about 20 metrics
+        """Estimate the disk space that a finished trial takes.
+
+        Args:
+            trial: The trial.
+            keep_models: Whether its weights are kept.
+
+        Returns:
+            Bytes.
+        """
+        size = dataset_size(trial.recipe.data)
+        weights = 4 * count_parameters(trial.recipe.model, size.shape)
+        per_query = 40 * size.num_images / 2  # compressed, about 20 metrics
         return per_query + 20_000 + (weights if keep_models else 0)
 
-    def _raw(self, trial: Trial) -> float:
+    def _raw_seconds(self, trial: Trial) -> float:
         recipe = trial.recipe
-        size = size_of(recipe.data)
+        size = dataset_size(recipe.data)
         augment = AUGMENTS[recipe.data.augment]
         shape = size.shape if recipe.model.backbone == "none" else augment.input_shape(size.shape)
-        once, often = costs(recipe.model, shape)
-        halved = recipe.data.split == "half" or recipe.data.source in BENCHMARKS
-        judged = size.images * (0.5 if halved else recipe.data.test_fraction)
-        validating = (size.images - judged) * recipe.data.val_fraction
-        learning = size.images - judged - validating
-        testing = 2 * judged  # before and after training
-        work = once * size.images + often * (recipe.train.epochs * (3 * learning + validating) + testing)
-        steps = recipe.train.epochs * learning / recipe.train.batch_size
-        fixed = 1.0 + JUDGING * (judged / 6000) ** 2
-        return fixed + work / (SHARE_OF_PEAK * self.speed) + self.step * steps
+        cached_flops, flops = count_flops(recipe.model, shape)
+        half_split = recipe.data.split == "half" or recipe.data.source in BENCHMARKS
+        test = size.num_images * (0.5 if half_split else recipe.data.test_fraction)
+        val = (size.num_images - test) * recipe.data.val_fraction
+        train = size.num_images - test - val
+        evaluated = 2 * test  # before and after training
+        work = cached_flops * size.num_images + flops * (recipe.train.epochs * (3 * train + val) + evaluated)
+        steps = recipe.train.epochs * train / recipe.train.batch_size
+        fixed = 1.0 + EVALUATION_OVERHEAD * (test / 6000) ** 2
+        return fixed + work / (UTILIZATION * self.speed) + self.step_overhead * steps
 
 
-def size_of(data: DataConfig) -> Size:
-    """How much data a recipe has, without decoding any; published counts where the files are not here."""
-    return _size_of(data.source, data.root, data.image_size, data.path_column, data.label_column)
+def dataset_size(data: DataConfig) -> DatasetSize:
+    """Return the size of a recipe's data without decoding any image.
+
+    Args:
+        data: The data section of a recipe.
+
+    Returns:
+        The size; for benchmarks the published counts, whether or not the files are on disk.
+
+    Raises:
+        DataError: The source contains no images.
+    """
+    return _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
 
 
 @functools.lru_cache(maxsize=64)
-def _size_of(source: str, root: Path | None, side: int, path_column: str | None, label_column: str | None) -> Size:
+def _dataset_size(
+    source: str, root: Path | None, side: int, path_column: str | None, label_column: str | None
+) -> DatasetSize:
     from nearkin.data import glyphs, sources
 
     if source == "glyphs":
         table = glyphs.load()
-        return Size(len(table), _three(table.images.shape))
+        return DatasetSize(len(table), _image_shape(table.images.shape))
     if source == "features" and root is not None:
         features = sources.load_features(root).features
         assert features is not None
-        return Size(len(features), (features.shape[1], 1, 1))
+        return DatasetSize(len(features), (features.shape[1], 1, 1))
     if source in BENCHMARKS:
-        return Size(BENCHMARKS[source].total.images, (3, side, side))
+        return DatasetSize(BENCHMARKS[source].total.images, (3, side, side))
     data = DataConfig(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
     listing = sources.list_source(data)
     if not len(listing):
-        raise DataError(f"{root}: holds no images.")
-    return Size(len(listing), (3, side, side))
+        raise DataError(f"{root}: no images found.")
+    return DatasetSize(len(listing), (3, side, side))
 
 
-def _three(shape: Any) -> tuple[int, int, int]:
+def _image_shape(shape: Any) -> tuple[int, int, int]:
     channels, height, width = shape
     return int(channels), int(height), int(width)
 
 
 @functools.lru_cache(maxsize=256)
-def costs(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """Floating-point operations of one image: those needed once, and those of every look at it.
+def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float, float]:
+    """Count the floating-point operations of one image, on meta tensors.
 
-    Counted on tensors that hold nothing. A frozen backbone is run once for all epochs.
+    Args:
+        model: The model section of a recipe.
+        shape: (channels, height, width) of the input.
+
+    Returns:
+        Operations needed once per image (a frozen backbone, whose features are cached), and operations of every
+        forward pass.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    network = _hollow(model, shape)
+    network = _meta_model(model, shape)
     head = 2.0 * network.num_features * network.dim
     if network.backbone is None:
         return 0.0, head
     with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.no_grad():
         network(torch.zeros((2, *shape)))
-    whole = counter.get_total_flops() / 2
-    return (whole - head, head) if model.freeze == "backbone" else (0.0, whole)
+    total = counter.get_total_flops() / 2
+    return (total - head, head) if model.freeze == "backbone" else (0.0, total)
 
 
 @functools.lru_cache(maxsize=256)
-def parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
-    return sum(p.numel() for p in _hollow(model, shape).parameters())
+def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
+    """Count the parameters of a model.
+
+    Args:
+        model: The model section of a recipe.
+        shape: (channels, height, width) of the input.
+
+    Returns:
+        The number of parameters, frozen ones included.
+    """
+    return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 
-def _hollow(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
+def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
     with torch.device("meta"):
         return Embedder(model, shape).eval()
 
 
 @functools.lru_cache(maxsize=1)
-def measured_speed(workers: int) -> float:
-    """Floating-point operations per second of a plain matrix product by one of so many workers, the best of a few."""
+def measure_speed(workers: int) -> float:
+    """Measure the speed of a plain matrix product on this machine.
+
+    Args:
+        workers: Processes that share the machine.
+
+    Returns:
+        Floating-point operations per second of one worker, the best of five products.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side = 4096 if device == "cuda" else 768
     a = torch.randn(side, side, device=device)
     best, threads = 0.0, torch.get_num_threads()
     torch.set_num_threads(threads_for(workers))
     for _ in range(5):
-        began = time.perf_counter()
-        torch.mm(a, a).sum().item()  # item waits for the device
-        best = max(best, 2 * side**3 / (time.perf_counter() - began))
+        start = time.perf_counter()
+        torch.mm(a, a).sum().item()  # item() waits for the device
+        best = max(best, 2 * side**3 / (time.perf_counter() - start))
     torch.set_num_threads(threads)
     return best / workers if device == "cuda" else best

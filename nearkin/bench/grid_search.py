@@ -1,8 +1,8 @@
-"""The thesis's way of searching: one setting at a time on a fixed grid, each held at its best for those that follow.
+"""The thesis's coordinate-wise grid search: one setting at a time, each then fixed at its best value.
 
-The grids are those of its table 15. The values it prints as found are not all on them (gamma 58; in its code 0.77,
-17.97, 75.66 and 0.39 for multi_similarity), so its search was not exactly this one. Its gamma of soft_triple is taken
-as 1 / ours: its table 4 has 10 where the loss's authors have a temperature of 0.1.
+The grids are those of its table 15. Some values it reports as best are not on them (gamma 58; in its code 0.77, 17.97,
+75.66 and 0.39 for multi_similarity), so its actual search differed. Its gamma of soft_triple is taken as 1 / ours: its
+table 4 has 10 where the authors of the loss have a temperature of 0.1.
 """
 
 from __future__ import annotations
@@ -10,90 +10,122 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nearkin.bench.search_space import Settings, start_of
+from nearkin.bench.search_space import Settings, recipe_for_loss
 from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES
 
 
-def _steps(first: int, last: int, unit: float, digits: int) -> tuple[float, ...]:
-    return tuple(round(k * unit, digits) for k in range(first, last + 1))
+def _grid(first: int, last: int, step: float, digits: int) -> tuple[float, ...]:
+    return tuple(round(k * step, digits) for k in range(first, last + 1))
 
 
-_SHARES = _steps(0, 10, 0.1, 1)  # [0, 1] in steps of 0.1
-_EVEN = _steps(1, 50, 2.0, 0)  # (0, 100] in steps of 2
+_UNIT = _grid(0, 10, 0.1, 1)  # [0, 1] in steps of 0.1
+_EVEN = _grid(1, 50, 2.0, 0)  # (0, 100] in steps of 2
 
-# In the order in which the thesis lists them; its lambda is our base, its epsilon a setting of the miner.
+# In the thesis's order; its lambda is our base, its epsilon a setting of the miner.
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "multi_similarity": {"loss.base": _SHARES, "loss.alpha": _EVEN, "loss.beta": _EVEN, "miner.epsilon": _SHARES},
+    "multi_similarity": {"loss.base": _UNIT, "loss.alpha": _EVEN, "loss.beta": _EVEN, "miner.epsilon": _UNIT},
     "soft_triple": {
-        "loss.margin": _SHARES,
+        "loss.margin": _UNIT,
         "loss.scale": _EVEN,
-        "train.lr": _steps(1, 10, 1e-5, 5),
-        "loss.gamma": tuple(1 / gamma for gamma in _steps(1, 10, 10.0, 0)),
-        "loss.tau": _SHARES,
+        "train.lr": _grid(1, 10, 1e-5, 5),
+        "loss.gamma": tuple(1 / gamma for gamma in _grid(1, 10, 10.0, 0)),
+        "loss.tau": _UNIT,
     },
-    "proxy_anchor": {"loss.margin": _SHARES, "loss.alpha": _EVEN},
+    "proxy_anchor": {"loss.margin": _UNIT, "loss.alpha": _EVEN},
 }
 
 
 @dataclass(frozen=True)
-class Point:
-    """One trial of the search: a setting's value on its grid, counted from `first`, the number of its first trial."""
+class GridPoint:
+    """One trial of the grid search.
+
+    Attributes:
+        setting: The setting that is varied.
+        value: Its value.
+        first: Number of the first trial that varies this setting.
+    """
 
     setting: str
     value: Scalar
     first: int
 
 
-def points(loss: str) -> list[Point]:
-    """All trials of a loss, in order.
+def grid_points(loss: str) -> list[GridPoint]:
+    """Return all trials of a loss, in order.
 
-    >>> len(points("proxy_anchor")), points("proxy_anchor")[11]
-    (61, Point(setting='loss.alpha', value=2.0, first=11))
+    Args:
+        loss: A loss with a grid.
+
+    Returns:
+        One point per trial.
+
+    Raises:
+        ConfigError: The thesis has no grid for this loss.
+
+    Example:
+        >>> len(grid_points("proxy_anchor")), grid_points("proxy_anchor")[11]
+        (61, GridPoint(setting='loss.alpha', value=2.0, first=11))
     """
     if loss not in GRIDS:
-        raise ConfigError(f"thesis_grid: the thesis has no grid for '{loss}'; it has for {', '.join(GRIDS)}.")
-    made: list[Point] = []
+        raise ConfigError(f"thesis_grid: the thesis has no grid for '{loss}'. Available: {', '.join(GRIDS)}.")
+    points: list[GridPoint] = []
     for setting, grid in GRIDS[loss].items():
-        first = len(made)
-        made += [Point(setting, value, first) for value in grid]
-    return made
+        first = len(points)
+        points += [GridPoint(setting, value, first) for value in grid]
+    return points
 
 
-def start_for_grid(recipe: Recipe, loss: str) -> Recipe:
-    """The recipe as the grid needs it: multi_similarity with its miner, whose epsilon is searched."""
-    start = start_of(recipe, loss)
-    if loss == "multi_similarity" and (start.miner is None or start.miner.name != "multi_similarity"):
-        return replace(start, miner=ComponentConfig("multi_similarity"))
-    return start
+def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
+    """Return the base recipe of the grid search of a loss.
 
+    Args:
+        recipe: The recipe of the search.
+        loss: A loss with a grid.
 
-def settings_at(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
-    """What trial `number` runs: its own point, and the best of each setting that was searched before.
-
-    scores   of all trials before its setting's first; None for one that has none. Of equals the setting's value so far
-             wins, else the first of the grid.
+    Returns:
+        The recipe with this loss; multi_similarity also gets its miner, whose epsilon is searched.
     """
-    point = points(loss)[number]
-    chosen = _start(recipe, loss)
+    base = recipe_for_loss(recipe, loss)
+    if loss == "multi_similarity" and (base.miner is None or base.miner.name != "multi_similarity"):
+        return replace(base, miner=ComponentConfig("multi_similarity"))
+    return base
+
+
+def trial_settings(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
+    """Return the settings of a trial: its grid point, and the best value of each setting searched before.
+
+    Args:
+        recipe: The recipe of the search.
+        loss: A loss with a grid.
+        number: Number of the trial.
+        scores: Scores of all trials before the first one of this setting; None for a trial without a score. Ties go to
+            the current value of a setting, then to the first on the grid.
+
+    Returns:
+        Setting -> value.
+    """
+    points = grid_points(loss)
+    point = points[number]
+    best = _initial_settings(recipe, loss)
     for setting, grid in GRIDS[loss].items():
         if setting == point.setting:
             break
-        first = next(p.first for p in points(loss) if p.setting == setting)
-        tried = zip(scores[first : first + len(grid)], grid, strict=True)
+        first = next(p.first for p in points if p.setting == setting)
+        trials = zip(scores[first : first + len(grid)], grid, strict=True)
         scored = [
-            (score, value == chosen[setting], -k, value) for k, (score, value) in enumerate(tried) if score is not None
+            (score, value == best[setting], -k, value) for k, (score, value) in enumerate(trials) if score is not None
         ]
-        if scored:  # where every trial failed, the setting stays as it was
-            chosen[setting] = max(scored)[-1]
-    return {**chosen, point.setting: point.value}
+        if scored:  # if every trial failed, the setting keeps its value
+            best[setting] = max(scored)[-1]
+    return {**best, point.setting: point.value}
 
 
-def _start(recipe: Recipe, loss: str) -> Settings:
-    start = start_for_grid(recipe, loss)
-    known: Settings = {**LOSSES[loss].settings, **start.loss.settings}
-    known = {"train.lr": start.train.lr, **{f"loss.{name}": value for name, value in known.items()}}
-    if start.miner is not None:
-        known["miner.epsilon"] = start.miner.settings.get("epsilon", 0.1)
-    return {setting: known[setting] for setting in GRIDS[loss]}
+def _initial_settings(recipe: Recipe, loss: str) -> Settings:
+    base = grid_recipe(recipe, loss)
+    loss_settings: Settings = {**LOSSES[loss].settings, **base.loss.settings}
+    values: Settings = {"train.lr": base.train.lr, **{f"loss.{name}": value for name, value in loss_settings.items()}}
+    if base.miner is not None:
+        values["miner.epsilon"] = base.miner.settings.get("epsilon", 0.1)
+    return {setting: values[setting] for setting in GRIDS[loss]}

@@ -1,4 +1,4 @@
-"""Workers of a search: processes of this machine, or jobs of a SLURM cluster."""
+"""Workers of a search: processes on this machine, or jobs of a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -13,39 +13,46 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin._common.progress import Reporter
-from nearkin.bench.machine import device_of, threads_for
+from nearkin.bench.machine import threads_for, worker_device
 from nearkin.errors import ConfigError, ProcessLostError, UserError, import_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.tune import Search
 
-STOPPED = 130  # exit code of a worker that Ctrl-C ended
+INTERRUPTED = 130  # exit code of a worker stopped by Ctrl-C
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a job of the cluster asks for."""
+    """Resources of a cluster job."""
 
     partition: str | None = None
-    """By default the cluster's own."""
+    """Partition; the default is the cluster's."""
     hours: float = 24.0
-    """Longest time of a job; one that is ended goes on when it is queued again."""
+    """Time limit of a job; one that reaches it is requeued and resumes."""
     gpus: int = 1
-    """GPUs of a job; 0 trains on its cores."""
+    """GPUs per job; 0 trains on CPU."""
     cores: int = 8
-    """Cores of a job."""
+    """CPU cores per job."""
     memory_gb: int = 32
-    """Memory of a job."""
+    """Memory per job, in GB."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """`work` as something that can be sent to another process."""
+    """`tune.work` as a picklable callable for another process.
+
+    Attributes:
+        search: The search.
+        device: Device to train on.
+        quiet: Report nothing.
+        threads: Threads of torch; 0 keeps the default.
+    """
 
     search: Search
     device: str = "auto"
     quiet: bool = False
-    threads: int = 0  # of torch; 0 leaves them as they are
+    threads: int = 0
 
     def __call__(self) -> None:
         from nearkin.bench.tune import work
@@ -57,21 +64,32 @@ class Worker:
         work(self.search, device=self.device, reporter=Reporter(quiet=self.quiet))
 
     def checkpoint(self) -> Any:
-        """What submitit queues again when a job's time is up or its place is taken: the search knows how far it is."""
+        """Return what submitit requeues on timeout or preemption: the same worker, since the search stores progress."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool = False) -> None:
-    """Run the search in this process, or in several that share the machine's cores and GPUs."""
+    """Run a search in this process, or in several that share this machine's cores and GPUs.
+
+    Args:
+        search: The search.
+        workers: Number of processes.
+        device: Device to train on; several workers share the GPUs.
+        quiet: Report nothing.
+
+    Raises:
+        ProcessLostError: All workers failed.
+        KeyboardInterrupt: Stopped by Ctrl-C, after the checkpoints are written.
+    """
     if workers == 1:
         Worker(search, device, quiet)()
         return
     spawn = multiprocessing.get_context("spawn")
     threads = threads_for(workers)
     processes = [
-        spawn.Process(target=_child, args=(Worker(search, device_of(device, k), quiet, threads),))
+        spawn.Process(target=_run_child, args=(Worker(search, worker_device(device, k), quiet, threads),))
         for k in range(workers)
     ]
     try:
@@ -82,26 +100,27 @@ def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool
     except KeyboardInterrupt:
         for process in processes:
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGINT)  # and it writes its checkpoint
+                os.kill(process.pid, signal.SIGINT)  # writes its checkpoint, then exits
         for process in processes:
             if process.pid is not None:
                 process.join()
         raise KeyboardInterrupt("stopped") from None
-    ended = [process.exitcode or 0 for process in processes]
-    if all(code == STOPPED for code in ended):
+    codes = [process.exitcode or 0 for process in processes]
+    if all(code == INTERRUPTED for code in codes):
         raise KeyboardInterrupt("stopped")
-    if all(ended):  # one that is left runs what the others dropped
+    if all(codes):  # a single surviving worker runs the trials of the others
         raise ProcessLostError(
-            f"tune: all {workers} workers ended early (exit codes {', '.join(map(str, ended))}). "
-            "The same command goes on where they stopped."
+            f"tune: all {workers} workers failed (exit codes {', '.join(map(str, codes))}). "
+            "Run the same command again to resume."
         )
-    if any(ended) and not quiet:
-        print(f"{sum(map(bool, ended))} of {workers} workers ended early; the others ran their trials", file=sys.stderr)
+    if any(codes) and not quiet:
+        failed = sum(map(bool, codes))
+        print(f"{failed} of {workers} workers failed; the others completed their trials", file=sys.stderr)
 
 
-def _child(worker: Worker) -> None:
-    os.setsid()  # Ctrl-C goes to the command alone, which passes it on once: a second would cut the checkpoint off
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background deaf
+def _run_child(worker: Worker) -> None:
+    os.setsid()  # Ctrl-C reaches only the parent, which forwards it once: a second one would interrupt the checkpoint
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         worker()
@@ -109,7 +128,7 @@ def _child(worker: Worker) -> None:
         print(f"nearkin: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(STOPPED)
+        sys.exit(INTERRUPTED)
 
 
 def _stop_with_parent() -> None:
@@ -122,29 +141,44 @@ def _stop_with_parent() -> None:
 def submit(
     search: Search, workers: int, slurm: Slurm, *, cluster: Literal["slurm", "local"] = "slurm", device: str = "auto"
 ) -> list[str]:
-    """Queue workers as jobs and return their numbers; "local" runs them here, as submitit would, to their end."""
+    """Submit workers as jobs.
+
+    Args:
+        search: The search.
+        workers: Number of jobs.
+        slurm: Resources of a job.
+        cluster: "slurm"; or "local" to run the jobs on this machine and wait for them.
+        device: Device to train on.
+
+    Returns:
+        The job ids.
+
+    Raises:
+        ConfigError: There is no SLURM on this machine.
+        ProcessLostError: A local job failed.
+    """
     submitit: Any = import_extra("submitit", "bench")
     try:
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
     except RuntimeError as error:
-        raise ConfigError(f"--launch slurm: there is no SLURM on this machine ({error}).") from None
-    where = {"slurm_partition": slurm.partition} if slurm.partition else {}
+        raise ConfigError(f"--launch slurm: SLURM not found on this machine ({error}).") from None
+    partition = {"slurm_partition": slurm.partition} if slurm.partition else {}
     executor.update_parameters(
         name="nearkin-tune",
         timeout_min=max(1, round(60 * slurm.hours)),
         gpus_per_node=slurm.gpus if cluster == "slurm" else 0,
         cpus_per_task=slurm.cores,
         mem_gb=slurm.memory_gb,
-        **where,
+        **partition,
     )
     worker = Worker(replace(search, out=search.out.resolve()), device)
-    with executor.batch() if cluster == "slurm" else nullcontext():  # one array of jobs
+    with executor.batch() if cluster == "slurm" else nullcontext():  # one job array
         jobs = [executor.submit(worker) for _ in range(workers)]
     if cluster == "local":
-        failed = [job.exception() for job in jobs if job.exception()]
-        if failed:
-            raise ProcessLostError(f"--launch local: a job failed, {search.out / 'jobs'} has more:\n{failed[0]}")
-    numbers = [job.job_id for job in jobs]
+        errors = [job.exception() for job in jobs if job.exception()]
+        if errors:
+            raise ProcessLostError(f"--launch local: a job failed (logs: {search.out / 'jobs'}):\n{errors[0]}")
+    ids = [job.job_id for job in jobs]
     del jobs
-    gc.collect()  # local jobs refer to themselves, and stumble if they are still there when Python ends
-    return numbers
+    gc.collect()  # local jobs are reference cycles, and raise if they are collected at interpreter exit
+    return ids

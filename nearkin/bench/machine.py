@@ -1,41 +1,57 @@
-"""What each of several workers gets of this machine: cores, and GPUs in turn."""
+"""The share of this machine that each of several workers gets: cores, and GPUs in round-robin order."""
 
 from __future__ import annotations
 
 
-def default_workers(asked: int, device: str) -> int:
-    """How many trainings at a time: as asked; for 0 one per GPU where training is on GPUs, else one per core.
+def default_workers(workers: int, device: str) -> int:
+    """Return the number of training runs at a time.
 
-    >>> default_workers(3, "cpu")
-    3
+    Args:
+        workers: The number asked for; 0 chooses one per GPU when training uses GPUs, else one per core.
+        device: The device asked for, for example "auto" or "cuda:1".
+
+    Returns:
+        At least 1.
+
+    Example:
+        >>> default_workers(3, "cpu")
+        3
     """
-    if asked:
-        return asked
-    if device in ("auto", "cuda") and _gpus():
-        return _gpus()
-    return _cores() if device in ("auto", "cpu") else 1  # else one device that is named
+    if workers:
+        return workers
+    if device in ("auto", "cuda") and _num_gpus():
+        return _num_gpus()
+    return _num_cores() if device in ("auto", "cpu") else 1  # a single named device runs one at a time
 
 
 def threads_for(workers: int) -> int:
-    """Cores of each of so many workers."""
-    return max(1, _cores() // workers)
+    """Return the number of threads per worker when `workers` share this machine's cores."""
+    return max(1, _num_cores() // workers)
 
 
-def device_of(device: str, worker: int) -> str:
-    """The device of a worker by its number: GPUs are dealt in turn, anything else is what was asked for."""
+def worker_device(device: str, worker: int) -> str:
+    """Return the device of a worker.
+
+    Args:
+        device: The device asked for.
+        worker: Index of the worker.
+
+    Returns:
+        For "auto" and "cuda" the GPU whose turn it is; any other device unchanged.
+    """
     if device not in ("auto", "cuda"):
         return device
-    count = _gpus()
+    count = _num_gpus()
     return f"cuda:{worker % count}" if count else device
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     from nearkin.data.loading import available_cores
 
-    return available_cores()  # of a job with 4 of 64 cores: 4
+    return available_cores()
 
 
-def _gpus() -> int:
+def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

@@ -1,13 +1,13 @@
-"""What four papers published: every value with its source, so that any result of ours can be set beside it.
+"""Published results of four papers, every value with its source, for comparison with our own.
 
     ice             Instance Cross Entropy for Deep Metric Learning
     cross_entropy   A unifying mutual information view of metric learning
     thesis          Metric Learning: A Deep Dive
     mpa             Multi Proxy Anchor Family Loss
 
-The values stand in papers.toml as printed. Where a value is known to be wrong or in doubt, a remark says so beside it;
-the printed one is kept. Papers choose epochs on the test classes, quote each other's figures, and mix networks and
-sizes: read `setup`, `own` and `note` before comparing.
+papers.toml has the values as printed. Where a value is wrong or doubtful, a note says so and the printed value stays.
+Papers choose epochs on the test classes, quote each other, and mix backbones and embedding sizes: read `setup`, `own`
+and `note` before comparing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from nearkin.bench.results import Result
 from nearkin.errors import ConfigError
 
-# As printed, without references and marks -> the registered loss. Methods that are no single loss are left out.
+# Printed name, without references and marks -> registered loss. Methods that are not a single loss are left out.
 _LOSSES = {
     "Contrastive": "contrastive",
     "Triplet": "triplet",
     "LiftedStructure": "lifted_structure",
-    "Lifted Structure": "lifted_song",  # the original of Song et al., which the thesis changes
+    "Lifted Structure": "lifted_song",  # the original of Song et al.; the thesis uses a variant
     "NPair": "npair",
     "ProxyNCA": "proxy_nca",
     "Proxy-NCA": "proxy_nca",
@@ -48,13 +48,21 @@ _LOSSES = {
     "ICE": "ice",
 }
 
-# The thesis's tables that hold ten losses at four sizes.
-_BY_SIZE = {"cub": ("6", "7", "8"), "cars": ("9", "20", "21"), "sop": ("10",)}
+# The thesis's tables of ten losses at four embedding sizes.
+_SIZE_TABLES = {"cub": ("6", "7", "8"), "cars": ("9", "20", "21"), "sop": ("10",)}
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, and what its figures as a whole suffer from."""
+    """A paper.
+
+    Attributes:
+        name: Our short name.
+        title: Its title.
+        authors: Its authors.
+        year: Year of publication.
+        notes: Known issues that affect all of its values.
+    """
 
     name: str
     title: str
@@ -65,53 +73,77 @@ class Paper:
 
 @dataclass(frozen=True)
 class Published:
-    """One printed value. None and empty text mean that the paper does not say."""
+    """One published value. None and "" mean that the paper does not say.
+
+    Attributes:
+        paper: Name of the paper.
+        table: The table as printed, with the letter of its part: "7c".
+        dataset: The dataset.
+        network: The backbone.
+        dim: The embedding size.
+        method: The method as printed, with the reference it is quoted from.
+        loss: The registered loss; None if it is not one.
+        metric: The metric.
+        printed: The value as printed, in percent.
+        own: True for a run of the paper itself, False for a value quoted from another.
+        setup: How the value was obtained.
+        distance: The distance used for retrieval.
+        variant: What was varied: the number of proxies, a fold, a share of validation classes.
+        split: "test" or "validation".
+        spread: The standard deviation printed with the value.
+        repeats: The table that this one reprints.
+        note: Known issues of this value.
+        corrected: What the value should be, where that is known.
+        usable: False where the value cannot be right and no correction is known.
+    """
 
     paper: str
     table: str
-    """As printed, with the letter of its part: "7c"."""
     dataset: str
     network: str | None
     dim: int | None
     method: str
-    """As printed, with the reference it is quoted from."""
     loss: str | None
-    """The registered loss of that name, if it is one."""
     metric: str
     printed: float
-    """In percent."""
     own: bool
-    """A run of the paper itself, not quoted from another."""
     setup: str
     distance: str = ""
     variant: str = ""
-    """What was varied: a number of proxies, a fold, a share of validation classes."""
     split: str = "test"
     spread: float | None = None
-    """The standard deviation printed with the value."""
     repeats: str = ""
-    """The table that this one prints again."""
     note: str = ""
     corrected: float | None = None
     usable: bool = True
-    """False where the value cannot be right and nothing better is known."""
 
     @property
     def percent(self) -> float | None:
-        """The value to compare with: the corrected one, else the printed one if it can be right."""
+        """The value to compare with: corrected, else as printed; None if it is not usable."""
         if self.corrected is not None:
             return self.corrected
         return self.printed if self.usable else None
 
     @property
     def source(self) -> str:
-        """Where it stands, for a table of ours: "thesis, table 7c"."""
+        """Where it was published: "thesis, table 7c"."""
         return f"{self.paper}, {self.table}" if " " in self.table else f"{self.paper}, table {self.table}"
 
 
 @dataclass(frozen=True)
 class PrintedStanding:
-    """A row of the thesis's table 11, with what it should have said."""
+    """A row of the thesis's table 11.
+
+    Attributes:
+        method: The method as printed.
+        loss: The registered loss.
+        total: Sum of its ranks, as printed.
+        mean: Mean rank, as printed.
+        std: Standard deviation of its ranks, as printed.
+        corrected_mean: The correct mean.
+        corrected_std: The correct standard deviation.
+        note: What is wrong with the printed row.
+    """
 
     method: str
     loss: str
@@ -124,14 +156,25 @@ class PrintedStanding:
 
 
 @dataclass(frozen=True)
-class Searched:
-    """A row of the thesis's table 15: a setting searched on fixed validation classes, one at a time."""
+class SearchedSetting:
+    """A row of the thesis's table 15: a setting searched on fixed validation classes.
+
+    Attributes:
+        method: The method as printed.
+        loss: The registered loss.
+        printed: The setting as printed.
+        setting: Our name: a setting of the loss, or of the miner of the same name; None for a learning rate.
+        low: Lower end of the range.
+        high: Upper end of the range.
+        low_included: Whether the lower end belongs to the range.
+        step: Step of the grid.
+        best: The value reported as best.
+    """
 
     method: str
     loss: str
     printed: str
     setting: str | None
-    """Our name for it: a setting of the loss, or of the miner of the same name; None for a learning rate."""
     low: float
     high: float
     low_included: bool
@@ -140,8 +183,14 @@ class Searched:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A table of which the text that we read has no body."""
+class MissingTable:
+    """A table whose body is missing from the text we have.
+
+    Attributes:
+        paper: Name of the paper.
+        table: The table.
+        what: What the table shows.
+    """
 
     paper: str
     table: str
@@ -160,24 +209,37 @@ def published(
     split: str = "test",
     repeats: bool = False,
 ) -> list[Published]:
-    """The printed values of a cell; what is not given is not asked for. Most cells were never published: [] is usual.
+    """Find published values. Most combinations were never published: an empty list is common.
 
-    loss       a registered name, or the method as printed; here as everywhere case, spaces, - and _ do not matter
-    own        True for the papers' own runs alone, False for quoted values alone
-    split      "test", or "validation" where a paper prints that too
-    repeats    also tables that print another one again
+    Args:
+        dataset: Only this dataset. Here and below case, spaces, - and _ do not matter.
+        loss: Only this registered loss, or method as printed.
+        network: Only this backbone.
+        dim: Only this embedding size.
+        metric: Only this metric; None for all.
+        paper: Only this paper.
+        own: True for the papers' own runs, False for quoted values.
+        split: "test", or "validation" where a paper prints that too.
+        repeats: Include tables that reprint another one.
 
-    >>> [(p.source, p.printed) for p in published(dataset="cub", loss="proxy_anchor", network="bn_inception", dim=512)]
-    [('thesis, table 7c', 68.11), ('thesis, table 12', 66.32), ('thesis, table 16', 66.56), ('mpa, table 4', 68.6)]
+    Returns:
+        The values, in the order of papers.toml.
+
+    Example:
+        >>> cell = published(dataset="cub", loss="proxy_anchor", network="bn_inception", dim=512)
+        >>> [(p.source, p.printed) for p in cell]
+        [('thesis, table 7c', 68.11), ('thesis, table 12', 66.32), ('thesis, table 16', 66.56), ('mpa, table 4', 68.6)]
     """
-    asked = {"dataset": dataset, "network": network, "metric": metric, "paper": paper, "split": split}
-    same = {name: _plain(value) for name, value in asked.items() if value is not None}
-    names = None if loss is None else _plain(loss)
+    filters = {"dataset": dataset, "network": network, "metric": metric, "paper": paper, "split": split}
+    normalized = {name: _normalize(value) for name, value in filters.items() if value is not None}
+    wanted = None if loss is None else _normalize(loss)
     return [
         p
-        for p in everything()
-        if all(_plain(getattr(p, name) or "") == value for name, value in same.items())
-        and (names is None or names in {_plain(name) for name in (p.loss, p.method, _bare(p.method)) if name})
+        for p in all_values()
+        if all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
+        and (
+            wanted is None or wanted in {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+        )
         and (dim is None or p.dim == dim)
         and (own is None or p.own == own)
         and (repeats or not p.repeats)
@@ -185,9 +247,14 @@ def published(
 
 
 def as_results(values: Iterable[Published]) -> list[Result]:
-    """Published values as results of a tournament: an experiment is a (part of a) table, an method a registered loss.
+    """Convert published values to results of a tournament.
 
-    A value that cannot be right counts as failed, with its remark as the reason.
+    Args:
+        values: Published values.
+
+    Returns:
+        Results whose experiment is a (part of a) table and whose method is a registered loss. A value that is not
+        usable counts as failed, with its note as the reason.
     """
     return [
         Result(
@@ -201,19 +268,30 @@ def as_results(values: Iterable[Published]) -> list[Result]:
 
 
 def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
-    """The thesis's ten losses over every network and size it ran: for CUB the 12 experiments of its tournament."""
-    if dataset not in _BY_SIZE:
-        raise ConfigError(f"dataset: the thesis has no tables of '{dataset}'. There are: {', '.join(_BY_SIZE)}.")
+    """Return the results of the thesis's ten losses over all its backbones and embedding sizes.
+
+    Args:
+        dataset: cub (the 12 experiments of its tournament), cars or sop.
+        metric: A recall that its tables have.
+
+    Returns:
+        The results.
+
+    Raises:
+        ConfigError: The thesis has no such table.
+    """
+    if dataset not in _SIZE_TABLES:
+        raise ConfigError(f"dataset: the thesis has no tables for '{dataset}'. Available: {', '.join(_SIZE_TABLES)}.")
     values = published(dataset=dataset, metric=metric, paper="thesis")
     if not values:
         known = dict.fromkeys(p.metric for p in published(dataset=dataset, metric=None, paper="thesis"))
-        raise ConfigError(f"metric: the thesis has no {metric} of {dataset}. There are: {', '.join(known)}.")
-    return as_results(p for p in values if p.table.rstrip("abcd") in _BY_SIZE[dataset])
+        raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(known)}.")
+    return as_results(p for p in values if p.table.rstrip("abcd") in _SIZE_TABLES[dataset])
 
 
 @cache
 def papers() -> dict[str, Paper]:
-    """The four papers by name."""
+    """Return the four papers by name."""
     return {
         name: Paper(name, entry["title"], entry["authors"], entry["year"], tuple(entry["notes"]))
         for name, entry in _read()["paper"].items()
@@ -221,43 +299,43 @@ def papers() -> dict[str, Paper]:
 
 
 @cache
-def everything() -> tuple[Published, ...]:
-    """Every printed value, in the order of the papers.toml."""
-    values = [value for table in _read()["table"] for value in _values(table)]
+def all_values() -> tuple[Published, ...]:
+    """Return every published value, in the order of papers.toml."""
+    values = [value for table in _read()["table"] for value in _table_values(table)]
     for remark in _read()["remark"]:
-        values = _remarked(values, remark)
+        values = _apply_remark(values, remark)
     return tuple(values)
 
 
 @cache
 def table_11() -> tuple[PrintedStanding, ...]:
-    """The thesis's tournament as printed, with the three misprints corrected beside."""
-    out = []
-    corrected = _read()["standings"]["corrected"]
+    """Return the thesis's tournament as printed, with corrections of its three misprints."""
+    rows = []
+    corrections = _read()["standings"]["corrected"]
     for method, total, mean, std in _cells(_read()["standings"]["rows"]):
-        better = corrected.get(method, {})
+        correction = corrections.get(method, {})
         row = PrintedStanding(
             method=method,
             loss=_LOSSES[method],
             total=float(total),
             mean=float(mean),
             std=float(std),
-            corrected_mean=better.get("mean", float(mean)),
-            corrected_std=better.get("std", float(std)),
-            note=better.get("note", ""),
+            corrected_mean=correction.get("mean", float(mean)),
+            corrected_std=correction.get("std", float(std)),
+            note=correction.get("note", ""),
         )
-        out.append(row)
-    return tuple(out)
+        rows.append(row)
+    return tuple(rows)
 
 
 @cache
-def table_15() -> tuple[Searched, ...]:
-    """The thesis's searched settings: range, step and best value of each."""
-    out = []
+def table_15() -> tuple[SearchedSetting, ...]:
+    """Return the settings that the thesis searched: range, step and best value."""
+    rows = []
     for method, printed, setting, span, step, best in _cells(_read()["search"]["rows"]):
         low, high = (float(end) for end in span[1:-1].split(","))
-        out.append(
-            Searched(
+        rows.append(
+            SearchedSetting(
                 method=method,
                 loss=_LOSSES[method],
                 printed=printed,
@@ -269,13 +347,13 @@ def table_15() -> tuple[Searched, ...]:
                 best=float(best),
             )
         )
-    return tuple(out)
+    return tuple(rows)
 
 
 @cache
-def gaps() -> tuple[Gap, ...]:
-    """What could not be read."""
-    return tuple(Gap(**gap) for gap in _read()["gap"])
+def gaps() -> tuple[MissingTable, ...]:
+    """Return the tables that are missing from the texts we have."""
+    return tuple(MissingTable(**gap) for gap in _read()["gap"])
 
 
 # --- reading papers.toml ---------------------------------------------------------------------------------------------
@@ -291,19 +369,19 @@ def _cells(rows: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.split("|")]
 
 
-def _values(table: dict[str, Any]) -> Iterator[Published]:
-    """The values of a table, one block of metrics for each of its sizes."""
+def _table_values(table: dict[str, Any]) -> Iterator[Published]:
+    """Parse a table: each row has one block of metrics per embedding size."""
     paper = _read()["paper"][table["paper"]]
     columns = table.get("columns", "method").split()
     metrics = table["metrics"].split()
     dims: list[int | None] = table.get("dims", [None])
     for row in _cells(table["rows"]):
-        said = {**table, **dict(zip(columns, row, strict=False))}
+        fields = {**table, **dict(zip(columns, row, strict=False))}
         blocks = row[len(columns) :]
         assert len(blocks) == len(dims), (table["table"], row)
-        method = said["method"]
+        method = fields["method"]
         own = "[" not in method
-        loss = _LOSSES.get(_bare(method))
+        loss = _LOSSES.get(_bare_name(method))
         for part, (dim, block) in enumerate(zip(dims, blocks, strict=True)):
             for metric, text in zip(metrics, block.split(), strict=True):
                 if text == "-":
@@ -313,7 +391,7 @@ def _values(table: dict[str, Any]) -> Iterator[Published]:
                     paper=table["paper"],
                     table=table["table"] + ("abcd"[part] if len(dims) > 1 else ""),
                     dataset=table["dataset"],
-                    network=said.get("network", paper.get("network") if own else None),
+                    network=fields.get("network", paper.get("network") if own else None),
                     dim=dim or (paper.get("dim") if own else None),
                     method=method,
                     loss=loss,
@@ -321,33 +399,32 @@ def _values(table: dict[str, Any]) -> Iterator[Published]:
                     printed=float(value),
                     own=own,
                     setup=table.get("setup", paper["setup"]) if own else "quoted",
-                    distance=said.get("distance", "cosine" if own else ""),
-                    variant=said.get("variant", ""),
+                    distance=fields.get("distance", "cosine" if own else ""),
+                    variant=fields.get("variant", ""),
                     split="validation" if metric.startswith("val:") else "test",
                     spread=float(spread) if spread else None,
                     repeats="" if method == "OurLoss" else table.get("repeats", ""),
                 )
 
 
-def _remarked(values: list[Published], remark: dict[str, Any]) -> list[Published]:
-    """The values, with a remark on those it is about; one that is about none is a mistake in papers.toml."""
+def _apply_remark(values: list[Published], remark: dict[str, Any]) -> list[Published]:
+    """Attach a remark to the values it matches; it must match at least one."""
     where = {name: remark[name] for name in ("paper", "table", "dataset", "method", "metric") if name in remark}
     change = {name: remark[name] for name in ("corrected", "usable") if name in remark}
-    about = [all(getattr(p, name) == value for name, value in where.items()) for p in values]
-    assert any(about), remark
-    assert all(p.printed == remark.get("printed", p.printed) for p, hit in zip(values, about, strict=True) if hit), (
-        remark
-    )
+    matches = [all(getattr(p, name) == value for name, value in where.items()) for p in values]
+    matched = [p for p, match in zip(values, matches, strict=True) if match]
+    assert matched, remark
+    assert all(p.printed == remark.get("printed", p.printed) for p in matched), remark
     return [
-        replace(p, note=f"{p.note} {remark['note']}".strip(), **change) if hit else p
-        for p, hit in zip(values, about, strict=True)
+        replace(p, note=f"{p.note} {remark['note']}".strip(), **change) if match else p
+        for p, match in zip(values, matches, strict=True)
     ]
 
 
-def _bare(method: str) -> str:
-    """The method without its reference, and without the mark of a rerun."""
+def _bare_name(method: str) -> str:
+    """Strip the reference, and the mark of a rerun, from a printed method."""
     return re.sub(r"\s*(\[.*\]|\(our\))$", "", method)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()

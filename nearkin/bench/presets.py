@@ -1,4 +1,4 @@
-"""Studies by name: `nearkin bench run tiny`."""
+"""Studies available by name: `nearkin bench run tiny`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PRESETS: Registry[Callable[[Path | None], Study]] = Registry("study")
 
-# Losses whose published scale means something else on a small or whitened head; the same wherever losses are compared.
+# Losses whose published scale does not suit a small or whitened head; shared by every comparison of losses.
 SCALES = {
     "norm_softmax": {"loss": {"temperature": 0.1}},
     "proxy_nca": {"loss": {"scale": 8.0}},
@@ -23,15 +23,17 @@ SCALES = {
 }
 
 
-def _preset(make: Callable[[Path | None], Study]) -> Callable[[Path | None], Study]:
-    return PRESETS.add(make.__name__, make)
+def _preset(build: Callable[[Path | None], Study]) -> Callable[[Path | None], Study]:
+    return PRESETS.add(build.__name__, build)
 
 
 @_preset
 def tiny(data: Path | None) -> Study:
-    """Every loss on the built-in glyphs, two sizes, two seeds: the whole machinery in minutes on two cores."""
+    """All losses on the built-in glyphs, 2 embedding sizes, 2 seeds; minutes on two cores."""
     if data is not None:
-        raise ConfigError("--data: tiny has its own data. Write a study file for yours (see docs/bench.md).")
+        raise ConfigError(
+            "--data: tiny uses the built-in glyphs. Write a study file for your own data (see docs/bench.md)."
+        )
     from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Study
 
@@ -50,9 +52,9 @@ def tiny(data: Path | None) -> Study:
 
 @_preset
 def features(data: Path | None) -> Study:
-    """Every loss as a head on ready features (--data FILE.npz, first half of the classes trains), 4 sizes, 3 seeds."""
+    """All losses as heads on precomputed features (--data FILE.npz); half of the classes train; 4 sizes, 3 seeds."""
     if data is None:
-        raise ConfigError("features: an .npz file with `features` [N, F] and `labels` [N] is needed: --data FILE.npz.")
+        raise ConfigError("features: no data. Pass --data FILE.npz, with arrays `features` [N, F] and `labels` [N].")
     from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Dataset, Study
 
@@ -77,7 +79,7 @@ def features(data: Path | None) -> Study:
 
 @_preset
 def thesis(data: Path | None) -> Study:
-    """The thesis's matrix: 3 data sets (below --data) x 3 networks x 10 losses x 4 sizes. Made for GPUs."""
+    """The thesis's matrix: 3 datasets (folders in --data) x 3 backbones x 10 losses x 4 sizes. Needs a GPU."""
     from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Dataset, Study
 
@@ -94,7 +96,18 @@ def thesis(data: Path | None) -> Study:
 
 
 def find_study(name: str, data: Path | None = None) -> Study:
-    """A study by its name here, or from a TOML file or the folder of a study that was begun."""
+    """Find a study.
+
+    Args:
+        name: The name of a preset, a TOML file, or the folder of a study.
+        data: The data of a preset that needs some.
+
+    Returns:
+        The study.
+
+    Raises:
+        ConfigError: No such study, or `data` for a study that names its own data.
+    """
     path = Path(name)
     if name in PRESETS:
         return PRESETS[name](data)
@@ -102,9 +115,9 @@ def find_study(name: str, data: Path | None = None) -> Study:
         path = path / "study.toml"
     if path.suffix == ".toml":
         if data is not None:
-            raise ConfigError("--data: only with a study by name; a study file names its data itself.")
+            raise ConfigError("--data: only for presets; a study file names its own data.")
         from nearkin.bench.study import Study
 
         return Study.from_toml(path)
-    _ = PRESETS[name]
+    _ = PRESETS[name]  # raises, with a suggestion
     raise AssertionError

@@ -1,11 +1,11 @@
-"""How an epoch is chosen and on what a model is judged: four protocols behind one interface.
+"""Evaluation protocols: how the epoch is chosen and on which classes a model is evaluated.
 
-default        the first half of the classes trains, the last epoch counts; no validation classes
-kfold          one model per fold of the training classes, each judged on the test classes; mean and sample deviation
-fixed          one random share of the training classes chooses the epoch; `refit` trains again on all of them
-query_gallery  as fixed, where the source asks one set of images of another (In-Shop)
+default        train on the first half of the classes and evaluate the last epoch; no validation classes
+kfold          one model per fold of the training classes, each evaluated on the test classes
+fixed          a random share of the training classes selects the epoch; `refit` then trains on all of them
+query_gallery  like fixed, for sources with separate query and gallery images (In-Shop)
 
-A number without its protocol says little, so a badge goes with each: `Protocol.label`.
+A score means little without its protocol, so every result carries a protocol label: `Protocol.label`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError
 
-Name = Literal["default", "kfold", "fixed", "query_gallery"]
+ProtocolName = Literal["default", "kfold", "fixed", "query_gallery"]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """One protocol with its settings."""
+    """An evaluation protocol with its settings.
 
-    name: Name = "fixed"
+    Attributes:
+        name: default, kfold, fixed or query_gallery.
+        folds: kfold: disjoint groups of the training classes; each is the validation set once.
+        refit: fixed, query_gallery: train again on all training classes for the selected number of epochs, and
+            evaluate that model.
+        choose_on_test: default: select the best epoch on the test classes, as most papers do. Optimistic; only for
+            comparison with published values.
+    """
+
+    name: ProtocolName = "fixed"
     folds: int = 10
-    """Of kfold: disjoint groups of the training classes, each of which validates once."""
     refit: bool = False
-    """Of fixed: train once more on all training classes for the chosen number of epochs, and judge that."""
     choose_on_test: bool = False
-    """Of default: the best epoch on the test classes, as most papers report it. Too high; only to set beside them."""
 
     def __post_init__(self) -> None:
         if self.refit and self.name not in ("fixed", "query_gallery"):
@@ -42,45 +48,87 @@ class Protocol:
             raise ConfigError(f"folds: expected at least 2, got {self.folds}.")
 
     @property
-    def parts(self) -> int:
-        """Models per trial of one seed."""
+    def models_per_seed(self) -> int:
+        """Number of models trained for each method and seed."""
         return self.folds if self.name == "kfold" else 1
 
-    def apply(self, data: dict[str, Any], part: int, val_fraction: float) -> dict[str, Any]:
-        """The data section of a recipe, changed to this protocol."""
+    def apply(self, data: dict[str, Any], fold: int, val_fraction: float) -> dict[str, Any]:
+        """Set up the data section of a recipe for this protocol.
+
+        Args:
+            data: The data section as plain values.
+            fold: The validation fold; 0 for protocols without folds.
+            val_fraction: Share of the training classes used for validation.
+
+        Returns:
+            A changed copy.
+        """
         changed = {**data, "folds": 0, "fold": 0, "val_fraction": val_fraction, "select_on": "validation"}
         if self.name == "default":
             changed |= {"val_fraction": 0.0, "select_on": "test" if self.choose_on_test else "validation"}
             if data.get("split", "auto") == "auto":
-                changed["split"] = "half"  # the source's own parts where it has some
+                changed["split"] = "half"  # a source with its own split keeps that one
         if self.name == "kfold":
-            changed |= {"folds": self.folds, "fold": part}
+            changed |= {"folds": self.folds, "fold": fold}
         return changed
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a source that is known not to be judged this way, before its data are read."""
+        """Reject a source that does not support this protocol, before reading its data.
+
+        Args:
+            recipe: The recipe of a trial.
+
+        Raises:
+            ConfigError: query_gallery on a source without queries and gallery.
+        """
         source = recipe.data.source
-        parted = source in ("features", "table") or (source in BENCHMARKS and "query" in BENCHMARKS[source].parts)
-        if self.name == "query_gallery" and not parted:
-            raise ConfigError(f"query_gallery: {source} has no queries and gallery of its own. Use the protocol fixed.")
+        may_have_parts = source in ("features", "table") or (
+            source in BENCHMARKS and "query" in BENCHMARKS[source].parts
+        )
+        if self.name == "query_gallery" and not may_have_parts:
+            raise ConfigError(f"query_gallery: {source} has no separate queries and gallery. Use the protocol fixed.")
 
     def check_table(self, table: Table) -> None:
-        """The same once the data are read: a table or a file of features may have the two parts, or not."""
+        """Reject loaded data that does not support this protocol.
+
+        Args:
+            table: The data.
+
+        Raises:
+            ConfigError: query_gallery on data without the parts query and gallery.
+        """
         if self.name == "query_gallery" and not {"query", "gallery"} <= set(table.parts):
             parts = ", ".join(table.parts) or "none"
             raise ConfigError(
-                f"query_gallery: {table.source} needs the parts query and gallery; it has {parts}. Use fixed."
+                f"query_gallery: {table.source} needs the parts query and gallery; it has {parts}. "
+                "Use the protocol fixed."
             )
 
-    def refitted(self, recipe: Recipe, epochs: int) -> Recipe:
-        """The recipe of the second training: all training classes, the number of epochs that was chosen."""
+    def refit_recipe(self, recipe: Recipe, epochs: int) -> Recipe:
+        """Build the recipe of the second training run.
+
+        Args:
+            recipe: The recipe of the first run.
+            epochs: The selected number of epochs.
+
+        Returns:
+            The recipe with all training classes and that number of epochs (at least 1).
+        """
         data = replace(recipe.data, val_fraction=0.0, folds=0, fold=0)
         epochs = max(1, epochs)
         train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
         return replace(recipe, data=data, train=train)
 
     def label(self, val_fraction: float) -> str:
-        """What must be known to read a number, in a few words."""
+        """Describe the protocol in a few words, for tables and pages.
+
+        Args:
+            val_fraction: Share of the training classes used for validation.
+
+        Returns:
+            What a reader must know to interpret a score.
+        """
+        # Part of Trial.id: another wording would orphan the outcomes of existing studies.
         share = f"epoch chosen on {100 * val_fraction:g} % of the training classes"
         if self.name == "default":
             return "EPOCH CHOSEN ON THE TEST CLASSES" if self.choose_on_test else "last epoch, no validation classes"

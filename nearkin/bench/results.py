@@ -1,7 +1,7 @@
-"""Results of a benchmark: one value per experiment, method and seed, and the table that a tournament is held on.
+"""Benchmark results: one value per experiment, method and seed, and the table that a tournament ranks.
 
-An experiment is a setting in which all methods meet: a dataset, a network, a size. An method is what is compared,
-most often a loss. A run that failed has no value but a reason; it is counted and shown, never scored.
+An experiment is a setting in which all methods are compared: a dataset, a backbone, an embedding size. A method is what
+is compared, usually a loss. A failed run has a reason instead of a value; it is counted and shown, never scored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from nearkin.errors import DataError, did_you_mean
 
 Floats = NDArray[np.float64]
 COLUMNS = ("experiment", "method", "seed", "value", "reason")
-# Values that differ by less are the same value: means over seeds carry rounding, and a rank must not hang on it.
-DIGITS = 10
+DIGITS = 10  # decimals that count: means over seeds carry rounding errors, which must not decide a rank
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run of one method in one experiment; higher is better. One that failed has no value but a `reason`."""
+    """One run of one method in one experiment.
+
+    Attributes:
+        experiment: Name of the experiment.
+        method: Name of the method.
+        seed: Seed of the run; runs of different methods are paired by it.
+        value: The score, higher is better; None if the run failed.
+        reason: Why the run failed; None if it did not.
+    """
 
     experiment: str
     method: str
@@ -40,9 +47,9 @@ class Result:
     def __post_init__(self) -> None:
         where = f"{self.experiment}, {self.method}, seed {self.seed}"
         if not self.experiment or not self.method:
-            raise DataError(f"A result needs an experiment and an method; got '{self.experiment}' and '{self.method}'.")
+            raise DataError(f"A result needs an experiment and a method; got '{self.experiment}' and '{self.method}'.")
         if self.value is not None and not math.isfinite(self.value):
-            raise DataError(f"{where}: the value is {self.value}. A run that failed has no value but a reason.")
+            raise DataError(f"{where}: the value is {self.value}. Give a failed run a reason and no value.")
         if self.value is not None and self.reason:
             raise DataError(f"{where}: both a value ({self.value:g}) and a reason for failing ('{self.reason}').")
         if self.value is None and not self.reason:
@@ -51,19 +58,25 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Experiments [E] by methods [K]: the mean over the seeds that gave a value, NaN where none did."""
+    """Results as a table of experiments [E] by methods [K].
+
+    Attributes:
+        experiments: Names [E].
+        methods: Names [K].
+        means: [E, K] mean over the seeds with a value; NaN where there is none.
+        runs: (experiment, method) -> seed -> value.
+        failures: The results without a value.
+    """
 
     experiments: tuple[str, ...]
     methods: tuple[str, ...]
     means: Floats
-    """[E, K]"""
     runs: Mapping[tuple[str, str], Mapping[int, float]]
-    """(experiment, method) -> seed -> value."""
     failures: tuple[Result, ...]
 
     @property
     def complete(self) -> NDArray[np.bool_]:
-        """[E]: experiments in which every method has a value."""
+        """[E] experiments in which every method has a value."""
         return np.asarray(np.isfinite(self.means).all(axis=1))
 
     @property
@@ -72,11 +85,11 @@ class Table:
         return max(len(runs) for runs in self.runs.values())
 
     def failed(self, method: str) -> int:
-        """How many of an method's runs failed."""
+        """Return the number of failed runs of a method."""
         return sum(result.method == method for result in self.failures)
 
     def without(self, method: str) -> Table:
-        """The table that is left when an method withdraws."""
+        """Return a copy of the table without one method."""
         stays = [name != method for name in self.methods]
         return Table(
             experiments=self.experiments,
@@ -88,25 +101,38 @@ class Table:
 
 
 def tabulate(results: Iterable[Result]) -> Table:
-    """Results as a table, in the order in which experiments and methods are first met.
+    """Arrange results in a table.
 
-    >>> table = tabulate([Result("cub", "a", 0, 60.0), Result("cub", "a", 1, 62.0), Result("cub", "b", 0, None, "NaN")])
-    >>> table.means
-    array([[61., nan]])
-    >>> table.failed("b"), bool(table.complete[0])
-    (1, False)
+    Args:
+        results: Runs, in any order.
+
+    Returns:
+        The table; experiments and methods are in order of first appearance.
+
+    Raises:
+        DataError: No results, or two with the same experiment, method and seed.
+
+    Example:
+        >>> table = tabulate(
+        ...     [Result("cub", "a", 0, 60.0), Result("cub", "a", 1, 62.0), Result("cub", "b", 0, None, "NaN")]
+        ... )
+        >>> table.means
+        array([[61., nan]])
+        >>> table.failed("b"), bool(table.complete[0])
+        (1, False)
     """
-    given = list(results)
-    if not given:
+    results = list(results)
+    if not results:
         raise DataError("A tournament needs results; got none.")
-    twice = [key for key, count in Counter((r.experiment, r.method, r.seed) for r in given).items() if count > 1]
-    if twice:
-        experiment, method, seed = twice[0]
+    counts = Counter((r.experiment, r.method, r.seed) for r in results)
+    duplicates = [key for key, count in counts.items() if count > 1]
+    if duplicates:
+        experiment, method, seed = duplicates[0]
         raise DataError(f"{experiment}, {method}, seed {seed}: given more than once. Give every run its own seed.")
-    experiments = tuple(dict.fromkeys(r.experiment for r in given))
-    methods = tuple(dict.fromkeys(r.method for r in given))
+    experiments = tuple(dict.fromkeys(r.experiment for r in results))
+    methods = tuple(dict.fromkeys(r.method for r in results))
     runs: dict[tuple[str, str], dict[int, float]] = {(e, k): {} for e in experiments for k in methods}
-    for result in given:
+    for result in results:
         if result.value is not None:
             runs[result.experiment, result.method][result.seed] = result.value
     means = np.full((len(experiments), len(methods)), np.nan)
@@ -114,29 +140,37 @@ def tabulate(results: Iterable[Result]) -> Table:
         for j, method in enumerate(methods):
             if values := runs[experiment, method].values():
                 means[i, j] = round(math.fsum(values) / len(values), DIGITS)
-    return Table(experiments, methods, means, runs, tuple(r for r in given if r.value is None))
+    return Table(experiments, methods, means, runs, tuple(r for r in results if r.value is None))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_results(path: Path) -> list[Result]:
-    """Results from a .csv file with a head, or a .json file that holds a list of objects.
+    """Read results from a .csv file with a header, or a .json file with a list of objects.
 
-    Columns: experiment, method, value; seed (0 if absent) and reason may be left out. No value means failed.
+    Args:
+        path: The file. Columns: experiment, method, value, and optionally seed (default 0) and reason. A row without
+            a value is a failed run.
+
+    Returns:
+        One result per row.
+
+    Raises:
+        DataError: The file cannot be read, or a column or value is invalid.
     """
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file. Give 'papers', or a .csv or .json file of results.")
+        raise DataError(f"{path}: no such file. Expected 'papers', the folder of a study, or a .csv or .json file.")
     if path.suffix.lower() not in {".csv", ".json"}:
         raise DataError(f"{path}: expected a .csv or .json file, got '{path.suffix}'.")
     try:
         text = path.read_text(encoding="utf-8-sig")
         rows = _json_rows(path, text) if path.suffix.lower() == ".json" else _csv_rows(path, text)
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}.") from None
+        raise DataError(f"{path}: not a valid {path.suffix[1:]} file: {error}.") from None
     if not rows:
-        raise DataError(f"{path}: there are no results in it.")
-    return [_result(f"{path}, {where}", row) for where, row in rows]
+        raise DataError(f"{path}: contains no results.")
+    return [_parse_row(f"{path}, {where}", row) for where, row in rows]
 
 
 def _csv_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
@@ -155,22 +189,22 @@ def _json_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
 
 
 def _check_columns(path: Path, names: Iterable[str]) -> None:
-    given = list(names)
-    for name in given:
+    names = list(names)
+    for name in names:
         if name not in COLUMNS:
-            hint = did_you_mean(name, COLUMNS) or f" There are: {', '.join(COLUMNS)}."
-            raise DataError(f"{path}: no column '{name}' is known.{hint}")
+            hint = did_you_mean(name, COLUMNS) or f" Known columns: {', '.join(COLUMNS)}."
+            raise DataError(f"{path}: unknown column '{name}'.{hint}")
     for name in ("experiment", "method", "value"):
-        if name not in given:
-            raise DataError(f"{path}: the column '{name}' is missing; found {', '.join(given) or 'none'}.")
+        if name not in names:
+            raise DataError(f"{path}: the column '{name}' is missing; found {', '.join(names) or 'none'}.")
 
 
-def _result(where: str, row: dict[Any, Any]) -> Result:
+def _parse_row(where: str, row: dict[Any, Any]) -> Result:
     if None in row:
-        raise DataError(f"{where}: more cells than the head has columns.")
+        raise DataError(f"{where}: more cells than the header has columns.")
     cells = {str(name): "" if cell is None else " ".join(str(cell).split()) for name, cell in row.items()}
-    value = _number(where, "value", cells["value"])
-    seed = _seed(where, cells.get("seed") or "0")
+    value = _parse_number(where, "value", cells["value"])
+    seed = _parse_seed(where, cells.get("seed") or "0")
     failed = value is None or not math.isfinite(value)
     reason = cells.get("reason") or (f"the value is {value}" if value is not None else "no reason given")
     try:
@@ -185,17 +219,17 @@ def _result(where: str, row: dict[Any, Any]) -> Result:
         raise DataError(f"{where}: {error}") from None
 
 
-def _seed(where: str, text: str) -> int:
+def _parse_seed(where: str, text: str) -> int:
     try:
-        return int(text)  # of any size; a fraction would round large ones
+        return int(text)  # not through float, which rounds large seeds
     except ValueError:
-        number = _number(where, "seed", text)
+        number = _parse_number(where, "seed", text)
     if number is None or not number.is_integer():
-        raise DataError(f"{where}: seed: expected a whole number, got '{text}'.")
+        raise DataError(f"{where}: seed: expected an integer, got '{text}'.")
     return int(number)
 
 
-def _number(where: str, column: str, text: str) -> float | None:
+def _parse_number(where: str, column: str, text: str) -> float | None:
     if not text:
         return None
     try:

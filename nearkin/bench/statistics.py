@@ -1,13 +1,13 @@
-"""The tests of a tournament, each a function of plain arrays.
+"""The statistical tests of a tournament, as functions of plain arrays.
 
-    average_ranks         1 for the highest of a row; equals share the mean of their places
-    friedman              is any method different from any other?  by shuffling, which also holds for few experiments
-    critical_difference   how far apart two mean ranks must lie (Nemenyi)
-    wilcoxon              do paired differences lean to one side?  exact, ties and all
-    holm                  many p-values made honest
-    experiments_needed    how many experiments would settle a pair
+    average_ranks         ranks by row, 1 for the highest; ties share the mean of their ranks
+    friedman              do any methods differ?  a permutation test, valid for few experiments too
+    critical_difference   minimum significant difference of two mean ranks (Nemenyi)
+    wilcoxon              are paired differences centred on zero?  exact, also with ties
+    holm                  correction of p-values for multiple comparisons
+    experiments_needed    number of experiments after which a difference would be significant
 
-What each means for a tournament, and what it assumes, is told in docs/tournament.md.
+docs/tournament.md explains what each means for a tournament and what it assumes.
 """
 
 from __future__ import annotations
@@ -24,107 +24,152 @@ from numpy.typing import NDArray
 from nearkin.errors import import_extra
 
 Floats = NDArray[np.float64]
-EXACT = 100  # pairs up to which every pattern of signs is counted; above, the normal curve is as good
-SHUFFLES = 10_000  # of ranks; up to as many ways of shuffling are counted one by one
+MAX_EXACT_PAIRS = 100  # above, Wilcoxon's test uses the normal approximation
+MAX_PERMUTATIONS = 10_000  # if there are more, Friedman's test samples this many
 POWER = 0.8
-MOST = 1000  # an estimate above this means: do not wait for it
-ARE = 3 / math.pi  # a signed-rank test needs 1/ARE as many pairs as a t-test when differences are normal
+MAX_EXPERIMENTS = 1000  # a larger estimate counts as infeasible
+ARE = 3 / math.pi  # asymptotic relative efficiency of the signed-rank test against the t-test, for normal differences
 
 
 def average_ranks(values: Floats) -> Floats:
-    """Ranks [E, K] of values [E, K] by row: 1 for the highest, the mean of their places for equals, NaN for NaN.
+    """Rank values by row.
 
-    >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
-    array([[2.5, 1. , 2.5, nan]])
+    Args:
+        values: [E, K] scores, higher is better; NaN is not ranked.
+
+    Returns:
+        [E, K] ranks, 1 for the highest; ties share the mean of their ranks, NaN stays NaN.
+
+    Example:
+        >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
+        array([[2.5, 1. , 2.5, nan]])
     """
-    mine, other = values[:, :, None], values[:, None, :]
-    higher, equal = (other > mine).sum(2), (other == mine).sum(2)
+    value, other = values[:, :, None], values[:, None, :]
+    higher, equal = (other > value).sum(2), (other == value).sum(2)
     return np.where(np.isnan(values), np.nan, higher + (equal + 1) / 2)
 
 
 @dataclass(frozen=True)
 class Friedman:
-    """Whether ranks differ at all between methods."""
+    """Result of Friedman's test.
+
+    Attributes:
+        chi_squared: The statistic, corrected for ties.
+        p_value: By permutation of the ranks within each experiment: valid for any number of experiments.
+        chi_squared_p_value: By the chi-squared approximation, as usually reported; inaccurate for few experiments.
+        experiments: Number of experiments.
+        methods: Number of methods.
+    """
 
     chi_squared: float
     p_value: float
-    """How often ranks shuffled within each experiment differ as much: right for any number of experiments."""
-    curve_p_value: float
-    """By the chi-squared curve, as usually printed: for few experiments too cautious or too bold."""
+    chi_squared_p_value: float
     experiments: int
     methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
-    """Friedman's test on complete ranks [E, K], corrected for ties."""
+    """Test whether any methods differ (Friedman's test, corrected for ties).
+
+    Args:
+        ranks: [E, K] ranks without NaN; at least two experiments and two methods.
+
+    Returns:
+        The statistic and its p-values.
+    """
     n, k = ranks.shape
     assert min(n, k) >= 2
     assert not np.isnan(ranks).any()
     stats = import_extra("scipy.stats", extra="bench")
-    between = float(_spread(ranks))
+    between = float(_rank_sum_spread(ranks))
     within = float((ranks**2).sum()) - n * k * (k + 1) ** 2 / 4
-    if within == 0:  # all methods equal in every experiment
+    if within == 0:  # all methods tie in every experiment
         return Friedman(0.0, 1.0, 1.0, n, k)
     chi = (k - 1) * between / within
-    # Shuffling leaves `within` as it is, so that the spread of the rank sums orders the draws as chi-squared does.
-    as_far = np.concatenate([_spread(draw) >= between - 1e-6 for draw in _shuffled(ranks)])
-    drawn = math.factorial(k) ** (n - 1) > SHUFFLES
+    # Permutation does not change `within`, so the spread of the rank sums orders permutations as chi-squared does.
+    as_extreme = np.concatenate([_rank_sum_spread(block) >= between - 1e-6 for block in _permuted_ranks(ranks)])
+    sampled = math.factorial(k) ** (n - 1) > MAX_PERMUTATIONS
     return Friedman(
         chi_squared=chi,
-        p_value=float((as_far.sum() + drawn) / (len(as_far) + drawn)),  # of draws, what was seen is one
-        curve_p_value=float(stats.chi2.sf(chi, k - 1)),
+        p_value=float((as_extreme.sum() + sampled) / (len(as_extreme) + sampled)),  # the observed ranks count as one
+        chi_squared_p_value=float(stats.chi2.sf(chi, k - 1)),
         experiments=n,
         methods=k,
     )
 
 
-def _spread(ranks: Floats) -> Floats:
-    """How far the rank sums of ranks [..., E, K] lie from each other: the sum of squares about their mean."""
+def _rank_sum_spread(ranks: Floats) -> Floats:
+    """Sum of squared deviations of the rank sums of ranks [..., E, K] from their mean."""
     sums: Floats = ranks.sum(-2)
     spread: Floats = np.square(sums - sums.mean(-1, keepdims=True)).sum(-1)
     return spread
 
 
-def _shuffled(ranks: Floats) -> Iterator[Floats]:
-    """Blocks [B, E, K] of ranks shuffled within experiments: every way where they are few, else draws of a fixed seed.
+def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
+    """Yield blocks [B, E, K] of ranks permuted within experiments: all permutations if few, else a seeded sample.
 
-    The first experiment stays as it is: only how the others lie to it counts.
+    When enumerating, the first experiment stays fixed: only permutations relative to it matter.
     """
     n, k = ranks.shape
-    if math.factorial(k) ** (n - 1) <= SHUFFLES:
+    if math.factorial(k) ** (n - 1) <= MAX_PERMUTATIONS:
         orders = np.array(list(itertools.permutations(range(k))))
         for chosen in itertools.product(orders, repeat=n - 1):
             yield np.vstack([ranks[:1], np.take_along_axis(ranks[1:], np.array(chosen), 1)])[None]
         return
-    random = np.random.default_rng(0)
-    for _ in range(SHUFFLES // 1000):
-        yield random.permuted(np.broadcast_to(ranks, (1000, n, k)), axis=2)
+    rng = np.random.default_rng(0)
+    for _ in range(MAX_PERMUTATIONS // 1000):
+        yield rng.permuted(np.broadcast_to(ranks, (1000, n, k)), axis=2)
 
 
 def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> float:
-    """Nemenyi's critical difference: mean ranks that lie nearer to each other cannot be told apart."""
+    """Compute Nemenyi's critical difference.
+
+    Args:
+        methods: Number of methods.
+        experiments: Number of experiments.
+        alpha: Significance level, for all pairs together.
+
+    Returns:
+        The difference of two mean ranks from which they differ significantly.
+    """
     stats = import_extra("scipy.stats", extra="bench")
     return float(stats.studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
-    """p-values [K, K] of Nemenyi's test for every pair of mean ranks [K]."""
+    """Compute the p-values of Nemenyi's test.
+
+    Args:
+        mean_ranks: [K] mean ranks.
+        experiments: Number of experiments.
+
+    Returns:
+        [K, K] p-values, for all pairs together.
+    """
     stats = import_extra("scipy.stats", extra="bench")
     k = len(mean_ranks)
-    apart = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
-    return np.clip(np.asarray(stats.studentized_range.sf(apart, k, math.inf), dtype=np.float64), 0.0, 1.0)
+    distances = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
+    return np.clip(np.asarray(stats.studentized_range.sf(distances, k, math.inf), dtype=np.float64), 0.0, 1.0)
 
 
 def _rank_error(k: int, n: int) -> float:
-    """The standard error of one mean rank of k methods over n experiments, were all methods equal."""
+    """Standard error of a mean rank of k methods over n experiments under the null hypothesis."""
     return math.sqrt(k * (k + 1) / (12 * n))
 
 
-def together(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
-    """Groups that cannot be told apart, as first and last place in ascending mean ranks; none inside another.
+def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
+    """Find the maximal groups of methods without a significant difference: the bars of the diagram.
 
-    >>> together(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
-    [(0, 2)]
+    Args:
+        mean_ranks: [K] mean ranks in ascending order.
+        critical: The critical difference.
+
+    Returns:
+        First and last index of each group; none lies inside another.
+
+    Example:
+        >>> nemenyi_groups(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
+        [(0, 2)]
     """
     assert (np.diff(mean_ranks) >= 0).all()
     groups: list[tuple[int, int]] = []
@@ -137,7 +182,13 @@ def together(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SignedRanks:
-    """Wilcoxon's signed-rank test: `lean` in [-1, 1] is the share of the ranks for the first minus that against it."""
+    """Result of Wilcoxon's signed-rank test.
+
+    Attributes:
+        p_value: Two-sided.
+        lean: Rank-biserial correlation in [-1, 1]: share of the ranks in favour minus share against.
+        pairs: Number of differences other than zero.
+    """
 
     p_value: float
     lean: float
@@ -145,71 +196,110 @@ class SignedRanks:
 
 
 def wilcoxon(differences: Floats) -> SignedRanks:
-    """Two-sided; zero differences are dropped, equal sizes share their ranks.
+    """Test whether paired differences are centred on zero (Wilcoxon's signed-rank test, two-sided).
 
-    Up to 100 pairs the p-value is exact, ties or not: the share of all patterns of signs whose sum of ranks lies as far
-    from even as the one seen. Above, the normal curve with the variance of the ranks that are there.
+    Up to 100 pairs the p-value is exact, also with ties: the share of all sign patterns whose rank sum is at least as
+    extreme. Above, the normal approximation with the variance of the observed ranks.
+
+    Args:
+        differences: [N] paired differences; zeros are dropped, ties share their ranks.
+
+    Returns:
+        The p-value and the direction.
     """
-    known = differences[differences != 0]
-    if not len(known):
+    nonzero = differences[differences != 0]
+    n = len(nonzero)
+    if not n:
         return SignedRanks(1.0, 0.0, 0)
-    doubled = 2 * (len(known) + 1 - average_ranks(np.abs(known)[None])[0])  # whole numbers, 2 for the smallest
+    doubled = 2 * (n + 1 - average_ranks(np.abs(nonzero)[None])[0])  # doubled ranks are integers; 2 for the smallest
     total = float(doubled.sum())
-    away = abs(2 * float(doubled[known > 0].sum()) - total)  # twice the distance of the sum from even
-    lean = float((np.sign(known) * doubled).sum() / total)
-    if len(known) > EXACT:
-        p = 2 * NormalDist().cdf(-away / math.sqrt(float((doubled**2).sum())))
-        return SignedRanks(min(1.0, p), lean, len(known))
-    chance = np.ones(1)  # chance[s]: of the doubled positive ranks adding up to s
+    distance = abs(2 * float(doubled[nonzero > 0].sum()) - total)  # twice the distance of the sum from its mean
+    lean = float((np.sign(nonzero) * doubled).sum() / total)
+    if n > MAX_EXACT_PAIRS:
+        p = 2 * NormalDist().cdf(-distance / math.sqrt(float((doubled**2).sum())))
+        return SignedRanks(min(1.0, p), lean, n)
+    probability = np.ones(1)  # probability[s]: that the doubled positive ranks sum to s
     for rank in doubled.astype(np.int64):
-        longer = np.zeros(len(chance) + rank)
-        longer[: len(chance)] += chance / 2
-        longer[rank:] += chance / 2
-        chance = longer
-    far = np.abs(2 * np.arange(len(chance)) - total) >= away
-    return SignedRanks(min(1.0, float(chance[far].sum())), lean, len(known))
+        longer = np.zeros(len(probability) + rank)
+        longer[: len(probability)] += probability / 2
+        longer[rank:] += probability / 2
+        probability = longer
+    as_extreme = np.abs(2 * np.arange(len(probability)) - total) >= distance
+    return SignedRanks(min(1.0, float(probability[as_extreme].sum())), lean, n)
 
 
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
-    """Holm's adjusted p-values, and the share of alpha that each raw one had to stay below.
+    """Correct p-values for multiple comparisons (Holm).
 
-    >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
-    [0.03, 0.06, 0.06]
+    Args:
+        p_values: [M] raw p-values.
+
+    Returns:
+        [M] adjusted p-values, and [M] the share of alpha that each raw p-value is compared with.
+
+    Example:
+        >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
+        [0.03, 0.06, 0.06]
     """
     m = len(p_values)
     order = np.argsort(p_values, kind="stable")
-    times = m - np.arange(m)
+    factors = m - np.arange(m)
     adjusted, share = np.empty(m), np.empty(m)
-    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p_values[order] * times))
-    share[order] = 1 / times
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p_values[order] * factors))
+    share[order] = 1 / factors
     return adjusted, share
 
 
 def min_experiments(level: float) -> int:
-    """The fewest pairs with which a two-sided signed-rank test can reach a level at all.
+    """Return the smallest number of pairs with which a two-sided signed-rank test can reach a level at all.
 
-    >>> min_experiments(0.05), min_experiments(0.05 / 45)
-    (6, 11)
+    Args:
+        level: Significance level.
+
+    Returns:
+        The number of pairs.
+
+    Example:
+        >>> min_experiments(0.05), min_experiments(0.05 / 45)
+        (6, 11)
     """
     return math.ceil(1 - math.log2(level) - 1e-9)
 
 
-def experiments_needed(mean: float, deviation: float, level: float, power: float = POWER) -> int | None:
-    """Pairs with which a signed-rank test at `level` would find this mean difference with probability `power`.
+def experiments_needed(mean: float, std: float, level: float, power: float = POWER) -> int | None:
+    """Estimate the number of pairs at which a signed-rank test would find a mean difference significant.
 
-    Assumes that further differences are normal with the mean and deviation seen so far. Then
-    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / deviation and z, z' belong to the level and the power;
-    never fewer than can reach the level. None if it is above a thousand, or if the mean is 0: no number would do.
+    Assumes that further differences are normal with the observed mean and standard deviation. Then
+    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power.
+
+    Args:
+        mean: Observed mean difference.
+        std: Observed standard deviation of the differences.
+        level: Significance level.
+        power: Probability of reaching the level.
+
+    Returns:
+        The number of pairs, at least `min_experiments(level)`; None if it exceeds 1000 or the mean is 0.
     """
     if mean == 0:
         return None
-    z, more = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
-    n = (((z + more) * deviation / mean) ** 2 + z**2 / 2) / ARE if deviation > 0 else 0.0
-    return max(min_experiments(level), math.ceil(n)) if n <= MOST else None
+    z_level, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
+    n = (((z_level + z_power) * std / mean) ** 2 + z_level**2 / 2) / ARE if std > 0 else 0.0
+    return max(min_experiments(level), math.ceil(n)) if n <= MAX_EXPERIMENTS else None
 
 
-def deviation_allowed(mean: float, pairs: int, level: float, power: float = POWER) -> float:
-    """The same equation solved for the deviation: what `pairs` pairs can bear. 0 if they cannot reach the level."""
-    z, more = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
-    room = pairs * ARE - z**2 / 2
-    return abs(mean) * math.sqrt(room) / (z + more) if room > 0 and pairs >= min_experiments(level) else 0.0
+def max_std(mean: float, pairs: int, level: float, power: float = POWER) -> float:
+    """Solve the equation of `experiments_needed` for the standard deviation.
+
+    Args:
+        mean: Mean difference.
+        pairs: Number of pairs.
+        level: Significance level.
+        power: Probability of reaching the level.
+
+    Returns:
+        The largest standard deviation at which `pairs` pairs suffice; 0 if they cannot reach the level.
+    """
+    z_level, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
+    room = pairs * ARE - z_level**2 / 2
+    return abs(mean) * math.sqrt(room) / (z_level + z_power) if room > 0 and pairs >= min_experiments(level) else 0.0

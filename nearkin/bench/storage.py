@@ -1,8 +1,8 @@
-"""What the workers of a search share: Optuna's storage, and claims that a killed worker gives up by itself.
+"""State shared by the workers of a search: Optuna's storage, and locks that are released when a worker dies.
 
-On one machine both lie in a journal file and in locked files beside it; on many they lie in a PostgreSQL database,
-where a claim is an advisory lock of the worker's own connection. Optuna's heartbeats are not used: they know only of
-its databases, take a slow worker for a dead one, and turn one trial into two, so that a budget would not hold exactly.
+On one machine these are a journal file and lock files next to it; on several, a PostgreSQL database with advisory locks
+of each worker's connection. Optuna's heartbeats are not used: they only support its databases, mistake a slow worker
+for a dead one, and run a trial twice, so that the budget would not be exact.
 """
 
 from __future__ import annotations
@@ -22,36 +22,49 @@ from nearkin.errors import ConfigError, RunError, import_extra
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-_OPENING = b'{"op_code":'  # of each line of a journal
-# So that the server notices within a minute that a machine is gone, instead of after two hours.
+_JOURNAL_PREFIX = b'{"op_code":'  # start of each line of a journal
+# The server then notices a lost machine within a minute instead of two hours.
 _KEEP_ALIVE = "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What a worker has of it.
+class SharedStorage:
+    """A worker's connection to the shared state.
 
-    storage   Optuna's
-    claim     claim(what, wait) is a context that says whether `what` is ours until it ends; with wait it will be
-    check     refuses to go on where claims may have been lost
+    Attributes:
+        storage: Optuna's storage.
+        lock: `lock(name, wait)` is a context manager that returns whether this worker has the lock; with `wait` it
+            blocks until it does.
+        check: Raises if locks may have been lost.
     """
 
     storage: BaseStorage
-    claim: Callable[[str, bool], AbstractContextManager[bool]]
+    lock: Callable[[str, bool], AbstractContextManager[bool]]
     check: Callable[[], object]
 
 
-def address_of(storage: str | None, out: Path) -> str:
-    """Where the search is kept: a PostgreSQL address as SQLAlchemy reads it, or the path of a journal file."""
+def storage_address(storage: str | None, out: Path) -> str:
+    """Resolve --storage.
+
+    Args:
+        storage: A PostgreSQL URL or the path of a journal file; by default a journal in `out`.
+        out: Folder of the search.
+
+    Returns:
+        A PostgreSQL URL as SQLAlchemy reads it, or an absolute path.
+
+    Raises:
+        ConfigError: Unsupported or malformed URL.
+    """
     if storage is None:
         return str((out / "search.journal").resolve())
-    scheme, found, rest = storage.partition("://")
-    if not found:
+    scheme, separator, rest = storage.partition("://")
+    if not separator:
         return str(Path(storage).resolve())
     if scheme not in ("postgresql", "postgresql+psycopg"):
         raise ConfigError(
-            f"--storage: '{scheme}://' is not supported. Give postgresql+psycopg://USER@HOST/DATABASE for several "
-            f"machines, or the path of a journal file for one."
+            f"--storage: '{scheme}://' is not supported. Use postgresql+psycopg://USER@HOST/DATABASE for several "
+            "machines, or the path of a journal file for one."
         )
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
@@ -59,72 +72,84 @@ def address_of(storage: str | None, out: Path) -> str:
     try:
         url = make_url(f"postgresql+psycopg://{rest}")
     except (ArgumentError, ValueError) as error:
-        raise ConfigError(f"--storage: not a database address ({error}).") from None
+        raise ConfigError(f"--storage: not a valid database URL ({error}).") from None
     if not url.database:
-        raise ConfigError("--storage: the address names no database: postgresql+psycopg://USER@HOST/DATABASE.")
+        raise ConfigError("--storage: the URL names no database. Expected postgresql+psycopg://USER@HOST/DATABASE.")
     return url.render_as_string(hide_password=False)
 
 
 def is_database(address: str) -> bool:
+    """Return whether an address of `storage_address` is a database."""
     return "://" in address
 
 
 @contextmanager
-def open_shared(address: str) -> Iterator[Shared]:
-    """The storage at an address of `address_of`, made if it is not there yet."""
+def open_storage(address: str) -> Iterator[SharedStorage]:
+    """Open the storage of a search; create it if it does not exist.
+
+    Args:
+        address: From `storage_address`.
+
+    Yields:
+        The storage, until the block ends.
+
+    Raises:
+        ConfigError: The database cannot be reached.
+        RunError: The journal cannot be used, or the connection was lost.
+    """
     optuna: Any = import_extra("optuna", "bench")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with (_postgres if is_database(address) else _journal)(address) as shared:
-        yield shared
+    with (_postgres if is_database(address) else _journal)(address) as opened:
+        yield opened
 
 
 @contextmanager
-def _journal(address: str) -> Iterator[Shared]:
+def _journal(address: str) -> Iterator[SharedStorage]:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     path = Path(address)
     locks = path.with_name(f"{path.name}.locks")
 
-    def claim(what: str, wait: bool = False) -> AbstractContextManager[bool]:
-        return file_lock(locks / what.replace("/", "-"), wait=wait)
+    def lock(name: str, wait: bool = False) -> AbstractContextManager[bool]:
+        return file_lock(locks / name.replace("/", "-"), wait=wait)
 
     try:
-        if path.exists() and _start_of(path) not in (b"", _OPENING):
-            raise ValueError("it holds something else")  # before anything of it is mended
+        if path.exists() and _read_prefix(path) not in (b"", _JOURNAL_PREFIX):
+            raise ValueError("unexpected content")  # before the lock repairs it
         locks.mkdir(parents=True, exist_ok=True)
-        lock: Any = _JournalLock(path, locks / "journal")
-        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+        journal_lock: Any = _JournalLock(path, locks / "journal")
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=journal_lock))
     except OSError as error:
-        raise RunError(f"{path}: cannot keep the search there ({error.strerror}). Choose another --out.") from None
+        raise RunError(f"{path}: cannot store the search there ({error.strerror}). Choose another --out.") from None
     except (ValueError, KeyError) as error:  # not a journal, or damaged
-        raise RunError(f"{path}: not a journal of a search ({error}). Choose another --storage.") from None
-    yield Shared(storage, claim, check=lambda: None)  # the kernel keeps locks as long as the process lives
+        raise RunError(f"{path}: not the journal of a search ({error}). Choose another --storage.") from None
+    yield SharedStorage(storage, lock, check=lambda: None)  # file locks last as long as the process
 
 
-def _start_of(path: Path) -> bytes:
+def _read_prefix(path: Path) -> bytes:
     with open(path, "rb") as file:
-        return file.read(len(_OPENING))
+        return file.read(len(_JOURNAL_PREFIX))
 
 
 class _JournalLock:
-    """Optuna's own lock is a file that a killed process leaves behind for half a minute; this one goes with it."""
+    """A lock that is released with its process; Optuna's own outlives a killed process by half a minute."""
 
     def __init__(self, journal: Path, lock: Path) -> None:
         self._journal, self._lock = journal, lock
-        self._held = -1
+        self._descriptor = -1
 
     def acquire(self) -> bool:
-        self._held = os.open(self._lock, os.O_CREAT | os.O_WRONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-        self._mend()
+        self._descriptor = os.open(self._lock, os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self._drop_partial_line()
         return True
 
     def release(self) -> None:
-        os.close(self._held)
+        os.close(self._descriptor)
 
-    def _mend(self) -> None:
-        """Drop the last line if its writer was killed within it: the next one would be glued to it."""
+    def _drop_partial_line(self) -> None:
+        """Drop an incomplete last line, left by a killed writer: the next line would be appended to it."""
         with open(self._journal, "rb+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
@@ -134,7 +159,7 @@ class _JournalLock:
 
 
 @contextmanager
-def _postgres(address: str) -> Iterator[Shared]:
+def _postgres(address: str) -> Iterator[SharedStorage]:
     psycopg: Any = import_extra("psycopg", "bench")
     from optuna.exceptions import StorageInternalError
     from optuna.storages import RDBStorage, get_storage
@@ -148,37 +173,37 @@ def _postgres(address: str) -> Iterator[Shared]:
     except psycopg.Error as error:
         raise ConfigError(
             f"--storage {shown}: cannot be reached ({' '.join(str(error).split())}).\n"
-            "Check the address, and the password in PGPASSWORD or ~/.pgpass."
+            "Check the URL, and the password in PGPASSWORD or ~/.pgpass."
         ) from None
 
     @contextmanager
-    def claim(what: str, wait: bool = False) -> Iterator[bool]:
-        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], signed=True)
-        ask = "pg_advisory_lock" if wait else "pg_try_advisory_lock"
-        mine = connection.execute(f"SELECT {ask}(%s)", (number,)).fetchone()[0] is not False
+    def lock(name: str, wait: bool = False) -> Iterator[bool]:
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+        function = "pg_advisory_lock" if wait else "pg_try_advisory_lock"
+        acquired = connection.execute(f"SELECT {function}(%s)", (key,)).fetchone()[0] is not False
         try:
-            yield mine
+            yield acquired
         finally:
-            if mine and not connection.closed:
-                connection.execute("SELECT pg_advisory_unlock(%s)", (number,))
+            if acquired and not connection.closed:
+                connection.execute("SELECT pg_advisory_unlock(%s)", (key,))
 
     with connection:
         try:
-            with claim("nearkin tables", True):  # two that make the tables at once would stumble over each other
-                storage = get_storage(RDBStorage(address))  # the one that studies will use too, with its cache
+            with lock("nearkin tables", True):  # two workers that create the tables at once would fail
+                storage = get_storage(RDBStorage(address))  # wraps it in the cache that studies use
             try:
-                yield Shared(storage, claim, check=lambda: connection.execute("SELECT 1"))
+                yield SharedStorage(storage, lock, check=lambda: connection.execute("SELECT 1"))
             finally:
                 storage.remove_session()
         except (psycopg.Error, SQLAlchemyError, StorageInternalError) as error:
             raise RunError(
                 f"--storage {shown}: the connection was lost ({' '.join(str(error).split())[:200]}).\n"
-                "The same command goes on where this one stopped."
+                "Run the same command again to resume."
             ) from None
 
 
 def without_password(address: str) -> str:
-    """The address as it may be printed; the password then comes from PGPASSWORD or ~/.pgpass."""
+    """Return an address without its password, for printing; the password can come from PGPASSWORD or ~/.pgpass."""
     if not is_database(address):
         return address
     from sqlalchemy.engine import URL, make_url

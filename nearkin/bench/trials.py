@@ -1,13 +1,13 @@
-"""Running a study: any number of workers take trials from one folder, and nothing is lost or done twice.
+"""Run a study: any number of workers take trials from one folder; no trial is lost or run twice.
 
-    STUDY/study.toml          what is to be done
-    STUDY/trials/ID.json      one outcome each, written last: its existence means done (or failed, with the reason)
-    STUDY/trials/ID.lock      held by the worker that runs the trial; a killed worker lets go by itself
-    STUDY/trials/ID.begun     what lay in RUNS before: of those runs nothing is ever deleted
-    RUNS/<key>/               the run folders, which studies share
+    STUDY/study.toml          the study
+    STUDY/trials/ID.json      the outcome of a trial, written last: its existence means done or failed
+    STUDY/trials/ID.lock      locked by the worker that runs the trial; released when the worker dies
+    STUDY/trials/ID.begun     the run folders that existed before; the study never deletes anything of theirs
+    RUNS/<key>/               the run folders, shared by studies
 
-There is no queue and no master: a worker walks the plan, skips what has an outcome, takes what nobody holds, and waits
-for the rest in case its holder dies. A trial that was cut off goes on from its checkpoint with the same numbers.
+There is no queue and no coordinator: a worker walks the plan, skips trials with an outcome, runs those it can lock, and
+waits for the rest in case their worker dies. An interrupted trial resumes from its checkpoint with the same results.
 """
 
 from __future__ import annotations
@@ -30,50 +30,69 @@ from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, DataError, MissingExtraError, RunBusyError, RunError, TrainingFailedError
 from nearkin.training.run import Run
 
-WAIT = 0.5  # seconds between looks at trials that other workers hold
+POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial."""
+    """The outcome of a trial.
+
+    Attributes:
+        id: Id of the trial.
+        status: "done" or "failed".
+        reason: Why it failed.
+        run: Absolute path of the evaluated run folder.
+        test: Metric -> mean on the test classes, as a fraction.
+        intervals: Metric -> 95 % interval over test classes.
+        yardstick: Baseline -> R@1 on the test classes before training.
+        val: R@1 on the validation classes at the chosen epoch.
+        epoch: The chosen epoch.
+        seconds: Run time including loading and evaluation; for a resumed trial only since it was resumed.
+        label: The protocol label.
+    """
 
     id: str
     status: str
-    """done or failed."""
     reason: str | None = None
-    """Why it failed."""
     run: str | None = None
-    """The run folder that was judged, as an absolute path."""
     test: dict[str, float] | None = None
-    """Metrics on the test classes, as shares."""
     intervals: dict[str, list[float]] | None = None
-    """Their 95 % intervals over classes."""
     yardstick: dict[str, float] | None = None
-    """R@1 on the test classes of what training started from, by name."""
     val: float | None = None
-    """R@1 on the validation classes, at the chosen epoch."""
     epoch: int | None = None
     seconds: float = 0.0
-    """Of this trial, reading and judging included; only of its last sitting if it was cut off."""
     label: str = ""
 
 
 @dataclass(frozen=True)
 class StartedTrial:
-    """What a trial found when it was first begun; tells the runs that it made from those of others."""
+    """A record made when a trial first starts, to distinguish the run that it creates from existing ones.
+
+    Attributes:
+        command: The command line of the worker.
+        runs: Names of the run folders that existed.
+    """
 
     command: list[str]
     runs: list[str]
-    """Names of the run folders that were there."""
 
     @staticmethod
-    def note(file: Path, runs: Path) -> StartedTrial:
-        """Written down once, so that a trial that was cut off still knows its own run."""
+    def record(file: Path, runs: Path) -> StartedTrial:
+        """Write the record, or read it if the trial is resumed.
+
+        Args:
+            file: The .begun file of the trial.
+            runs: Folder of the run folders.
+
+        Returns:
+            The record.
+        """
         if not file.exists():
             atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
         return StartedTrial(**json.loads(file.read_text(encoding="utf-8")))
 
-    def made(self, run: Run) -> bool:
+    def created(self, run: Run) -> bool:
+        """Return whether this trial created a run."""
         try:
             environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -82,7 +101,15 @@ class StartedTrial:
 
 
 class StudyFolder:
-    """The folder of a study."""
+    """The folder of a study: its plan and its outcomes.
+
+    Args:
+        path: The folder.
+        study: The study.
+
+    Attributes:
+        trials: Every trial of the study.
+    """
 
     def __init__(self, path: Path, study: Study) -> None:
         self.path, self.study = path, study
@@ -90,41 +117,76 @@ class StudyFolder:
 
     @staticmethod
     def begin(path: Path, study: Study) -> StudyFolder:
-        """Make the folder, or go on with it; another study under the same name is refused."""
-        study = study.below(Path.cwd())  # workers read it from its own folder
-        for trial in (folder := StudyFolder(path, study)).trials:
+        """Create the folder of a study, or continue with an existing one.
+
+        Args:
+            path: The folder.
+            study: The study; it may extend the one in the folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: A setting is invalid, or the folder has outcomes that are not part of this study.
+            RunError: The folder cannot be written.
+        """
+        study = study.resolve_paths(Path.cwd())  # workers read it from another folder
+        folder = StudyFolder(path, study)
+        for trial in folder.trials:
             _check(trial)
-        stored = path / "study.toml"
+        study_file = path / "study.toml"
         text = study.to_toml()
         try:
             (path / "trials").mkdir(parents=True, exist_ok=True)
-            if not stored.exists():
-                atomic_write(stored, text)
+            if not study_file.exists():
+                atomic_write(study_file, text)
         except OSError as error:
-            raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another place with --out.") from None
-        before = StudyFolder.open(path)
-        gone = {trial.id for trial in before.trials} - {trial.id for trial in folder.trials}
-        if gone and any((path / "trials" / f"{id}.json").exists() for id in gone):
-            if left_out := study.leaves_out(before.study):
+            raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
+        previous = StudyFolder.open(path)
+        removed = {trial.id for trial in previous.trials} - {trial.id for trial in folder.trials}
+        if any((path / "trials" / f"{id}.json").exists() for id in removed):
+            if dropped := study.dropped_from(previous.study):
                 raise ConfigError(
-                    f"{path}: its study also has {left_out}, and outcomes that would be left out. "
-                    "Name those as well (or give no flag), or give another folder with --out."
+                    f"{path}: its study also has {dropped}, with outcomes that would be dropped. "
+                    "Include them (or omit the flag), or choose another folder with --out."
                 )
             raise ConfigError(
-                f"{path}: holds outcomes of another study '{before.study.name}' that this one has not. "
-                "Give another folder with --out."
+                f"{path}: contains outcomes of another study '{previous.study.name}' that are not part of this one. "
+                "Choose another folder with --out."
             )
-        atomic_write(stored, text)
+        atomic_write(study_file, text)
         return folder
 
     @staticmethod
     def open(path: str | Path) -> StudyFolder:
+        """Open the folder of an existing study.
+
+        Args:
+            path: The folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RunError: There is no study in it.
+        """
         path = Path(path)
         if not (path / "study.toml").exists():
-            raise RunError(f"{path}: not the folder of a study (it holds no study.toml). Begin one: nearkin bench run.")
+            raise RunError(f"{path}: not the folder of a study (no study.toml). Start one with: nearkin bench run.")
         return StudyFolder(path, Study.from_toml(path / "study.toml"))
 
     def outcome(self, trial: Trial) -> Outcome | None:
+        """Read the outcome of a trial.
+
+        Args:
+            trial: A trial of the study.
+
+        Returns:
+            The outcome; None if the trial is not finished.
+
+        Raises:
+            RunError: The file cannot be read.
+        """
         file = self.path / "trials" / f"{trial.id}.json"
         try:
             return Outcome(**json.loads(file.read_text(encoding="utf-8")))
@@ -134,41 +196,49 @@ class StudyFolder:
             raise RunError(f"{file}: cannot be read ({error}). Remove the file to run the trial again.") from None
 
     def outcomes(self) -> dict[str, Outcome]:
-        """By the trial's id; what is not done yet is absent."""
-        found = {trial.id: self.outcome(trial) for trial in self.trials}
-        return {id: outcome for id, outcome in found.items() if outcome is not None}
+        """Return all outcomes by trial id; unfinished trials are absent."""
+        outcomes = {trial.id: self.outcome(trial) for trial in self.trials}
+        return {id: outcome for id, outcome in outcomes.items() if outcome is not None}
 
     def write(self, trial: Trial, outcome: Outcome) -> None:
+        """Store the outcome of a trial."""
         atomic_write(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
         if outcome.status == "done":
             (self.path / "trials" / f"{trial.id}.begun").unlink(missing_ok=True)
 
     def forget_failures(self) -> int:
-        """Let trials that failed run again; how many there are."""
+        """Delete the outcomes of failed trials, so that they run again; return how many."""
         failed = [id for id, outcome in self.outcomes().items() if outcome.status == "failed"]
         for id in failed:
             (self.path / "trials" / f"{id}.json").unlink(missing_ok=True)
         return len(failed)
 
     def running(self) -> set[str]:
-        """Ids of trials that some process holds right now."""
-        taken = set()
+        """Return the ids of the trials that some process is running."""
+        running = set()
         for lock in (self.path / "trials").glob("*.lock"):
-            with open(lock, "rb") as file:  # only looked at: a worker is not disturbed, and a reader may not write here
+            with open(lock, "rb") as file:  # read-only and shared: works without write access, does not block workers
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    taken.add(lock.stem)
-        return taken
+                    running.add(lock.stem)
+        return running
 
     @contextmanager
     def claim(self, trial: Trial) -> Iterator[bool]:
-        """Whether the trial is ours to run; while it is, nobody else's."""
-        with file_lock(self.path / "trials" / f"{trial.id}.lock") as ours:
-            yield ours and self.outcome(trial) is None
+        """Try to lock a trial.
+
+        Args:
+            trial: A trial of the study.
+
+        Yields:
+            Whether the caller should run it: it has the lock, and there is no outcome yet.
+        """
+        with file_lock(self.path / "trials" / f"{trial.id}.lock") as locked:
+            yield locked and self.outcome(trial) is None
 
     def results(self) -> list[Result]:
-        """For a tournament, in percent; trials that are not done are left out, failed ones carry their reason."""
+        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
         rows, metric = [], self.study.metric
         outcomes = self.outcomes()
         for trial in self.trials:
@@ -176,59 +246,85 @@ class StudyFolder:
             if outcome is None:
                 continue
             value = None if outcome.test is None else 100 * outcome.test[metric]
-            rows.append(Result(trial.experiment, trial.method, trial.draw, value, outcome.reason))
+            rows.append(Result(trial.experiment, trial.method, trial.replicate, value, outcome.reason))
         return rows
 
 
 def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
-    """Take trials until every one has an outcome; how many this worker did."""
+    """Run trials until every one has an outcome.
+
+    Args:
+        folder: The study.
+        runs: Folder of the run folders.
+        device: Device to train on.
+        reporter: Unused; the parent process reports progress.
+
+    Returns:
+        The number of trials that this worker ran.
+
+    Raises:
+        UserError: An error that would stop every trial: no data, no disk space, no device, a missing package.
+    """
     from nearkin.training.factory import choose_device
 
-    choose_device(device)  # one that is not there is no trial's fault
-    did = 0
+    choose_device(device)  # fail here rather than in every trial
+    finished = 0
     while True:
-        left = [trial for trial in folder.trials if folder.outcome(trial) is None]
-        if not left:
-            return did
-        before = did
-        for trial in left:
-            with folder.claim(trial) as ours:
-                if not ours:
+        remaining = [trial for trial in folder.trials if folder.outcome(trial) is None]
+        if not remaining:
+            return finished
+        before = finished
+        for trial in remaining:
+            with folder.claim(trial) as claimed:
+                if not claimed:
                     continue
                 try:
                     folder.write(trial, run_trial(trial, folder, runs, device))
                 except RunBusyError:
-                    continue  # the same run, as part of another study
-                did += 1
-        if did == before:
-            time.sleep(WAIT)
+                    continue  # another study is training the same run
+                finished += 1
+        if finished == before:
+            time.sleep(POLL_INTERVAL)
 
 
 def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Outcome:
-    """Train and judge one trial. What is its own fault becomes its outcome; what would stop every trial is raised."""
-    began = time.monotonic()
+    """Train and evaluate one trial.
+
+    Args:
+        trial: The trial.
+        folder: The study.
+        runs: Folder of the run folders.
+        device: Device to train on.
+
+    Returns:
+        The outcome. Errors of this trial make it "failed".
+
+    Raises:
+        UserError: An error that would stop every trial.
+    """
+    start = time.monotonic()
     protocol = folder.study.protocol
-    begun = StartedTrial.note(folder.path / "trials" / f"{trial.id}.begun", runs)
-    keep = folder.study.keep_models
+    started = StartedTrial.record(folder.path / "trials" / f"{trial.id}.begun", runs)
+    keep_models = folder.study.keep_models
     try:
-        chosen = run = _train(trial.recipe, runs, device, begun, final=not protocol.refit, keep=keep)
+        selected = run = _train(trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models)
         if protocol.refit:
-            assert chosen.result is not None
-            again = protocol.refitted(trial.recipe, chosen.result["protocol"]["epoch"])
-            run = _train(again, runs, device, begun, final=True, keep=keep)
+            assert selected.result is not None
+            refit = protocol.refit_recipe(trial.recipe, selected.result["protocol"]["epoch"])
+            run = _train(refit, runs, device, started, final=True, keep_models=keep_models)
     except (TrainingFailedError, ConfigError) as error:
-        said = _one_line(error)
-        reason = said.partition(": ")[2] if said.startswith(str(runs)) else said  # the run folder is known anyway
-        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, label=trial.label)
+        message = _first_line(error)
+        reason = message.partition(": ")[2] if message.startswith(str(runs)) else message  # without the run folder
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - start, label=trial.label)
     except (DataError, RunError, MissingExtraError, OSError):
-        raise  # no data, no disk, no package: no trial could do better
+        raise  # no data, no disk space, no package: every trial would fail
     except Exception as error:
         log = folder.path / "trials" / f"{trial.id}.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
-        reason = f"{type(error).__name__}: {_one_line(error)} (see trials/{log.name})"
-        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - began, label=trial.label)
+        reason = f"{type(error).__name__}: {_first_line(error)} (see trials/{log.name})"
+        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - start, label=trial.label)
     assert run.result is not None
-    assert chosen.result is not None
+    assert selected.result is not None
     test = run.result["test"]
     return Outcome(
         id=trial.id,
@@ -237,27 +333,27 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
         test={name: value["mean"] for name, value in test["trained"].items()},
         intervals={name: value["interval"] for name, value in test["trained"].items()},
         yardstick={name: values["R@1"]["mean"] for name, values in test.items() if name != "trained"},
-        val=chosen.result["val_R@1"],
-        epoch=chosen.result["protocol"]["epoch"],
-        seconds=time.monotonic() - began,
+        val=selected.result["val_R@1"],
+        epoch=selected.result["protocol"]["epoch"],
+        seconds=time.monotonic() - start,
         label=trial.label,
     )
 
 
-def _train(recipe: Recipe, runs: Path, device: str, begun: StartedTrial, *, final: bool, keep: bool) -> Run:
-    """Train, and clear up after it; a run that was found done, or that somebody else had begun, is left as it is."""
+def _train(recipe: Recipe, runs: Path, device: str, started: StartedTrial, *, final: bool, keep_models: bool) -> Run:
+    """Train, then delete the checkpoints; a run that was already complete or created elsewhere is left unchanged."""
     from nearkin.training.loop import fit
 
-    done = {path.parent.name for path in runs.glob("*/result.json")}
+    complete = {path.parent.name for path in runs.glob("*/result.json")}
     run = fit(recipe, runs, device=device, final=final, reporter=Reporter(quiet=True))
-    if run.path.name not in done and begun.made(run):
-        for name in ("last.pt", "previous.pt", *(() if keep else ("best.pt", "vectors.npz"))):
+    if run.path.name not in complete and started.created(run):
+        for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
             (run.path / name).unlink(missing_ok=True)
     return run
 
 
 def _check(trial: Trial) -> None:
-    """Refuse a wrong name or setting before anything runs."""
+    """Reject an invalid name or setting before anything runs."""
     from nearkin.training.factory import validate_recipe
 
     try:
@@ -266,5 +362,5 @@ def _check(trial: Trial) -> None:
         raise ConfigError(f"{trial}: {error}") from None
 
 
-def _one_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return " ".join(str(error).splitlines()[:1]) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`nearkin tournament`: rank losses over experiments."""
+"""`nearkin tournament`: rank methods over experiments."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class TournamentArgs:
-    """Rank methods over experiments, and say which differences are settled and which are not.
+    """Rank methods over experiments and report which differences are significant.
 
-    nearkin tournament papers                        (the thesis's tables of CUB: ten losses, 12 experiments)
+    nearkin tournament papers                        (the thesis's CUB tables: 10 losses, 12 experiments)
 
-    nearkin tournament studies/tiny                  (what `nearkin bench run` has done so far)
+    nearkin tournament studies/tiny                  (the finished trials of `nearkin bench run`)
 
     nearkin tournament papers --dataset cars --metric R@2
 
     nearkin tournament results.csv --out tournament  (columns experiment, method, seed, value, reason; or .json)
 
-    A row without a value is a run that failed; it is counted and shown, never scored.
+    A row without a value is a failed run; it is counted and shown, never scored.
     """
 
     out: Path | None = None
     """Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG)."""
     alpha: float = 0.05
-    """The chance of calling any difference settled that is none."""
+    """Significance level: the probability of any false positive."""
     draws: int = 10_000
-    """Bootstrap draws of the experiments."""
+    """Bootstrap samples of the experiments."""
     seed: int = 0
-    """Draws the bootstrap."""
+    """Seed of the bootstrap."""
     pairs: bool = False
-    """Print the table of all pairs too."""
+    """Also print the table of all pairs."""
     dataset: str | None = None
     """With `papers`: cub (the default), cars or sop."""
     metric: str | None = None
@@ -64,12 +64,12 @@ def run(argv: list[str]) -> None:
         results, failures = available_results(folder), failure_line(folder)
     else:
         results = read_results(Path(target))
-    judged = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
-    written = write_files(judged, args.out) if args.out is not None else []
-    show(rich_table(standings_grid(judged)))
+    tournament = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
+    written = write_files(tournament, args.out) if args.out is not None else []
+    show(rich_table(standings_grid(tournament)))
     if args.pairs:
-        show(rich_table(pairs_grid(judged)))
-    print(summarize(judged))
+        show(rich_table(pairs_grid(tournament)))
+    print(summarize(tournament))
     if failures:
         print(failures)
     for path in written:

@@ -1,4 +1,4 @@
-"""A study in tables and sentences: the plan, how far it is, and what came out."""
+"""A study as tables and text: its plan, its progress and its results."""
 
 from __future__ import annotations
 
@@ -23,24 +23,31 @@ from nearkin.report.study_tables import Grid, markdown, rich_table, standings_gr
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
-    """A line per trial, or per experiment with its sums."""
-    keep = folder.study.keep_models
+    """Build the table of the plan.
+
+    Args:
+        folder: The study.
+        estimate: Its estimated time and disk space.
+        full: One row per trial instead of one per experiment.
+
+    Returns:
+        The table.
+    """
     if full:
-        every = tuple(
+        rows = tuple(
             (t.experiment, t.method, str(t.seed), str(t.part), format_duration(estimate.seconds(t)), t.id)
             for t in folder.trials
         )
-        return Grid(
-            f"Trials of '{folder.study.name}'", ("experiment", "method", "seed", "fold", "time", "id"), every, names=2
-        )
+        head: tuple[str, ...] = ("experiment", "method", "seed", "fold", "time", "id")
+        return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
     sums: dict[str, list[float]] = {}
     for t in folder.trials:
         count = sums.setdefault(t.experiment, [0, 0.0, 0.0])
         count[0] += 1
         count[1] += estimate.seconds(t)
-        count[2] += estimate.bytes(t, keep_models=keep)
-    methods = len(folder.study.names)
-    rows = tuple(
+        count[2] += estimate.bytes(t, keep_models=folder.study.keep_models)
+    methods = len(folder.study.method_names)
+    totals = tuple(
         (
             name,
             str(methods),
@@ -48,34 +55,45 @@ def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
             f"{n:.0f}",
             format_duration(s / n),
             format_duration(s),
-            megabytes(b),
+            format_size(b),
         )
         for name, (n, s, b) in sums.items()
     )
-    head = ("experiment", "methods", "draws", "trials", "each", "together", "disk")
-    return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, rows)
+    head = ("experiment", "methods", "replicates", "trials", "time per trial", "total time", "disk")
+    return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, totals)
 
 
 def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str:
-    """The whole, in a few lines: what, how judged, how long, how much."""
+    """Summarize the plan: trials, protocol, time and disk space.
+
+    Args:
+        folder: The study.
+        estimate: Its estimated time and disk space.
+        workers: Trials that run at a time.
+
+    Returns:
+        Two lines.
+    """
     done = folder.outcomes()
-    left = [trial for trial in folder.trials if trial.id not in done]
-    seconds = sum(estimate.seconds(trial) for trial in left)
+    remaining = [trial for trial in folder.trials if trial.id not in done]
+    seconds = sum(estimate.seconds(trial) for trial in remaining)
     disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in folder.trials)
     basis = (
-        f"scaled by {estimate.learned_from} finished trials"
-        if estimate.learned_from
-        else "a rough guess from the networks' arithmetic; finished trials will correct it"
+        f"calibrated on {estimate.calibration_trials} finished trials"
+        if estimate.calibration_trials
+        else "a rough estimate from operation counts; finished trials will refine it"
     )
     labels = "; ".join(dict.fromkeys(trial.label for trial in folder.trials))
-    models = f"{folder.study.protocol.parts} models each, " if folder.study.protocol.parts > 1 else ""
+    per_seed = folder.study.protocol.models_per_seed
+    models = f"{per_seed} models per seed, " if per_seed > 1 else ""
     return (
         f"{len(folder.trials)} trials ({models}{len(done)} done), protocol {folder.study.protocol.name}: {labels}\n"
-        f"about {format_duration(seconds / workers)} with {workers} at a time, {megabytes(disk)} of disk ({basis})"
+        f"about {format_duration(seconds / workers)} with {workers} at a time, {format_size(disk)} of disk ({basis})"
     )
 
 
 def status_grid(folder: StudyFolder) -> Grid:
+    """Build the table of progress: trials by experiment and state."""
     outcomes, running = folder.outcomes(), folder.running()
     counts: dict[str, Counter[str]] = {}
     for trial in folder.trials:
@@ -88,80 +106,107 @@ def status_grid(folder: StudyFolder) -> Grid:
 
 
 def status_lines(folder: StudyFolder) -> str:
-    """Failures with their reasons, and the time that is left. What is done can be told when the data are gone."""
+    """Summarize progress: failed trials with their reasons, and the time left. Works without the data.
+
+    Args:
+        folder: The study.
+
+    Returns:
+        One line per failure and one for the total.
+    """
     outcomes = folder.outcomes()
     lines = [
         f"FAILED {trial}: {outcomes[trial.id].reason}"
         for trial in folder.trials
         if trial.id in outcomes and outcomes[trial.id].status == "failed"
     ]
-    left = [trial for trial in folder.trials if trial.id not in outcomes]
-    if not left:
+    remaining = [trial for trial in folder.trials if trial.id not in outcomes]
+    if not remaining:
         return "\n".join([*lines, f"finished: {len(outcomes)} trials, {len(lines)} of them failed"])
-    at_a_time = max(1, len(folder.running()))
+    workers = max(1, len(folder.running()))
     done = f"{len(outcomes)} of {len(folder.trials)} done"
     try:
         estimate = Estimate(folder.trials, outcomes)
     except DataError as error:
-        return "\n".join([*lines, f"{done}; the rest cannot be run: {error}"])
-    seconds = sum(estimate.seconds(trial) for trial in left) / at_a_time
-    return "\n".join([*lines, f"{done}; about {format_duration(seconds)} with {at_a_time} at a time"])
+        return "\n".join([*lines, f"{done}; the rest cannot run: {error}"])
+    seconds = sum(estimate.seconds(trial) for trial in remaining) / workers
+    return "\n".join([*lines, f"{done}; about {format_duration(seconds)} left with {workers} at a time"])
 
 
-# --- what came out ---------------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
-def outcome_grid(folder: StudyFolder, found: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
-    """Entrants by experiments: the mean over draws, and its sample deviation where there are several."""
+def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
+    """Build the table of scores, methods by experiments.
+
+    Args:
+        folder: The study.
+        aggregates: (experiment, method) -> score over replicates.
+        order: The methods, in the order of the rows.
+
+    Returns:
+        The mean over replicates, with the sample standard deviation where there are several.
+    """
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
     rows = []
     for method in order:
-        shown = [found[name, method].short() if (name, method) in found else "-" for name in experiments]
-        rows.append((method, *shown))
-    # What all experiments share is said once, above the table, and leaves room in it.
+        cells = [aggregates[name, method].short() if (name, method) in aggregates else "-" for name in experiments]
+        rows.append((method, *cells))
+    # A dataset that all experiments share goes into the title, to keep the columns narrow.
     datasets = {trial.dataset for trial in folder.trials}
     on, heads = "", experiments
     if len(datasets) == 1:
         on = f" on {min(datasets)}"
         heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
-    title = f"{folder.study.metric} in percent{on}, mean ± sample deviation"
+    title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation"
     return Grid(title, ("method", *heads), tuple(rows))
 
 
 def available_results(folder: StudyFolder) -> list[Result]:
-    """Results of the methods that have a value somewhere.
+    """Return the results of the methods that have any value.
 
-    One that failed everywhere has withdrawn: it is listed among the failures, and the others are still ranked.
+    Args:
+        folder: The study.
+
+    Returns:
+        The results. A method that failed everywhere is excluded, so that the others can be ranked.
     """
     results = folder.results()
-    there = {result.method for result in results if result.value is not None}
-    return [result for result in results if result.method in there]
+    methods = {result.method for result in results if result.value is not None}
+    return [result for result in results if result.method in methods]
 
 
 def run_study_tournament(folder: StudyFolder) -> Tournament | None:
-    """The tournament of those that have a value somewhere; None with fewer than two of them."""
+    """Run the tournament of the methods that have any value; None with fewer than two."""
     results = available_results(folder)
     return run_tournament(results) if len({result.method for result in results}) > 1 else None
 
 
 def failure_line(folder: StudyFolder) -> str:
-    """How many trials failed and where to read why; empty if none did."""
+    """Report how many trials failed and how to see why; empty if none did."""
     failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
     see = f"nearkin bench status {shlex.quote(str(folder.path))}"
-    return f"{len(failed)} trials failed and are left out of every rank: {see}" if failed else ""
+    return f"{len(failed)} trials failed and are not ranked; for the reasons: {see}" if failed else ""
 
 
 def in_order(folder: StudyFolder, tournament: Tournament | None) -> list[str]:
-    """Entrants by mean rank, then those that are not ranked."""
+    """Return the methods by mean rank, then those that are not ranked."""
     ranked = [s.method for s in tournament.standings] if tournament else []
-    return [*ranked, *(name for name in folder.study.names if name not in ranked)]
+    return [*ranked, *(name for name in folder.study.method_names if name not in ranked)]
 
 
-def outcome_parts(folder: StudyFolder) -> list[Any]:
-    """For the terminal: numbers, ranks, and in words what is settled."""
-    tournament, found = run_study_tournament(folder), aggregate(folder)
+def terminal_report(folder: StudyFolder) -> list[Any]:
+    """Build the report for the terminal.
+
+    Args:
+        folder: The study.
+
+    Returns:
+        Tables and lines: scores, ranks, the summary of the tournament, failures and protocols.
+    """
+    tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
-    parts: list[Any] = [rich_table(outcome_grid(folder, found, order))]
+    parts: list[Any] = [rich_table(results_grid(folder, aggregate(folder), order))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
     if failures := failure_line(folder):
@@ -169,17 +214,24 @@ def outcome_parts(folder: StudyFolder) -> list[Any]:
     return [*parts, *(f"protocol: {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))]
 
 
-def write_outcome(folder: StudyFolder) -> list[Path]:
-    """results.csv, numbers.md and the tournament's files into the folder of the study."""
+def write_report_files(folder: StudyFolder) -> list[Path]:
+    """Write results.csv, numbers.md and the tournament's files into the folder of the study.
+
+    Args:
+        folder: The study.
+
+    Returns:
+        The files, and the folder of the tournament.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("experiment", "method", "seed", "value", "reason"))
     for r in folder.results():
         writer.writerow((r.experiment, r.method, r.seed, "" if r.value is None else r.value, r.reason or ""))
-    tournament, found = run_study_tournament(folder), aggregate(folder)
+    tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
-    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(outcome_grid(folder, found, order))}\n"
+    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, aggregate(folder), order))}\n"
     written = []
     for name, text in (("results.csv", out.getvalue()), ("numbers.md", numbers)):
         atomic_write(folder.path / name, text)
@@ -190,9 +242,17 @@ def write_outcome(folder: StudyFolder) -> list[Path]:
     return written
 
 
-def megabytes(count: float) -> str:
+def format_size(size: float) -> str:
+    """Format a number of bytes.
+
+    Args:
+        size: Bytes.
+
+    Returns:
+        Megabytes, or gigabytes from 1 GB.
+
+    Example:
+        >>> format_size(2_300_000), format_size(5e9)
+        ('2 MB', '5.0 GB')
     """
-    >>> megabytes(2_300_000), megabytes(5e9)
-    ('2 MB', '5.0 GB')
-    """
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{math.ceil(count / 1e6 - 0.5)} MB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(size / 1e6 - 0.5)} MB"

@@ -1,4 +1,4 @@
-"""The papers' tables: against the texts themselves, against the golden values, and against what cannot be."""
+"""Published values: against the texts, against the golden values, and for consistency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers.paths import SHARED
+from helpers.paths import GOLDEN, SHARED
 
 from nearkin.bench import papers
 from nearkin.bench.papers import published
@@ -22,37 +22,34 @@ TEXTS = {"ice": "000_*", "cross_entropy": "001_*", "thesis": "002_*", "mpa": "00
 
 @pytest.fixture(scope="module")
 def golden():
-    path = SHARED / "golden" / "golden.json"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    return json.loads(path.read_text())
+    return json.loads(GOLDEN.read_text())
 
 
 @pytest.fixture(scope="module")
 def texts():
     if not (SHARED / "papers").is_dir():
-        pytest.skip(f"{SHARED / 'papers'} is not there")
-    found = {name: next((SHARED / "papers").glob(pattern)) for name, pattern in TEXTS.items()}
-    return {name: path.read_text(encoding="utf-8").splitlines() for name, path in found.items()}
+        pytest.skip(f"{SHARED / 'papers'} is missing")
+    paths = {name: next((SHARED / "papers").glob(pattern)) for name, pattern in TEXTS.items()}
+    return {name: path.read_text(encoding="utf-8").splitlines() for name, path in paths.items()}
 
 
-def rows():
-    """Printed values by row of a table, in the order of its columns."""
-    out = defaultdict(list)
-    for p in papers.everything():
-        out[p.paper, p.table, p.dataset, p.method, p.distance, p.variant].append(p)
-    return out
+def values_by_row():
+    """Return printed values by table row, in the order of the columns."""
+    rows = defaultdict(list)
+    for p in papers.all_values():
+        rows[p.paper, p.table, p.dataset, p.method, p.distance, p.variant].append(p)
+    return rows
 
 
-def test_every_row_stands_in_the_text_of_its_paper(texts):
-    # Dashes, reference marks and the stray digits of a split column may stand between two values.
+def test_every_row_is_in_the_text_of_its_paper(texts):
+    # Dashes, reference marks and stray digits of a split column may separate two values.
     squeezed = {name: [re.sub(r"\s|\\pm", "", line) for line in lines] for name, lines in texts.items()}
-    for key, values in rows().items():
+    for key, values in values_by_row().items():
         paper, table, *_ = key
         digits = 2 if paper == "thesis" and table != "text of 4.1" else 1
         shown = [f"{p.printed:.{digits}f}" + (f"{p.spread:.2f}" if p.spread else "") for p in values]
         pattern = ".{0,3}".join(map(re.escape, shown))
-        name = re.escape(papers._bare(values[0].method).replace(" ", ""))
+        name = re.escape(papers._bare_name(values[0].method).replace(" ", ""))
         if paper == "cross_entropy" or values[0].variant:
             name = ""  # the method is not on the line of its values
         elif paper in ("ice", "thesis") and "text" in table:
@@ -61,26 +58,26 @@ def test_every_row_stands_in_the_text_of_its_paper(texts):
         assert any(re.search(rf"{name}.*{pattern}", line) for line in lines), key
 
 
-def test_how_much_there_is():
-    counted = Counter((p.paper, p.table) for p in papers.everything())
+def test_number_of_values():
+    counts = Counter((p.paper, p.table) for p in papers.all_values())
     for table in ("6", "7", "8", "9", "10", "20", "21"):
-        assert [counted["thesis", table + part] for part in "abcd"] == [40] * 4
-    assert [counted["thesis", table] for table in ("17", "18", "19")] == [44] * 3
-    assert [counted["thesis", table] for table in ("12", "13", "14", "16")] == [3, 20, 8, 3]
-    # From the layout of its table 4: 12 + 12 rows of 6, 10 of 4, 10 of 6, less the dashes it prints.
-    assert counted["cross_entropy", "4"] == 72 - 13 + 72 - 13 + 40 - 2 + 60 - 8
-    assert [counted["mpa", table] for table in "45678"] == [8 * 4 + 5 * 8] * 2 + [5 * 3 + 5 * 6] + [20, 20]
+        assert [counts["thesis", table + part] for part in "abcd"] == [40] * 4
+    assert [counts["thesis", table] for table in ("17", "18", "19")] == [44] * 3
+    assert [counts["thesis", table] for table in ("12", "13", "14", "16")] == [3, 20, 8, 3]
+    # From the layout of its table 4: 12 + 12 rows of 6, 10 of 4, 10 of 6, minus the dashes.
+    assert counts["cross_entropy", "4"] == 72 - 13 + 72 - 13 + 40 - 2 + 60 - 8
+    assert [counts["mpa", table] for table in "45678"] == [8 * 4 + 5 * 8] * 2 + [5 * 3 + 5 * 6] + [20, 20]
 
 
-def test_the_golden_scores_of_the_tournament(golden):
+def test_scores_of_the_tournament_against_golden_values(golden):
     names = golden["S2_table11"]["names"]
     for table, scores in golden["S2_table11"]["r1_scores"].items():
         part = [p for p in published(paper="thesis") if p.table == table]
-        ours = {p.method: p.printed for p in part}
-        assert [ours[name] for name in names] == scores
+        printed = {p.method: p.printed for p in part}
+        assert [printed[name] for name in names] == scores
 
 
-def test_ten_folds_and_shares(golden):
+def test_folds_and_validation_shares(golden):
     folds = [p for p in published(paper="thesis") if p.table == "13"]
     assert [p.printed for p in folds] == golden["S2_table13"]["test"]
     assert [p.variant for p in folds] == [f"fold {i}" for i in range(1, 11)]
@@ -93,56 +90,56 @@ def test_ten_folds_and_shares(golden):
     assert shares == {"70/30": 61.28, "80/20": 62.74, "90/10": 64.38, "95/5": 62.92}
 
 
-def test_recall_never_falls_but_where_a_remark_says_so():
-    fell = set()
-    for key, values in rows().items():
+def test_recall_increases_with_k_except_where_noted():
+    decreasing = set()
+    for key, values in values_by_row().items():
         recall = [p for p in values if p.metric.startswith("R@") and p.split == "test"]
         recall.sort(key=lambda p: int(p.metric.removeprefix("R@")))
         for low, high in pairwise(recall):
             if high.printed < low.printed:
-                fell.add((key[1], high.metric))
+                decreasing.add((key[1], high.metric))
                 assert high.note
                 assert high.percent is None or high.percent >= low.printed
-    assert fell == {("10b", "R@10"), ("10d", "R@1000")}
+    assert decreasing == {("10b", "R@10"), ("10d", "R@1000")}
     arcface = {(p.table, p.metric): p for p in published(loss="arcface", dataset="sop", metric=None)}
     assert [arcface["10b", f"R@{k}"].percent for k in (1, 10, 100, 1000)] == [73.14, None, None, None]
     assert arcface["10d", "R@1000"].printed == 34.27
     assert arcface["10d", "R@1000"].percent == 94.27
 
 
-def test_quotes_that_differ_are_remarked():
+def test_differing_quotes_have_a_note():
     quoted = defaultdict(list)
-    for p in papers.everything():
+    for p in papers.all_values():
         if not p.own and p.paper != "thesis":
-            quoted[p.dataset, p.loss or papers._bare(p.method), p.metric].append(p)
+            quoted[p.dataset, p.loss or papers._bare_name(p.method), p.metric].append(p)
     differ = [values for values in quoted.values() if len({p.printed for p in values}) > 1]
     assert len(differ) == 13
     assert all(p.note for values in differ for p in values)
 
 
-def test_tables_that_print_another_again():
-    again = [p for p in papers.everything() if p.repeats]
-    assert len(again) == 3 * 40
-    for p in again:
-        twin = [q for q in papers.everything() if (q.paper, q.table) == (p.paper, p.repeats)]
-        assert [(q.printed, q.dataset) for q in twin if (q.method, q.metric) == (p.method, p.metric)] == [
+def test_reprinted_tables():
+    reprints = [p for p in papers.all_values() if p.repeats]
+    assert len(reprints) == 3 * 40
+    for p in reprints:
+        original = [q for q in papers.all_values() if (q.paper, q.table) == (p.paper, p.repeats)]
+        assert [(q.printed, q.dataset) for q in original if (q.method, q.metric) == (p.method, p.metric)] == [
             (p.printed, p.dataset)
         ]
 
 
-def test_losses_are_registered_ones():
+def test_losses_are_registered():
     from nearkin.losses import LOSSES
 
-    assert {p.loss for p in papers.everything() if p.loss} <= set(LOSSES)
-    unmapped = {papers._bare(p.method) for p in papers.everything() if not p.loss}
+    assert {p.loss for p in papers.all_values() if p.loss} <= set(LOSSES)
+    unmapped = {papers._bare_name(p.method) for p in papers.all_values() if not p.loss}
     assert unmapped == {"HTL", "ABE", "HDC", "DREML", "EPSHN", "D&C", "Clusteing"}
     for row in papers.table_15():
-        if row.setting is not None and row.setting != "epsilon":  # that is the miner's
+        if row.setting is not None and row.setting != "epsilon":  # a setting of the miner
             assert row.setting in LOSSES[row.loss].settings
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("filters", "values"),
     [
         ({"dataset": "cub", "loss": "proxy_anchor", "network": "resnet50", "dim": 512}, [69.48]),
         ({"dataset": "CUB", "loss": "ProxyAnchor", "network": "ResNet-50", "dim": 512}, [69.48]),
@@ -158,11 +155,11 @@ def test_losses_are_registered_ones():
         ({"loss": ""}, []),
     ],
 )
-def test_asking_for_a_cell(asked, found):
-    assert [p.printed for p in published(**asked)] == found
+def test_published(filters, values):
+    assert [p.printed for p in published(**filters)] == values
 
 
-def test_what_a_value_says_of_itself():
+def test_attributes_of_a_value():
     (value,) = published(dataset="cub", loss="soft_triple", paper="thesis", dim=512, own=True)[-1:]
     assert (value.source, value.own) == ("thesis, table 16", True)
     assert "66.76" in value.note
@@ -172,7 +169,7 @@ def test_what_a_value_says_of_itself():
     assert (value.own, value.network, value.dim, value.distance) == (False, "googlenet", None, "euclidean")
 
 
-def test_table_11_and_what_is_wrong_with_it(golden):
+def test_table_11_and_its_misprints(golden):
     by_name = golden["S2_table11"]["rows"]
     for row in papers.table_11():
         assert [row.total, row.mean, row.std] == by_name[row.method]["printed"]
@@ -196,29 +193,29 @@ def test_table_15():
 def test_gaps_and_papers():
     assert [(gap.paper, gap.table) for gap in papers.gaps()] == [("ice", "2"), ("ice", "3")]
     assert set(papers.papers()) == set(TEXTS)
-    assert {p.paper for p in papers.everything()} == set(TEXTS)
+    assert {p.paper for p in papers.all_values()} == set(TEXTS)
 
 
-def test_values_that_cannot_be_right_count_as_failed():
+def test_unusable_values_count_as_failed():
     results = papers.thesis_results("sop", "R@100")
     (failed,) = [r for r in results if r.value is None]
     assert failed.method == "arcface"
     assert "Not believable" in failed.reason
     assert len(papers.thesis_results("cars")) == 120
-    with pytest.raises(ConfigError, match="There are: cub, cars, sop"):
+    with pytest.raises(ConfigError, match="Available: cub, cars, sop"):
         papers.thesis_results("inshop")
-    with pytest.raises(ConfigError, match=r"no R@3 of cub. There are: R@1, R@2, R@4, R@8"):
+    with pytest.raises(ConfigError, match=r"no R@3 for cub. Available: R@1, R@2, R@4, R@8"):
         papers.thesis_results("cub", "R@3")
 
 
 def modules_after(code):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
-    return set(done.stdout.split())
+    return set(process.stdout.split())
 
 
-def test_importing_stays_light():
+def test_imports_are_lightweight():
     loaded = modules_after(
         "import nearkin.bench.papers, nearkin.cli.bench\n"
         "import nearkin.report.study_tables, nearkin.report.critical_difference"

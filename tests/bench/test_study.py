@@ -1,4 +1,4 @@
-"""Studies: the plan from a file, the protocols, and what a trial may look at."""
+"""Studies: plan, protocols, sealed test classes, outcomes, estimates and commands."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from helpers.studies import small_study, write_features
 from nearkin._common.progress import Reporter
 from nearkin.bench import presets
 from nearkin.bench.aggregate import aggregate, paired_difference
-from nearkin.bench.estimates import Estimate, costs, measured_speed
+from nearkin.bench.estimates import Estimate, count_flops, measure_speed
 from nearkin.bench.protocols import Protocol
 from nearkin.bench.study import Dataset, Study
 from nearkin.bench.trials import StudyFolder, run_trial, work
@@ -31,7 +31,7 @@ def features(tmp_path):
     return write_features(tmp_path / "clouds.npz")
 
 
-def done(tmp_path, study) -> StudyFolder:
+def run_study(tmp_path, study) -> StudyFolder:
     folder = StudyFolder.begin(tmp_path / "study", study)
     work(folder, tmp_path / "runs", device="cpu", reporter=QUIET)
     return folder
@@ -40,7 +40,7 @@ def done(tmp_path, study) -> StudyFolder:
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_the_whole_product_seeds_outermost(features):
+def test_plan_is_the_full_product_with_seeds_outermost(features):
     trials = small_study(features).trials()
     assert len(trials) == 2 * 2 * 2
     assert [t.seed for t in trials] == [0] * 4 + [1] * 4
@@ -49,7 +49,7 @@ def test_a_plan_is_the_whole_product_seeds_outermost(features):
     assert all(t.recipe.model.dim == t.size and t.recipe.loss.name == t.method for t in trials)
 
 
-def test_the_same_study_from_a_file(features, tmp_path):
+def test_study_from_a_file(features, tmp_path):
     (tmp_path / "s.toml").write_text("""
         name = "small"
         base = "features_default"
@@ -68,17 +68,17 @@ def test_the_same_study_from_a_file(features, tmp_path):
     """)
     study = Study.from_toml(tmp_path / "s.toml")
     first, second = study.trials()
-    assert first.recipe.data.root == features.resolve()  # relative to the file
+    assert first.recipe.data.root == features.resolve()  # relative to the study file
     assert (second.method, second.recipe.loss.name) == ("triplet, semihard", "triplet")
     assert (second.recipe.loss.settings["margin"], second.recipe.miner.name) == (0.3, "semihard")
     assert first.recipe.miner is None
-    assert first.recipe.loss.settings == {"temperature": 0.1}  # the base's own, as it is the same loss
+    assert first.recipe.loss.settings == {"temperature": 0.1}  # those of the base, which has the same loss
     (tmp_path / "again.toml").write_text(study.to_toml())
     assert Study.from_toml(tmp_path / "again.toml").trials() == study.trials()
 
 
-def test_all_losses_and_the_presets(features):
-    assert presets.find_study("features", features).names == tuple(LOSSES)
+def test_presets(features):
+    assert presets.find_study("features", features).method_names == tuple(LOSSES)
     assert len(presets.find_study("features", features).trials()) == len(LOSSES) * 4 * 3
     assert len(presets.find_study("tiny").trials()) == len(LOSSES) * 2 * 2
     matrix = presets.find_study("thesis").trials()
@@ -87,19 +87,19 @@ def test_all_losses_and_the_presets(features):
     assert (sop.recipe.loss.settings["centers"], sop.recipe.train.step_factor) == (2, 0.25)
 
 
-def test_a_base_below_a_folder_with_braces_in_its_name(features, tmp_path):
+def test_base_in_a_folder_with_braces_in_its_name(features, tmp_path):
     study = small_study(features, sizes=(4,), seeds=(0,))
-    place = tmp_path / "{x"
-    place.mkdir()
-    (place / "triplet.toml").write_text(study.trials()[1].recipe.to_toml())
+    folder = tmp_path / "{x"
+    folder.mkdir()
+    (folder / "triplet.toml").write_text(study.trials()[1].recipe.to_toml())
     text = dataclasses.replace(study, base="{loss}.toml", losses=("triplet",)).to_toml()
-    (place / "s.toml").write_text(text)
-    read = Study.from_toml(place / "s.toml")
-    (place / "again.toml").write_text(read.to_toml())
-    assert [t.id for t in Study.from_toml(place / "again.toml").trials()] == [study.trials()[1].id]
+    (folder / "s.toml").write_text(text)
+    read = Study.from_toml(folder / "s.toml")
+    (folder / "again.toml").write_text(read.to_toml())
+    assert [t.id for t in Study.from_toml(folder / "again.toml").trials()] == [study.trials()[1].id]
 
 
-def test_entrants_that_bring_their_own_size_meet(features):
+def test_methods_with_different_sizes_share_an_experiment(features):
     methods = {f"triplet {dim}": {"loss": {"name": "triplet"}, "model": {"dim": dim}} for dim in (32, 64)}
     trials = small_study(features, losses=(), sizes=(), seeds=(0,), methods=methods).trials()
     assert [(t.experiment, t.method, t.size) for t in trials] == [
@@ -108,46 +108,49 @@ def test_entrants_that_bring_their_own_size_meet(features):
     ]
 
 
-def test_settings_found_by_a_search_are_taken_over(features, tmp_path):
+def test_tuned_settings_are_used(features, tmp_path):
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
     recipe = study.trials()[0].recipe
-    found = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, lr=0.0123))
-    (tmp_path / "triplet.toml").write_text(found.to_toml())
+    tuned_recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, lr=0.0123))
+    (tmp_path / "triplet.toml").write_text(tuned_recipe.to_toml())
     tuned = dataclasses.replace(study, tuned=tmp_path).trials()[0].recipe
     assert tuned.train.lr == 0.0123
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"losses": ("tripplet",)}, "Did you mean 'triplet'"),
-        ({"losses": ("triplet", "triplet")}, "given twice"),
-        ({"seeds": ()}, "seeds: at least one"),
+        ({"losses": ("triplet", "triplet")}, "listed twice"),
+        ({"seeds": ()}, "seeds: expected at least one"),
         ({"metric": "R@3"}, "metric: expected one of R@1, R@2"),
-        ({"name": "../elsewhere"}, "a name that a folder can have"),
-        ({"base": "thesis_{loss}:{backbone}"}, "asks for 'backbone'"),
+        ({"name": "../elsewhere"}, "expected a valid folder name"),
+        ({"base": "thesis_{loss}:{backbone}"}, "uses 'backbone', which the study does not list"),
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
-        ({"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()}, "no queries and gallery"),
-        ({"protocol": Protocol("kfold"), "val_fractions": (0.1, 0.2)}, "none to vary"),
+        (
+            {"protocol": Protocol("query_gallery"), "base": "glyphs_small", "datasets": ()},
+            "no separate queries and gallery",
+        ),
+        ({"protocol": Protocol("kfold"), "val_fractions": (0.1, 0.2)}, "the protocol kfold does not use them"),
         (
             {"change": {"data": {"val_fraction": 0.3}}},
-            "change.data.val_fraction: the study decides this, by val_fractions",
+            "change.data.val_fraction: set by the study's val_fractions",
         ),
-        ({"change": {"data": {"folds": 5}}}, "change.data.folds: the study decides this, by protocol.folds"),
-        ({"change": {"seed": 7}}, "change.seed: the study decides this, by seeds"),
-        ({"methods": {"triplet": {"model": {"dim": 64}}}}, "methods.triplet.model.dim: .* by sizes"),
+        ({"change": {"data": {"folds": 5}}}, "change.data.folds: set by the study's protocol.folds"),
+        ({"change": {"seed": 7}}, "change.seed: set by the study's seeds"),
+        ({"methods": {"triplet": {"model": {"dim": 64}}}}, "methods.triplet.model.dim: set by the study's sizes"),
         ({"change": {"model": "resnet50"}}, "change.model: expected settings by name, as in a recipe; got 'resnet50'"),
         ({"methods": {"triplet": 3}}, "methods.triplet: expected settings by name, as in a recipe; got 3"),
-        ({"base": "thesis_{loss"}, "base: 'thesis_{loss' is no pattern"),
-        ({"base": "thesis_{}"}, "base: 'thesis_{}' is no pattern"),
+        ({"base": "thesis_{loss"}, "base: 'thesis_{loss' is not a valid pattern"),
+        ({"base": "thesis_{}"}, "base: 'thesis_{}' is not a valid pattern"),
     ],
 )
-def test_a_wrong_study_is_refused_with_the_cure(features, changed, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_study_error_has_a_fix(features, changed, message):
+    with pytest.raises(ConfigError, match=message):
         small_study(features, **changed).trials()
 
 
-def test_unknown_keys_of_a_file_are_named(tmp_path):
+def test_unknown_keys_and_wrong_types_in_a_file(tmp_path):
     (tmp_path / "s.toml").write_text('name = "x"\nlosses = ["triplet"]\nseed = [0]\n')
     with pytest.raises(ConfigError, match=r"seed: no such setting. Did you mean 'seeds'"):
         Study.from_toml(tmp_path / "s.toml")
@@ -171,42 +174,42 @@ SEALED = {
 
 
 @pytest.mark.parametrize("name", SEALED)
-def test_the_test_classes_are_not_read_before_the_final_evaluation(name, features, tmp_path, monkeypatch):
-    """The sealed table raises until `evaluate_final` is entered, for every protocol that does not ask otherwise."""
+def test_test_classes_are_not_read_before_the_final_evaluation(name, features, tmp_path, monkeypatch):
+    """The holdout raises until `evaluate_final` is called, for every protocol that does not choose on test."""
     import nearkin.training.loop
 
-    final, unsealed, opened = nearkin.training.loop.evaluate_final, [], []
-    reading = Holdout.open
+    evaluate_final, unsealed, opened = nearkin.training.loop.evaluate_final, [], []
+    open_holdout = Holdout.open
 
-    def guarded(self):
+    def guarded_open(self):
         assert unsealed, "the test classes were read before the final evaluation"
         opened.append(self)
-        return reading(self)
+        return open_holdout(self)
 
-    def judged(*args, **kwargs):
+    def unsealing_evaluate(*args, **kwargs):
         unsealed.append(True)
         try:
-            return final(*args, **kwargs)
+            return evaluate_final(*args, **kwargs)
         finally:
             unsealed.pop()
 
-    monkeypatch.setattr(Holdout, "open", guarded)
-    monkeypatch.setattr(nearkin.training.loop, "evaluate_final", judged)
+    monkeypatch.setattr(Holdout, "open", guarded_open)
+    monkeypatch.setattr(nearkin.training.loop, "evaluate_final", unsealing_evaluate)
     study = small_study(features, protocol=SEALED[name], losses=("triplet",), sizes=(4,), seeds=(0,))
-    folder = done(tmp_path, study)
+    folder = run_study(tmp_path, study)
     outcomes = list(folder.outcomes().values())
-    assert [o.status for o in outcomes] == ["done"] * SEALED[name].parts
-    assert len(opened) == SEALED[name].parts  # once for each model, even where it was trained twice
+    assert [o.status for o in outcomes] == ["done"] * SEALED[name].models_per_seed
+    assert len(opened) == SEALED[name].models_per_seed  # once per model, even if it was trained twice
 
 
-def test_choosing_on_the_test_classes_only_on_request_and_badged(features, tmp_path):
+def test_choosing_on_the_test_classes_is_labelled(features, tmp_path):
     study = small_study(features, protocol=Protocol("default", choose_on_test=True), sizes=(4,), seeds=(0,))
-    folder = done(tmp_path, study)
+    folder = run_study(tmp_path, study)
     for outcome in folder.outcomes().values():
         run = Run(outcome.run)
         assert outcome.label == "EPOCH CHOSEN ON THE TEST CLASSES"
         assert "THE TEST CLASSES" in run.result["protocol"]["epoch_selected_by"]
-        # What chose is what judges: the reported value is the best of all epochs.
+        # Chosen and evaluated on the same classes: the reported value is the best of all epochs.
         epochs = [event["val"]["R@1"] for event in run.events() if event["event"] == "epoch"]
         assert outcome.test["R@1"] == pytest.approx(max(epochs), abs=1e-12)
 
@@ -220,14 +223,14 @@ def test_queries_are_searched_in_their_gallery(features, tmp_path):
         features, protocol=Protocol("query_gallery"), losses=("triplet",), sizes=(4,), seeds=(0,), change=change
     )
     study.protocol.check_table(load_features(features))
-    (outcome,) = done(tmp_path, study).outcomes().values()
-    assert len(Scores.load(f"{outcome.run}/per_query.npz")) == 48  # half of the 96 test rows ask
+    (outcome,) = run_study(tmp_path, study).outcomes().values()
+    assert len(Scores.load(f"{outcome.run}/per_query.npz")) == 48  # half of the 96 test rows are queries
     assert outcome.label.startswith("queries in a gallery of their own")
     with pytest.raises(ConfigError, match="needs the parts query and gallery; it has"):
         study.protocol.check_table(load_features(write_features(tmp_path / "plain.npz")))
 
 
-def test_folds_are_disjoint_and_cover_the_training_classes(features):
+def test_folds_partition_the_training_classes(features):
     study = small_study(features, protocol=Protocol("kfold", folds=4), losses=("triplet",), sizes=(4,))
     table = load_features(features)
     trials = [t for t in study.trials() if t.seed == 0]
@@ -239,26 +242,26 @@ def test_folds_are_disjoint_and_cover_the_training_classes(features):
         assert holdout.num_classes == 12
     assert set().union(*groups) == {str(c) for c in range(12)}
     assert sum(map(len, groups)) == 12
-    assert [t.draw for t in study.trials()] == list(range(8))  # seed and fold in one number
+    assert [t.replicate for t in study.trials()] == list(range(8))  # seed and fold in one number
 
 
-def test_refitting_trains_on_all_training_classes(features, tmp_path):
+def test_refit_trains_on_all_training_classes(features, tmp_path):
     study = small_study(features, protocol=Protocol("fixed", refit=True), losses=("triplet",), sizes=(4,), seeds=(0,))
-    (outcome,) = done(tmp_path, study).outcomes().values()
+    (outcome,) = run_study(tmp_path, study).outcomes().values()
     protocol = Run(outcome.run).result["protocol"]
     assert protocol["classes"] == {"train": 12, "val": 0, "test": 12}
     assert "trained again on all" in outcome.label
-    assert outcome.val is not None  # of the training that chose
+    assert outcome.val is not None  # of the run that selected the epoch
 
 
-def test_refitting_for_fewer_epochs_than_the_backbone_was_held(features):
+def test_refit_for_fewer_epochs_than_the_backbone_was_frozen(features):
     recipe = small_study(features).trials()[0].recipe
-    held = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, epochs=5, frozen_epochs=3))
-    again = Protocol("fixed", refit=True).refitted(held, 2)
-    assert (again.train.epochs, again.train.frozen_epochs) == (2, 2)
+    frozen = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, epochs=5, frozen_epochs=3))
+    refit = Protocol("fixed", refit=True).refit_recipe(frozen, 2)
+    assert (refit.train.epochs, refit.train.frozen_epochs) == (2, 2)
 
 
-def test_a_study_of_the_ratio_keeps_its_experiments_apart(features):
+def test_several_val_fractions_are_separate_experiments(features):
     study = small_study(features, val_fractions=(0.3, 0.2), losses=("triplet",), sizes=(4,), seeds=(0,))
     assert [t.experiment for t in study.trials()] == ["clouds 4 val 0.3", "clouds 4 val 0.2"]
 
@@ -266,8 +269,8 @@ def test_a_study_of_the_ratio_keeps_its_experiments_apart(features):
 # --- outcomes --------------------------------------------------------------------------------------------------------
 
 
-def test_outcomes_match_the_runs_and_are_not_made_twice(features, tmp_path):
-    folder = done(tmp_path, small_study(features, sizes=(4,)))
+def test_outcomes_match_the_runs_and_are_not_computed_twice(features, tmp_path):
+    folder = run_study(tmp_path, small_study(features, sizes=(4,)))
     outcomes = folder.outcomes()
     assert len(outcomes) == 4
     for outcome in outcomes.values():
@@ -279,31 +282,31 @@ def test_outcomes_match_the_runs_and_are_not_made_twice(features, tmp_path):
     assert written == {p: p.stat().st_mtime_ns for p in (tmp_path / "study" / "trials").glob("*.json")}
 
 
-def test_means_deviations_and_paired_differences(features, tmp_path):
-    folder = done(tmp_path, small_study(features, sizes=(4,)))
+def test_means_standard_deviations_and_paired_differences(features, tmp_path):
+    folder = run_study(tmp_path, small_study(features, sizes=(4,)))
     values = {}
     for trial in folder.trials:
         stored = Scores.load(f"{folder.outcome(trial).run}/per_query.npz")
         values.setdefault(trial.method, []).append(stored.per_query["R@1"])
-    found = aggregate(folder)
+    aggregates = aggregate(folder)
     for method, runs in values.items():
         per_run = [100 * float(np.mean(run)) for run in runs]
-        cell = found["clouds 4", method]
+        cell = aggregates["clouds 4", method]
         assert cell.mean == pytest.approx(sum(per_run) / 2)
-        assert cell.std == pytest.approx(abs(per_run[0] - per_run[1]) / 2**0.5)  # sample deviation of two
-    by_hand = np.mean(values["triplet"], axis=0) - np.mean(values["norm_softmax"], axis=0)
+        assert cell.std == pytest.approx(abs(per_run[0] - per_run[1]) / 2**0.5)  # sample standard deviation of two
+    expected = np.mean(values["triplet"], axis=0) - np.mean(values["norm_softmax"], axis=0)
     difference = paired_difference(folder, "norm_softmax", "triplet")
-    assert difference.difference == pytest.approx(float(by_hand.mean()), abs=1e-12)
+    assert difference.difference == pytest.approx(float(expected.mean()), abs=1e-12)
     with pytest.raises(DataError, match=r"no method 'tripet'. Did you mean"):
         paired_difference(folder, "tripet", "triplet")
 
 
-def test_a_trial_that_fails_is_shown_and_never_scored(features, tmp_path):
+def test_failed_trial_is_shown_and_never_scored(features, tmp_path):
     study = small_study(features, sizes=(4,), seeds=(0,), methods={"triplet": {"train": {"lr": 1e30}}})
-    folder = done(tmp_path, study)
-    states = {trial.method: folder.outcome(trial) for trial in folder.trials}
-    assert (states["norm_softmax"].status, states["triplet"].status) == ("done", "failed")
-    assert "became NaN or infinite" in states["triplet"].reason
+    folder = run_study(tmp_path, study)
+    outcomes = {trial.method: folder.outcome(trial) for trial in folder.trials}
+    assert (outcomes["norm_softmax"].status, outcomes["triplet"].status) == ("done", "failed")
+    assert "became NaN or infinite" in outcomes["triplet"].reason
     assert aggregate(folder)["clouds 4", "triplet"].short() == "1 failed"
     (failed,) = (r for r in folder.results() if r.method == "triplet")
     assert failed.value is None
@@ -311,7 +314,7 @@ def test_a_trial_that_fails_is_shown_and_never_scored(features, tmp_path):
     assert [t.method for t in folder.trials if folder.outcome(t) is None] == ["triplet"]
 
 
-def test_our_own_mistake_in_a_trial_does_not_stop_the_others(features, tmp_path, monkeypatch):
+def test_unexpected_error_in_a_trial_does_not_stop_the_others(features, tmp_path, monkeypatch):
     import nearkin.training.loop
 
     def broken(*args, **kwargs):
@@ -325,7 +328,7 @@ def test_our_own_mistake_in_a_trial_does_not_stop_the_others(features, tmp_path,
     assert "Traceback" in (tmp_path / "study" / "trials" / f"{folder.trials[0].id}.log").read_text()
 
 
-def test_what_stops_every_trial_stops_the_study(features, tmp_path):
+def test_missing_data_stops_the_study(features, tmp_path):
     folder = StudyFolder.begin(tmp_path / "study", small_study(features))
     features.unlink()
     with pytest.raises(DataError):
@@ -333,9 +336,9 @@ def test_what_stops_every_trial_stops_the_study(features, tmp_path):
     assert folder.outcomes() == {}
 
 
-def test_a_folder_of_another_study_is_refused_and_seeds_can_be_added(features, tmp_path):
+def test_seeds_can_be_added_and_the_folder_of_another_study_is_rejected(features, tmp_path):
     study = small_study(features, losses=("triplet",), sizes=(4,), seeds=(0,))
-    done(tmp_path, study)
+    run_study(tmp_path, study)
     more = StudyFolder.begin(tmp_path / "study", dataclasses.replace(study, seeds=(0, 1)))
     assert [more.outcome(t) is not None for t in more.trials] == [True, False]
     with pytest.raises(ConfigError, match="outcomes of another study"):
@@ -351,23 +354,25 @@ def test_a_folder_of_another_study_is_refused_and_seeds_can_be_added(features, t
 # --- estimates -------------------------------------------------------------------------------------------------------
 
 
-def test_operations_are_counted_as_published():
+def test_operation_counts_match_published_ones():
     """ResNet-50 at 224 pixels has 4.1 billion multiply-adds (torchvision's table: 4.09), GoogLeNet 1.5."""
-    whole = costs(ModelConfig(backbone="resnet50", dim=512), (3, 224, 224))[1]
-    assert whole / 2 == pytest.approx(4.09e9 - 2.05e6 + 1.05e6, rel=0.01)  # less the classifier, plus our head
-    assert costs(ModelConfig(backbone="googlenet", dim=512), (3, 224, 224))[1] / 2 == pytest.approx(1.5e9, rel=0.02)
-    once, often = costs(ModelConfig(backbone="resnet50", dim=512, freeze="backbone"), (3, 224, 224))
-    assert once + often == whole
-    assert often == 2 * 2048 * 512
+    total = count_flops(ModelConfig(backbone="resnet50", dim=512), (3, 224, 224))[1]
+    assert total / 2 == pytest.approx(4.09e9 - 2.05e6 + 1.05e6, rel=0.01)  # less the classifier, plus our head
+    assert count_flops(ModelConfig(backbone="googlenet", dim=512), (3, 224, 224))[1] / 2 == pytest.approx(
+        1.5e9, rel=0.02
+    )
+    cached, repeated = count_flops(ModelConfig(backbone="resnet50", dim=512, freeze="backbone"), (3, 224, 224))
+    assert cached + repeated == total
+    assert repeated == 2 * 2048 * 512
 
 
-def test_finished_trials_correct_the_estimate(features, tmp_path):
-    folder = done(tmp_path, small_study(features, sizes=(4,)))
+def test_finished_trials_calibrate_the_estimate(features, tmp_path):
+    folder = run_study(tmp_path, small_study(features, sizes=(4,)))
     outcomes = folder.outcomes()
     estimate = Estimate(folder.trials, outcomes)
     total = sum(estimate.seconds(t) for t in folder.trials)
     assert total == pytest.approx(sum(o.seconds for o in outcomes.values()))
-    assert measured_speed(1) > 1e8
+    assert measure_speed(1) > 1e8
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -385,18 +390,18 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
                 main(args)
         return "".join(capsys.readouterr())
 
-    said = nearkin("bench", "plan", "s.toml")
-    assert "4 trials (0 done), protocol fixed: epoch chosen on 25 % of the training classes" in said
-    assert "clouds 8" in said
-    said = nearkin("bench", "run", "s.toml", "--workers", "1", "--device", "cpu")
-    assert "4/4" in said
-    assert "Ranks over 2 experiments" in said
-    assert "cannot be told apart" in said
+    output = nearkin("bench", "plan", "s.toml")
+    assert "4 trials (0 done), protocol fixed: epoch chosen on 25 % of the training classes" in output
+    assert "clouds 8" in output
+    output = nearkin("bench", "run", "s.toml", "--workers", "1", "--device", "cpu")
+    assert "4/4" in output
+    assert "Ranks over 2 experiments" in output
+    assert "no significant difference" in output
     results = (tmp_path / "studies" / "small" / "results.csv").read_text().splitlines()
     assert len(results) == 5
     assert "finished: 4 trials, 0 of them failed" in nearkin("bench", "status", "studies/small")
     assert "Ranks over 2 experiments" in nearkin("tournament", "studies/small")
-    assert "4 of 4 trials are done already" in nearkin("bench", "run", "s.toml", "--workers", "1")
+    assert "4 of 4 trials already complete" in nearkin("bench", "run", "s.toml", "--workers", "1")
     assert "the study has no method 'tripet'. Did you mean 'triplet'?" in nearkin(
         "bench", "plan", "s.toml", "--losses", "tripet", code=2
     )
@@ -405,7 +410,7 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
     assert {o["status"] for o in outcomes} == {"done"}
 
 
-def test_datasets_may_not_share_a_name(features):
-    twice = (Dataset("a", "features", features), Dataset("a", "glyphs"))
+def test_datasets_need_different_names(features):
+    datasets = (Dataset("a", "features", features), Dataset("a", "glyphs"))
     with pytest.raises(ConfigError, match="same name"):
-        small_study(features, datasets=twice)
+        small_study(features, datasets=datasets)

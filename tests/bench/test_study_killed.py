@@ -1,4 +1,4 @@
-"""Killed runners and workers: no trial lost, none done twice, the same table as an undisturbed study."""
+"""Killed commands and workers: no trial is lost or run twice, and the results equal those of an undisturbed study."""
 
 import json
 import os
@@ -47,13 +47,13 @@ def workers_of(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
-def wait_for(what, seconds: float = 90.0):
+def wait_for(condition, seconds: float = 90.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := what():
-            return found
+        if value := condition():
+            return value
         time.sleep(0.05)
-    raise AssertionError("waited in vain")
+    raise AssertionError("timed out")
 
 
 def wait_for_end(pids: list[int]) -> None:
@@ -66,52 +66,54 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc to find the workers")
-def test_killed_workers_and_runners_change_nothing(study_file):
+def test_killing_workers_and_the_command_changes_no_result(study_file):
     folder = study_file.parent
-    calm = start(study_file, "calm")
-    said, _ = calm.communicate(timeout=300)
-    assert calm.returncode == 0, said
+    process = start(study_file, "undisturbed")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
 
-    chance = random.Random(0)
-    process = start(study_file, "stormy")
-    stormy = folder / "stormy"
-    for victim in ("worker", "runner", "worker"):
-        wait_for(lambda: (stormy / "study.toml").exists() and StudyFolder.open(stormy).running())
-        time.sleep(chance.uniform(0.0, 0.5))
+    rng = random.Random(0)
+    process = start(study_file, "killed")
+    killed = folder / "killed"
+    for victim in ("worker", "command", "worker"):
+        wait_for(lambda: (killed / "study.toml").exists() and StudyFolder.open(killed).running())
+        time.sleep(rng.uniform(0.0, 0.5))
         pids = workers_of(process)
         if victim == "worker":
-            os.kill(chance.choice(pids), signal.SIGKILL)
+            os.kill(rng.choice(pids), signal.SIGKILL)
         else:
             process.kill()
             process.communicate(timeout=60)
-            wait_for_end(pids)  # they do not outlive the one that started them
-            process = start(study_file, "stormy")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+            wait_for_end(pids)  # workers stop with their parent
+            process = start(study_file, "killed")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
 
-    assert (stormy / "results.csv").read_text() == (folder / "calm" / "results.csv").read_text()
-    made = StudyFolder.open(stormy)
-    assert len(made.outcomes()) == len(made.trials) == 6
-    runs = [Run(path) for path in (stormy / "runs").iterdir()]
-    assert len(runs) == 6  # none under two names
+    assert (killed / "results.csv").read_text() == (folder / "undisturbed" / "results.csv").read_text()
+    study = StudyFolder.open(killed)
+    assert len(study.outcomes()) == len(study.trials) == 6
+    runs = [Run(path) for path in (killed / "runs").iterdir()]
+    assert len(runs) == 6  # no trial has two runs
     for run in runs:
-        seen = [event["epoch"] for event in run.events() if event["event"] == "epoch"]
-        assert seen == list(range(EPOCHS + 1))  # every epoch once
+        epochs = [event["epoch"] for event in run.events() if event["event"] == "epoch"]
+        assert epochs == list(range(EPOCHS + 1))  # every epoch exactly once
         assert sum(event["event"] == "holdout_opened" for event in run.events()) == 1
         assert run.result["test"] is not None
-    for outcome in made.outcomes().values():
-        calm_run = folder / "calm" / "runs" / Path(outcome.run).name
-        mine, theirs = (json.loads((path / "result.json").read_text()) for path in (Path(outcome.run), calm_run))
-        assert mine["test"] == theirs["test"]
+    for outcome in study.outcomes().values():
+        expected_run = folder / "undisturbed" / "runs" / Path(outcome.run).name
+        actual, expected = (
+            json.loads((path / "result.json").read_text()) for path in (Path(outcome.run), expected_run)
+        )
+        assert actual["test"] == expected["test"]
 
 
-def test_ctrl_c_stops_the_workers_and_says_how_to_go_on(study_file):
+def test_ctrl_c_stops_the_workers_and_prints_how_to_resume(study_file):
     process = start(study_file, "study")
     folder = study_file.parent / "study"
     wait_for(lambda: (folder / "study.toml").exists() and StudyFolder.open(folder).running())
     pids = workers_of(process)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "of 6 trials done; the checkpoint is written. To go on:" in said
+    assert "of 6 trials done; the checkpoint is written. To go on:" in output
     assert not any(alive(pid) for pid in pids)

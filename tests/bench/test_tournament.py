@@ -1,4 +1,4 @@
-"""The tournament as a whole: the thesis's table 11, failures, seeds, the verdict."""
+"""The tournament: the thesis's table 11, ranks, failures, seeds and the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from helpers.paths import SHARED
+from helpers.paths import GOLDEN
 
 from nearkin.bench import papers
 from nearkin.bench.results import DIGITS
@@ -25,35 +25,32 @@ def thesis():
     return run_tournament(papers.thesis_results())
 
 
-def made(values, methods="abcdefgh", seeds=1):
-    """Results of values [E, K] or [E, K, S]; None has failed."""
-    out = []
+def make_results(values, methods="abcdefgh"):
+    """Return results for values [E, K] or [E, K, S]; None is a failed run."""
+    results = []
     for e, row in enumerate(values):
         for name, cell in zip(methods, row, strict=False):
             for seed, value in enumerate(cell if isinstance(cell, list | tuple | np.ndarray) else [cell]):
                 reason = "the loss is not finite" if value is None else None
-                out.append(Result(f"x{e}", name, seed, None if value is None else float(value), reason))
-    return out
+                results.append(Result(f"x{e}", name, seed, None if value is None else float(value), reason))
+    return results
 
 
 # --- table 11 --------------------------------------------------------------------------------------------------------
 
 
 def test_the_thesis_tournament(thesis):
-    path = SHARED / "golden" / "golden.json"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    golden = json.loads(path.read_text())["S2_table11"]["rows"]
-    named = {row.loss: row for row in papers.table_11()}
+    golden = json.loads(GOLDEN.read_text())["S2_table11"]["rows"]
+    printed = {row.loss: row for row in papers.table_11()}
     assert [s.method for s in thesis.standings] == [row.loss for row in papers.table_11()]
     for s in thesis.standings:
-        expected = golden[named[s.method].method]
+        expected = golden[printed[s.method].method]
         assert s.total == expected["total"] == expected["printed"][0]
         assert s.mean == pytest.approx(expected["mean"], abs=1e-12)
         assert s.std == pytest.approx(expected["std_sample"], abs=1e-12)
         column = thesis.table.methods.index(s.method)
         assert thesis.ranks[:, column].tolist() == expected["ranks"]
-        assert s.medals == tuple(expected["ranks"].count(place) for place in (1, 2, 3))
+        assert s.medals == tuple(expected["ranks"].count(rank) for rank in (1, 2, 3))
         assert (s.ranked, s.experiments, s.failed) == (12, 12, 0)
     shown = {s.method: (f"{s.mean:.2f}", f"{s.std:.2f}") for s in thesis.standings}
     assert shown["triplet"] == ("8.58", "0.51")
@@ -68,10 +65,10 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
 
     values = thesis.table.means
     chi, p = stats.friedmanchisquare(*values.T)
-    assert (thesis.friedman.chi_squared, thesis.friedman.curve_p_value) == (pytest.approx(chi), pytest.approx(p))
+    assert (thesis.friedman.chi_squared, thesis.friedman.chi_squared_p_value) == (pytest.approx(chi), pytest.approx(p))
     assert thesis.critical == pytest.approx(3.164 * math.sqrt(10 * 11 / 72), abs=1e-3)
-    apart = scikit_posthocs.posthoc_nemenyi_friedman(thesis.ranks).to_numpy()
-    # Rounded, since 64.16 - 63.96 and 63.44 - 63.24 are one difference; counted out, since there are such ties.
+    p_nemenyi = scikit_posthocs.posthoc_nemenyi_friedman(thesis.ranks).to_numpy()
+    # Rounded, since 64.16 - 63.96 and 63.44 - 63.24 are equal; by enumeration, since there are such ties.
     patterns = np.array(list(product((-1, 1), repeat=12)))
     pairwise = []
     for a, b in combinations(values.T, 2):
@@ -80,11 +77,11 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
     adjusted = dict(zip(combinations(range(10), 2), multipletests(pairwise, method="holm")[1], strict=True))
     for pair in thesis.pairs:
         i, j = (thesis.table.methods.index(name) for name in (pair.first, pair.second))
-        assert pair.p_nemenyi == pytest.approx(apart[i, j], abs=1e-9)
+        assert pair.p_nemenyi == pytest.approx(p_nemenyi[i, j], abs=1e-9)
         assert pair.p_holm == pytest.approx(adjusted[min(i, j), max(i, j)], abs=1e-9)
         assert pair.wins == (values[:, i] > values[:, j]).sum()
         assert pair.difference == pytest.approx((values[:, i] - values[:, j]).mean())
-    # Groups: whatever a bar joins lies nearer than the critical difference, and no bar could be longer.
+    # Two methods share a group exactly if their mean ranks differ by less than the critical difference.
     means = dict(thesis.complete_ranks)
     joined = {pair for group in thesis.groups for pair in combinations(group, 2)}
     for first, second in combinations(means, 2):
@@ -94,221 +91,223 @@ def test_the_statistics_of_the_thesis_tournament(thesis):
 # --- ranks, ties, medals ---------------------------------------------------------------------------------------------
 
 
-def test_equals_share_ranks_and_medals():
-    first, second, third, fourth = run_tournament(made([[70, 70, 60, 50], [70, 60, 60, 60]])).standings
+def test_ties_share_ranks_and_medals():
+    first, second, third, fourth = run_tournament(make_results([[70, 70, 60, 50], [70, 60, 60, 60]])).standings
     assert (first.method, first.total, first.medals) == ("a", 2.5, (2, 0, 0))
     assert (second.method, second.total, second.medals) == ("b", 4.5, (1, 1, 0))
     assert (third.method, third.total, third.medals) == ("c", 6.0, (0, 1, 1))
     assert (fourth.method, fourth.total, fourth.medals) == ("d", 7.0, (0, 1, 0))
 
 
-def test_rounding_makes_no_rank():
-    # 0.1 + 0.2 is not 0.3, but the two means over seeds are the same.
-    judged = run_tournament(made([[[0.1, 0.2], [0.3, 0.0]]] * 6))
-    assert [s.mean for s in judged.standings] == [1.5, 1.5]
-    assert judged.pairs[0].ties == 6
-    assert judged.pairs[0].p_value == 1.0
+def test_rounding_errors_do_not_affect_ranks():
+    # 0.1 + 0.2 != 0.3 in floating point, but the means over seeds are equal.
+    tournament = run_tournament(make_results([[[0.1, 0.2], [0.3, 0.0]]] * 6))
+    assert [s.mean for s in tournament.standings] == [1.5, 1.5]
+    assert tournament.pairs[0].ties == 6
+    assert tournament.pairs[0].p_value == 1.0
 
 
-def test_bootstrap_of_mean_ranks_by_counting():
-    # Two experiments: both drawn (1/2), the first twice (1/4), the second twice (1/4).
-    judged = run_tournament(made([[70, 60], [60, 65]]), draws=20_000)
-    assert judged.standings[0].low == 1.0
-    assert judged.standings[0].high == 2.0
-    assert judged.pairs[0].ahead == pytest.approx(1 / 4 + 1 / 4, abs=0.01)  # one draw of four ahead, two level
-    # Three experiments, two of them won: ahead unless the lost one is drawn twice or more (7 of 27).
-    judged = run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
-    assert judged.pairs[0].ahead == pytest.approx(20 / 27, abs=0.01)
-    assert judged.pairs[0].next_win == (2 + 1) / (3 + 2)
-    again = run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000)
-    assert again.pairs == judged.pairs
-    assert run_tournament(made([[70, 60], [70, 60], [60, 70]]), draws=20_000, seed=1).pairs != judged.pairs
+def test_bootstrap_of_mean_ranks_against_enumeration():
+    # Two experiments: both sampled (1/2), the first twice (1/4), the second twice (1/4).
+    tournament = run_tournament(make_results([[70, 60], [60, 65]]), draws=20_000)
+    assert tournament.standings[0].low == 1.0
+    assert tournament.standings[0].high == 2.0
+    assert tournament.pairs[0].ahead == pytest.approx(
+        1 / 4 + 1 / 4, abs=0.01
+    )  # ahead in one sample of four, tied in two
+    # Three experiments, two wins: ahead unless the loss is sampled at least twice (7 of 27).
+    tournament = run_tournament(make_results([[70, 60], [70, 60], [60, 70]]), draws=20_000)
+    assert tournament.pairs[0].ahead == pytest.approx(20 / 27, abs=0.01)
+    assert tournament.pairs[0].next_win == (2 + 1) / (3 + 2)
+    again = run_tournament(make_results([[70, 60], [70, 60], [60, 70]]), draws=20_000)
+    assert again.pairs == tournament.pairs
+    assert run_tournament(make_results([[70, 60], [70, 60], [60, 70]]), draws=20_000, seed=1).pairs != tournament.pairs
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_failed_experiments_are_left_out_and_counted():
+def test_failed_runs_are_excluded_and_counted():
     values = [[70, 60, None], [71, 61, 50], [72, 62, 80], [None, 63, 53]]
-    judged = run_tournament(made(values))
-    by_name = {s.method: s for s in judged.standings}
+    tournament = run_tournament(make_results(values))
+    by_name = {s.method: s for s in tournament.standings}
     assert (by_name["a"].ranked, by_name["a"].failed, by_name["a"].total) == (3, 1, 1 + 1 + 2)
     assert (by_name["b"].ranked, by_name["b"].failed, by_name["b"].total) == (4, 0, 2 + 2 + 3 + 1)
     assert (by_name["c"].ranked, by_name["c"].failed, by_name["c"].total) == (3, 1, 3 + 1 + 2)
     assert by_name["c"].mean == 2.0
-    # Friedman sees the two complete experiments alone.
-    assert judged.friedman == run_tournament(made(values[1:3])).friedman
-    assert judged.friedman.experiments == 2
-    # A pair is compared wherever both have a value.
-    records = {(p.first, p.second): (p.wins, p.losses) for p in judged.pairs}
+    # Friedman's test uses only the two complete experiments.
+    assert tournament.friedman == run_tournament(make_results(values[1:3])).friedman
+    assert tournament.friedman.experiments == 2
+    # A pair is compared in all experiments in which both have a value.
+    records = {(p.first, p.second): (p.wins, p.losses) for p in tournament.pairs}
     assert records["a", "b"] == (3, 0)
     assert sum(records["b", "c"] if ("b", "c") in records else records["c", "b"]) == 3
-    text = summarize(judged)
+    text = summarize(tournament)
     assert "c: 1 of 4 runs failed (first: x0, seed 0: the loss is not finite)." in text
     assert "a is not ranked in 1 of 4 experiments." in text
-    assert "Friedman over these 2 chi-squared" in text
-    assert "2 of 4 experiments have a value of every method; without a it would be 3." in text
+    assert "Friedman over 2 experiments: chi-squared" in text
+    assert "2 of 4 experiments have a value for every method; without a it would be 3." in text
 
 
-def test_a_failure_changes_nothing_for_the_others_but_that_it_is_gone():
+def test_method_that_always_fails_does_not_affect_the_others():
     rng = np.random.default_rng(0)
     values = rng.normal(60, 3, (8, 3)).round(2).tolist()
-    broken = [[*row, None] for row in values]
-    whole, part = run_tournament(made(values)), run_tournament(made(broken))
-    assert [s for s in part.standings if s.method != "d"] == list(whole.standings)
-    last = part.standings[-1]
+    with_failures = [[*row, None] for row in values]
+    expected, tournament = run_tournament(make_results(values)), run_tournament(make_results(with_failures))
+    assert [s for s in tournament.standings if s.method != "d"] == list(expected.standings)
+    last = tournament.standings[-1]
     assert (last.method, last.ranked, last.failed) == ("d", 0, 8)
     assert math.isnan(last.mean)
-    assert part.friedman is None
-    assert math.isnan(part.critical)
-    text = summarize(part)
-    assert "0 of 8 experiments have a value of every method; without d it would be 8." in text
-    assert "never met" in text
+    assert tournament.friedman is None
+    assert math.isnan(tournament.critical)
+    text = summarize(tournament)
+    assert "0 of 8 experiments have a value for every method; without d it would be 8." in text
+    assert "not compared, no experiment has a value for both" in text
 
 
-def test_a_run_that_failed_leaves_the_other_seeds():
-    judged = run_tournament(made([[[60, None, 62], [50, 51, 52]]] * 2))
-    assert judged.table.means[0].tolist() == [61.0, 51.0]
-    assert judged.standings[0].failed == 2
-    assert "a: 2 of 6 runs failed" in summarize(judged)
+def test_failed_run_does_not_affect_the_other_seeds():
+    tournament = run_tournament(make_results([[[60, None, 62], [50, 51, 52]]] * 2))
+    assert tournament.table.means[0].tolist() == [61.0, 51.0]
+    assert tournament.standings[0].failed == 2
+    assert "a: 2 of 6 runs failed" in summarize(tournament)
 
 
-def test_never_run_is_told_from_failed():
-    results = [r for r in made([[70, 60], [71, 61], [72, 62]]) if (r.experiment, r.method) != ("x1", "b")]
-    said = notes(tabulate(results))
-    assert said[0] == "b: never run in 1 of 3 experiments (first: x1)."
-    assert not any("failed" in line for line in said)
+def test_never_run_differs_from_failed():
+    results = [r for r in make_results([[70, 60], [71, 61], [72, 62]]) if (r.experiment, r.method) != ("x1", "b")]
+    lines = notes(tabulate(results))
+    assert lines[0] == "b: never run in 1 of 3 experiments (first: x1)."
+    assert not any("failed" in line for line in lines)
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_mean_over_seeds_is_ranked():
+def test_means_over_seeds_are_ranked():
     rng = np.random.default_rng(0)
     values = rng.normal(60, 3, (7, 4, 3))
-    judged = run_tournament(made(values.tolist()))
-    expected = run_tournament(made(values.mean(2).round(DIGITS).tolist()))
-    assert np.array_equal(judged.ranks, expected.ranks)
-    assert judged.unit == "experiment"
-    for ours, theirs in zip(judged.pairs, expected.pairs, strict=True):
-        assert ours.p_value == theirs.p_value
-        assert ours.difference == pytest.approx(theirs.difference)
+    tournament = run_tournament(make_results(values.tolist()))
+    expected = run_tournament(make_results(values.mean(2).round(DIGITS).tolist()))
+    assert np.array_equal(tournament.ranks, expected.ranks)
+    assert tournament.unit == "experiment"
+    for pair, expected_pair in zip(tournament.pairs, expected.pairs, strict=True):
+        assert pair.p_value == expected_pair.p_value
+        assert pair.difference == pytest.approx(expected_pair.difference)
 
 
 def test_runs_are_paired_by_seed():
-    # Seed 1 is missing for b: a's easy seed must not count for a.
+    # Seed 1, an easy one, is missing for b: it must not count in favour of a.
     a = [Result(f"x{e}", "a", seed, 60.0 + 20 * seed) for e in range(6) for seed in (0, 1)]
     b = [Result(f"x{e}", "b", 0, 61.0) for e in range(6)]
-    judged = run_tournament(a + b)
-    (pair,) = judged.pairs
-    assert judged.standings[0].method == "a"  # by its mean
+    tournament = run_tournament(a + b)
+    (pair,) = tournament.pairs
+    assert tournament.standings[0].method == "a"  # by its mean
     assert (pair.difference, pair.leader, pair.significant) == (-1.0, "b", True)
 
 
 def test_few_experiments_with_seeds_are_compared_run_by_run():
     rng = np.random.default_rng(1)
-    shared = rng.normal(0, 5, 8)  # what a seed does to all methods alike
+    shared = rng.normal(0, 5, 8)  # effect of a seed, the same for all methods
     values = [[(60 + shared + rng.normal(gain, 0.2, 8)).tolist() for gain in (1.0, 0.0)] for _ in range(2)]
-    judged = run_tournament(made(values))
-    assert judged.unit == "run"
-    (pair,) = judged.pairs
+    tournament = run_tournament(make_results(values))
+    assert tournament.unit == "run"
+    (pair,) = tournament.pairs
     assert (pair.wins, pair.losses, pair.significant) == (16, 0, True)
     assert pair.p_value == pytest.approx(2 / 2**16)
-    assert "holds for these experiments, not for others" in summarize(judged)
-    assert run_tournament(made(values), unit="experiment").pairs[0].p_value == 0.5
-    # Without seeds to go by, experiments stay the unit.
-    assert run_tournament(made([[70, 60], [70, 60]])).unit == "experiment"
+    assert "significance holds for these experiments, not for others" in summarize(tournament)
+    assert run_tournament(make_results(values), unit="experiment").pairs[0].p_value == 0.5
+    # Without several seeds, experiments stay the unit.
+    assert run_tournament(make_results([[70, 60], [70, 60]])).unit == "experiment"
 
 
-def test_more_seeds_help_only_against_the_scatter_of_seeds():
+def test_more_seeds_help_only_against_variance_between_seeds():
     rng = np.random.default_rng(2)
 
-    def differences(between, within):
+    def results_with_variance(between, within):
         base = 0.5 + rng.normal(0, between, 10)
         other = 60 + np.zeros((10, 4))
-        return made(np.stack([other + base[:, None] + rng.normal(0, within, (10, 4)), other], 1).tolist())
+        return make_results(np.stack([other + base[:, None] + rng.normal(0, within, (10, 4)), other], 1).tolist())
 
-    (noisy,) = run_tournament(differences(0.1, 3.0)).pairs
+    (noisy,) = run_tournament(results_with_variance(0.1, 3.0)).pairs
     assert not noisy.significant
     assert noisy.more_seeds > 0
-    (varied,) = run_tournament(differences(2.0, 0.1)).pairs
+    (varied,) = run_tournament(results_with_variance(2.0, 0.1)).pairs
     assert not varied.significant
     assert varied.more_seeds is None
     assert varied.more_experiments > 0
 
 
-def test_the_seeds_asked_for_settle_it():
-    # True gain 0.5, seeds scatter by 1.5: from 2 seeds, how many more? Then hold that tournament many times.
+def test_estimated_number_of_seeds_suffices():
+    # Gain 0.5, standard deviation 1.5 between seeds: estimate from 2 seeds, then simulate with that many.
     rng = np.random.default_rng(0)
-    asked = []
+    needed = []
     for _ in range(60):
         d = 0.5 + rng.normal(0, 1.5, (8, 2))
-        (pair,) = run_tournament(made(np.stack([60 + d, np.full_like(d, 60)], 1).tolist()), draws=100).pairs
+        (pair,) = run_tournament(make_results(np.stack([60 + d, np.full_like(d, 60)], 1).tolist()), draws=100).pairs
         if not pair.significant and pair.more_seeds is not None:
-            asked.append(2 + pair.more_seeds)
-    seeds = int(np.median(asked))
+            needed.append(2 + pair.more_seeds)
+    seeds = int(np.median(needed))
     from scipy import stats
 
     d = 0.5 + rng.normal(0, 1.5, (400, 8, seeds))
-    found = (stats.wilcoxon(d.mean(2), axis=1).pvalue <= 0.05).mean()
-    assert 0.6 < found <= 1.0
+    power = (stats.wilcoxon(d.mean(2), axis=1).pvalue <= 0.05).mean()
+    assert 0.6 < power <= 1.0
 
 
-# --- the verdict -----------------------------------------------------------------------------------------------------
+# --- the summary -----------------------------------------------------------------------------------------------------
 
 
-def test_the_verdict_says_what_is_settled(thesis):
+def test_summary_of_significant_differences(thesis):
     text = summarize(thesis)
     assert "10 methods in 12 experiments, one run each." in text
     assert "proxy_anchor is better than all others." in text
-    assert "26 of 45 pairs are settled at 0.05" in text
-    assert "The methods differ (Friedman chi-squared 81.5, p < 0.001" in text
+    assert "26 of 45 pairs differ significantly at 0.05" in text
+    assert "The methods differ significantly (Friedman: chi-squared 81.5, p < 0.001" in text
     pair = next(p for p in thesis.pairs if (p.first, p.second) == ("soft_triple", "arcface"))
-    said = sentence(pair, thesis)
-    assert said.startswith("soft_triple and arcface cannot be told apart: Holm p = 0.088; about ")
-    assert said.endswith(" more experiments would settle it.")
-    assert text.count("cannot be told apart: Holm") == 12
-    assert "... and 7 more pairs that are not settled." in text
-    assert summarize(thesis, most=99).count("cannot be told apart: Holm") == 19
+    line = sentence(pair, thesis)
+    assert line.startswith("soft_triple vs arcface: no significant difference, Holm p = 0.088; about ")
+    assert line.endswith(" more experiments needed.")
+    assert text.count("no significant difference, Holm") == 12
+    assert "... and 7 more pairs." in text
+    assert summarize(thesis, most=99).count("no significant difference, Holm") == 19
 
 
-def test_the_verdict_when_there_is_nothing_to_tell():
-    judged = run_tournament(made([[60, 60, 60]] * 7))
-    text = summarize(judged)
-    assert "0 of 3 pairs are settled" in text
-    assert "as a whole cannot be told apart" in text
-    assert "no number of experiments within reach would settle it" in text
-    one = run_tournament(made([[60, 50]]))
-    assert one.friedman is None
-    assert "Friedman's test is not held" in summarize(one)
-    assert "they met once" in summarize(one)
-    assert math.isnan(one.standings[0].std)
+def test_summary_without_any_difference():
+    tournament = run_tournament(make_results([[60, 60, 60]] * 7))
+    text = summarize(tournament)
+    assert "0 of 3 pairs differ significantly" in text
+    assert "Overall, the methods do not differ significantly" in text
+    assert "no feasible number of experiments would make it significant" in text
+    single = run_tournament(make_results([[60, 50]]))
+    assert single.friedman is None
+    assert "Friedman's test is skipped" in summarize(single)
+    assert "only one experiment in common" in summarize(single)
+    assert math.isnan(single.standings[0].std)
 
 
-def test_chance_alone_is_seldom_called_a_difference():
-    # Five equal methods, 60 tournaments of 12 experiments: any pair settled in about 5 % of them at most.
+def test_false_positive_rate():
+    # Five equal methods, 60 tournaments of 12 experiments: any significant pair in about 5 % of them at most.
     rng = np.random.default_rng(3)
-    held = (run_tournament(made(rng.normal(60, 2, (12, 5)).tolist()), draws=100) for _ in range(60))
-    false = sum(any(pair.significant for pair in judged.pairs) for judged in held)
-    assert false <= 8  # 5 % is 3; above 8 has a chance below 1 %
+    tournaments = (run_tournament(make_results(rng.normal(60, 2, (12, 5)).tolist()), draws=100) for _ in range(60))
+    false_positives = sum(any(pair.significant for pair in tournament.pairs) for tournament in tournaments)
+    assert false_positives <= 8  # 5 % is 3; more than 8 has a probability below 1 %
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- invalid input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("results", "message"),
     [
         ([], "needs results"),
-        ([("x", "a", 0, 1.0)], "at least two methods; got a alone"),
+        ([("x", "a", 0, 1.0)], "at least two methods; got only a"),
         ([("x", "a", 0, 1.0), ("x", "a", 0, 2.0)], "x, a, seed 0: given more than once"),
-        ([("x", "a", 0, math.nan)], "the value is nan. A run that failed has no value but a reason"),
+        ([("x", "a", 0, math.nan)], "the value is nan. Give a failed run a reason and no value"),
         ([("x", "a", 0, math.inf)], "the value is inf"),
         ([("x", "a", 0, 1.0, "why")], "both a value"),
-        ([("", "a", 0, 1.0)], "needs an experiment and an method"),
+        ([("", "a", 0, 1.0)], "needs an experiment and a method"),
     ],
 )
-def test_bad_results(results, message):
+def test_invalid_results(results, message):
     with pytest.raises(DataError, match=message):
         run_tournament([Result(*row) for row in results])
 
@@ -322,9 +321,9 @@ def test_bad_results(results, message):
         ({"unit": "seed"}, "unit: expected"),
     ],
 )
-def test_bad_settings(settings, message):
+def test_invalid_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
-        run_tournament(made([[70, 60], [71, 61]]), **settings)
+        run_tournament(make_results([[70, 60], [71, 61]]), **settings)
 
 
 def test_results_are_frozen():

@@ -1,4 +1,4 @@
-"""The tests of a tournament against scipy, scikit-posthocs, statsmodels, published tables and brute force."""
+"""The statistical tests against scipy, scikit-posthocs, statsmodels, published tables and brute force."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nearkin.bench import statistics
 from nearkin.bench.statistics import (
     average_ranks,
     critical_difference,
-    deviation_allowed,
     experiments_needed,
     friedman,
     holm,
+    max_std,
     min_experiments,
     nemenyi,
-    together,
+    nemenyi_groups,
     wilcoxon,
 )
 
@@ -26,7 +26,7 @@ stats = pytest.importorskip("scipy.stats", reason="the extra bench is not instal
 
 
 def scores(seed, experiments=9, methods=5, values=6):
-    """Few different values, so that there are ties."""
+    """Return scores with few distinct values, and hence ties."""
     return np.random.default_rng(seed).integers(0, values, (experiments, methods)).astype(float)
 
 
@@ -36,22 +36,22 @@ def test_ranks(seed):
     assert np.array_equal(average_ranks(values), stats.rankdata(-values, axis=1))
     values[2, 1] = values[3, 0] = values[3, 4] = np.nan
     for row, ranks in zip(values, average_ranks(values), strict=True):
-        there = ~np.isnan(row)
-        assert np.array_equal(ranks[there], stats.rankdata(-row[there]))
-        assert np.isnan(ranks[~there]).all()
+        ranked = ~np.isnan(row)
+        assert np.array_equal(ranks[ranked], stats.rankdata(-row[ranked]))
+        assert np.isnan(ranks[~ranked]).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_friedman(seed):
     values = scores(seed)
-    ours, theirs = friedman(average_ranks(values)), stats.friedmanchisquare(*values.T)
-    assert ours.chi_squared == pytest.approx(theirs.statistic)
-    assert ours.curve_p_value == pytest.approx(theirs.pvalue)
+    actual, expected = friedman(average_ranks(values)), stats.friedmanchisquare(*values.T)
+    assert actual.chi_squared == pytest.approx(expected.statistic)
+    assert actual.chi_squared_p_value == pytest.approx(expected.pvalue)
 
 
 @pytest.mark.parametrize(
     ("methods", "experiments", "chi_squared", "p"),
-    # Friedman, JASA 32 (1937), tables V and VI: how often chi-squared is as large or larger.
+    # Friedman, JASA 32 (1937), tables V and VI: probability of a chi-squared at least as large.
     [
         (3, 3, 6.0, 0.028),
         (3, 3, 4.667, 0.194),
@@ -65,34 +65,34 @@ def test_friedman(seed):
     ],
 )
 def test_friedman_of_few_experiments_against_the_published_table(methods, experiments, chi_squared, p):
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for _ in range(10_000):
-        ours = draw.permuted(np.tile(np.arange(1.0, methods + 1), (experiments, 1)), axis=1)
-        if stats.friedmanchisquare(*ours.T).statistic == pytest.approx(chi_squared, abs=1e-3):
+        ranks = rng.permuted(np.tile(np.arange(1.0, methods + 1), (experiments, 1)), axis=1)
+        if stats.friedmanchisquare(*ranks.T).statistic == pytest.approx(chi_squared, abs=1e-3):
             break
-    assert friedman(ours).chi_squared == pytest.approx(chi_squared, abs=1e-3)
-    assert friedman(ours).p_value == pytest.approx(p, abs=6e-4)
+    assert friedman(ranks).chi_squared == pytest.approx(chi_squared, abs=1e-3)
+    assert friedman(ranks).p_value == pytest.approx(p, abs=6e-4)
 
 
-def test_friedman_by_draws_is_near_the_count_of_all(monkeypatch):
+def test_sampled_permutations_approximate_enumeration(monkeypatch):
     ranks = average_ranks(
         np.array([[3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [2.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
     )
-    counted = friedman(ranks)
-    monkeypatch.setattr(statistics, "SHUFFLES", 1000)
-    assert friedman(ranks).p_value == pytest.approx(counted.p_value, abs=0.05)  # three deviations of 1,000 draws
-    assert friedman(ranks).p_value != counted.p_value
+    exact = friedman(ranks)
+    monkeypatch.setattr(statistics, "MAX_PERMUTATIONS", 1000)
+    assert friedman(ranks).p_value == pytest.approx(exact.p_value, abs=0.05)  # three standard errors of 1,000 samples
+    assert friedman(ranks).p_value != exact.p_value
 
 
-def test_two_experiments_alike_are_no_proof():
-    """Of two methods in two experiments every other pair of coins falls alike."""
+def test_friedman_of_two_methods_is_a_sign_test():
+    """Two methods agree in two experiments with probability 1/2."""
     assert friedman(np.array([[1.0, 2.0], [1.0, 2.0]])).p_value == 0.5
     assert friedman(np.tile([1.0, 2.0], (5, 1))).p_value == pytest.approx(stats.binomtest(5, 5).pvalue)
 
 
-def test_friedman_at_its_ends():
+def test_friedman_at_the_extremes():
     same = friedman(average_ranks(np.ones((4, 3))))
-    assert (same.chi_squared, same.p_value, same.curve_p_value) == (0.0, 1.0, 1.0)
+    assert (same.chi_squared, same.p_value, same.chi_squared_p_value) == (0.0, 1.0, 1.0)
     agreed = friedman(average_ranks(np.tile([3.0, 2.0, 1.0], (4, 1))))
     assert (agreed.chi_squared, agreed.p_value) == (pytest.approx(8.0), pytest.approx(1 / 6**3))
     two = friedman(average_ranks(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])))
@@ -116,49 +116,52 @@ def test_nemenyi(seed):
     posthocs = pytest.importorskip("scikit_posthocs", reason="the extra bench is not installed")
     values = scores(seed, experiments=12, values=40)
     ranks = average_ranks(values)
-    theirs = posthocs.posthoc_nemenyi_friedman(ranks).to_numpy()
-    assert nemenyi(ranks.mean(0), len(ranks)) == pytest.approx(theirs, abs=1e-9)
-    # Just below the critical difference p is above alpha, just above it below.
+    expected = posthocs.posthoc_nemenyi_friedman(ranks).to_numpy()
+    assert nemenyi(ranks.mean(0), len(ranks)) == pytest.approx(expected, abs=1e-9)
+    # The critical difference is where p crosses alpha.
     critical = critical_difference(5, 12)
-    for factor, settled in ((0.999, False), (1.001, True)):
-        assert (nemenyi(np.array([1.0, 1.0 + factor * critical, 3.0, 3.0, 3.0]), 12)[0, 1] < 0.05) == settled
+    for factor, significant in ((0.999, False), (1.001, True)):
+        assert (nemenyi(np.array([1.0, 1.0 + factor * critical, 3.0, 3.0, 3.0]), 12)[0, 1] < 0.05) == significant
 
 
 def test_groups():
     means = np.array([1.0, 2.0, 3.0, 4.5, 8.0])
-    assert together(means, 0.5) == []
-    assert together(means, 1.5) == [(0, 1), (1, 2)]  # a distance of exactly the critical difference tells apart
-    assert together(means, 2.1) == [(0, 2), (2, 3)]
-    assert together(means, 10) == [(0, 4)]
+    assert nemenyi_groups(means, 0.5) == []
+    assert nemenyi_groups(means, 1.5) == [
+        (0, 1),
+        (1, 2),
+    ]  # a difference of exactly the critical difference is significant
+    assert nemenyi_groups(means, 2.1) == [(0, 2), (2, 3)]
+    assert nemenyi_groups(means, 10) == [(0, 4)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 6, 12, 30])
 def test_signed_ranks_exact(n):
     d = np.random.default_rng(n).normal(0.3, 1, n)
-    theirs = stats.wilcoxon(d, method="exact")
-    assert wilcoxon(d).p_value == pytest.approx(theirs.pvalue)
-    assert wilcoxon(-d).p_value == pytest.approx(theirs.pvalue)
+    expected = stats.wilcoxon(d, method="exact")
+    assert wilcoxon(d).p_value == pytest.approx(expected.pvalue)
+    assert wilcoxon(-d).p_value == pytest.approx(expected.pvalue)
     assert wilcoxon(-d).lean == -wilcoxon(d).lean
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_signed_ranks_with_ties_by_counting_every_pattern(seed):
+def test_signed_ranks_with_ties_against_enumeration(seed):
     d = np.random.default_rng(seed).integers(-3, 5, 11).astype(float)
-    known = d[d != 0]
-    ranks = stats.rankdata(np.abs(known))
-    seen = abs((np.sign(known) * ranks).sum())
-    patterns = np.array(list(itertools.product((-1, 1), repeat=len(known))))
-    assert wilcoxon(d).p_value == pytest.approx((np.abs(patterns @ ranks) >= seen).mean())
-    assert wilcoxon(d).pairs == len(known)
+    nonzero = d[d != 0]
+    ranks = stats.rankdata(np.abs(nonzero))
+    observed = abs((np.sign(nonzero) * ranks).sum())
+    patterns = np.array(list(itertools.product((-1, 1), repeat=len(nonzero))))
+    assert wilcoxon(d).p_value == pytest.approx((np.abs(patterns @ ranks) >= observed).mean())
+    assert wilcoxon(d).pairs == len(nonzero)
 
 
-def test_signed_ranks_of_many_pairs_and_of_none():
+def test_signed_ranks_of_many_pairs_and_none():
     d = np.random.default_rng(0).integers(-9, 11, 300).astype(float)
-    theirs = stats.wilcoxon(d, method="asymptotic")
-    assert wilcoxon(d).p_value == pytest.approx(theirs.pvalue, rel=1e-6)
-    exact = np.random.default_rng(1).normal(0.2, 1, statistics.EXACT)
+    expected = stats.wilcoxon(d, method="asymptotic")
+    assert wilcoxon(d).p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    exact = np.random.default_rng(1).normal(0.2, 1, statistics.MAX_EXACT_PAIRS)
     normal = stats.wilcoxon(exact, method="asymptotic").pvalue
-    assert wilcoxon(exact).p_value == pytest.approx(normal, rel=0.03)  # the two forms meet
+    assert wilcoxon(exact).p_value == pytest.approx(normal, rel=0.03)  # the two forms agree at the boundary
     assert wilcoxon(np.zeros(4)) == statistics.SignedRanks(1.0, 0.0, 0)
     assert wilcoxon(np.empty(0)).p_value == 1.0
 
@@ -169,14 +172,14 @@ def test_holm(seed):
     p = np.random.default_rng(seed).uniform(0, 0.2, 10).round(2)
     adjusted, share = holm(p)
     assert adjusted == pytest.approx(multitest.multipletests(p, method="holm")[1])
-    # Rejecting while p stays below its share of alpha is the same as comparing the adjusted p with alpha.
+    # Stepping down while p is below its share of alpha equals comparing the adjusted p with alpha.
     order = np.argsort(p, kind="stable")
     assert sorted(share) == pytest.approx([1 / m for m in range(10, 0, -1)])
     below = np.cumprod((p <= 0.3 * share + 1e-12)[order]).astype(bool)
     assert np.array_equal(below, (adjusted <= 0.3 + 1e-12)[order])
 
 
-def test_fewest_pairs():
+def test_min_experiments():
     for level in (0.05, 0.01, 0.05 / 45):
         n = min_experiments(level)
         assert stats.wilcoxon(np.arange(1.0, n + 1)).pvalue <= level
@@ -184,17 +187,17 @@ def test_fewest_pairs():
 
 
 @pytest.mark.parametrize(("effect", "level"), [(0.4, 0.05), (0.8, 0.05), (0.8, 0.05 / 45), (1.5, 0.05 / 45)])
-def test_what_would_settle_a_pair_settles_it_four_times_in_five(effect, level):
+def test_experiments_needed_reaches_the_power(effect, level):
     n = experiments_needed(effect, 1.0, level)
     d = np.random.default_rng(0).normal(effect, 1.0, (500, n))
-    found = stats.wilcoxon(d, axis=1).pvalue <= level
-    assert found.mean() == pytest.approx(0.8, abs=0.06)
-    assert deviation_allowed(effect, n, level) >= 1.0 > deviation_allowed(effect, n - 1, level)
+    significant = stats.wilcoxon(d, axis=1).pvalue <= level
+    assert significant.mean() == pytest.approx(0.8, abs=0.06)
+    assert max_std(effect, n, level) >= 1.0 > max_std(effect, n - 1, level)
 
 
-def test_what_cannot_be_settled():
+def test_experiments_needed_at_the_limits():
     assert experiments_needed(0.0, 1.0, 0.05) is None
     assert experiments_needed(0.001, 1.0, 0.05) is None
     assert experiments_needed(0.1, 0.0, 0.05) == 6
     assert experiments_needed(-5.0, 1.0, 0.05) == 6
-    assert deviation_allowed(1.0, 5, 0.05) == 0.0
+    assert max_std(1.0, 5, 0.05) == 0.0

@@ -1,4 +1,4 @@
-"""`nearkin tune`: what is searched, what a search keeps, and that the test classes stay sealed."""
+"""`nearkin tune`: search spaces, grids, the search itself, and the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import nearkin.training.loop
 from nearkin.bench import grid_search, storage, tune
 from nearkin.bench.search_space import apply, defaults, space, suggest
 from nearkin.cli import main
-from nearkin.cli.tune import closing, parse_tune, table
+from nearkin.cli.tune import footer, parse_tune, results_table
 from nearkin.config.recipe import ComponentConfig, Recipe
 from nearkin.data.splits import Holdout
 from nearkin.errors import ConfigError, RunError, TrainingStoppedError
@@ -38,17 +38,17 @@ def recipe(features: Path) -> Recipe:
     return small_recipe(features)
 
 
-def searched(recipe: Recipe, out: Path, **asked) -> tuple[tune.Search, list[tune.Standing]]:
-    search = tune.plan(recipe, out, reporter=QUIET, **asked)
+def run_search(recipe: Recipe, out: Path, **kwargs) -> tuple[tune.Search, list[tune.Standing]]:
+    search = tune.plan(recipe, out, reporter=QUIET, **kwargs)
     tune.work(search, device="cpu", reporter=QUIET)
     return search, tune.standings(search)
 
 
-# --- what is searched ------------------------------------------------------------------------------------------------
+# --- search spaces ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_optuna_suggests_from_every_declared_range_and_the_loss_accepts_it(recipe, loss):
+def test_suggested_settings_lie_in_their_ranges_and_the_loss_accepts_them(recipe, loss):
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     ranges = space(recipe, loss)
     assert set(ranges) - {"train.lr", "train.class_lr"} == {f"loss.{name}" for name in LOSSES[loss].space}
@@ -56,20 +56,20 @@ def test_optuna_suggests_from_every_declared_range_and_the_loss_accepts_it(recip
     for fixed in (defaults(recipe, loss), {}, {}):
         study.enqueue_trial(fixed)
         trial = study.ask()
-        settings = {name: suggest(trial, name, where) for name, where in ranges.items()}
-        assert all(settings[name] in where for name, where in ranges.items())
+        settings = {name: suggest(trial, name, range_) for name, range_ in ranges.items()}
+        assert all(settings[name] in range_ for name, range_ in ranges.items())
         assert settings.items() >= fixed.items()
-        made = apply(recipe, loss, settings)
-        make_objective(made, dim=8, num_classes=3)
-        assert Recipe.from_dict(tomllib.loads(made.to_toml())) == made
+        trial_recipe = apply(recipe, loss, settings)
+        make_objective(trial_recipe, dim=8, num_classes=3)
+        assert Recipe.from_dict(tomllib.loads(trial_recipe.to_toml())) == trial_recipe
 
 
-def test_the_first_trial_is_the_recipe_itself_and_rates_reach_a_tenth_and_ten_times(recipe):
+def test_defaults_and_learning_rate_ranges(recipe):
     first = defaults(recipe, "proxy_anchor")
     assert first == {"loss.alpha": 32.0, "loss.margin": 0.2, "train.lr": 1e-3, "train.class_lr": 0.1}
-    where = space(recipe, "proxy_anchor")["train.lr"]
-    assert (where.kind, where.low, where.high) == ("log", pytest.approx(1e-4), pytest.approx(1e-2))
-    assert defaults(recipe, "multi_similarity") == {  # another loss: its own defaults, and no class parameters
+    lr = space(recipe, "proxy_anchor")["train.lr"]
+    assert (lr.kind, lr.low, lr.high) == ("log", pytest.approx(1e-4), pytest.approx(1e-2))
+    assert defaults(recipe, "multi_similarity") == {  # another loss: its defaults, without class parameters
         "loss.alpha": 2.0,
         "loss.beta": 50.0,
         "loss.base": 0.5,
@@ -79,14 +79,14 @@ def test_the_first_trial_is_the_recipe_itself_and_rates_reach_a_tenth_and_ten_ti
     assert faster.train.head_lr == pytest.approx(2e-2)
 
 
-def test_a_recipe_outside_a_declared_range_widens_it(recipe):
+def test_recipe_outside_a_declared_range_widens_it(recipe):
     odd = replace(recipe, loss=ComponentConfig("soft_triple", {"gamma": 10.0}))
     assert space(odd, "soft_triple")["loss.gamma"].high == 10.0
     with pytest.raises(ConfigError, match=r"soft_triple\.gamma: the recipe has -1"):
         space(replace(recipe, loss=ComponentConfig("soft_triple", {"gamma": -1.0})), "soft_triple")
 
 
-def test_miner_and_memory_stay_with_the_recipes_own_loss(recipe):
+def test_another_loss_drops_miner_and_memory(recipe):
     mined = replace(recipe, loss=ComponentConfig("triplet"), miner=ComponentConfig("semihard"), memory=16)
     assert apply(mined, "triplet", {}).miner == ComponentConfig("semihard")
     other = apply(mined, "proxy_anchor", {})
@@ -95,100 +95,102 @@ def test_miner_and_memory_stay_with_the_recipes_own_loss(recipe):
 
 # --- the thesis's grids ----------------------------------------------------------------------------------------------
 
-SHARES = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+UNIT = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 EVEN = list(range(2, 101, 2))
 TABLE_15 = {
-    "multi_similarity": [("loss.base", SHARES), ("loss.alpha", EVEN), ("loss.beta", EVEN), ("miner.epsilon", SHARES)],
+    "multi_similarity": [("loss.base", UNIT), ("loss.alpha", EVEN), ("loss.beta", EVEN), ("miner.epsilon", UNIT)],
     "soft_triple": [
-        ("loss.margin", SHARES),
+        ("loss.margin", UNIT),
         ("loss.scale", EVEN),
         ("train.lr", [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4]),
-        # Printed as 10 to 100, in the unit of table 4: that has 10 where the loss's own paper has a temperature of 0.1.
+        # Printed as 10 to 100, as in table 4, which has 10 where the paper of the loss has a temperature of 0.1.
         ("loss.gamma", [1 / 10, 1 / 20, 1 / 30, 1 / 40, 1 / 50, 1 / 60, 1 / 70, 1 / 80, 1 / 90, 1 / 100]),
-        ("loss.tau", SHARES),
+        ("loss.tau", UNIT),
     ],
-    "proxy_anchor": [("loss.margin", SHARES), ("loss.alpha", EVEN)],
+    "proxy_anchor": [("loss.margin", UNIT), ("loss.alpha", EVEN)],
 }
 
 
 @pytest.mark.parametrize("loss", TABLE_15)
-def test_the_grids_are_the_listed_points_exactly(loss, recipe):
+def test_grids_match_table_15(loss, recipe):
     listed = [(setting, float(value)) for setting, grid in TABLE_15[loss] for value in grid]
-    assert [(point.setting, point.value) for point in grid_search.points(loss)] == listed
+    assert [(point.setting, point.value) for point in grid_search.grid_points(loss)] == listed
     assert set(grid_search.GRIDS) == set(TABLE_15)
-    base = grid_search.start_for_grid(recipe, loss)
+    base = grid_search.grid_recipe(recipe, loss)
     for number in (0, len(listed) - 1):
-        settings = grid_search.settings_at(recipe, loss, number, [None] * len(listed))
+        settings = grid_search.trial_settings(recipe, loss, number, [None] * len(listed))
         make_objective(apply(base, loss, settings), dim=8, num_classes=3)
 
 
-def test_the_thesis_searched_around_the_gamma_that_its_recipe_has():
-    """Its table 4 prints 10 and its grid starts there: the recipe's temperature of 0.1."""
+def test_grid_of_gamma_starts_at_the_recipes_value():
+    """Table 4 prints 10 and the grid starts there: the temperature 0.1 of the recipe."""
     assert (
         nk.recipes.find("thesis_soft_triple").loss.settings["gamma"]
         == grid_search.GRIDS["soft_triple"]["loss.gamma"][0]
     )
 
 
-def test_one_setting_at_a_time_the_best_is_held(recipe):
+def test_best_value_of_earlier_settings_is_used(recipe):
     scores: list[float | None] = [0.5] * 61
     scores[4] = 0.8
-    last = grid_search.settings_at(recipe, "proxy_anchor", 60, scores)
+    last = grid_search.trial_settings(recipe, "proxy_anchor", 60, scores)
     assert last == {"loss.margin": 0.4, "loss.alpha": 100.0}
-    assert grid_search.settings_at(recipe, "proxy_anchor", 4, scores) == {"loss.margin": 0.4, "loss.alpha": 32.0}
-    # Of equals the recipe's own value (0.2) stays; where all failed it stays as well.
-    assert grid_search.settings_at(recipe, "proxy_anchor", 11, [0.5] * 61)["loss.margin"] == 0.2
-    assert grid_search.settings_at(recipe, "proxy_anchor", 11, [None] * 61)["loss.margin"] == 0.2
-    assert grid_search.settings_at(recipe, "proxy_anchor", 11, [None, 0.1, None] + [None] * 58)["loss.margin"] == 0.1
+    assert grid_search.trial_settings(recipe, "proxy_anchor", 4, scores) == {"loss.margin": 0.4, "loss.alpha": 32.0}
+    # The recipe's value (0.2) wins ties, and stays if all trials failed.
+    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [0.5] * 61)["loss.margin"] == 0.2
+    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [None] * 61)["loss.margin"] == 0.2
+    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [None, 0.1, None] + [None] * 58)["loss.margin"] == 0.1
 
 
-def test_the_grid_runs_in_order_with_shortened_training(recipe, tmp_path, monkeypatch):
+def test_grid_runs_in_order_with_shortened_training(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(grid_search.GRIDS, "proxy_anchor", {"loss.margin": (0.0, 0.5), "loss.alpha": (2.0, 64.0)})
     longer = replace(recipe, train=replace(recipe.train, epochs=4))
-    search, (found,) = searched(longer, tmp_path, mode="thesis_grid")
-    assert (found.done, found.left, search.recipe.train.epochs) == (4, 0, 1)
+    search, (standing,) = run_search(longer, tmp_path, mode="thesis_grid")
+    assert (standing.done, standing.left, search.recipe.train.epochs) == (4, 0, 1)
     trials = trials_of(search, "proxy_anchor")
     better = 0.5 if trials[1].value > trials[0].value else 0.0
     assert [t.user_attrs["settings"]["loss.margin"] for t in trials] == [0.0, 0.5, better, better]
     assert [t.user_attrs["settings"]["loss.alpha"] for t in trials] == [32.0, 32.0, 2.0, 64.0]
-    text = "\n".join(closing(search, [found], tune.write_recipes(search, [found])))
-    assert "--train.epochs 4 for the whole length" in text
+    text = "\n".join(footer(search, [standing], tune.write_recipes(search, [standing])))
+    assert "--train.epochs 4 for the full length" in text
 
 
-# --- watching a run --------------------------------------------------------------------------------------------------
+# --- stopping a run early --------------------------------------------------------------------------------------------
 
 
-def test_a_watched_run_can_be_stopped_and_goes_on_to_the_same_numbers(recipe, tmp_path):
+def test_stopped_run_resumes_to_the_same_results(recipe, tmp_path):
     seen = []
 
-    def watch(epoch, best):
+    def stop_after_two(epoch, best):
         seen.append((epoch, best))
         return epoch == 2
 
     longer = replace(recipe, train=replace(recipe.train, epochs=3))
-    calm = nk.fit(longer, tmp_path / "calm", final=False, reporter=QUIET, device="cpu")
+    expected = nk.fit(longer, tmp_path / "expected", final=False, reporter=QUIET, device="cpu")
     with pytest.raises(TrainingStoppedError, match="stopped after epoch 2 of 3") as stopped:
-        nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu", on_epoch_end=watch)
+        nk.fit(longer, tmp_path / "stopped", final=False, reporter=QUIET, device="cpu", on_epoch_end=stop_after_two)
     run = Run(stopped.value.path)
     assert (run.events()[-1], run.result) == ({"event": "stopped", "epoch": 2}, None)
-    by_epoch = [e["val"]["R@1"] for e in calm.events() if e["event"] == "epoch"]
+    by_epoch = [e["val"]["R@1"] for e in expected.events() if e["event"] == "epoch"]
     assert seen == [(1, by_epoch[0]), (2, max(by_epoch[:2]))]
-    again = nk.fit(longer, tmp_path / "watched", final=False, reporter=QUIET, device="cpu")
-    assert again.events() == calm.events()
-    assert again.result["val_R@1"] == calm.result["val_R@1"] == max(by_epoch)
+    resumed = nk.fit(longer, tmp_path / "stopped", final=False, reporter=QUIET, device="cpu")
+    assert resumed.events() == expected.events()
+    assert resumed.result["val_R@1"] == expected.result["val_R@1"] == max(by_epoch)
 
 
 # --- the search itself -----------------------------------------------------------------------------------------------
 
 
-def test_equal_budget_sealed_test_classes_and_a_replay_to_the_last_digit(recipe, tmp_path, monkeypatch):
-    def refuse(self):
+def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, monkeypatch):
+    def raise_on_open(self):
         raise AssertionError("the test classes were opened")
 
-    monkeypatch.setattr(Holdout, "open", refuse)
+    monkeypatch.setattr(Holdout, "open", raise_on_open)
     losses = ("proxy_anchor", "npair")
-    search, found = searched(recipe, tmp_path / "out", losses=losses, trials=3)
-    assert {s.loss: (s.done + s.pruned + s.failed, s.left, s.budget) for s in found} == dict.fromkeys(losses, (3, 0, 3))
+    search, standings = run_search(recipe, tmp_path / "out", losses=losses, trials=3)
+    assert {s.loss: (s.done + s.pruned + s.failed, s.left, s.budget) for s in standings} == dict.fromkeys(
+        losses, (3, 0, 3)
+    )
     folders = list((tmp_path / "out" / "runs").iterdir())
     assert len(folders) == 6
     for folder in folders:
@@ -197,90 +199,92 @@ def test_equal_budget_sealed_test_classes_and_a_replay_to_the_last_digit(recipe,
         assert not (folder / "last.pt").exists()
     assert sum((folder / "best.pt").exists() for folder in folders) < 6
 
-    best = found[0]
-    written = tune.write_recipes(search, found)
-    assert list(written) == [s.loss for s in found]
+    best = standings[0]
+    written = tune.write_recipes(search, standings)
+    assert list(written) == [s.loss for s in standings]
     again = nk.fit(Recipe.from_toml(written[best.loss]), tmp_path / "again", final=False, reporter=QUIET, device="cpu")
     assert again.result["val_R@1"] == best.best
     assert best.classes == 3
     assert best.interval[0] <= best.best <= best.interval[1]
 
-    def fails(*given, **asked):
+    def raise_on_fit(*args, **kwargs):
         raise AssertionError("a trial was run a second time")
 
-    monkeypatch.setattr("nearkin.training.loop.fit", fails)
+    monkeypatch.setattr("nearkin.training.loop.fit", raise_on_fit)
     tune.work(search, reporter=QUIET)
-    assert tune.standings(search) == found
-    prolonged = tune.plan(recipe, tmp_path / "out", losses=losses, trials=4, reporter=QUIET)
-    assert [s.left for s in tune.standings(prolonged)] == [1, 1]
+    assert tune.standings(search) == standings
+    extended = tune.plan(recipe, tmp_path / "out", losses=losses, trials=4, reporter=QUIET)
+    assert [s.left for s in tune.standings(extended)] == [1, 1]
     assert tune.plan(recipe, tmp_path / "out", losses=["snca", "npair"], reporter=QUIET).trials == 4
-    with pytest.raises(ConfigError, match="3 of a loss were begun already"):
+    with pytest.raises(ConfigError, match="3 trials of a loss have already started"):
         tune.plan(recipe, tmp_path / "out", losses=losses, trials=2, reporter=QUIET)
-    with pytest.raises(ConfigError, match="holds a search with another recipe"):
+    with pytest.raises(ConfigError, match="contains a search with another recipe"):
         tune.plan(replace(recipe, seed=1), tmp_path / "out", losses=losses, reporter=QUIET)
 
 
 @pytest.mark.slow
-def test_losing_trials_are_pruned_and_counted(recipe, tmp_path):
+def test_unpromising_trials_are_pruned_and_counted(recipe, tmp_path):
     longer = replace(recipe, train=replace(recipe.train, epochs=4))
-    search, (found,) = searched(longer, tmp_path, trials=14)
-    assert (found.done + found.pruned, found.failed, found.left) == (14, 0, 0)
-    assert found.pruned > 0
+    search, (standing,) = run_search(longer, tmp_path, trials=14)
+    assert (standing.done + standing.pruned, standing.failed, standing.left) == (14, 0, 0)
+    assert standing.pruned > 0
     for trial in trials_of(search, "proxy_anchor"):
         epochs = list(trial.intermediate_values)
         if trial.state == optuna.trial.TrialState.PRUNED:
-            # The median of the trials that were complete by then, at that epoch, by hand.
+            # Below the median of the trials that were complete by then, at that epoch.
             before = [t.intermediate_values[epochs[-1]] for t in trials_of(search, "proxy_anchor")[: trial.number]
                       if t.state == optuna.trial.TrialState.COMPLETE]  # fmt: skip
             assert max(trial.intermediate_values.values()) < np.median(before)
             assert 1 < len(epochs) < 4
         else:
             assert epochs == [1, 2, 3, 4]
-    _, (whole,) = searched(longer, tmp_path / "whole", trials=7, prune=False)
-    assert (whole.done, whole.pruned) == (7, 0)
+    _, (unpruned,) = run_search(longer, tmp_path / "unpruned", trials=7, prune=False)
+    assert (unpruned.done, unpruned.pruned) == (7, 0)
 
 
-def test_a_budget_can_be_lowered_as_long_as_nothing_of_it_was_begun(recipe, tmp_path):
+def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     tune.plan(recipe, tmp_path, trials=5, reporter=QUIET)
-    search, (found,) = searched(recipe, tmp_path, trials=2)
-    assert (found.done, found.left) == (2, 0)
-    assert table(search, [replace(found, classes=0)]).caption is None  # of an interval that there is not
-    with pytest.raises(ConfigError, match="--trials 1: 2 of a loss were begun already"):
+    _, (standing,) = run_search(recipe, tmp_path, trials=2)
+    assert (standing.done, standing.left) == (2, 0)
+    assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
+    with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
         tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
 
 
-def test_a_trial_that_fails_is_shown_with_its_reason_never_scored(recipe, tmp_path):
-    wild = replace(recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, lr_schedule="constant"))
-    search, (found,) = searched(wild, tmp_path, trials=2)
-    assert found.failed == 2
-    assert found.best is None
-    assert "finite" in found.reasons[0]
-    assert tune.write_recipes(search, [found]) == {}
-    text = "\n".join(closing(search, [found], {}))
-    assert "proxy_anchor: 2 of 2 trials failed, first:" in text
+def test_failed_trial_is_shown_with_its_reason_and_never_scored(recipe, tmp_path):
+    diverging = replace(
+        recipe, train=replace(recipe.train, lr=1e36, class_lr=1e-3, clip_norm=0.0, lr_schedule="constant")
+    )
+    search, (standing,) = run_search(diverging, tmp_path, trials=2)
+    assert standing.failed == 2
+    assert standing.best is None
+    assert "finite" in standing.reasons[0]
+    assert tune.write_recipes(search, [standing]) == {}
+    text = "\n".join(footer(search, [standing], {}))
+    assert "proxy_anchor: 2 of 2 trials failed (first: " in text
     assert all(trial.value is None for trial in trials_of(search, "proxy_anchor"))
-    assert table(search, [found]).row_count == 1
+    assert results_table([standing]).row_count == 1
 
 
-def test_a_trial_that_fails_in_an_unforeseen_way_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
+def test_unexpected_error_in_a_trial_does_not_stop_the_others(recipe, tmp_path, monkeypatch):
     fit = nearkin.training.loop.fit
-    begun = []
+    calls = []
 
-    def once_broken(*given, **asked):
-        begun.append(given)
-        if len(begun) == 2:
+    def fail_second_call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
             raise RuntimeError("not enough memory: you tried to allocate 8 GB\nmore")
-        return fit(*given, **asked)
+        return fit(*args, **kwargs)
 
-    monkeypatch.setattr(nearkin.training.loop, "fit", once_broken)
-    _, (found,) = searched(recipe, tmp_path, trials=3)
-    assert (found.done, found.failed, found.left) == (2, 1, 0)
-    (reason,) = found.reasons
+    monkeypatch.setattr(nearkin.training.loop, "fit", fail_second_call)
+    _, (standing,) = run_search(recipe, tmp_path, trials=3)
+    assert (standing.done, standing.failed, standing.left) == (2, 1, 0)
+    (reason,) = standing.reasons
     assert reason == "RuntimeError: not enough memory: you tried to allocate 8 GB (see proxy_anchor-1.log)"
     assert "Traceback" in (tmp_path / "proxy_anchor-1.log").read_text()
 
 
-def test_a_writer_killed_within_a_line_does_not_spoil_the_journal(recipe, tmp_path):
+def test_partial_line_of_a_killed_writer_is_dropped(recipe, tmp_path):
     search = tune.plan(recipe, tmp_path, trials=2, reporter=QUIET)
     with open(search.address, "a") as journal:
         journal.write('{"op_code": 5, "worker_id"')
@@ -288,84 +292,85 @@ def test_a_writer_killed_within_a_line_does_not_spoil_the_journal(recipe, tmp_pa
     assert [s.done for s in tune.standings(search)] == [2]
 
 
-def test_a_file_that_is_no_journal_is_left_as_it_is(recipe, tmp_path):
+def test_file_that_is_not_a_journal_is_left_unchanged(recipe, tmp_path):
     for text in ("a line without an end", '{"compact": "json"}', "x\n"):
         (tmp_path / "notes").write_text(text)
-        with pytest.raises(RunError, match="not a journal of a search"):
+        with pytest.raises(RunError, match="not the journal of a search"):
             tune.plan(recipe, tmp_path / "out", storage=str(tmp_path / "notes"), reporter=QUIET)
         assert (tmp_path / "notes").read_text() == text
 
 
-def test_a_claim_is_one_processes_own(tmp_path):
-    with storage.open_shared(str(tmp_path / "journal")) as one, storage.open_shared(str(tmp_path / "journal")) as other:
-        with one.claim("a/1", False) as mine, other.claim("a/1", False) as theirs, other.claim("a/2", False) as second:
-            assert (mine, theirs, second) == (True, False, True)
-        with other.claim("a/1", False) as free:
-            assert free
+def test_lock_is_exclusive(tmp_path):
+    journal = str(tmp_path / "journal")
+    with storage.open_storage(journal) as first, storage.open_storage(journal) as second:
+        with first.lock("a/1", False) as a, second.lock("a/1", False) as b, second.lock("a/2", False) as c:
+            assert (a, b, c) == (True, False, True)
+        with second.lock("a/1", False) as released:
+            assert released
 
 
-def test_what_a_search_keeps(recipe, tmp_path):
-    search, (found,) = searched(recipe, tmp_path, trials=1)
+def test_stored_search_and_first_trial(recipe, tmp_path):
+    search, (standing,) = run_search(recipe, tmp_path, trials=1)
     assert json.loads((tmp_path / "search.json").read_text())["name"] == search.name
-    assert found.settings == {"loss.alpha": 32.0, "loss.margin": 0.2, "train.lr": 1e-3, "train.class_lr": 0.1}
-    assert found.trial == 0
+    assert standing.settings == {"loss.alpha": 32.0, "loss.margin": 0.2, "train.lr": 1e-3, "train.class_lr": 0.1}
+    assert standing.trial == 0
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_searches_says_what_it_found_and_says_done(features, tmp_path, capsys):
-    asked = ["tune", "features_default", "--data", str(features), "--losses", "norm_softmax", "triplet", "--trials=2"]
-    asked += ["--model.dim", "8", "--train.epochs", "1", "--device", "cpu", "--out", str(tmp_path / "a b")]
+def test_command_prints_results_progress_and_completion(features, tmp_path, capsys):
+    argv = ["tune", "features_default", "--data", str(features), "--losses", "norm_softmax", "triplet", "--trials=2"]
+    argv += ["--model.dim", "8", "--train.epochs", "1", "--device", "cpu", "--out", str(tmp_path / "a b")]
     with pytest.raises(SystemExit, match="2"):
-        main([*asked, "--workers", "0"])
-    assert "there is no such search yet" in capsys.readouterr().err
+        main([*argv, "--workers", "0"])
+    assert "no such search in" in capsys.readouterr().err
     assert not (tmp_path / "a b").exists()
-    main(asked)
+    main(argv)
     out, err = capsys.readouterr()
-    assert "Chosen on 3 validation classes" in out
-    assert "over only 3 it says little" in out
+    assert "Best trials on 3 validation classes" in out
+    assert "unreliable with only 3 of them" in out
     assert f"nearkin train '{tmp_path}/a b/triplet.toml'" in out
     assert re.search(r"trial 4/4 .* left", err)
-    main([*asked, "--quiet", "--workers", "0", "--trials", "7"])  # looks, and prolongs nothing
-    looked, err = capsys.readouterr()
-    assert (looked, err) == (out, "")
-    main([*asked, "--quiet"])
+    main([*argv, "--quiet", "--workers", "0", "--trials", "7"])  # prints, and extends nothing
+    status, err = capsys.readouterr()
+    assert (status, err) == (out, "")
+    main([*argv, "--quiet"])
     again, err = capsys.readouterr()
     assert (again, err) == (out, "")
-    main(asked)
-    assert "done already: all 4 trials" in capsys.readouterr().err
+    main(argv)
+    assert "search already complete: all 4 trials" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("flags", "message"),
     [
         (["--losses", "proxyanchor"], "Did you mean 'proxy_anchor'?"),
-        (["--data.val-fraction", "0"], "no validation classes to choose by"),
-        (["--data.select-on", "test"], "--data.select-on test: a search may not see the test classes"),
+        (["--data.val-fraction", "0"], "no validation classes. Use --data.val-fraction 0.1"),
+        (["--data.select-on", "test"], "--data.select-on test: a search must not use the test classes"),
         (["--device", "xpu:7"], "device 'xpu:7' cannot be used here"),
         (["--storage", "mysql://host/db"], "'mysql://' is not supported"),
         (["--storage", "postgresql://host"], "names no database"),
         (["--storage", "postgresql+psycopg://u@127.0.0.1:1/db"], "cannot be reached"),
-        (["--storage", "{tmp}"], "cannot keep the search there"),
-        (["--storage", "{features}"], "not a journal of a search"),
+        (["--storage", "{tmp}"], "cannot store the search there"),
+        (["--storage", "{features}"], "not the journal of a search"),
         (["--trials", "0"], "--trials: expected at least 1"),
-        (["--shorten", "2"], "--shorten: expected a share"),
+        (["--shorten", "2"], "--shorten: expected a fraction"),
         (["--mode", "thesis_grid", "--losses", "triplet"], "the thesis has no grid for 'triplet'"),
-        (["--mode", "thesis_grid", "--trials", "3"], "not a number of trials"),
+        (["--mode", "thesis_grid", "--trials", "3"], "--trials: not with --mode thesis_grid"),
         (["--trails", "3"], "Did you mean '--trials'?"),
         (["--train.epoch", "3"], "Did you mean '--train.epochs'?"),
-        (["--runs", "here"], "its runs are kept in --out"),
+        (["--runs", "here"], "its runs are stored in --out"),
         (["--workers", "-1"], "--workers: expected 0 or more"),
-        (["--launch", "slurm"], "there is no SLURM on this machine"),
+        (["--launch", "slurm"], "SLURM not found on this machine"),
     ],
 )
-def test_bad_input_is_told_with_exit_code_2(asked, said, features, tmp_path, capsys):
-    asked = [word.format(tmp=tmp_path, features=features) for word in asked]
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "features_default", "--data", str(features), "--out", str(tmp_path / "out"), *asked])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+def test_invalid_input_exits_with_code_2(flags, message, features, tmp_path, capsys):
+    flags = [word.format(tmp=tmp_path, features=features) for word in flags]
+    with pytest.raises(SystemExit) as exited:
+        main(["tune", "features_default", "--data", str(features), "--out", str(tmp_path / "out"), *flags])
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_recipe_flags_are_those_of_train(features):

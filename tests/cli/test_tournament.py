@@ -1,4 +1,4 @@
-"""A tournament from a file to the terminal and to files: CSV, JSON, Markdown, LaTeX, PNG, SVG."""
+"""`nearkin tournament`: reading CSV and JSON; writing Markdown, LaTeX, CSV, PNG and SVG; the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("matplotlib", reason="the extra report is not installed")
 ODD = "a_b & 50% [red] | #1 $x$"
 
 
-def results(methods, experiments=8, seed=0):
+def make_results(methods, experiments=8, seed=0):
     rng = np.random.default_rng(seed)
     return [
         Result(f"x{e}", name, 0, round(float(60 - 2 * k + rng.normal(0, 1)), 2))
@@ -35,36 +35,35 @@ def results(methods, experiments=8, seed=0):
 
 
 @pytest.fixture(scope="module")
-def judged():
-    return run_tournament(results([ODD, "b", "c"]))
+def ranked():
+    return run_tournament(make_results([ODD, "b", "c"]))
 
 
-def written(path, rows):
-    head = list(rows[0])
+def write_csv(path, rows):
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, head)
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     return path
 
 
-def rows_of(found):
-    return [{**vars(r), "value": "" if r.value is None else r.value, "reason": r.reason or ""} for r in found]
+def csv_rows(results):
+    return [{**vars(r), "value": "" if r.value is None else r.value, "reason": r.reason or ""} for r in results]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_csv_and_json_are_read_alike(tmp_path):
-    given = [*results(["a", "b"]), Result("x8", "a", 3, None, "went NaN, epoch 2"), Result("x8", "b", 3, 0.5)]
-    table = written(tmp_path / "r.csv", rows_of(given))
-    listed = tmp_path / "r.JSON"
-    listed.write_text(json.dumps([vars(r) for r in given]))
-    assert read_results(table) == given
-    assert read_results(listed) == given
+def test_csv_and_json_give_the_same_results(tmp_path):
+    results = [*make_results(["a", "b"]), Result("x8", "a", 3, None, "went NaN, epoch 2"), Result("x8", "b", 3, 0.5)]
+    csv_file = write_csv(tmp_path / "r.csv", csv_rows(results))
+    json_file = tmp_path / "r.JSON"
+    json_file.write_text(json.dumps([vars(r) for r in results]))
+    assert read_results(csv_file) == results
+    assert read_results(json_file) == results
 
 
-def test_seed_and_reason_may_be_left_out(tmp_path):
+def test_seed_and_reason_are_optional(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes('\ufeffexperiment,method,value\r\n"x\n",  a ,1.5\r\nx,b,\r\ny,b,nan\r\n'.encode())
     first, second, third = read_results(path)
@@ -76,26 +75,26 @@ def test_seed_and_reason_may_be_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("none.csv", None, "there is no such file. Give 'papers'"),
+        ("none.csv", None, "no such file. Expected 'papers'"),
         ("r.txt", "x", "expected a .csv or .json file"),
         ("r.csv", "", "the column 'experiment' is missing; found none"),
-        ("r.csv", "experiment,method,value\n", "there are no results in it"),
-        ("r.csv", "experiment,method,score\nx,a,1\n", "no column 'score' is known"),
+        ("r.csv", "experiment,method,value\n", "contains no results"),
+        ("r.csv", "experiment,method,score\nx,a,1\n", "unknown column 'score'"),
         ("r.csv", "experiment,methods,value\nx,a,1\n", "Did you mean 'method'?"),
         ("r.csv", "experiment,value\nx,1\n", "the column 'method' is missing; found experiment, value"),
         ("r.csv", "experiment,method,value\nx,a,high\n", "line 2: value: expected a number, got 'high'"),
-        ("r.csv", "experiment,method,value\nx,a,1,2\n", "line 2: more cells than the head has columns"),
-        ("r.csv", "experiment,method,value,seed\nx,a,1,0.5\n", "seed: expected a whole number, got '0.5'"),
-        ("r.csv", "experiment,method,value,seed\nx,a,1,inf\n", "seed: expected a whole number, got 'inf'"),
+        ("r.csv", "experiment,method,value\nx,a,1,2\n", "line 2: more cells than the header has columns"),
+        ("r.csv", "experiment,method,value,seed\nx,a,1,0.5\n", "seed: expected an integer, got '0.5'"),
+        ("r.csv", "experiment,method,value,seed\nx,a,1,inf\n", "seed: expected an integer, got 'inf'"),
         ("r.csv", "experiment,method,value,reason\nx,a,1,oom\n", "line 2: x, a, seed 0: both a value (1)"),
-        ("r.csv", "experiment,method,value\nx,,1\n", "needs an experiment and an method"),
-        ("r.json", "{", "cannot be read as json"),
+        ("r.csv", "experiment,method,value\nx,,1\n", "needs an experiment and a method"),
+        ("r.json", "{", "not a valid json file"),
         ("r.json", "{}", "expected a list of objects"),
         ("r.json", '[{"experiment": "x", "method": "a", "value": [1]}]', "entry 1: value: expected a number"),
         ("r.json", '[{"experiment": "x", "method": "a", "value": true}]', "expected a number, got 'True'"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, name, text, message):
+def test_invalid_files(tmp_path, name, text, message):
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
@@ -104,78 +103,80 @@ def test_files_that_cannot_be_used(tmp_path, name, text, message):
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_large_seeds_are_told_apart(tmp_path):
+def test_large_seeds_are_exact(tmp_path):
     rows = [f"x,a,{seed},1.5" for seed in (2**60, 2**60 + 1, "3.0")]
     (tmp_path / "r.csv").write_text("\n".join(["experiment,method,seed,value", *rows]))
     assert [result.seed for result in read_results(tmp_path / "r.csv")] == [2**60, 2**60 + 1, 3]
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_file_that_is_not_text(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(UserError, match="cannot be read as csv"):
+    with pytest.raises(UserError, match="not a valid csv file"):
         read_results(path)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def test_markdown_and_latex_survive_odd_names(judged):
-    grid = study_tables.standings_grid(judged)
+def test_markdown_and_latex_survive_odd_names(ranked):
+    grid = study_tables.standings_grid(ranked)
     lines = study_tables.markdown(grid).splitlines()
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(grid.head) + 1}
     assert len(lines) == 5
     tex = study_tables.latex(grid)
     assert r"a\_b \& 50\% [red] | \#1 \$x\$ &" in tex
     assert tex.count(r"\\") == 4
-    assert "\n{}[a] &" in study_tables.latex(study_tables.standings_grid(run_tournament(results(["[a]", "b"]))))
+    assert "\n{}[a] &" in study_tables.latex(study_tables.standings_grid(run_tournament(make_results(["[a]", "b"]))))
     body = tex[tex.index("\\toprule") :]
     assert len(re.findall(r"(?<!\\)&", body)) == 4 * (len(grid.head) - 1)
 
 
-def test_csv_holds_every_digit(judged):
-    rows = list(csv.DictReader(io.StringIO(study_tables.standings_csv(judged))))
-    assert [row["method"] for row in rows] == [s.method for s in judged.standings]
-    assert [float(row["std"]) for row in rows] == [s.std for s in judged.standings]
-    pairs = list(csv.DictReader(io.StringIO(study_tables.pairs_csv(judged))))
-    assert [float(row["p_holm"]) for row in pairs] == [p.p_holm for p in judged.pairs]
-    ranks = list(csv.DictReader(io.StringIO(study_tables.ranks_csv(judged))))
-    assert [float(row[ODD]) for row in ranks] == judged.ranks[:, 0].tolist()
+def test_csv_has_full_precision(ranked):
+    rows = list(csv.DictReader(io.StringIO(study_tables.standings_csv(ranked))))
+    assert [row["method"] for row in rows] == [s.method for s in ranked.standings]
+    assert [float(row["std"]) for row in rows] == [s.std for s in ranked.standings]
+    pairs = list(csv.DictReader(io.StringIO(study_tables.pairs_csv(ranked))))
+    assert [float(row["p_holm"]) for row in pairs] == [p.p_holm for p in ranked.pairs]
+    ranks = list(csv.DictReader(io.StringIO(study_tables.ranks_csv(ranked))))
+    assert [float(row[ODD]) for row in ranks] == ranked.ranks[:, 0].tolist()
 
 
-def test_the_standings_show_failures_only_if_there_are_any(judged):
-    assert "failed" not in study_tables.standings_grid(judged).head
-    broken = run_tournament([*results(["a", "b"]), Result("x8", "a", 0, None, "oom"), Result("x8", "b", 0, 50.0)])
-    grid = study_tables.standings_grid(broken)
+def test_standings_show_failures_only_if_there_are_any(ranked):
+    assert "failed" not in study_tables.standings_grid(ranked).head
+    with_failure = run_tournament(
+        [*make_results(["a", "b"]), Result("x8", "a", 0, None, "oom"), Result("x8", "b", 0, 50.0)]
+    )
+    grid = study_tables.standings_grid(with_failure)
     assert grid.head[-2:] == ("ranked", "failed")
     assert {row[0]: row[-2:] for row in grid.rows} == {"a": ("8/9", "1"), "b": ("9/9", "0")}
 
 
-def test_pictures(judged, tmp_path):
+def test_diagram(ranked, tmp_path):
     png, svg = (
-        draw_critical_difference(judged, tmp_path / "sub" / "d.png"),
-        draw_critical_difference(judged, tmp_path / "d.svg"),
+        draw_critical_difference(ranked, tmp_path / "sub" / "d.png"),
+        draw_critical_difference(ranked, tmp_path / "d.svg"),
     )
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
-    again = draw_critical_difference(judged, tmp_path / "again.svg")
+    again = draw_critical_difference(ranked, tmp_path / "again.svg")
     assert again.read_bytes() == svg.read_bytes()
-    with pytest.raises(UserError, match=r"written as .png or .svg; got '.pdf'"):
-        draw_critical_difference(judged, tmp_path / "d.pdf")
-    with pytest.raises(UserError, match="needs two experiments"):
-        draw_critical_difference(run_tournament(results(["a", "b"], experiments=1)), tmp_path / "d.png")
+    with pytest.raises(UserError, match=r"expected a .png or .svg file, got '.pdf'"):
+        draw_critical_difference(ranked, tmp_path / "d.pdf")
+    with pytest.raises(UserError, match="needs at least two experiments"):
+        draw_critical_difference(run_tournament(make_results(["a", "b"], experiments=1)), tmp_path / "d.png")
 
 
 @pytest.mark.parametrize("count", [2, 3, 25])
-def test_pictures_of_few_and_of_many(count, tmp_path):
-    found = run_tournament(results([f"entrant_number_{i}" for i in range(count)], experiments=4), draws=100)
-    assert draw_critical_difference(found, tmp_path / "d.png").stat().st_size > 5000
+def test_diagram_of_few_and_many_methods(count, tmp_path):
+    ranked = run_tournament(make_results([f"method_number_{i}" for i in range(count)], experiments=4), draws=100)
+    assert draw_critical_difference(ranked, tmp_path / "d.png").stat().st_size > 5000
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_papers_on_the_terminal(capsys, tmp_path):
+def test_papers(capsys, tmp_path):
     tournament(["papers", "--out", str(tmp_path / "t"), "--pairs"])
     out = capsys.readouterr().out
     assert re.search(r"soft_triple +38 +3.17 +1.19 +0 +5 +2", out)
@@ -196,12 +197,12 @@ def test_other_tables_of_the_papers(capsys):
     assert (
         "arcface: 1 of 4 runs failed (first: thesis, table 10b: sop bn_inception 128, seed 0: thesis, table 10b" in out
     )
-    assert "3 of 4 experiments have a value of every method; without arcface it would be 4." in out
+    assert "3 of 4 experiments have a value for every method; without arcface it would be 4." in out
 
 
-def test_a_file_on_the_terminal(capsys, tmp_path):
-    given = [*results([ODD, "b", "c"]), Result("x0", "c", 1, None, "out of memory")]
-    tournament([str(written(tmp_path / "r.csv", rows_of(given)))])
+def test_results_from_a_file(capsys, tmp_path):
+    results = [*make_results([ODD, "b", "c"]), Result("x0", "c", 1, None, "out of memory")]
+    tournament([str(write_csv(tmp_path / "r.csv", csv_rows(results)))])
     out = capsys.readouterr().out
     assert ODD in out
     assert "c: 1 of 9 runs failed (first: x0, seed 1: out of memory)." in out
@@ -213,46 +214,46 @@ def test_a_file_on_the_terminal(capsys, tmp_path):
         ([], "'papers', the folder of a study, or a .csv or .json file is needed first"),
         (["papers", "--alpa", "0.1"], "Did you mean '--alpha'?"),
         (["papers", "--alpha", "2"], "alpha: expected a fraction"),
-        (["papers", "--dataset", "inshop"], "There are: cub, cars, sop"),
-        (["papers", "--metric", "R@3"], "There are: R@1, R@2"),
+        (["papers", "--dataset", "inshop"], "Available: cub, cars, sop"),
+        (["papers", "--metric", "R@3"], "Available: R@1, R@2"),
         (["r.csv", "--metric", "R@1"], "--metric: only with 'papers'"),
     ],
 )
-def test_mistakes_get_the_cure(argv, message, tmp_path, monkeypatch):
+def test_errors_have_a_fix(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
         tournament(argv)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_write_csv(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match="taken: cannot be written"):
         tournament(["papers", "--out", str(tmp_path / "taken"), "--draws", "100"])
 
 
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as stopped:
+def test_help(capsys):
+    with pytest.raises(SystemExit) as exited:
         tournament(["--help"])
-    assert not stopped.value.code
+    assert not exited.value.code
     assert "nearkin tournament papers" in capsys.readouterr().out
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- the documentation -----------------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_what_is_computed():
+def test_documentation_shows_the_computed_values():
     page = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
-    held = run_tournament(papers.thesis_results())
-    found = {s.method: s for s in held.standings}
+    ranked = run_tournament(papers.thesis_results())
+    standings = {s.method: s for s in ranked.standings}
     for row in papers.table_11():
-        s = found[row.loss]
+        s = standings[row.loss]
         cells = [f"`{row.loss}`", f"{s.total:g}", f"{row.mean:g}", f"{s.mean:.2f}", f"{row.std:g}", f"{s.std:.2f}"]
         line = next(line for line in page.splitlines() if line.startswith(f"| `{row.loss}` |"))
         assert [cell.strip(" *") for cell in line.strip("| ").split("|")][:6] == cells
         wrong = (row.mean, row.std) != (row.corrected_mean, row.corrected_std)
         assert ("**" in line) == wrong
-    pair = next(p for p in held.pairs if (p.first, p.second) == ("soft_triple", "multi_similarity"))
+    pair = next(p for p in ranked.pairs if (p.first, p.second) == ("soft_triple", "multi_similarity"))
     assert f"about {pair.more_experiments} more experiments" in page
-    assert f"{sum(p.significant for p in held.pairs)} of the {len(held.pairs)} pairs are settled" in page
-    picture = ROOT / "docs" / "images" / "critical_difference.png"
-    assert picture.stat().st_size < 100_000
+    assert f"{sum(p.significant for p in ranked.pairs)} of the {len(ranked.pairs)} pairs " in page
+    image = ROOT / "docs" / "images" / "critical_difference.png"
+    assert image.stat().st_size < 100_000

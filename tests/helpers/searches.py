@@ -39,5 +39,5 @@ def small_recipe(features: Path) -> Recipe:
 
 
 def trials_of(search: tune.Search, loss: str):
-    with storage.open_shared(search.address) as shared:
+    with storage.open_storage(search.address) as shared:
         return optuna.load_study(study_name=search.study(loss), storage=shared.storage).trials

@@ -1,4 +1,4 @@
-"""Small studies on made features, which train in a second."""
+"""Small studies on synthetic features that train in a second."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from nearkin.bench.study import Dataset, Study
 
 
 def write_features(path: Path, *, classes: int = 24, samples_per_class: int = 8, dim: int = 12, seed: int = 0) -> Path:
-    """Classes as clouds around random centres, a little apart."""
+    """Write noisy classes around random centres."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((classes, dim))
     labels = np.repeat(np.arange(classes), samples_per_class)
@@ -19,7 +19,7 @@ def write_features(path: Path, *, classes: int = 24, samples_per_class: int = 8,
 
 
 def small_study(features: Path, **changed) -> Study:
-    """Two losses at two sizes on ready features."""
+    """Return a study of two losses at two sizes on precomputed features."""
     settings = {
         "name": "small",
         "base": "features_default",

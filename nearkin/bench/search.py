@@ -1,0 +1,362 @@
+"""A hyperparameter search: its plan, its state and its results. `nearkin.bench.tune` runs it.
+
+A search is a set of Optuna studies, one per loss, each created with exactly the trials of its budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nearkin._common.files import atomic_write
+from nearkin._common.progress import Reporter
+from nearkin.bench import grid_search
+from nearkin.bench.search_space import Settings, apply, defaults, recipe_for_loss, space
+from nearkin.bench.storage import SharedStorage, is_database, open_storage, storage_address
+from nearkin.config.recipe import Recipe
+from nearkin.errors import ConfigError, RunError, import_extra
+from nearkin.losses import LOSSES
+from nearkin.training.run_key import run_key
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+Mode = Literal["optuna", "thesis_grid"]
+DEFAULT_TRIALS = 20  # per loss
+
+
+@dataclass(frozen=True)
+class Search:
+    """Everything that workers need; identical on every machine except for `out` and the location of the data.
+
+    Attributes:
+        name: Contains a hash of everything that affects a result, so that searches in one database never mix.
+        recipe: What every trial starts from, with the shortened number of epochs.
+        losses: The losses to search.
+        trials: Trials per loss; 0 in the mode thesis_grid.
+        mode: "optuna" or "thesis_grid".
+        prune: Whether to stop unpromising trials early.
+        full_epochs: Number of epochs of the original recipe.
+        out: Folder of the search.
+        address: Address of the shared storage.
+    """
+
+    name: str
+    recipe: Recipe
+    losses: tuple[str, ...]
+    trials: int
+    mode: Mode
+    prune: bool
+    full_epochs: int
+    out: Path
+    address: str
+
+    def budget(self, loss: str) -> int:
+        """Return the number of trials of a loss."""
+        return len(grid_search.grid_points(loss)) if self.mode == "thesis_grid" else self.trials
+
+    @property
+    def total(self) -> int:
+        """Number of trials of all losses."""
+        return sum(map(self.budget, self.losses))
+
+    def base(self, loss: str) -> Recipe:
+        """Return the recipe that the trials of a loss start from."""
+        grid = self.mode == "thesis_grid"
+        return grid_search.grid_recipe(self.recipe, loss) if grid else recipe_for_loss(self.recipe, loss)
+
+    def study(self, loss: str) -> str:
+        """Return the name of a loss's Optuna study."""
+        return f"{self.name}/{loss}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Progress and best trial of one loss.
+
+    Attributes:
+        loss: The loss.
+        done: Trials with a score.
+        pruned: Trials that were stopped early.
+        failed: Trials that failed.
+        left: Trials that are not finished.
+        best: Validation R@1 of the best trial.
+        interval: Its 95 % interval over validation classes.
+        classes: Number of validation classes.
+        settings: Settings of the best trial.
+        trial: Number of the best trial.
+        reasons: Why trials failed.
+    """
+
+    loss: str
+    done: int
+    pruned: int
+    failed: int
+    left: int
+    best: float | None = None
+    interval: tuple[float, float] | None = None
+    classes: int = 0
+    settings: Settings | None = None
+    trial: int | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def budget(self) -> int:
+        """Number of trials of this loss."""
+        return self.done + self.pruned + self.failed + self.left
+
+
+# --- planning --------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    losses: Sequence[str] = (),
+    trials: int | None = None,
+    mode: Mode = "optuna",
+    storage: str | None = None,
+    prune: bool = True,
+    shorten: float | None = None,
+    begin: bool = True,
+    reporter: Reporter | None = None,
+) -> Search:
+    """Validate a search and enqueue its trials, or join an existing search.
+
+    Args:
+        recipe: What every trial starts from.
+        out: Folder for the best recipes, the run folders and the journal.
+        losses: Names, or ("all",); default: the recipe's loss.
+        trials: Trials per loss; default: 20, or those of the existing search. More extend it; fewer shorten it, down
+            to the number already started.
+        mode: "optuna" samples the declared ranges; "thesis_grid" walks the thesis's grids.
+        storage: PostgreSQL URL or path of a journal file; default: a journal in `out`.
+        prune: Stop trials whose validation R@1 is below the median of earlier trials (optuna only).
+        shorten: Share of the recipe's epochs that a trial trains; default: 1, or 1/4 with thesis_grid.
+        begin: False opens an existing search and changes nothing.
+        reporter: Where progress is reported.
+
+    Returns:
+        The search, for `tune.work`.
+
+    Raises:
+        ConfigError: An option is invalid, or `out` belongs to another search.
+    """
+    optuna: Any = import_extra("optuna", "bench")
+    _check_options(recipe, trials, mode)
+    search = _unnamed_search(recipe, Path(out), losses, mode, storage, prune, shorten)
+    search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))
+    missing = ConfigError(f"--workers 0: no such search in {out} yet. Start it with --workers 1.")
+    if not begin and not is_database(search.address) and not Path(search.address).exists():
+        raise missing
+    with open_storage(search.address) as shared, shared.lock(f"{search.name}/plan", True):
+        if not begin:
+            existing = {study.study_name for study in shared.storage.get_all_studies()}
+            search = replace(search, losses=tuple(loss for loss in search.losses if search.study(loss) in existing))
+            trials = None
+        if not search.losses:
+            raise missing
+        _claim_folder(search)
+        studies = {
+            loss: optuna.create_study(
+                study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
+            )
+            for loss in search.losses
+        }
+        if mode == "optuna":
+            search = replace(search, trials=_num_trials(studies, trials))
+        if begin:
+            for loss, study in studies.items():
+                _enqueue_trials(search, loss, study)
+    return search
+
+
+def _check_options(recipe: Recipe, trials: int | None, mode: Mode) -> None:
+    if mode == "thesis_grid" and trials is not None:
+        raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
+    if trials is not None and trials < 1:
+        raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if recipe.data.select_on == "test":
+        raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
+
+
+def _unnamed_search(
+    recipe: Recipe,
+    out: Path,
+    losses: Sequence[str],
+    mode: Mode,
+    storage: str | None,
+    prune: bool,
+    shorten: float | None,
+) -> Search:
+    """Validate everything that does not need the data."""
+    from nearkin.training.factory import validate_recipe
+
+    grid = mode == "thesis_grid"
+    share = shorten if shorten is not None else 0.25 if grid else 1.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
+    names = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
+    if names == ("all",):
+        names = tuple(grid_search.GRIDS) if grid else tuple(LOSSES)
+    epochs = max(1, round(share * recipe.train.epochs))
+    train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+    search = Search(
+        name="",
+        recipe=replace(recipe, train=train),
+        losses=names,
+        trials=0,
+        mode=mode,
+        prune=prune and not grid,
+        full_epochs=recipe.train.epochs,
+        out=out,
+        address=storage_address(storage, out),
+    )
+    for loss in names:
+        if grid:
+            grid_search.grid_points(loss)
+        else:
+            space(search.recipe, LOSSES[loss].name)
+        validate_recipe(search.base(loss))
+    return search
+
+
+def _search_name(search: Search, recipe: Recipe, reporter: Reporter) -> str:
+    """Hash everything that affects a result: the data, the pretrained weights, the recipe and the kind of search."""
+    from nearkin.data import sources
+    from nearkin.data.splits import make_split
+    from nearkin.training.factory import make_model, model_fingerprint
+
+    table = sources.load(recipe.data, reporter)
+    if make_split(table, recipe.data)[0].val is None:
+        raise ConfigError("tune: no validation classes. Use --data.val-fraction 0.1 or --data.folds 10.")
+    weights = model_fingerprint(recipe, make_model(recipe, table, reporter)) if recipe.model.weights != "none" else ""
+    hashed = [table.fingerprint, weights, search.mode, search.prune, run_key(search.recipe, "")]
+    digest = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:12]
+    return f"nearkin-tune-{digest}"
+
+
+def _claim_folder(search: Search) -> None:
+    """Reserve the folder for this search: recipes and runs of two searches would mix."""
+    file = search.out / "search.json"
+    try:
+        search.out.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            name = json.loads(file.read_text(encoding="utf-8"))["name"]
+        else:
+            name = search.name
+            content = {"name": search.name, "mode": search.mode, "recipe": search.recipe.to_dict()}
+            atomic_write(file, json.dumps(content, indent=2))
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{search.out}: cannot store a search there ({error}). Choose another --out.") from None
+    if name != search.name:
+        raise ConfigError(
+            f"{search.out}: contains a search with another recipe, data, mode or pruning. Choose another --out."
+        )
+
+
+def _num_trials(studies: Mapping[str, Study], trials: int | None) -> int:
+    """Return the trials per loss: as asked for, else those of the existing search, else the default."""
+    from optuna.trial import TrialState
+
+    existing: int = max(study.user_attrs.get("trials", 0) for study in studies.values())
+    started = max(
+        sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+        for study in studies.values()
+    )
+    if trials is not None and trials < started:
+        raise ConfigError(f"--trials {trials}: {started} trials of a loss have already started. Give at least as many.")
+    return trials or existing or DEFAULT_TRIALS
+
+
+def _enqueue_trials(search: Search, loss: str, study: Study) -> None:
+    """Extend the study of a loss to its budget. Idempotent: after a kill, the next worker completes it."""
+    study.set_user_attr("trials", search.trials)
+    for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
+        first = search.mode == "optuna" and number == 0
+        study.enqueue_trial(defaults(search.recipe, loss) if first else {})
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def load_trials(search: Search, loss: str, shared: SharedStorage) -> list[FrozenTrial]:
+    """Load the Optuna trials of a loss, up to its budget.
+
+    Args:
+        search: The search.
+        loss: One of its losses.
+        shared: The open storage.
+
+    Returns:
+        Trials by number.
+    """
+    study = shared.storage.get_study_id_from_name(search.study(loss))
+    return shared.storage.get_all_trials(study, deepcopy=False)[: search.budget(loss)]
+
+
+def standings(search: Search) -> list[Standing]:
+    """Return progress and best trial of each loss.
+
+    Args:
+        search: The search.
+
+    Returns:
+        The losses, best validation R@1 first.
+    """
+    with open_storage(search.address) as shared:
+        unsorted = [_standing(loss, load_trials(search, loss, shared)) for loss in search.losses]
+    return sorted(unsorted, key=lambda standing: -1.0 if standing.best is None else standing.best, reverse=True)
+
+
+def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
+    from optuna.trial import TrialState
+
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    standing = Standing(
+        loss,
+        done=len(done),
+        pruned=sum(trial.state == TrialState.PRUNED for trial in trials),
+        failed=len(failed),
+        left=sum(not trial.state.is_finished() for trial in trials),
+        reasons=tuple(trial.user_attrs["reason"] for trial in failed),
+    )
+    if not done:
+        return standing
+    # As between epochs: MAP@R breaks ties of R@1, then the first trial wins, which has the defaults.
+    best = max(done, key=lambda trial: (trial.values[0], trial.user_attrs["map"], -trial.number))
+    return replace(
+        standing,
+        best=best.values[0],
+        interval=tuple(best.user_attrs["interval"]),
+        classes=best.user_attrs["classes"],
+        settings=dict(best.user_attrs["settings"]),
+        trial=best.number,
+    )
+
+
+def write_recipes(search: Search, results: Sequence[Standing]) -> dict[str, Path]:
+    """Write the best trial of each loss as LOSS.toml, a recipe for `nearkin train`.
+
+    Args:
+        search: The search.
+        results: From `standings`.
+
+    Returns:
+        Loss -> file, for losses with a best trial.
+    """
+    written: dict[str, Path] = {}
+    with open_storage(search.address) as shared, shared.lock(f"{search.name}/recipes", True):
+        for standing in results:
+            if standing.settings is not None:
+                path = search.out / f"{standing.loss}.toml"
+                atomic_write(path, apply(search.base(standing.loss), standing.loss, standing.settings).to_toml())
+                written[standing.loss] = path
+    return written
