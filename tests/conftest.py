@@ -17,7 +17,7 @@ from helpers.postgres import pgvector_url, postgres_server, postgres_url  # noqa
 _CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
 os.environ["NEARKIN_CACHE"] = _CACHE
 
-# A shell makes background jobs (`nohup make test &`) ignore SIGINT, and their children inherit that. The tests of Ctrl-C
+# A shell makes background jobs (`nohup make test &`) ignore SIGINT, and children inherit that. The tests of Ctrl-C
 # need the usual handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,6 @@
 """Runs of a study: whose weights it deletes, which errors stop it, worker errors, study folders and status."""
 
+import functools
 import dataclasses
 import os
 import subprocess
@@ -85,7 +86,8 @@ def test_resumed_trial_deletes_its_checkpoints(folder, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(
+        stopping = functools.partial(fit, on_epoch_end=interrupt)
+        patched.setattr(nearkin.training.loop, "fit", stopping)
             nearkin.training.loop, "fit", lambda *args, **kwargs: fit(*args, **kwargs, on_epoch_end=interrupt)
         )
         with pytest.raises(KeyboardInterrupt):
