@@ -219,8 +219,8 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Composite over `transparent_over`; crop a side that is more than `most_aspect` times the other to its centre;
-        # downscale to `shorter_side` (never enlarge); take the central `shown` of every `stored` pixels; scale to `side`.
+        # Composite over `transparent_over`; centre-crop a side that is more than `most_aspect` times the other;
+        # downscale to `shorter_side` (never upscale); centre-crop to `shown` of every `stored` pixels; scale to `side`.
         "cut": {
             "augment": model.augment,
             "transparent_over": "white",

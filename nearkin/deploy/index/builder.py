@@ -233,9 +233,7 @@ def _open_existing(out: Path, fingerprint: str, images: ImageList) -> Index | No
     check_model(old.model_info, fingerprint, str(out))
     if old.root is None or (old.root != images.root.resolve() and old.root.exists()):
         content = old.root or "precomputed vectors"
-        raise DataError(
-            f"{out}: contains an index of {content}, not of {images.root}. Choose another folder with -o."
-        )
+        raise DataError(f"{out}: contains an index of {content}, not of {images.root}. Choose another folder with -o.")
     return old
 
 

@@ -73,9 +73,7 @@ class HNSWGraph:
         self._lock = threading.Lock()
 
     @classmethod
-    def build(
-        cls, vectors: Vectors, *, m: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200
-    ) -> HNSWGraph:
+    def build(cls, vectors: Vectors, *, m: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> HNSWGraph:
         """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024).
 
         Args:

@@ -28,8 +28,8 @@ from nearkin.deploy.index._items import (
     row_by_id,
     stamps_to_json,
 )
-from nearkin.deploy.index.manifest import Manifest, ModelInfo, StoredFile
 from nearkin.deploy.index.graph import GraphStats, HNSWGraph
+from nearkin.deploy.index.manifest import Manifest, ModelInfo, StoredFile
 from nearkin.deploy.index.openset import Threshold, calibrate_items
 from nearkin.deploy.index.provenance import EmbeddingModel, FileStamp, check_model, get_model_info
 from nearkin.deploy.index.rerank import Rerank, RerankChoice, apply_rerank, choose_rerank, from_dict, to_dict

@@ -53,8 +53,8 @@ class Threshold:
 
     def __str__(self) -> str:
         lines = [
-            f"known above {self.value:.4f}: accepts at most {self.false_accept:.2%} of {self.unknown_queries:,} unknown "
-            f"queries of {self.unknown_classes:,} classes"
+            f"known above {self.value:.4f}: accepts at most {self.false_accept:.2%} of {self.unknown_queries:,} "
+            f"unknown queries of {self.unknown_classes:,} classes"
             f"{_format_interval(self.false_accept_interval, ' on other classes')} and "
             f"{self.true_accept:.1%} of {self.known_queries:,} known queries"
             f"{_format_interval(self.true_accept_interval)}"

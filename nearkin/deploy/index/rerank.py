@@ -128,7 +128,8 @@ def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: flo
     Among the query and these items, with d = 1 - cosine: R(i, k) is the set of items j such that i and j are among each
     other's k nearest (i itself included). R(i, k1) is extended by R(j, k1 / 2) for every j in it if at least two thirds
     of that set are in R(i, k1). Each item is encoded by weights exp(-d) on its set, normalized to sum 1, and averaged
-    over its k2 nearest (itself included). The distance is (1 - weight) * Jaccard distance of two encodings + weight * d.
+    over its k2 nearest (itself included). The distance is (1 - weight) * (Jaccard distance of the encodings) +
+    weight * d.
 
     Args:
         query: [D].
@@ -266,9 +267,7 @@ def _sample_queries(labels: list[Any], rows: Sequence[int], max_queries: int, se
     return usable, codes
 
 
-def _evaluate(
-    vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence[Rerank], metric: str
-) -> Floats:
+def _evaluate(vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence[Rerank], metric: str) -> Floats:
     """Return scores [1 + methods, queries]: plain search first, then each method."""
     count = Counter(labels)
     inv_norms = inverse_norms(vectors)

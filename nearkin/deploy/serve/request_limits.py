@@ -130,9 +130,7 @@ def upload_size(request: Request, limits: RequestLimits) -> int:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in TYPES:
         got = f"'{content_type[:60]}'" if content_type else "none"
-        raise RequestRejected(
-            415, f"Send the image file as the body, with Content-Type {', '.join(TYPES)}; got {got}."
-        )
+        raise RequestRejected(415, f"Send the image file as the body, with Content-Type {', '.join(TYPES)}; got {got}.")
     length = request.headers.get("content-length")
     if length is None:  # chunked: counted while it is read
         return limits.upload_bytes
@@ -274,9 +272,7 @@ def check_image(data: bytes, limits: RequestLimits) -> None:
     except pil.DecompressionBombError:
         raise RequestRejected(413, f"The image has more than {limits.pixels / 1e6:g} million pixels.") from None
     except Exception:  # decoders raise arbitrary exceptions on damaged files
-        raise RequestRejected(
-            422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image."
-        ) from None
+        raise RequestRejected(422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image.") from None
     if width * height > limits.pixels:
         raise RequestRejected(
             413, f"The image has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million."
