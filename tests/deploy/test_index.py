@@ -164,7 +164,7 @@ def test_the_model_is_loaded_from_the_recorded_run(photo_folder, tmp_path):
         Index.load(tmp_path / "index").search(paths[2], 1)
 
 
-# --- invalid input -------------------------------------------------------------------------------------------------------
+# --- invalid input ---------------------------------------------------------------------------------------------------
 
 
 def test_small_and_empty_indexes_can_be_searched():

@@ -108,7 +108,7 @@ class Index:
         self.rerank: Rerank | None = None
         self.store: str | None = None
 
-    # --- building -----------------------------------------------------------------------------------------------------
+    # --- building ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def build(
@@ -208,7 +208,7 @@ class Index:
         if existing is not None:
             raise DataError(f"ids: {existing!r} is already in the index. Remove it first to replace it.")
 
-    # --- searching ----------------------------------------------------------------------------------------------------
+    # --- searching ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -394,7 +394,7 @@ class Index:
             self._inv_norms = inverse_norms(self.vectors)
         return self._inv_norms
 
-    # --- saving and loading -------------------------------------------------------------------------------------------
+    # --- saving and loading ------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
         """Write the index atomically: a failure leaves the previous state intact.

@@ -114,7 +114,7 @@ class Service:
                 503, f"Timed out after {self.limits.work_seconds:g} seconds. Try again later.", Retry_After="5"
             ) from None
 
-    # --- in worker threads --------------------------------------------------------------------------------------------
+    # --- in worker threads -------------------------------------------------------------------------------------------
 
     def search_image(self, data: bytes, k: int) -> dict[str, Any]:
         """Find the nearest items of an uploaded image.
@@ -177,7 +177,7 @@ class Service:
                 self._thumbnails.popitem(last=False)
         return buffer.getvalue()
 
-    # --- responses ----------------------------------------------------------------------------------------------------
+    # --- responses ---------------------------------------------------------------------------------------------------
 
     def _item_json(self, row: int) -> dict[str, Any]:
         return {"id": self.names[row], "label": self.labels[row]}
