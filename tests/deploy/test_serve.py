@@ -21,7 +21,7 @@ from PIL import Image
 import nearkin as nk
 from nearkin.cli._arguments import parse
 from nearkin.cli.serve import ServeArgs
-from nearkin.deploy.serve.app import public_names
+from nearkin.deploy.serve.service import public_names
 from nearkin.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -66,9 +66,7 @@ def test_the_same_pixels_in_any_format_give_the_same_result(server, served):
     assert status == 200
     assert body["hits"][0]["similarity"] == pytest.approx(expected[1], abs=1e-6)
     for image_format in ("PNG", "BMP", "TIFF"):  # the content decides, not the declared type
-        status, _, body = server.request(
-            "POST", "/search?k=1", encode(image, image_format), JPEG
-        )  # the content decides
+        status, _, body = server.request("POST", "/search?k=1", encode(image, image_format), JPEG)
         assert status == 200
         assert body["hits"][0]["id"] == "class 1/0.png"
 
