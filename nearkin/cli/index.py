@@ -59,7 +59,7 @@ class IndexArgs:
     calibrate: bool = False
     """Set the similarity below which a query is unknown, using indexed classes that were not trained on."""
     false_accept: float | None = None
-    """For --calibrate: accepted fraction of queries of unknown classes; by default 0.01."""
+    """For --calibrate: target rate of unknown queries that are called known; by default 0.01."""
     choose_rerank: bool = False
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
     assume_unseen: bool = False

@@ -108,7 +108,7 @@ class Journal:
         return end
 
     def _check_other_model(self, data: Bytes) -> None:
-        """Refuse to overwrite records of another model, which may be hours of work; damaged journals are dropped."""
+        """Protect records of another model, which may be hours of work; damaged journals are dropped."""
         header, _, records = data.tobytes().partition(b"\n")
         try:
             info = json.loads(header)

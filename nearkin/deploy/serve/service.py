@@ -21,7 +21,7 @@ import torch
 
 from nearkin._common.version import __version__
 from nearkin.data.loading import available_cores
-from nearkin.data.reading import read_image, square
+from nearkin.data.reading import name_of, read_image, square
 from nearkin.deploy.images import model_input
 from nearkin.deploy.index.index import Index, SearchResult
 from nearkin.deploy.serve.middleware import content_security_policy, host_name
@@ -130,7 +130,8 @@ class Service:
         try:
             pixels = model_input(self.model, data)
         except DataError as error:
-            raise RequestRejected(422, f"The upload: {str(error).removeprefix('image given as bytes: ')}") from None
+            reason = str(error).removeprefix(f"{name_of(data)}: ")
+            raise RequestRejected(422, f"The upload: {reason}") from None
         except MemoryError:
             raise RequestRejected(413, "The image does not fit into memory.") from None
         vector = self.model.embed(pixels[None])[0]
