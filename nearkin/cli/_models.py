@@ -1,4 +1,4 @@
-"""The model that a command works with."""
+"""Load the model of a command."""
 
 from __future__ import annotations
 
@@ -13,17 +13,36 @@ if TYPE_CHECKING:
 
 
 def load_model(run: str | Path, device: str) -> Embedder:
-    """The model of a run on the device that was asked for."""
+    """Load the model of a run.
+
+    Args:
+        run: The run folder.
+        device: Device name, or "auto".
+
+    Returns:
+        The model on that device.
+    """
     from nearkin.models.embedder import load
     from nearkin.training.factory import choose_device
 
     return load(run).to(choose_device(device))
 
 
-def run_of(opened: Index) -> str:
-    """The run folder whose model made the index, or how to name another place."""
-    if opened.mark is None or opened.mark.run is None:
-        raise ConfigError("the index names no run folder. Give it with --run RUN.")
-    if not Path(opened.mark.run).exists():
-        raise ConfigError(f"{opened.mark.run}: the run of this index is not there. Give its place with --run RUN.")
-    return opened.mark.run
+def run_of(index: Index) -> str:
+    """Return the run folder whose model built an index.
+
+    Args:
+        index: The index.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: If the index records none, or it does not exist.
+    """
+    run = None if index.model_info is None else index.model_info.run
+    if run is None:
+        raise ConfigError("the index records no run folder. Pass it with --run RUN.")
+    if not Path(run).exists():
+        raise ConfigError(f"{run}: the run of this index does not exist. Pass its new location with --run RUN.")
+    return run

@@ -1,4 +1,4 @@
-"""`nearkin export`: a trained model as one file that runs without nearkin."""
+"""`nearkin export`: export a trained model to a file that runs without nearkin."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ EXPORT = "nearkin export RUN --to onnx|torch -o FILE"
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """Write a trained model as one file that runs without nearkin, preprocessing included.
+    """Export a trained model to a single file that runs without nearkin, preprocessing included.
 
     nearkin export runs/<key> --to onnx -o birds.onnx
 
     nearkin export runs/<key> --to torch -o birds.pt2
 
-    The file takes pictures as uint8 [B, 3, H, W] (red, green, blue) and gives the model's vectors. It is compared
-    with the model before it is kept.
+    The file takes images as uint8 [B, 3, H, W] (RGB) and returns the model's vectors. It is compared with the model
+    before it is saved.
     """
 
     to: Literal["onnx", "torch"]
-    """onnx: a file for ONNX Runtime and others. torch: a torch.export program (.pt2)."""
+    """onnx: for ONNX Runtime and others. torch: a torch.export program (.pt2)."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """The file to write; the facts about it go beside it, as FILE.json."""
+    """File to write; its metadata go next to it, as FILE.json."""
     images: Path | None = None
-    """Folder of images to compare on; by default the run's own validation images, or random pictures if they are
-    gone."""
+    """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
     quiet: bool = False
-    """Print the summary only."""
+    """Print only the summary."""
 
 
 def run(argv: list[str]) -> None:
+    """Run `nearkin export`."""
     target, flags = leading(argv, "a run folder", EXPORT, ExportArgs)
     args = parse(ExportArgs, flags, EXPORT)
     from nearkin._common.progress import Reporter

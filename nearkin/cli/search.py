@@ -1,4 +1,4 @@
-"""`nearkin search`: the nearest indexed images of an image, an item or a vector."""
+"""`nearkin search`: find the nearest indexed images of an image, an item or a vector."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT_LEAST = 0.99
 
 @dataclass(frozen=True)
 class SearchArgs:
-    """Find the nearest indexed images of each given image, of a stored item, or of a vector.
+    """Find the nearest indexed images of each image, indexed item or vector.
 
     nearkin search photos.index new.jpg other.jpg -k 5 --sheet found.png
 
@@ -32,134 +32,157 @@ class SearchArgs:
     """
 
     images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Images to search for."""
+    """Query images."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
-    """How many neighbours."""
+    """Number of neighbours."""
     item: tuple[str, ...] = ()
-    """Search by stored items, given by their ids; an item does not find itself."""
+    """Query by indexed items, given by their ids; an item does not find itself."""
     vector: tuple[Path, ...] = ()
-    """Search by vectors in .npy files, [D] or [N, D]."""
+    """Query by vectors in .npy files, [D] or [N, D]."""
     sheet: Path | None = None
     """Draw queries and neighbours as a PNG file."""
     json: bool = False
     """Print JSON instead of tables."""
     duplicates: bool = False
-    """List pairs of items that are nearly the same."""
+    """List pairs of near-duplicate items."""
     at_least: float | None = None
-    """For --duplicates: the cosine from which a pair is listed; 0.99 unless given."""
+    """For --duplicates: lowest cosine of a listed pair; by default 0.99."""
     exact: bool = False
-    """Pass over the graph and the re-ranking, where the index has any."""
+    """Ignore the graph and the re-ranking of the index."""
     rerank: str | None = None
-    """Re-rank by expansion or reciprocal, or none; by default as the index was told to."""
+    """Re-rank by expansion, reciprocal or none; by default as set in the index."""
     store: str | None = None
-    """Ask this engine instead of the vectors in the folder."""
+    """Search in this vector store instead of the index folder."""
     run: Path | None = None
-    """The run folder of the model, where it is not at the place that the index names."""
+    """Run folder of the model, if it has moved since indexing."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
 
 
 def run(argv: list[str]) -> None:
-    folder, flags = leading(argv, "the folder of an index", SEARCH, SearchArgs)
+    """Run `nearkin search`."""
+    folder, flags = leading(argv, "an index folder", SEARCH, SearchArgs)
     args = parse(SearchArgs, flags, SEARCH)
-    if args.k < 1:
-        raise ConfigError(f"-k: expected at least 1, got {args.k}.")
+    _check_flags(args)
     if args.duplicates:
-        if args.images or args.item or args.vector or args.store or args.sheet:
-            raise ConfigError("--duplicates: compares the items with each other; give it no query, store or sheet.")
         print(*_duplicates(folder, args), sep="\n")
         return
-    if args.at_least is not None:
-        raise ConfigError("--at-least: is for --duplicates, which is not given.")
-    if args.exact and args.store:
-        raise ConfigError("--exact: is for the vectors in the folder; how a store searches is its own affair.")
-    if not (args.images or args.item or args.vector):
-        raise ConfigError("nearkin search: give images, --item ID or --vector FILE.npy to search for.")
     from nearkin.deploy.index.index import Index
 
-    opened = Index.load(folder)
+    index = Index.load(folder)
     if args.images:
-        opened.use(load_model(args.run or run_of(opened), args.device))
-    _set_rerank(opened, args)
-    queries = _queries(opened, args)
-    answers = _ask(opened, queries, args)
+        index.set_model(load_model(args.run or run_of(index), args.device))
+    _set_rerank(index, args)
+    queries = _queries(index, args)
+    results = _search(index, queries, args)
     if args.sheet is not None:
-        _draw(opened, queries, answers, args.sheet)
+        _draw_sheet(index, queries, results, args.sheet)
     if args.json:
-        print(json.dumps(_as_json(opened, folder, queries, answers, args), indent=1))
+        print(json.dumps(_as_json(index, folder, queries, results), indent=1))
         return
     from rich.text import Text
 
-    for query, answer in zip(queries, answers, strict=True):
-        show(*(Text.from_markup(line) for line in _as_lines(opened, query, answer)))
+    for query, result in zip(queries, results, strict=True):
+        show(*(Text.from_markup(line) for line in _as_lines(index, query, result)))
     if args.sheet is not None:
         print(f"sheet: {args.sheet}")
 
 
+def _check_flags(args: SearchArgs) -> None:
+    if args.k < 1:
+        raise ConfigError(f"-k: expected at least 1, got {args.k}.")
+    if args.duplicates:
+        if args.images or args.item or args.vector or args.store or args.sheet:
+            raise ConfigError("--duplicates: compares items with each other and takes no query, --store or --sheet.")
+        return
+    if args.at_least is not None:
+        raise ConfigError("--at-least: only applies with --duplicates.")
+    if args.exact and args.store:
+        raise ConfigError("--exact: does not apply to external stores.")
+    if not (args.images or args.item or args.vector):
+        raise ConfigError("nearkin search: no query. Pass images, --item ID or --vector FILE.npy.")
+
+
 @dataclass(frozen=True)
 class Query:
-    """One question. own: the row of the item that asks; label: its class where it is known."""
+    """One query.
+
+    Attributes:
+        title: Shown above its results.
+        image: Its file, or None for a vector.
+        vector: [D].
+        label: Its class, if known.
+        row: Its row, if it is an indexed item.
+    """
 
     title: str
-    picture: Path | None
+    image: Path | None
     vector: Any
     label: Any = None
-    own: int | None = None
+    row: int | None = None
 
 
-def _queries(opened: Index, args: SearchArgs) -> list[Query]:
+def _queries(index: Index, args: SearchArgs) -> list[Query]:
     queries = []
     for path in args.images:
-        label = label_of(opened, path)
-        queries.append(Query(str(path), path, opened.vector_of(path), label))
+        queries.append(Query(str(path), path, index.vector_of(path), label_of(index, path)))
     for id in args.item:
-        row = opened.row_of(id)
-        queries.append(Query(id, opened.path_of(id), opened.vectors[row], opened.labels[row], row))
+        row = index.row_of(id)
+        queries.append(Query(id, index.path_of(id), index.vectors[row], index.labels[row], row))
     for path in args.vector:
-        rows = _read_vectors(path)
-        for n, vector in enumerate(rows):
-            name = str(path) if len(rows) == 1 else f"{path}[{n}]"
-            queries.append(Query(name, None, opened.vector_of(vector)))
+        vectors = _read_vectors(path)
+        for n, vector in enumerate(vectors):
+            title = str(path) if len(vectors) == 1 else f"{path}[{n}]"
+            queries.append(Query(title, None, index.vector_of(vector)))
     return queries
 
 
-def label_of(opened: Index, path: Path) -> Any:
-    """The class of a query image: that of the item that it is, or of a class named like its folder; else None."""
-    if opened.root is not None:
+def label_of(index: Index, path: Path) -> Any:
+    """Guess the class of a query image.
+
+    Args:
+        index: The index.
+        path: The image file.
+
+    Returns:
+        The label of the item if the file is indexed, else the name of its folder if that is a class, else None.
+    """
+    if index.root is not None:
         resolved = path.resolve()
-        name = str(resolved.relative_to(opened.root)) if resolved.is_relative_to(opened.root) else str(resolved)
-        if name in opened:
-            return opened.labels[opened.row_of(name)]
+        name = str(resolved.relative_to(index.root)) if resolved.is_relative_to(index.root) else str(resolved)
+        if name in index:
+            return index.labels[index.row_of(name)]
     folder = path.resolve().parent.name
-    return folder if folder in set(opened.labels) else None
+    return folder if folder in set(index.labels) else None
 
 
-def _ask(opened: Index, queries: list[Query], args: SearchArgs) -> list[SearchResult]:
+def _search(index: Index, queries: list[Query], args: SearchArgs) -> list[SearchResult]:
     if args.store is None:
-        return [opened.answer(query.vector, args.k, own=query.own, exact=args.exact) for query in queries]
-    if opened.mark is None:
-        raise ConfigError("--store: the index does not say which model made its vectors.")
+        return [index.answer(query.vector, args.k, exclude=query.row, exact=args.exact) for query in queries]
+    if index.model_info is None:
+        raise ConfigError("--store: the index does not record which model made its vectors.")
     from nearkin.deploy.index.index import SearchResult
     from nearkin.deploy.stores import open_store
 
-    store = open_store(args.store, opened.dim, opened.mark.fingerprint)
-    answers = []
+    store = open_store(args.store, index.dim, index.model_info.fingerprint)
+    results = []
     for query in queries:
-        own = None if query.own is None else opened.ids[query.own]
-        found = [hit for hit in store.search(query.vector, args.k + (own is not None)) if hit.id != own][: args.k]
-        top = found[0].similarity if found else -1.0
-        known = None if opened.threshold is None else opened.threshold.accepts(top)
-        answers.append(SearchResult(tuple(found), top, known))
-    return answers
+        exclude = None if query.row is None else index.ids[query.row]
+        hits = store.search(query.vector, args.k + (exclude is not None))
+        hits = [hit for hit in hits if hit.id != exclude][: args.k]
+        top = hits[0].similarity if hits else -1.0
+        known = None if index.threshold is None else index.threshold.accepts(top)
+        results.append(SearchResult(tuple(hits), top, known))
+    return results
 
 
-def _set_rerank(opened: Index, args: SearchArgs) -> None:
-    from nearkin.deploy.index.rerank import find_reranker
+def _set_rerank(index: Index, args: SearchArgs) -> None:
+    from nearkin.deploy.index.rerank import get_reranker
 
     if args.rerank is not None:
         if args.store is not None:
-            raise ConfigError("--rerank: works on the vectors in the folder, not through a store.")
-        opened.rerank = None if args.rerank == "none" else find_reranker(args.rerank)()
+            raise ConfigError("--rerank: does not apply to external stores.")
+        index.rerank = None if args.rerank == "none" else get_reranker(args.rerank)()
 
 
 def _read_vectors(path: Path) -> Any:
@@ -168,17 +191,17 @@ def _read_vectors(path: Path) -> Any:
     import numpy as np
 
     try:
-        given = np.load(path, allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"{path}: cannot be read as an .npy file ({reason}).") from None
-    if not isinstance(given, np.ndarray) or given.ndim not in (1, 2):
+        raise DataError(f"{path}: cannot read as an .npy file ({reason}).") from None
+    if not isinstance(array, np.ndarray) or array.ndim not in (1, 2):
         raise DataError(f"{path}: expected one vector [D] or several [N, D].")
-    return given[None] if given.ndim == 1 else given
+    return array[None] if array.ndim == 1 else array
 
 
-def _as_lines(opened: Index, query: Query, answer: SearchResult) -> list[str]:
-    """An answer as lines in columns, in full: what is cut off could not be given to --item."""
+def _as_lines(index: Index, query: Query, result: SearchResult) -> list[str]:
+    """Format a result in columns, without truncation, so that every id can be passed to --item."""
     from rich.cells import cell_len
     from rich.markup import escape
 
@@ -186,70 +209,68 @@ def _as_lines(opened: Index, query: Query, answer: SearchResult) -> list[str]:
 
     title = query.title if query.label is None else f"{query.title}  ({query.label})"
     lines = [f"[bold]{escape(printable(title))}[/bold]"]
-    if answer.known is False and opened.threshold is not None:
+    if result.known is False and index.threshold is not None:
         lines.append(
-            f"unknown: the nearest is at {answer.nearest:.4f}, known is above {opened.threshold.value:.4f} "
-            f"({opened.threshold.false_accept:.2%} false accepts)"
+            f"unknown: highest similarity {result.nearest:.4f}, threshold {index.threshold.value:.4f} "
+            f"({index.threshold.false_accept:.2%} false accepts)"
         )
-    labels = ["" if hit.label is None else printable(str(hit.label)) for hit in answer.hits]
+    labels = ["" if hit.label is None else printable(str(hit.label)) for hit in result.hits]
     width = max([cell_len(label) for label in labels], default=0)
-    for place, (hit, label) in enumerate(zip(answer.hits, labels, strict=True), start=1):
-        shown = escape(label) + " " * (width - cell_len(label))
+    for rank, (hit, label) in enumerate(zip(result.hits, labels, strict=True), start=1):
+        padded = escape(label) + " " * (width - cell_len(label))
         if hit.label is not None and query.label is not None:
-            shown = f"[{'green' if hit.label == query.label else 'red'}]{shown}[/]"
-        lines.append(f"{place:>4}  {hit.similarity:.4f}  {shown}  {escape(printable(hit.id))}")
-    nothing = "nothing: the index is empty" if query.own is None else "nothing else: it is the only item"
-    return lines if answer.hits else [*lines, nothing]
+            padded = f"[{'green' if hit.label == query.label else 'red'}]{padded}[/]"
+        lines.append(f"{rank:>4}  {hit.similarity:.4f}  {padded}  {escape(printable(hit.id))}")
+    empty = "no results: the index is empty" if query.row is None else "no results: the index has no other item"
+    return lines if result.hits else [*lines, empty]
 
 
-def _as_json(
-    opened: Index, folder: str, queries: list[Query], answers: list[SearchResult], args: SearchArgs
-) -> dict[str, Any]:
+def _as_json(index: Index, folder: str, queries: list[Query], results: list[SearchResult]) -> dict[str, Any]:
     return {
         "index": folder,
-        "items": len(opened),
-        "threshold": None if opened.threshold is None else opened.threshold.value,
+        "items": len(index),
+        "threshold": None if index.threshold is None else index.threshold.value,
         "queries": [
             {
                 "query": query.title,
                 "label": query.label,
-                "nearest": answer.nearest,
-                "known": answer.known,
+                "nearest": result.nearest,
+                "known": result.known,
                 "hits": [
                     {
                         "id": hit.id,
                         "label": hit.label,
                         "similarity": hit.similarity,
-                        "path": str(opened.path_of(hit.id)),
+                        "path": str(index.path_of(hit.id)),
                     }
-                    for hit in answer.hits
+                    for hit in result.hits
                 ],
             }
-            for query, answer in zip(queries, answers, strict=True)
+            for query, result in zip(queries, results, strict=True)
         ],
     }
 
 
-def _draw(opened: Index, queries: list[Query], answers: list[SearchResult], out: Path) -> None:
+def _draw_sheet(index: Index, queries: list[Query], results: list[SearchResult], out: Path) -> None:
     from nearkin.report.contact_sheet import SheetRow, contact_sheet
 
     rows = [
-        SheetRow(query.picture, Path(query.title).name, query.label, answer.hits, answer.known)
-        for query, answer in zip(queries, answers, strict=True)
+        SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
+        for query, result in zip(queries, results, strict=True)
     ]
-    contact_sheet(rows, [[opened.path_of(hit.id) for hit in answer.hits] for answer in answers], out)
+    contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], out)
 
 
 def _duplicates(folder: str, args: SearchArgs) -> list[str]:
     from nearkin.deploy.index.index import Index
     from nearkin.report.contact_sheet import printable
 
-    opened = Index.load(folder)
-    least = AT_LEAST if args.at_least is None else args.at_least
-    pairs, count = opened.duplicates(least)
+    index = Index.load(folder)
+    at_least = AT_LEAST if args.at_least is None else args.at_least
+    pairs, count = index.duplicates(at_least)
     if args.json:
         listed = [{"first": a, "second": b, "similarity": cosine} for a, b, cosine in pairs]
-        return [json.dumps({"index": folder, "at_least": least, "pairs": count, "listed": listed}, indent=1)]
+        return [json.dumps({"index": folder, "at_least": at_least, "pairs": count, "listed": listed}, indent=1)]
     lines = [f"{cosine:.6f}  {printable(a)}  {printable(b)}" for a, b, cosine in pairs]
-    more = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
-    return [*lines, f"{count:,} pairs with a cosine of at least {least:g} among {len(opened):,} items{more}"]
+    shown = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
+    return [*lines, f"{count:,} pairs with a cosine of at least {at_least:g} among {len(index):,} items{shown}"]

@@ -1,4 +1,4 @@
-"""`nearkin serve`: an index as a web page and a JSON API."""
+"""`nearkin serve`: serve an index as a web page and a JSON API."""
 
 from __future__ import annotations
 
@@ -19,53 +19,55 @@ SERVE = "nearkin serve DIR"
 class ServeArgs:
     """Serve an index as a web page and a JSON API.
 
-    nearkin serve photos.index                          (then open the address it prints)
+    nearkin serve photos.index                          (then open the printed URL)
 
     nearkin serve photos.index --host 0.0.0.0 --token-file token.txt
 
-    The API describes itself at /openapi.json. Ctrl-C stops it. A running server does not see changes of the index.
+    The API is described at /openapi.json. Stop the server with Ctrl-C. Restart it after the index has changed.
     """
 
     host: str = "127.0.0.1"
-    """The address to listen on; by default only this machine can reach it."""
+    """Address to listen on; by default reachable only from this machine."""
     port: int = 8000
-    """The port; 0 takes any that is free."""
+    """Port; 0 chooses a free one."""
     token_file: Path | None = None
-    """File whose first line every request for data must bear (Authorization: Bearer). Or set NEARKIN_TOKEN."""
+    """File whose first line is the token required for data (Authorization: Bearer). Or set NEARKIN_TOKEN."""
     allow_host: tuple[str, ...] = ()
-    """Further names by which the server may be called, for example behind a proxy; any, unless it listens on a loopback
-    address."""
+    """Additional accepted host names, for example behind a proxy. Only a server on a loopback address restricts host
+    names by default."""
     workers: int = 2
-    """Pictures worked on at once."""
+    """Images processed in parallel."""
     upload_bytes: int = 20_000_000
     """Largest upload."""
     pixels: int = 50_000_000
-    """Largest picture, by width times height."""
+    """Largest image, width times height."""
     upload_seconds: float = 20.0
-    """Time within which an upload must arrive."""
+    """Time limit for an upload to arrive."""
     work_seconds: float = 30.0
-    """Time within which an answer must be found."""
+    """Time limit for a response."""
     waiting: int = 64
-    """Requests under way at once; further ones are told to come back."""
+    """Concurrent requests; further ones get status 503."""
     run: Path | None = None
-    """The run folder of the model, where it is not at the place that the index names."""
+    """Run folder of the model, if it has moved since indexing."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
 
 
 def run(argv: list[str]) -> None:
-    folder, flags = leading(argv, "the folder of an index", SERVE, ServeArgs)
+    """Run `nearkin serve`."""
+    folder, flags = leading(argv, "an index folder", SERVE, ServeArgs)
     args = parse(ServeArgs, flags, SERVE)
     for module in ("starlette", "uvicorn"):
         import_extra(module, extra="serve")
     from nearkin.deploy.index.index import Index
-    from nearkin.deploy.serve.app import LOOPBACK, Service, make_app
+    from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits
-    from nearkin.deploy.serve.server import bind, serve_until_stopped, url_of
+    from nearkin.deploy.serve.server import LOOPBACK_HOSTS, bind, serve_until_stopped, url_of
+    from nearkin.deploy.serve.service import Service
 
-    token = _token(args.token_file)
-    bound = bind(args.host, args.port)  # first, because a model takes seconds to load
-    address = str(bound.getsockname()[0])
+    token = _read_token(args.token_file)
+    sock = bind(args.host, args.port)  # before the model, which takes seconds to load
+    address = str(sock.getsockname()[0])
     loopback = ip_address(address).is_loopback
     limits = RequestLimits(
         upload_bytes=args.upload_bytes,
@@ -74,41 +76,40 @@ def run(argv: list[str]) -> None:
         work_seconds=args.work_seconds,
         waiting=args.waiting,
     )
-    opened = Index.load(folder)
-    opened.use(load_model(args.run or run_of(opened), args.device))
+    index = Index.load(folder)
+    index.set_model(load_model(args.run or run_of(index), args.device))
     service = Service(
-        opened,
+        index,
         limits=limits,
         workers=args.workers,
         token=token,
-        hosts=(*LOOPBACK, address, *args.allow_host) if loopback else args.allow_host or None,
+        hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,
     )
     if not loopback and token is None:
-        print("nearkin: others can reach this server, and it asks for no token (--token-file).", file=sys.stderr)
+        print("nearkin: other machines can access this server without a token (--token-file).", file=sys.stderr)
 
-    def ready() -> None:
-        print(f"{len(service.index):,} items at {url_of(bound)} (Ctrl-C stops it)", flush=True)
+    def on_ready() -> None:
+        print(f"serving {len(service.index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
 
     try:
-        serve_until_stopped(make_app(service), bound, ready)
+        serve_until_stopped(make_app(service), sock, on_ready)
     finally:
         service.close()
     print("stopped")
 
 
-def _token(file: Path | None) -> str | None:
-    """From a file or the environment: on the command line other users of the machine could read it."""
+def _read_token(file: Path | None) -> str | None:
+    """Read the token from a file or the environment; other users could read it from a command line."""
     if file is None:
-        given = os.environ.get("NEARKIN_TOKEN") or None
-        if given is not None and not given.strip():
-            raise ConfigError("NEARKIN_TOKEN: is blank. Unset it, or give a token.")
-        return given and given.strip()
+        token = os.environ.get("NEARKIN_TOKEN") or None
+        if token is not None and not token.strip():
+            raise ConfigError("NEARKIN_TOKEN: is blank. Unset it, or set a token.")
+        return token and token.strip()
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--token-file {file}: cannot be read ({getattr(error, 'strerror', None) or error})."
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--token-file {file}: cannot read ({reason}).") from None
     if not token:
-        raise ConfigError(f"--token-file {file}: its first line is empty.")
+        raise ConfigError(f"--token-file {file}: the first line is empty.")
     return token

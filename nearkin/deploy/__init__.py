@@ -1,4 +1,4 @@
-"""Trained models in use: a search index, a web server, exports, external vector stores."""
+"""Use trained models: search index, web server, export, external vector stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from nearkin.deploy.export import export_run
     from nearkin.deploy.index.index import Index, SearchResult
     from nearkin.deploy.index.search import Hit
-    from nearkin.deploy.serve.app import Service, make_app
+    from nearkin.deploy.serve.app import make_app
+    from nearkin.deploy.serve.service import Service
     from nearkin.deploy.stores import open_store
 
 __all__ = [
@@ -31,7 +32,8 @@ __getattr__, __dir__ = lazy_exports(
         "export": ("export", "export_run"),
         "index.index": ("Index", "SearchResult"),
         "index.search": ("Hit",),
-        "serve.app": ("Service", "make_app"),
+        "serve.app": ("make_app",),
+        "serve.service": ("Service",),
         "stores": ("open_store",),
     },
 )

@@ -1,4 +1,4 @@
-"""One picture as a model takes it: read, cut and scaled as evaluation does."""
+"""Preprocess a single image for a model, exactly as evaluation does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from nearkin.models.embedder import Embedder
 
 
 def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
-    """A path, a PIL image or a file's bytes as uint8 [C, H, W]: the pixels that `model.embed` would give the network.
+    """Return the pixels that `model.embed` would pass to the network.
 
-    It is done in the calling thread, so that many threads may do it side by side.
+    Runs in the calling thread, so several threads can preprocess images in parallel.
+
+    Args:
+        model: Its image shape and augmentation determine the crop.
+        source: A path, a PIL image, or the bytes of an image file.
+        box: Crop to (x, y, width, height) first.
+
+    Returns:
+        uint8 [C, H, W].
     """
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]

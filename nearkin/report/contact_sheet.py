@@ -1,4 +1,4 @@
-"""A contact sheet: queries on the left, their neighbours to the right, as one PNG file to look at and to send."""
+"""Contact sheets: queries on the left, their neighbours on the right, in one PNG file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
 
-TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: a picture's side, its border, between tiles, below a picture
+TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: image side, border, gap between tiles, text below an image
 MARGIN, GUTTER = 20, 26  # around the sheet; between a query and its neighbours
-MOST_ROWS, MOST_COLUMNS = 100, 50
+MAX_ROWS, MAX_COLUMNS = 100, 50
 PAPER, INK, FAINT, GREY = "#ffffff", "#1c1c1c", "#6b6b6b", "#b9bdc2"
-# Told apart also by those who do not see red and green, by lightness and by the mark in the corner.
+# They differ in lightness, and a tick or cross repeats them, for readers who cannot distinguish red and green.
 RIGHT, WRONG = "#1a8f4c", "#d9412f"
 
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One query. picture: a path, a PIL image, or None for a bare vector. label: its class where it is known."""
+    """One query with its results.
 
-    picture: Any
+    Attributes:
+        image: A path, a PIL image, or None for a vector.
+        title: Caption, if there is no label.
+        label: Class of the query, if known.
+        hits: The neighbours.
+        known: Whether the query is known; None without a threshold.
+    """
+
+    image: Any
     title: str
     label: Any
     hits: Sequence[Hit]
@@ -35,110 +43,148 @@ class SheetRow:
 
 
 def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out: Path) -> Path:
-    """Draw the rows, with the files of each row's hits in `paths`, and write the sheet.
+    """Draw queries and their neighbours as a PNG file.
 
-    A neighbour of the query's class has a green border and a tick, one of another class a red one and a cross; the
-    border is grey where a label is missing. A file that cannot be read is a grey tile that says so.
+    Neighbours of the query's class have a green border and a tick, others a red border and a cross; the border is grey
+    if a label is missing. A file that cannot be read becomes a grey tile with a note.
+
+    Args:
+        rows: The queries, at most 100 with at most 50 hits each.
+        paths: The files of each row's hits.
+        out: The file to write.
+
+    Returns:
+        `out`.
     """
     if not rows:
-        raise DataError("sheet: nothing to draw; there is no query.")
-    if len(rows) > MOST_ROWS:
-        raise DataError(f"sheet: {len(rows):,} queries are too many for one picture; at most {MOST_ROWS} are drawn.")
-    if max(len(row.hits) for row in rows) > MOST_COLUMNS:
-        raise DataError(f"sheet: at most {MOST_COLUMNS} neighbours are drawn. Ask for fewer with -k.")
-    image = import_extra("PIL.Image", extra="vision")
-    draw_on = import_extra("PIL.ImageDraw", extra="vision").Draw
+        raise DataError("sheet: no queries to draw.")
+    if len(rows) > MAX_ROWS:
+        raise DataError(f"sheet: {len(rows):,} queries are too many for one sheet; the limit is {MAX_ROWS}.")
     columns = max(len(row.hits) for row in rows)
+    if columns > MAX_COLUMNS:
+        raise DataError(f"sheet: the limit is {MAX_COLUMNS} neighbours. Request fewer with -k.")
+    pil = import_extra("PIL.Image", extra="vision")
+    draw_on = import_extra("PIL.ImageDraw", extra="vision").Draw
     step, height = TILE + 2 * EDGE + GAP, TILE + 2 * EDGE + TEXT + GAP
     width = 2 * MARGIN + step + (GUTTER + columns * step if columns else 0) - GAP
-    sheet = image.new("RGB", (max(width, 320), 2 * MARGIN + len(rows) * height - GAP), PAPER)
-    pen = draw_on(sheet)
+    sheet = pil.new("RGB", (max(width, 320), 2 * MARGIN + len(rows) * height - GAP), PAPER)
+    draw = draw_on(sheet)
     for r, row in enumerate(rows):
         top = MARGIN + r * height
-        _tile(sheet, pen, MARGIN, top, row.picture, INK)
+        _draw_tile(sheet, draw, MARGIN, top, row.image, INK)
         state = "query" if row.known is None else "query · known" if row.known else "query · unknown"
-        _words(pen, MARGIN, top, row.title if row.label is None else str(row.label), state, bold=True)
+        _draw_caption(draw, MARGIN, top, row.title if row.label is None else str(row.label), state, bold=True)
         for n, (hit, path) in enumerate(zip(row.hits, paths[r], strict=True)):
             left = MARGIN + step + GUTTER + n * step
-            judged = None if row.label is None or hit.label is None else row.label == hit.label
-            _tile(sheet, pen, left, top, path, GREY if judged is None else RIGHT if judged else WRONG)
-            if judged is not None:
-                _mark(pen, left + TILE + 2 * EDGE, top, judged)
-            _words(pen, left, top, Path(hit.id).name if hit.label is None else str(hit.label), f"{hit.similarity:.4f}")
+            correct = None if row.label is None or hit.label is None else row.label == hit.label
+            _draw_tile(sheet, draw, left, top, path, GREY if correct is None else RIGHT if correct else WRONG)
+            if correct is not None:
+                _draw_mark(draw, left + TILE + 2 * EDGE, top, correct)
+            name = Path(hit.id).name if hit.label is None else str(hit.label)
+            _draw_caption(draw, left, top, name, f"{hit.similarity:.4f}")
         if columns:
             x = MARGIN + step + GUTTER // 2 - GAP // 2
-            pen.line([(x, top), (x, top + height - GAP)], fill="#e3e5e8", width=2)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(aside, "PNG")
-        aside.replace(out)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
-        raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
+            draw.line([(x, top), (x, top + height - GAP)], fill="#e3e5e8", width=2)
+    _save(sheet, out)
     return out
 
 
-def _tile(sheet: Any, pen: Any, left: int, top: int, picture: Any, edge: str) -> None:
-    pen.rectangle([left, top, left + TILE + 2 * EDGE - 1, top + TILE + 2 * EDGE - 1], fill=edge)
+def _save(sheet: Any, out: Path) -> None:
+    temp = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(temp, "PNG")
+        temp.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            temp.unlink()
+        raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
+
+
+def _draw_tile(sheet: Any, draw: Any, left: int, top: int, image: Any, edge: str) -> None:
+    draw.rectangle([left, top, left + TILE + 2 * EDGE - 1, top + TILE + 2 * EDGE - 1], fill=edge)
     inside = (left + EDGE, top + EDGE)
     try:
-        if picture is None:
+        if image is None:
             raise DataError("vector")
-        pixels = square(read_image(picture, TILE), TILE)
+        pixels = square(read_image(image, TILE), TILE)
         sheet.paste(import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
     except DataError:
-        pen.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")
-        said = "a vector" if picture is None else "no readable file"
-        pen.text((inside[0] + TILE // 2, inside[1] + TILE // 2), said, fill=FAINT, font=font(13), anchor="mm")
+        draw.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")
+        text = "vector" if image is None else "cannot read file"
+        draw.text((inside[0] + TILE // 2, inside[1] + TILE // 2), text, fill=FAINT, font=font(13), anchor="mm")
 
 
-def _mark(pen: Any, right: int, top: int, judged: bool) -> None:
-    """A tick or a cross in the upper right corner, on its border's colour."""
+def _draw_mark(draw: Any, right: int, top: int, correct: bool) -> None:
+    """Draw a tick or a cross into the upper right corner."""
     size = 20
     x, y = right - size, top
-    pen.rectangle([x, y, x + size - 1, y + size - 1], fill=RIGHT if judged else WRONG)
-    strokes = [[(5, 10), (9, 14), (15, 6)]] if judged else [[(6, 6), (14, 14)], [(14, 6), (6, 14)]]
+    draw.rectangle([x, y, x + size - 1, y + size - 1], fill=RIGHT if correct else WRONG)
+    strokes = [[(5, 10), (9, 14), (15, 6)]] if correct else [[(6, 6), (14, 14)], [(14, 6), (6, 14)]]
     for stroke in strokes:
-        pen.line([(x + a, y + b) for a, b in stroke], fill="white", width=2)
+        draw.line([(x + a, y + b) for a, b in stroke], fill="white", width=2)
 
 
-def _words(pen: Any, left: int, top: int, first: str, second: str, bold: bool = False) -> None:
+def _draw_caption(draw: Any, left: int, top: int, first: str, second: str, bold: bool = False) -> None:
     width = TILE + 2 * EDGE
     y = top + width + 4
-    pen.text((left, y), fitted(printable(first), width, pen, font(13, bold)), fill=INK, font=font(13, bold))
-    pen.text((left, y + 17), fitted(second, width, pen, font(12)), fill=FAINT, font=font(12))
+    draw.text((left, y), elide(printable(first), width, draw, font(13, bold)), fill=INK, font=font(13, bold))
+    draw.text((left, y + 17), elide(second, width, draw, font(12)), fill=FAINT, font=font(12))
 
 
-def fitted(text: str, width: int, pen: Any, with_font: Any) -> str:
-    """The text with its middle left out until it fits: names differ at both ends."""
-    if pen.textlength(text, font=with_font) <= width:
+def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
+    """Shorten text in the middle until it fits; names tend to differ at both ends.
+
+    Args:
+        text: The text.
+        width: In pixels.
+        draw: Measures the text.
+        text_font: Its font.
+
+    Returns:
+        The text, possibly with an ellipsis.
+    """
+    if draw.textlength(text, font=text_font) <= width:
         return text
-    for kept in range(len(text) - 1, 1, -1):
-        tried = text[: (kept + 1) // 2] + "…" + text[len(text) - kept // 2 :]
-        if pen.textlength(tried, font=with_font) <= width:
-            return tried
+    for length in range(len(text) - 1, 1, -1):
+        shorter = text[: (length + 1) // 2] + "…" + text[len(text) - length // 2 :]
+        if draw.textlength(shorter, font=text_font) <= width:
+            return shorter
     return "…"
 
 
 def printable(text: str) -> str:
-    """Text that can be shown in one line, whatever a file is called.
+    """Escape characters that cannot be printed on one line.
 
-    >>> printable("a\\nb\\udcff é")
-    'a\\\\nb\\\\udcff é'
+    Args:
+        text: Such as a file name.
+
+    Returns:
+        Printable text.
+
+    Example:
+        >>> printable("a\\nb\\udcff é")
+        'a\\\\nb\\\\udcff é'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 @lru_cache(maxsize=8)
 def font(size: int, bold: bool = False) -> Any:
-    """DejaVu, which knows most alphabets, where matplotlib has brought it; else what Pillow has."""
+    """Return DejaVu Sans, which covers most alphabets, if matplotlib is installed; else Pillow's default font.
+
+    Args:
+        size: In points.
+        bold: Bold face.
+
+    Returns:
+        A PIL font.
+    """
     module = import_extra("PIL.ImageFont", extra="vision")
-    found = importlib.util.find_spec("matplotlib")
-    if found is not None and found.origin is not None:
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is not None and spec.origin is not None:
         name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-        path = Path(found.origin).parent / "mpl-data" / "fonts" / "ttf" / name
+        path = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / name
         if path.exists():
             return module.truetype(str(path), size)
     return module.load_default(size)

@@ -1,4 +1,4 @@
-"""`nearkin search`: the sheet of pictures, the answers in the terminal and as JSON, and the mistakes one can make."""
+"""`nearkin search`: contact sheet, output in the terminal and as JSON, usage errors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from nearkin.deploy.index.search import Hit
 from nearkin.errors import ConfigError, DataError, UserError
 from nearkin.report.contact_sheet import GREY, RIGHT, WRONG, SheetRow, contact_sheet
 
-# --- the sheet -------------------------------------------------------------------------------------------------------
+# --- contact sheet ---------------------------------------------------------------------------------------------------
 
 
-def test_a_sheet_shows_borders_as_the_labels_say(photo_folder, tmp_path):
+def test_sheet_borders_show_whether_labels_match(photo_folder, tmp_path):
     paths = sorted((photo_folder / "class 1").iterdir())[:3]
     hits = [Hit("a", "class 1", 0.9), Hit("b", "class 2", 0.8), Hit("c", None, 0.7), Hit("d", "x", 0.6)]
     files = [paths[0], paths[1], paths[2], tmp_path / "gone.png"]
@@ -41,14 +41,14 @@ def test_a_sheet_shows_borders_as_the_labels_say(photo_folder, tmp_path):
 
     assert [edge(0, c) for c in range(4)] == [RIGHT, WRONG, GREY, WRONG]
     assert [edge(1, c) for c in range(4)] == [GREY] * 4
-    # The pictures themselves are there, and the one that is gone is plain.
+    # The images are drawn; the tile of the missing file is plain.
     tile = (20 + step + 26 + 5, 25, 20 + step + 26 + 5 + 148, 25 + 148)
     assert np.asarray(shown.crop(tile)).std() > 20
-    gone = tuple(v + 3 * step if n % 2 == 0 else v for n, v in enumerate(tile))
-    assert np.asarray(shown.crop(gone)).std() < 20
+    missing = tuple(v + 3 * step if n % 2 == 0 else v for n, v in enumerate(tile))
+    assert np.asarray(shown.crop(missing)).std() < 20
 
 
-def test_sheets_of_odd_text_and_size(tmp_path):
+def test_sheets_with_unusual_text_and_size(tmp_path):
     hits = [Hit("x" * 500, "line\nbreak 鳥 \udcff" * 20, 1.0)]
     assert contact_sheet([SheetRow(None, "", "a", hits)], [[tmp_path]], tmp_path / "a.png").exists()
     assert contact_sheet([SheetRow(None, "no hits", None, [])], [[]], tmp_path / "b.png").exists()
@@ -61,7 +61,7 @@ def test_sheets_of_odd_text_and_size(tmp_path):
         contact_sheet([SheetRow(None, "", "a", hits)], [[tmp_path]], tmp_path / "file" / "a.png")
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -77,35 +77,34 @@ def call(capsys, *args) -> str:
     return capsys.readouterr().out
 
 
-def test_the_answer_in_the_terminal(indexed, photo_folder, capsys):
-    said = call(capsys, indexed, photo_folder / "class 3" / "02.png", "-k", 4)
-    lines = said.splitlines()
+def test_output_in_the_terminal(indexed, photo_folder, capsys):
+    lines = call(capsys, indexed, photo_folder / "class 3" / "02.png", "-k", 4).splitlines()
     assert lines[0].endswith("class 3/02.png  (class 3)")
     assert re.fullmatch(r"   1  1\.0000  class 3  class 3/02\.png", next(x for x in lines if x.startswith("   1")))
     assert lines[-1].startswith("   4")
 
 
-def test_the_answer_as_json(indexed, photo_folder, tmp_path, capsys):
+def test_output_as_json(indexed, photo_folder, tmp_path, capsys):
     np.save(tmp_path / "v.npy", nk.Index.load(indexed).vectors[:2])
     args = (photo_folder / "class 3" / "02.png", "--item", "class 1/00.png", "--vector", tmp_path / "v.npy")
-    said = json.loads(call(capsys, indexed, *args, "--json", "-k", 500))
-    assert [q["label"] for q in said["queries"]] == ["class 3", "class 1", None, None]
-    assert [len(q["hits"]) for q in said["queries"]] == [120, 119, 120, 120]
+    output = json.loads(call(capsys, indexed, *args, "--json", "-k", 500))
+    assert [q["label"] for q in output["queries"]] == ["class 3", "class 1", None, None]
+    assert [len(q["hits"]) for q in output["queries"]] == [120, 119, 120, 120]
     index = nk.Index.load(indexed)
-    for query, item in zip(said["queries"], ["class 3/02.png", "class 1/00.png"], strict=False):
+    for query, item in zip(output["queries"], ["class 3/02.png", "class 1/00.png"], strict=False):
         plain = index.search_item(item, 119)
-        theirs = [hit["id"] for hit in query["hits"] if hit["id"] != item]
-        assert theirs == [hit.id for hit in plain]
-    assert all(Path(hit["path"]).is_file() for hit in said["queries"][0]["hits"])
-    assert said["threshold"] == index.threshold.value
-    assert [q["known"] for q in said["queries"]] == [q["nearest"] > said["threshold"] for q in said["queries"]]
+        ids = [hit["id"] for hit in query["hits"] if hit["id"] != item]
+        assert ids == [hit.id for hit in plain]
+    assert all(Path(hit["path"]).is_file() for hit in output["queries"][0]["hits"])
+    assert output["threshold"] == index.threshold.value
+    assert [q["known"] for q in output["queries"]] == [q["nearest"] > output["threshold"] for q in output["queries"]]
 
 
-def test_an_unknown_query_says_so(indexed, tmp_path, capsys):
+def test_an_unknown_query_is_reported(indexed, tmp_path, capsys):
     Image.new("RGB", (40, 30), "black").save(tmp_path / "black.png")
-    said = call(capsys, indexed, tmp_path / "black.png", "-k", 1)
-    assert "unknown: the nearest is at" in said
-    assert "(1.00% false accepts)" in said
+    output = call(capsys, indexed, tmp_path / "black.png", "-k", 1)
+    assert "unknown: highest similarity" in output
+    assert "(1.00% false accepts)" in output
 
 
 def test_duplicates_are_listed(photo_folder, tmp_path, capsys):
@@ -114,45 +113,48 @@ def test_duplicates_are_listed(photo_folder, tmp_path, capsys):
     shutil.copy(tmp_path / "photos" / "00.png", tmp_path / "photos" / "copy.png")
     index_command.run([str(run.path), str(tmp_path / "photos"), "-o", str(tmp_path / "index"), "--quiet"])
     capsys.readouterr()
-    said = call(capsys, tmp_path / "index", "--duplicates", "--at-least", 0.999999)
-    assert said.splitlines()[0] == "1.000000  00.png  copy.png"
-    assert "1 pairs with a cosine of at least 0.999999 among 13 items" in said
+    output = call(capsys, tmp_path / "index", "--duplicates", "--at-least", 0.999999)
+    assert output.splitlines()[0] == "1.000000  00.png  copy.png"
+    assert "1 pairs with a cosine of at least 0.999999 among 13 items" in output
     listed = json.loads(call(capsys, tmp_path / "index", "--duplicates", "--at-least", 0.999999, "--json"))["listed"]
     assert [(pair["first"], pair["second"]) for pair in listed] == [("00.png", "copy.png")]
 
 
 def test_rerank_flags(indexed, photo_folder, capsys):
-    picture = photo_folder / "class 3" / "02.png"
-    plain = call(capsys, indexed, picture)
-    assert call(capsys, indexed, picture, "--rerank", "none") == plain
-    assert call(capsys, indexed, picture, "--rerank", "reciprocal") != plain
-    assert call(capsys, indexed, picture, "--rerank", "expansion", "--exact") == plain
+    image = photo_folder / "class 3" / "02.png"
+    plain = call(capsys, indexed, image)
+    assert call(capsys, indexed, image, "--rerank", "none") == plain
+    assert call(capsys, indexed, image, "--rerank", "reciprocal") != plain
+    assert call(capsys, indexed, image, "--rerank", "expansion", "--exact") == plain
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "give images, --item ID or --vector"),
+        ([], "Pass images, --item ID or --vector"),
         (["nowhere.jpg"], r"nowhere\.jpg: cannot be read"),
         (["--item", "nobody"], "'nobody': no such item"),
         (["--item", "class 1/00.png", "-k", "0"], "-k: expected at least 1"),
-        (["--vector", "nowhere.npy"], r"nowhere\.npy: cannot be read"),
-        (["--vector", "wrong.npy"], "vectors of 3 numbers, the index holds vectors of 16"),
+        (["--vector", "nowhere.npy"], r"nowhere\.npy: cannot read as an .npy file"),
+        (["--vector", "wrong.npy"], "expected 16 dimensions as in the index, got 3"),
         (["--vector", "nan.npy"], "NaN or infinity"),
-        (["--vector", "pickled.npy"], "cannot be read as an .npy file"),
+        (["--vector", "pickled.npy"], "cannot read as an .npy file"),
         (["--vector", "cube.npy"], "expected one vector"),
-        (["--vector", "damaged.npz"], "cannot be read as an .npy file"),
+        (["--vector", "damaged.npz"], "cannot read as an .npy file"),
         (["--item", "class 1/00.png", "--rerank", "expandion"], "Did you mean 'expansion'"),
         (["--item", "class 1/00.png", "--store", "mysql://x"], "expected qdrant://"),
         (["--item", "class 1/00.png", "--shet", "x"], "Did you mean '--sheet'"),
-        (["--duplicates", "--item", "a"], "give it no query"),
+        (["--duplicates", "--item", "a"], "takes no query"),
         (["--duplicates", "--at-least", "2"], "expected a cosine"),
-        (["--item", "class 1/00.png", "--at-least", "0.9"], "--at-least: is for --duplicates"),
-        (["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"], "--exact: is for the vectors"),
+        (["--item", "class 1/00.png", "--at-least", "0.9"], "--at-least: only applies with --duplicates"),
+        (
+            ["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"],
+            "--exact: does not apply to external",
+        ),
         (["x.jpg", "--run", "nowhere"], "no trained model here"),
     ],
 )
-def test_mistakes_get_the_cure(indexed, args, message, tmp_path, monkeypatch):
+def test_usage_errors(indexed, args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("wrong.npy", np.ones(3))
     Path("damaged.npz").write_bytes(b"PK\3\4 no more than that")
@@ -163,32 +165,32 @@ def test_mistakes_get_the_cure(indexed, args, message, tmp_path, monkeypatch):
         search_command.run([str(indexed), *args])
 
 
-def test_there_must_be_an_index(tmp_path):
-    with pytest.raises(DataError, match="there is no index here"):
+def test_a_folder_without_an_index(tmp_path):
+    with pytest.raises(DataError, match="no index found"):
         search_command.run([str(tmp_path), "--item", "a"])
 
 
-def test_a_lost_run_is_named(indexed, photo_folder, tmp_path):
+def test_a_moved_run(indexed, photo_folder, tmp_path):
     run = make_run(tmp_path, photo_folder)
     index_command.run([str(run.path), str(photo_folder / "class 1"), "-o", str(tmp_path / "index"), "--quiet"])
     run.path.rename(tmp_path / "moved")
-    picture = str(photo_folder / "class 1" / "00.png")
-    with pytest.raises(ConfigError, match="Give its place with --run RUN"):
-        search_command.run([str(tmp_path / "index"), picture])
-    search_command.run([str(tmp_path / "index"), picture, "--run", str(tmp_path / "moved")])
+    image = str(photo_folder / "class 1" / "00.png")
+    with pytest.raises(ConfigError, match="Pass its new location with --run RUN"):
+        search_command.run([str(tmp_path / "index"), image])
+    search_command.run([str(tmp_path / "index"), image, "--run", str(tmp_path / "moved")])
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- documentation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(photo_folder, tmp_path, monkeypatch, capsys):
+def test_the_commands_in_search_md_run(photo_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for c, name in enumerate(["robin", "wren", "finch", "crow", "gull", "swan"]):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for i in range(4):
-            picture = Image.open(photo_folder / f"class {c}" / f"{i:02d}.png")
-            picture.save(tmp_path / "photos" / name / f"{i:02d}.jpg")
+            image = Image.open(photo_folder / f"class {c}" / f"{i:02d}.png")
+            image.save(tmp_path / "photos" / name / f"{i:02d}.jpg")
     rows = [f"photos/{name}/00.jpg,{name}" for name in ("robin", "wren")]
     (tmp_path / "photos.csv").write_text("\n".join(["path,label", *rows]))
     for name in ("new.jpg", "old.jpg"):
@@ -205,7 +207,7 @@ def test_the_commands_of_the_page_run(photo_folder, tmp_path, monkeypatch, capsy
     for line in shown:
         program, command, *rest = shlex.split(line)
         assert program == "nearkin"
-        if "://" in line:  # needs an engine: tests/deploy/test_stores.py
+        if "://" in line:  # needs a vector store: tests/deploy/test_stores.py
             continue
         if "--hnsw-from" in line:
             pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")

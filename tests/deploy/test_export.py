@@ -1,4 +1,4 @@
-"""`nearkin export`: the file gives the model's own vectors, says how to cut pictures, and runs without nearkin."""
+"""`nearkin export`: the file reproduces the model's vectors, describes preprocessing, and runs without nearkin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import nearkin as nk
 from nearkin.cli import export as export_command
 from nearkin.config.recipe import ModelConfig
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.export import Checks, export, export_run, facts, from_folder, largest_difference, opened
+from nearkin.deploy.check_images import CheckImages, check_images_from_folder
+from nearkin.deploy.export import export, export_metadata, export_run, largest_difference, load_exported
 from nearkin.deploy.images import model_input
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models.embedder import Embedder
@@ -33,7 +34,7 @@ CUB = SHARED / "data" / "CUB_200_2011" / "images"
 needs_cub = pytest.mark.skipif(not CUB.is_dir(), reason="needs ../shared/data/CUB_200_2011")
 
 
-def small(**settings) -> Embedder:
+def small_model(**settings) -> Embedder:
     torch.manual_seed(0)
     settings = {"backbone": "small_conv", "width": 4, "dim": 8} | settings
     return Embedder(ModelConfig(**settings), (3, 16, 16)).eval()
@@ -45,23 +46,23 @@ def run(tmp_path_factory, photo_folder) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(run, tmp_path_factory) -> Path:
-    """The file of one small run, used by several tests."""
+def onnx_file(run, tmp_path_factory) -> Path:
+    """The exported file of a small run."""
     out = tmp_path_factory.mktemp("export") / "deep" / "small.onnx"
     export_run(run, "onnx", out)
     return out
 
 
 def example() -> str:
-    """The code of docs/export.md that uses a file without nearkin."""
+    """Return the code of docs/export.md that uses a file without nearkin."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "export.md").read_text(), re.MULTILINE | re.DOTALL)
     [block] = [block for block in blocks if "onnxruntime.InferenceSession" in block]
     assert "nearkin" not in re.sub(r'"nearkin"', "", block)
     return block
 
 
-def names_of(model: Path | None) -> dict:
-    """What the example defines, made for a file; without one, only what it does to pictures."""
+def run_example(model: Path | None) -> dict:
+    """Run the example on a file and return its names; without a file, only its preprocessing."""
     code = example().replace("birds.onnx", str(model))
     if model is None:
         code = "\n".join(line for line in code.splitlines() if not line.startswith(("session =", "how =")))
@@ -70,12 +71,12 @@ def names_of(model: Path | None) -> dict:
     return names
 
 
-# --- what is in the file ---------------------------------------------------------------------------------------------
+# --- content of the file ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_file_gives_the_vectors_of_the_run_at_any_batch_size(written, run, photo_folder):
-    session = onnxruntime.InferenceSession(str(written))
+def test_the_onnx_file_reproduces_the_run_at_any_batch_size(onnx_file, run, photo_folder):
+    session = onnxruntime.InferenceSession(str(onnx_file))
     assert [(i.name, i.type, i.shape) for i in session.get_inputs()] == [
         ("images", "tensor(uint8)", ["batch", 3, 24, 24])
     ]
@@ -90,9 +91,9 @@ def test_the_file_gives_the_vectors_of_the_run_at_any_batch_size(written, run, p
 
 
 @pytest.mark.slow
-def test_facts_are_inside_and_beside(written, run, photo_folder):
-    inside = json.loads(onnxruntime.InferenceSession(str(written)).get_modelmeta().custom_metadata_map["nearkin"])
-    beside = json.loads(written.with_name("small.onnx.json").read_text())
+def test_metadata_are_in_the_file_and_next_to_it(onnx_file, run, photo_folder):
+    inside = json.loads(onnxruntime.InferenceSession(str(onnx_file)).get_modelmeta().custom_metadata_map["nearkin"])
+    beside = json.loads(onnx_file.with_name("small.onnx.json").read_text())
     checked = beside.pop("checked")
     assert inside == beside
     assert checked["on"] == "24 validation images of the run"
@@ -116,22 +117,22 @@ def test_facts_are_inside_and_beside(written, run, photo_folder):
 
 
 @pytest.mark.slow
-def test_no_path_of_the_machine_is_in_the_file(written, run, tmp_path, photo_folder):
+def test_no_path_of_this_machine_is_in_the_file(onnx_file, run, tmp_path, photo_folder):
     torch_file = export_run(run, "torch", tmp_path / "small.pt2", images=photo_folder).path
     words = [str(ROOT), "site-packages", str(run.parent), str(photo_folder), str(photo_folder.parent)]
-    for path in (written, torch_file, *written.parent.glob("*.json"), *tmp_path.glob("*.json")):
+    for path in (onnx_file, torch_file, *onnx_file.parent.glob("*.json"), *tmp_path.glob("*.json")):
         data = path.read_bytes()
         assert not [word for word in words if word.encode() in data], path.name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.pt2", "small.pt2.json"]
 
 
 @pytest.mark.slow
-def test_a_torch_program_gives_the_vectors_of_the_run(run, tmp_path, photo_folder):
-    made = export_run(run, "torch", tmp_path / "small.pt2", images=photo_folder)
-    assert made.difference < 1e-6
-    assert "images of a folder" in str(made)
+def test_the_torch_program_reproduces_the_run(run, tmp_path, photo_folder):
+    exported = export_run(run, "torch", tmp_path / "small.pt2", images=photo_folder)
+    assert exported.difference < 1e-6
+    assert "images of a folder" in str(exported)
     inside = {"nearkin.json": ""}
-    program = torch.export.load(made.path, extra_files=inside).module()
+    program = torch.export.load(exported.path, extra_files=inside).module()
     assert json.loads(inside["nearkin.json"])["cut"]["side"] == 24
     pixels = torch.randint(0, 256, (5, 3, 24, 24), dtype=torch.uint8)
     torch.testing.assert_close(program(pixels).detach(), nk.load(run).embed(pixels), atol=1e-6, rtol=0)
@@ -148,25 +149,25 @@ def test_a_torch_program_gives_the_vectors_of_the_run(run, tmp_path, photo_folde
     ],
     ids=lambda value: value["backbone"] if isinstance(value, dict) else "",
 )
-def test_every_kind_of_network_can_be_exported(settings, side, tmp_path):
+def test_every_architecture_can_be_exported(settings, side, tmp_path):
     torch.manual_seed(0)
     model = Embedder(ModelConfig(**{"dim": 16} | settings), (3, side, side)).eval()
-    made = export(model, "onnx", tmp_path / "m.onnx")
+    exported = export(model, "onnx", tmp_path / "m.onnx")
     pixels = torch.randint(0, 256, (3, 3, side, side), dtype=torch.uint8)
-    vectors = torch.from_numpy(opened(made.path, "onnx")(pixels.numpy()))
-    assert made.difference < 1e-5
+    vectors = torch.from_numpy(load_exported(exported.path, "onnx")(pixels.numpy()))
+    assert exported.difference < 1e-5
     torch.testing.assert_close(vectors, model.embed(pixels), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
-def test_grey_pictures_and_vectors_that_are_not_unit(tmp_path):
+def test_grey_images_and_unnormalized_vectors(tmp_path):
     torch.manual_seed(0)
     model = Embedder(ModelConfig(backbone="small_conv", width=4, dim=8, normalize=False), (1, 16, 16)).eval()
-    made = export(model, "torch", tmp_path / "grey.pt2")
-    assert made.facts["input"]["shape"] == ["batch", 1, 16, 16]
-    assert made.facts["output"]["unit_length"] is False
+    exported = export(model, "torch", tmp_path / "grey.pt2")
+    assert exported.metadata["input"]["shape"] == ["batch", 1, 16, 16]
+    assert exported.metadata["output"]["unit_length"] is False
     pixels = torch.randint(0, 256, (3, 1, 16, 16), dtype=torch.uint8)
-    vectors = torch.from_numpy(opened(made.path, "torch")(pixels.numpy()))
+    vectors = torch.from_numpy(load_exported(exported.path, "torch")(pixels.numpy()))
     torch.testing.assert_close(vectors, model.embed(pixels), atol=1e-6, rtol=0)
 
 
@@ -203,16 +204,16 @@ def pixels(lite0, photos) -> torch.Tensor:
 
 @pytest.mark.slow
 @needs_cub
-def test_both_forms_agree_with_the_model_on_200_photos(lite0, lite0_file, pixels, tmp_path):
+def test_both_formats_agree_with_the_model_on_200_photos(lite0, lite0_file, pixels, tmp_path):
     assert largest_difference(lite0, lite0_file, "onnx", pixels) < 1e-5
-    made = export(lite0, "torch", tmp_path / "birds.pt2", checks=Checks(pixels, "200 photos"))
-    assert made.difference < 1e-5
+    exported = export(lite0, "torch", tmp_path / "birds.pt2", checks=CheckImages(pixels, "200 photos"))
+    assert exported.difference < 1e-5
 
 
 @pytest.mark.slow
 @needs_cub
-def test_the_examples_pixels_are_ours_within_one_step(lite0, lite0_file, photos, pixels):
-    names = names_of(lite0_file)
+def test_the_example_reproduces_our_pixels_within_rounding(lite0, lite0_file, photos, pixels):
+    names = run_example(lite0_file)
     off = np.abs(np.stack([names["cut"](path) for path in photos]).astype(int) - pixels.numpy())
     print(f"pixels: {(off == 0).mean():.2%} equal, largest difference {off.max()}")
     assert off.max() <= 2
@@ -222,38 +223,38 @@ def test_the_examples_pixels_are_ours_within_one_step(lite0, lite0_file, photos,
 
 
 @pytest.mark.parametrize("augment", list(AUGMENTS))
-def test_the_example_cuts_as_every_augmentation_views(augment, tmp_path):
+def test_the_example_reproduces_every_preprocessing(augment, tmp_path):
     model = Embedder(ModelConfig(backbone="small_conv", width=4, dim=8), (3, 56, 56), augment=augment)
-    names = names_of(None)
-    names["how"] = facts(model)["cut"]
+    names = run_example(None)
+    names["how"] = export_metadata(model)["cut"]
     rng = np.random.default_rng(0)
     sizes = [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33), (900, 120), (61, 500)]
     for size, channels in [*((size, 3) for size in sizes), ((90, 60), 4), ((900, 120), 4)]:  # 4: transparent
         smooth = Image.fromarray(rng.integers(0, 256, (7, 9, channels)).astype(np.uint8))
         smooth.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "p.png")
-        theirs = names["cut"](tmp_path / "p.png").astype(int)
-        ours = model_input(model, tmp_path / "p.png").numpy().astype(int)
-        assert theirs.shape == ours.shape
-        assert np.abs(theirs - ours).mean() < 0.5, size
+        example_pixels = names["cut"](tmp_path / "p.png").astype(int)
+        expected = model_input(model, tmp_path / "p.png").numpy().astype(int)
+        assert example_pixels.shape == expected.shape
+        assert np.abs(example_pixels - expected).mean() < 0.5, size
 
 
 @pytest.mark.slow
-def test_the_example_runs_where_nearkin_is_not_installed(written, photo_folder, run, tmp_path):
+def test_the_example_runs_without_nearkin(onnx_file, photo_folder, run, tmp_path):
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
     if uv is None:
         pytest.skip("uv is not installed")
     needed = ["onnxruntime", "numpy", "pillow"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
     piped = {"cwd": tmp_path, "capture_output": True, "text": True}
-    made = subprocess.run([uv, "venv", "--python", sys.executable, "clean"], **piped)
+    exported = subprocess.run([uv, "venv", "--python", sys.executable, "clean"], **piped)
     install = [uv, "pip", "install", "--python", "clean/bin/python", *constraints, *needed]
     try:
         done = subprocess.run(install, **piped, timeout=60)
     except subprocess.TimeoutExpired:
-        pytest.skip("the package index does not answer within a minute")
-    if made.returncode or done.returncode:
-        pytest.skip(f"no clean environment could be made: {(made.stderr + done.stderr).strip()[-200:]}")
-    shutil.copy(written, tmp_path / "birds.onnx")
+        pytest.skip("the package index does not respond within a minute")
+    if exported.returncode or done.returncode:
+        pytest.skip(f"cannot create a clean environment: {(exported.stderr + done.stderr).strip()[-200:]}")
+    shutil.copy(onnx_file, tmp_path / "birds.onnx")
     paths = [str(path) for path in sorted(photo_folder.rglob("*.png"))[::40]]
     ending = f"""
         import importlib.util
@@ -262,103 +263,103 @@ def test_the_example_runs_where_nearkin_is_not_installed(written, photo_folder, 
         """
     script = tmp_path / "example.py"
     script.write_text(example() + textwrap.dedent(ending))
-    said = subprocess.run([tmp_path / "clean" / "bin" / "python", "-I", script], **piped)
-    assert said.returncode == 0, said.stderr
-    np.testing.assert_allclose(json.loads(said.stdout), nk.load(run).embed(paths).numpy(), atol=1e-5)
+    result = subprocess.run([tmp_path / "clean" / "bin" / "python", "-I", script], **piped)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(json.loads(result.stdout), nk.load(run).embed(paths).numpy(), atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_torch_program_runs_where_nearkin_is_not_installed(run, photo_folder, tmp_path):
-    """In a process of its own, in which nothing of nearkin can be imported."""
-    made = export_run(run, "torch", tmp_path / "birds.pt2")
+def test_the_torch_program_runs_without_nearkin(run, photo_folder, tmp_path):
+    """In a child process in which nearkin cannot be imported."""
+    exported = export_run(run, "torch", tmp_path / "birds.pt2")
     pixels = torch.stack([model_input(nk.load(run), path) for path in sorted(photo_folder.rglob("*.png"))[::40]])
     np.save(tmp_path / "pixels.npy", pixels.numpy())
     script = f"""
         import sys
         sys.modules["nearkin"] = None
         import json, numpy as np, torch
-        program = torch.export.load({str(made.path)!r}).module()
+        program = torch.export.load({str(exported.path)!r}).module()
         print(json.dumps(program(torch.from_numpy(np.load("pixels.npy"))).tolist()))
         assert not [name for name in sys.modules if name.startswith("nearkin.")]
         """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    np.testing.assert_allclose(json.loads(said.stdout), nk.load(run).embed(pixels).numpy(), atol=1e-5)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(json.loads(result.stdout), nk.load(run).embed(pixels).numpy(), atol=1e-5)
 
 
-# --- the command and its refusals ------------------------------------------------------------------------------------
+# --- command and errors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_checked_on(run, tmp_path, capsys):
+def test_the_command_reports_the_images_it_compared_on(run, tmp_path, capsys):
     export_command.run([str(run), "--to", "torch", "-o", str(tmp_path / "m.pt2"), "--quiet"])
-    said = capsys.readouterr()
-    assert "small_conv, pictures of 3 x 24 x 24 to vectors of 16" in said.out
-    assert re.search(r"largest difference to the model itself: \S+, on 24 validation images of the run", said.out)
-    assert said.err == ""
+    output = capsys.readouterr()
+    assert "small_conv, images 3 x 24 x 24 to 16 dimensions" in output.out
+    assert re.search(r"largest difference from the model: \S+, on 24 validation images of the run", output.out)
+    assert output.err == ""
 
 
 @pytest.mark.slow
-def test_without_the_runs_data_random_pictures_are_said_to_be_so(photo_folder, tmp_path):
+def test_random_images_are_reported_if_the_run_has_no_data(photo_folder, tmp_path):
     run = make_run(tmp_path / "runs", tmp_path / "gone")
-    made = export_run(run.path, "torch", tmp_path / "m.pt2")
-    assert "16 random pictures (the run's data cannot be used: " in str(made)
-    assert str(tmp_path / "gone") in str(made)
-    assert str(tmp_path / "gone") not in made.facts_path.read_text()
-    assert made.facts["trained_on"] == {"source": "folder", "classes": None}
+    exported = export_run(run.path, "torch", tmp_path / "m.pt2")
+    assert "16 random images (the run's data cannot be used: " in str(exported)
+    assert str(tmp_path / "gone") in str(exported)
+    assert str(tmp_path / "gone") not in exported.metadata_path.read_text()
+    assert exported.metadata["trained_on"] == {"source": "folder", "classes": None}
 
 
 @pytest.mark.slow
-def test_a_saved_model_is_exported_too(tmp_path):
-    small().save(tmp_path / "model")
-    made = export_run(tmp_path / "model", "torch", tmp_path / "m.pt2")
-    assert made.facts["trained_on"] is None
-    assert "16 random pictures" in str(made)
+def test_a_saved_model_can_be_exported(tmp_path):
+    small_model().save(tmp_path / "model")
+    exported = export_run(tmp_path / "model", "torch", tmp_path / "m.pt2")
+    assert exported.metadata["trained_on"] is None
+    assert "16 random images" in str(exported)
 
 
-def test_pictures_that_cannot_be_read_are_passed_over(tmp_path, photo_folder):
+def test_unreadable_images_are_skipped(tmp_path, photo_folder):
     shutil.copy(photo_folder / "class 0" / "00.png", tmp_path / "a.png")
-    (tmp_path / "b.png").write_text("no picture")
-    assert from_folder(small(), tmp_path).what == "1 images of a folder"
+    (tmp_path / "b.png").write_text("not an image")
+    assert check_images_from_folder(small_model(), tmp_path).what == "1 images of a folder"
     (tmp_path / "a.png").unlink()
-    with pytest.raises(DataError, match="none of the 1 image files below it can be read"):
-        from_folder(small(), tmp_path)
-    with pytest.raises(DataError, match="there is no such folder"):
-        from_folder(small(), tmp_path / "none")
+    with pytest.raises(DataError, match="none of its 1 image files can be read"):
+        check_images_from_folder(small_model(), tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        check_images_from_folder(small_model(), tmp_path / "none")
 
 
 @pytest.mark.slow
-def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
+def test_a_file_that_differs_is_not_saved(tmp_path, monkeypatch):
     from nearkin.deploy import export as module
 
-    made = export(small(), "torch", tmp_path / "m.pt2")
-    other = small()
+    exported = export(small_model(), "torch", tmp_path / "m.pt2")
+    other = small_model()
     with torch.no_grad():
         other.head.maps[0].weight += 0.01
-    pixels = made.checks.pixels
-    with pytest.raises(RunError, match=r"off the model's by up to \S+, more than 1e-04; it is not kept"):
-        largest_difference(other, made.path, "torch", pixels)
+    pixels = exported.checks.pixels
+    with pytest.raises(RunError, match=r"differ from the model's by up to \S+, more than 1e-04; not saved"):
+        largest_difference(other, exported.path, "torch", pixels)
     with torch.no_grad():
         other.head.maps[0].weight[0, 0] = torch.nan
-    with pytest.raises(RunError, match="off the model's by up to inf"):
-        largest_difference(other, made.path, "torch", pixels)
+    with pytest.raises(RunError, match="differ from the model's by up to inf"):
+        largest_difference(other, exported.path, "torch", pixels)
     monkeypatch.setattr(module, "MAX_DIFFERENCE", -1.0)
-    with pytest.raises(RunError, match="it is not kept"):
-        export(small(), "torch", tmp_path / "again.pt2")
+    with pytest.raises(RunError, match="; not saved"):
+        export(small_model(), "torch", tmp_path / "again.pt2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.json"]
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line(tmp_path):
-    """In a process of its own: torch's own writer would end it."""
+def test_a_full_disk_gives_a_one_line_error(tmp_path):
+    """In a child process: torch's own writer would terminate it."""
     script = f"""
         import resource, signal
         from pathlib import Path
         import nearkin as nk
         from nearkin.deploy.export import export
-        from nearkin.recipe import Model
-        model = nk.Embedder(Model(backbone="small_conv", width=8, dim=16), (3, 16, 16)).eval()
+        from nearkin.config.recipe import ModelConfig
+        model = nk.Embedder(ModelConfig(backbone="small_conv", width=8, dim=16), (3, 16, 16)).eval()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
         try:
@@ -367,32 +368,32 @@ def test_a_full_disk_is_one_line(tmp_path):
             print(error)
         """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert "cannot write the model (File too large)" in said.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "cannot write the model (File too large)" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(ConfigError, match=r"a file for onnx ends in \.onnx"):
-        export(small(), "onnx", tmp_path / "m.pt2")
-    with pytest.raises(ConfigError, match="there are onnx and torch"):
-        export(small(), "tflite", tmp_path / "m.tflite")
+def test_invalid_targets(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a file name that ends in \.onnx"):
+        export(small_model(), "onnx", tmp_path / "m.pt2")
+    with pytest.raises(ConfigError, match="expected onnx or torch"):
+        export(small_model(), "tflite", tmp_path / "m.tflite")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(ConfigError, match="is a folder"):
-        export(small(), "onnx", tmp_path / "folder.onnx")
+        export(small_model(), "onnx", tmp_path / "folder.onnx")
     features = Embedder(ModelConfig(backbone="none", dim=8), (32, 1, 1))
-    with pytest.raises(ConfigError, match="takes ready features"):
+    with pytest.raises(ConfigError, match="takes precomputed features"):
         export(features, "onnx", tmp_path / "m.onnx")
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write the model"):
-        export(small(), "torch", tmp_path / "file" / "m.pt2")
+        export(small_model(), "torch", tmp_path / "file" / "m.pt2")
     with pytest.raises(RunError, match="no trained model here"):
         export_run(tmp_path, "onnx", tmp_path / "m.onnx")
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(run, photo_folder, tmp_path, monkeypatch, capsys):
+def test_the_commands_in_export_md_run(run, photo_folder, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "export.md").read_text()
     commands = [line for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
     monkeypatch.chdir(tmp_path)
@@ -401,9 +402,9 @@ def test_the_commands_of_the_page_run(run, photo_folder, tmp_path, monkeypatch, 
         name, command, folder, *flags = line.partition("#")[0].split()
         assert (name, command, folder) == ("nearkin", "export", "runs/birds")
         export_command.run([str(run), *flags])
-    said = capsys.readouterr().out
-    assert said.count("24 validation images of the run") == 2
-    assert said.count("64 images of a folder, photos") == 1
+    output = capsys.readouterr().out
+    assert output.count("24 validation images of the run") == 2
+    assert output.count("64 images of a folder, photos") == 1
     assert {path.name for path in tmp_path.glob("birds*")} == {
         *("birds.onnx", "birds.onnx.json", "birds.pt2", "birds.pt2.json")
     }

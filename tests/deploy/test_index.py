@@ -1,4 +1,4 @@
-"""An index answers as brute force does, and refuses what does not fit."""
+"""Search of an index against brute force, and rejection of invalid input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(photo_folder, tmp_path_factory):
 
 @st.composite
 def histories(draw):
-    """Adds and removals of vectors with few distinct values: ties, copies, parallel and zero vectors."""
+    """Additions and removals of vectors with few distinct values: ties, copies, parallel and zero vectors."""
     dim = draw(st.integers(1, 4))
     vector = st.lists(st.integers(-2, 2), min_size=dim, max_size=dim)
     steps = draw(st.lists(st.one_of(st.lists(vector, min_size=1, max_size=5), st.integers(0, 10)), max_size=8))
@@ -41,42 +41,41 @@ def histories(draw):
 @given(histories())
 def test_add_remove_search_against_exact_fractions(history):
     dim, query, first, steps, k = history
-    kept = [(f"first {n}", v) for n, v in enumerate(first)]
-    index = Index(np.array(first, np.float32), [id for id, _ in kept])
+    items = [(f"first {n}", v) for n, v in enumerate(first)]
+    index = Index(np.array(first, np.float32), [id for id, _ in items])
     for s, step in enumerate(steps):
         if isinstance(step, int):
-            if kept:
-                gone = kept.pop(step % len(kept))[0]
-                index.remove([gone])
+            if items:
+                index.remove([items.pop(step % len(items))[0]])
         else:
             new = [(f"{s} {n}", v) for n, v in enumerate(step)]
             index.add_vectors(np.array([v for _, v in new], np.float32), [id for id, _ in new])
-            kept += new
+            items += new
     assert index.dim == dim
-    # Sorting is stable, so equally near items come in the order in which they were added.
-    expected = sorted(kept, key=lambda item: -nearness(query, item[1], "cosine"))
+    # Sorting is stable: ties are in the order in which items were added.
+    expected = sorted(items, key=lambda item: -nearness(query, item[1], "cosine"))
     assert [hit.id for hit in index.search(np.array(query, np.float32), k)] == [id for id, _ in expected[:k]]
-    for place, (id, vector) in enumerate(kept):
-        others = sorted(kept[:place] + kept[place + 1 :], key=lambda item: -nearness(vector, item[1], "cosine"))
+    for row, (id, vector) in enumerate(items):
+        others = sorted(items[:row] + items[row + 1 :], key=lambda item: -nearness(vector, item[1], "cosine"))
         assert [hit.id for hit in index.search_item(id, k)] == [other for other, _ in others[:k]]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 40), st.sampled_from([1e-9, 1e-3, 1.0]))
 def test_search_against_float64(seed, count, dim, spread):
-    """Also of a model that has nearly collapsed, where float32 products could not tell items apart."""
+    """Including a nearly collapsed model, whose items float32 products cannot distinguish."""
     rng = np.random.default_rng(seed)
     vectors = (rng.normal(size=dim) + spread * rng.normal(size=(count, dim))).astype(np.float32)
     query = vectors[0] + np.float32(spread) * rng.normal(size=dim).astype(np.float32)
     index = Index(vectors, names(count))
     wide = vectors.astype(np.longdouble)
     wide /= np.sqrt((wide**2).sum(1, keepdims=True))
-    asked = query.astype(np.longdouble) / np.sqrt((query.astype(np.longdouble) ** 2).sum())
-    apart = ((wide - asked) ** 2).sum(1)  # keeps its digits where 1 - cosine would not
+    unit = query.astype(np.longdouble) / np.sqrt((query.astype(np.longdouble) ** 2).sum())
+    apart = ((wide - unit) ** 2).sum(1)  # more precise than 1 - cosine
     hits = index.search(query, count)
     found = np.array([hit.row for hit in hits])
     assert sorted(found) == list(range(count))
-    # Ranking takes cosines as equal that differ by less than 2^-80.
+    # Ranking treats cosines that differ by less than 2^-80 as equal.
     assert (np.diff(apart[found]) >= -1e-15 * apart.max() - 4 * 2.0**-80).all()
     np.testing.assert_allclose([hit.similarity for hit in hits], (1 - apart[found] / 2).astype(float), atol=1e-12)
 
@@ -91,44 +90,44 @@ def test_few_and_many_queries_agree():
         np.testing.assert_allclose([hit.similarity for hit in hits], similar, atol=1e-14)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images ----------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_by_path_image_and_bytes_give_the_same(model, photo_folder):
+def test_path_pil_image_and_bytes_give_the_same_result(model, photo_folder):
     paths = sorted(photo_folder.rglob("*.png"))[:20]
     index = Index.build(model, paths, [path.parent.name for path in paths])
-    asked = paths[7]
-    for query in (asked, str(asked), Image.open(asked), model.embed([asked])[0]):
+    path = paths[7]
+    for query in (path, str(path), Image.open(path), model.embed([path])[0]):
         hits = index.search(query, 3)
-        assert hits[0].id == str(asked)
+        assert hits[0].id == str(path)
         assert hits[0].similarity == pytest.approx(1, abs=1e-6)
-        assert hits[0].label == asked.parent.name
-    pixels = torch.from_numpy(np.array(Image.open(asked).resize((24, 24)))).permute(2, 0, 1)
-    assert index.search(pixels, 1)[0].id == str(asked)
-    assert asked in (index.path_of(hit.id) for hit in index.search(asked))
+        assert hits[0].label == path.parent.name
+    pixels = torch.from_numpy(np.array(Image.open(path).resize((24, 24)))).permute(2, 0, 1)
+    assert index.search(pixels, 1)[0].id == str(path)
+    assert path in (index.path_of(hit.id) for hit in index.search(path))
 
 
-def test_add_and_remove_pictures(model, photo_folder):
+def test_add_and_remove_images(model, photo_folder):
     paths = sorted(photo_folder.rglob("*.png"))[:6]
     index = Index.build(model, paths[:3])
     index.add(paths[3:], ["a", "b", "c"])
     whole = Index.build(model, paths, [None, None, None, "a", "b", "c"])
     assert (index.ids, index.labels) == (whole.ids, whole.labels)
-    np.testing.assert_allclose(index.vectors, whole.vectors, atol=1e-6)  # batches of another size may round otherwise
-    index.add([Image.open(paths[0])], ids=["a picture"])
-    assert {hit.id for hit in index.search(paths[0], 2)} == {str(paths[0]), "a picture"}
-    with pytest.raises(DataError, match="is in the index already"):
+    np.testing.assert_allclose(index.vectors, whole.vectors, atol=1e-6)  # another batch size may round differently
+    index.add([Image.open(paths[0])], ids=["an image"])
+    assert {hit.id for hit in index.search(paths[0], 2)} == {str(paths[0]), "an image"}
+    with pytest.raises(DataError, match="is already in the index"):
         index.add([paths[0]])
-    with pytest.raises(DataError, match="need names"):
+    with pytest.raises(DataError, match="required for images that are not files"):
         index.add([Image.open(paths[0])])
 
 
-def test_a_relative_path_is_one_from_where_we_are(model, tmp_path, monkeypatch):
-    """Ids are relative to where the index was built; the same name may be another picture there."""
-    for place, colour in (("a", "blue"), ("b", "red")):
-        (tmp_path / place / "more").mkdir(parents=True)
+def test_relative_paths_are_relative_to_the_current_folder(model, tmp_path, monkeypatch):
+    """Ids are relative to the folder in which the index was built, where the same name may be another image."""
+    for folder, colour in (("a", "blue"), ("b", "red")):
+        (tmp_path / folder / "more").mkdir(parents=True)
         for name in ("old.png", "new.png", "more/one.png"):
-            Image.new("RGB", (24, 24), colour).save(tmp_path / place / name)
+            Image.new("RGB", (24, 24), colour).save(tmp_path / folder / name)
     monkeypatch.chdir(tmp_path / "a")
     index = Index.build(model, ["./old.png"])
     index.add(["./new.png"])
@@ -138,37 +137,37 @@ def test_a_relative_path_is_one_from_where_we_are(model, tmp_path, monkeypatch):
     index.add(["new.png"])
     assert index.ids == ["./old.png", "./new.png", "more/one.png", str(tmp_path / "b" / "new.png")]
     assert index.path_of(index.ids[2]).samefile(tmp_path / "a" / "more" / "one.png")
-    with pytest.raises(DataError, match="is in the index already"):
+    with pytest.raises(DataError, match="is already in the index"):
         index.add(["new.png"])
 
 
-def test_another_model_is_refused(model, photo_folder, tmp_path):
+def test_a_different_model_is_rejected(model, photo_folder, tmp_path):
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     Index.build(model, paths).save(tmp_path / "index")
     other = nk.load(make_run(tmp_path, photo_folder, seed=1).path)
     assert len(Index.load(tmp_path / "index", model).search(paths[0])) == 4
-    with pytest.raises(DataError, match="made by another model"):
+    with pytest.raises(DataError, match="built with a different model"):
         Index.load(tmp_path / "index", other)
-    with pytest.raises(ConfigError, match="names no run folder"):
+    with pytest.raises(ConfigError, match="has no run folder"):
         Index.load(tmp_path / "index").search(paths[0])
 
 
-def test_the_run_is_found_by_itself(photo_folder, tmp_path):
+def test_the_model_is_loaded_from_the_recorded_run(photo_folder, tmp_path):
     run = make_run(tmp_path, photo_folder)
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     Index.build(run.embedder(), paths, run=run.path).save(tmp_path / "index")
     assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])
     torch.save({**torch.load(run.path / "best.pt"), "model": nk.load(run.path).state_dict()}, run.path / "best.pt")
-    assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])  # the same weights, written anew
+    assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])  # the same weights, rewritten
     make_run(tmp_path, photo_folder, seed=2)
-    with pytest.raises(DataError, match="made by another model"):
+    with pytest.raises(DataError, match="built with a different model"):
         Index.load(tmp_path / "index").search(paths[2], 1)
 
 
-# --- odd input -------------------------------------------------------------------------------------------------------
+# --- invalid input ---------------------------------------------------------------------------------------------------
 
 
-def test_small_and_empty_indexes_answer():
+def test_small_and_empty_indexes_can_be_searched():
     one = Index([[1.0, 2.0]], ["only"], ["a"])
     assert [hit.id for hit in one.search(np.array([0.0, 1.0]), 100)] == ["only"]
     assert one.search_item("only") == []
@@ -181,7 +180,7 @@ def test_small_and_empty_indexes_answer():
     assert one.search([3.0, 4.0])[0].similarity == pytest.approx(1)
 
 
-def test_an_empty_index_can_be_kept(tmp_path):
+def test_an_empty_index_can_be_saved(tmp_path):
     empty = Index(np.empty((0, 5), np.float32), [])
     empty.save(tmp_path / "index")
     again = Index.load(tmp_path / "index")
@@ -194,35 +193,35 @@ def test_an_empty_index_can_be_kept(tmp_path):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        (np.ones(3), "vectors of 3 numbers, the index holds vectors of 6"),
+        (np.ones(3), "expected 6 dimensions as in the index, got 3"),
         (np.full(6, np.nan), "NaN or infinity"),
         (np.array([np.inf, 1, 1, 1, 1, 1]), "NaN or infinity"),
-        (np.full(6, 1e30), "a length above 1e\\+15"),
+        (np.full(6, 1e30), "norm above 1e\\+15"),
         (np.ones((2, 6)), "one vector"),
-        (np.array(["a"] * 6), "cannot be read as vectors"),
+        (np.array(["a"] * 6), "cannot be converted to vectors"),
         (None, "got shape"),
     ],
 )
-def test_queries_that_do_not_fit(query, message):
+def test_invalid_queries(query, message):
     with pytest.raises(DataError, match=message):
         random_index().search(query)
 
 
-def test_half_precision_is_taken():
-    exact = np.array([[1, 0.5], [0.25, -2]], np.float32)  # these bfloat16 holds exactly
-    for kind in (torch.bfloat16, torch.float16, torch.float64):
-        index = Index(torch.tensor(exact, dtype=kind), ["a", "b"])
+def test_half_precision_is_accepted():
+    exact = np.array([[1, 0.5], [0.25, -2]], np.float32)  # exact in bfloat16
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        index = Index(torch.tensor(exact, dtype=dtype), ["a", "b"])
         np.testing.assert_array_equal(index.vectors, exact)
-        assert index.search(torch.tensor(exact[1], dtype=kind))[0].id == "b"
+        assert index.search(torch.tensor(exact[1], dtype=dtype))[0].id == "b"
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.5])
-def test_k_must_be_a_number_of_items(k):
+def test_k_must_be_a_positive_integer(k):
     index = random_index()
-    for ask in (index.search, index.search_many):
-        with pytest.raises(ConfigError, match="expected a whole number from 1"):
-            ask(np.ones(6) if ask == index.search else np.ones((1, 6)), k)
-    with pytest.raises(ConfigError, match="expected a whole number from 1"):
+    for search in (index.search, index.search_many):
+        with pytest.raises(ConfigError, match="expected an integer of at least 1"):
+            search(np.ones(6) if search == index.search else np.ones((1, 6)), k)
+    with pytest.raises(ConfigError, match="expected an integer of at least 1"):
         index.search_item("item 0", k)
 
 
@@ -230,21 +229,21 @@ def test_k_must_be_a_number_of_items(k):
     ("arguments", "message"),
     [
         (([[1.0], [np.nan]], ["a", "b"]), "NaN or infinity in row 1"),
-        (([[1.0], [2.0]], ["a", "a"]), "'a' is given twice"),
-        (([[1.0], [2.0]], ["a"]), "1 names for 2 vectors"),
-        (([[1.0], [2.0]], ["a", 7]), "expected text, got int"),
+        (([[1.0], [2.0]], ["a", "a"]), "'a' appears twice"),
+        (([[1.0], [2.0]], ["a"]), "expected one per vector, got 1 for 2"),
+        (([[1.0], [2.0]], ["a", 7]), "expected strings, got int"),
         (([1.0, 2.0], ["a", "b"]), "expected one row per item"),
-        (([[1.0], [2.0]], ["a", "b"], ["x"]), "1 labels for 2 items"),
-        (([[1.0], [2.0]], ["a", "b"], ["x", 1]), "all of one kind; got int, str"),
-        (([[1.0], [2.0]], ["a", "b"], [0.5, 1.5]), "expected text or whole numbers"),
+        (([[1.0], [2.0]], ["a", "b"], ["x"]), "expected one per item, got 1 for 2"),
+        (([[1.0], [2.0]], ["a", "b"], ["x", 1]), "expected all strings or all integers .* got int, str"),
+        (([[1.0], [2.0]], ["a", "b"], [0.5, 1.5]), "expected all strings or all integers"),
     ],
 )
-def test_items_that_do_not_fit(arguments, message):
+def test_invalid_items(arguments, message):
     with pytest.raises(DataError, match=message):
         Index(*arguments)
 
 
-def test_names_may_be_anything(tmp_path):
+def test_ids_may_be_any_strings(tmp_path):
     odd = ["line\nbreak", "ümläut 鳥 🐦", os.fsdecode(b"not utf-8 \xff"), "", "a/b\\c", '"quoted"']
     index = Index(np.eye(6), odd, [None, *odd[1:]])
     index.save(tmp_path / "index")
@@ -253,16 +252,16 @@ def test_names_may_be_anything(tmp_path):
     assert [again.search(np.eye(6)[n], 1)[0].id for n in range(6)] == odd
 
 
-def test_unknown_items_are_named():
+def test_unknown_and_repeated_ids():
     index = random_index()
-    for ask in (index.search_item, index.remove):
+    for method in (index.search_item, index.remove):
         with pytest.raises(DataError, match="'nobody': no such item"):
-            ask("nobody")
-    with pytest.raises(DataError, match="'item 3' is in the index already"):
+            method("nobody")
+    with pytest.raises(DataError, match="'item 3' is already in the index"):
         index.add_vectors(np.ones((1, 6)), ["item 3"])
     for bad in (
         lambda: index.add_vectors(np.ones((2, 6)), ["new", "new"]),
-        lambda: index.add_vectors(np.ones((1, 6)), ["new"], ["text among numbers"]),
+        lambda: index.add_vectors(np.ones((1, 6)), ["new"], ["string among integers"]),
         lambda: index.add_vectors(np.ones((1, 5)), ["new"]),
         lambda: index.add_vectors(np.ones((2, 6)), ["new"]),
     ):

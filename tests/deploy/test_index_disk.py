@@ -1,4 +1,4 @@
-"""An index on the disk survives kills, full disks and flipped bytes, or says that it did not."""
+"""An index on disk survives kills and full disks, and damage is detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nearkin.errors import DataError, UserError
 Index = nk.Index
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_save_and_load(tmp_path):
     index = random_index(30)
     index.calibrate(0.1)
     index.save(tmp_path / "deep" / "index")
@@ -31,19 +31,19 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert again.threshold == index.threshold
     assert isinstance(again.vectors, np.memmap)
     again.remove(["item 4"])
-    again.save(tmp_path / "deep" / "index")  # over the file that it is mapped from
+    again.save(tmp_path / "deep" / "index")  # overwrites the file it is mapped from
     assert same(Index.load(tmp_path / "deep" / "index"), again)
-    assert len(list((tmp_path / "deep" / "index").iterdir())) == 4  # manifest, vectors, items, lock: the old are gone
+    assert len(list((tmp_path / "deep" / "index").iterdir())) == 4  # manifest, vectors, items, lock
 
 
-def test_every_flipped_byte_is_noticed(tmp_path):
+def test_every_flipped_byte_is_detected(tmp_path):
     index = random_index(5, 3)
     index.save(tmp_path / "index")
     rng = random.Random(0)
     for path in [*sorted((tmp_path / "index").glob("*-*")), tmp_path / "index" / "manifest.json"]:
         whole = path.read_bytes()
-        for at in sorted(rng.sample(range(len(whole)), 25)):
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        for n in sorted(rng.sample(range(len(whole)), 25)):
+            path.write_bytes(whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :])
             with pytest.raises(DataError):
                 Index.load(tmp_path / "index")
         path.write_bytes(whole[:-3])
@@ -53,9 +53,9 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         assert same(Index.load(tmp_path / "index"), index)
 
 
-def test_a_missing_file_and_another_version_are_named(tmp_path):
+def test_missing_files_and_other_versions(tmp_path):
     folder = tmp_path / "index"
-    with pytest.raises(DataError, match="there is no index here"):
+    with pytest.raises(DataError, match="no index found"):
         Index.load(folder)
     random_index().save(folder)
     [vectors] = folder.glob("vectors-*")
@@ -66,6 +66,9 @@ def test_a_missing_file_and_another_version_are_named(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(DataError, match="newer nearkin"):
+        Index.load(folder)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    with pytest.raises(DataError, match=r"older nearkin \(format 1, this version reads 2\)\. Index again"):
         Index.load(folder)
     (folder / "manifest.json").write_text("[]")
     with pytest.raises(DataError, match="not the manifest"):
@@ -80,13 +83,13 @@ def test_nothing_is_unpickled(tmp_path):
     np.save(bad, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     stored = files.write_file(tmp_path / "index", "vectors", ".npy", [bad.read_bytes()])
     files.commit(tmp_path / "index", replace(manifest, files={**manifest.files, "vectors": stored}))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read as a numeric array"):
         Index.load(tmp_path / "index")
 
 
-def test_other_peoples_files_are_left_alone(tmp_path):
+def test_foreign_files_are_not_touched(tmp_path):
     (tmp_path / "items-of-mine.txt").write_text("mine")
-    with pytest.raises(DataError, match="holds other files"):
+    with pytest.raises(DataError, match="contains other files"):
         random_index().save(tmp_path)
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "manifest.json").write_text('{"name": "an app"}')
@@ -98,13 +101,13 @@ def test_other_peoples_files_are_left_alone(tmp_path):
     assert (tmp_path / "index" / "items-notes.json").read_text() == "mine"
 
 
-def test_two_writers_do_not_meet(tmp_path):
+def test_only_one_writer_at_a_time(tmp_path):
     with files.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         random_index().save(tmp_path / "index")
 
 
-def test_a_kill_at_any_moment_leaves_one_of_the_states(tmp_path):
-    """A child writes two states in turn until it is killed; readers meanwhile see one of them too."""
+def test_a_kill_at_any_moment_leaves_a_complete_state(tmp_path):
+    """A child process alternates between two states until it is killed; readers always see one of them."""
     states = [random_index(400, 32, seed) for seed in (0, 1)]
     folder = tmp_path / "index"
     states[0].save(folder)
@@ -115,7 +118,7 @@ def test_a_kill_at_any_moment_leaves_one_of_the_states(tmp_path):
         if child == 0:
             try:
                 while True:
-                    # On a busy machine a child may come to write only its first.
+                    # On a busy machine a child may have time for only one.
                     for state in (states[1 - turn % 2], states[turn % 2]):
                         state.save(folder)
             finally:
@@ -131,52 +134,52 @@ def test_a_kill_at_any_moment_leaves_one_of_the_states(tmp_path):
         assert any(same(found, state) for state in states)
     assert seen == {0, 1}
     states[0].save(folder)
-    assert len(list(folder.iterdir())) == 4  # leftovers of the killed are swept
+    assert len(list(folder.iterdir())) == 4  # temporary files of killed processes are deleted
 
 
-def in_a_child(work) -> str:
-    """What `work` raised, as text, from a process of its own."""
+def in_child_process(work) -> str:
+    """Run `work` in a child process, and return the error it raised as text."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             work()
-            said = "nothing"
+            outcome = "no error"
         except UserError as error:
-            said = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
         except BaseException as error:
-            said = f"crashed: {error!r}"
-        os.write(write, said.encode())
+            outcome = f"crashed: {error!r}"
+        os.write(write, outcome.encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = pipe.read()
+        outcome = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return outcome
 
 
-def test_a_full_disk_leaves_the_old_index(tmp_path):
+def test_a_full_disk_keeps_the_old_index(tmp_path):
     small, large = random_index(10), random_index(5000, 32)
     small.save(tmp_path / "index")
 
-    def save_with_little_room():
+    def save_with_little_space():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         large.save(tmp_path / "index")
 
-    said = in_a_child(save_with_little_room)
-    assert said.startswith("DataError: ")
-    assert "cannot write the index (File too large). What was there is kept. Make room" in said
+    message = in_child_process(save_with_little_space)
+    assert message.startswith("DataError: ")
+    assert "cannot write the index (File too large). The previous index is intact. Free up space" in message
     assert same(Index.load(tmp_path / "index"), small)
     assert not list((tmp_path / "index").glob("*.part"))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot write the index"):
         random_index().save(tmp_path / "file" / "index")
 
 
-def test_copies_of_a_folder_can_be_moved(tmp_path):
+def test_the_folder_can_be_moved(tmp_path):
     index = random_index()
     index.save(tmp_path / "index")
     shutil.copytree(tmp_path / "index", tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""Search ranks as score does; thresholds and re-ranking do what they say."""
+"""Search ranks as score does; open-set thresholds and re-ranking against their definitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.small_runs import make_run
 
 import nearkin as nk
 from nearkin.deploy.index.openset import calibrate, calibrate_items, leave_class_out
-from nearkin.deploy.index.rerank import Expansion, Reciprocal, choose_rerank, expanded, k_reciprocal, reranked
+from nearkin.deploy.index.rerank import Expansion, Reciprocal, apply_rerank, choose_rerank, expanded, k_reciprocal
 from nearkin.deploy.index.search import near_pairs, nearest
 from nearkin.errors import ConfigError, DataError, UserError
 
@@ -26,17 +26,17 @@ def unit(vectors):
 # --- the same ranking as score ---------------------------------------------------------------------------------------
 
 
-def places(hits, labels, own) -> list[int]:
-    """How many items stand above each relevant one, nearest first."""
-    return [n for n, row in enumerate(hits) if labels[row] == labels[own]]
+def relevant_ranks(rows, labels, query) -> list[int]:
+    """Return the number of items above each relevant one, nearest first."""
+    return [n for n, row in enumerate(rows) if labels[row] == labels[query]]
 
 
 def test_search_ranks_all_cub_test_photos_as_score_does():
     if not FEATURES.exists():
-        pytest.skip(f"{FEATURES.name} is not beside the project")
+        pytest.skip(f"{FEATURES.name} is not available")
     with np.load(FEATURES) as stored:
         test = stored["labels"] >= 100
-        # An eighth of the features: as many photos and as many near ties, in an eighth of the time.
+        # Every eighth dimension: all photos and near ties in an eighth of the time.
         vectors = np.ascontiguousarray(stored["features"][test][:, ::8].astype(np.float32))
         labels, ids = stored["labels"][test], stored["paths"][test].tolist()
     index = nk.Index(vectors, ids, labels)
@@ -47,16 +47,16 @@ def test_search_ranks_all_cub_test_photos_as_score_does():
     for k in (1, 2, 4, 8):
         np.testing.assert_array_equal((labels[others[:, :k]] == labels[:, None]).any(1), scores.per_query[f"R@{k}"])
     ranking = nk.rank(vectors, labels)
-    assert (ranking.size == 1).all()  # no ties, so that a place is one number
+    assert (ranking.size == 1).all()  # no ties, so every rank is unique
     for own in range(0, 5924, 400):
         hits = [hit.row for hit in index.search_item(ids[own], 5923)]
-        assert places(hits, labels, own) == ranking.above[ranking.start[own] : ranking.start[own + 1]].tolist()
+        assert relevant_ranks(hits, labels, own) == ranking.above[ranking.start[own] : ranking.start[own + 1]].tolist()
         assert hits[:8] == others[own].tolist()
 
 
 def test_search_ranks_embedded_cub_photos_as_score_does(tmp_path):
     if not CUB.exists():
-        pytest.skip(f"{CUB.name} is not beside the project")
+        pytest.skip(f"{CUB.name} is not available")
     folders = sorted((CUB / "images").iterdir())[100:104]
     paths = [path for folder in folders for path in sorted(folder.glob("*.jpg"))[:25]]
     labels = [path.parent.name for path in paths]
@@ -68,14 +68,14 @@ def test_search_ranks_embedded_cub_photos_as_score_does(tmp_path):
     ranking, scores = nk.rank(vectors, labels), nk.score(vectors, labels)
     for own, path in enumerate(paths):
         hits = [hit.row for hit in index.search_item(str(path), len(paths))]
-        assert places(hits, labels, own) == ranking.above[ranking.start[own] : ranking.start[own + 1]].tolist()
+        assert relevant_ranks(hits, labels, own) == ranking.above[ranking.start[own] : ranking.start[own + 1]].tolist()
         assert float(labels[hits[0]] == labels[own]) == scores.per_query["R@1"][own]
     assert index.search(paths[40], 1)[0].id == str(paths[40])
 
 
-def test_ties_are_settled_as_in_ranking():
+def test_ties_are_broken_as_in_ranking():
     rng = np.random.default_rng(0)
-    vectors = rng.integers(-1, 2, (300, 3)).astype(np.float32)  # many copies and parallels
+    vectors = rng.integers(-1, 2, (300, 3)).astype(np.float32)  # many copies and parallel vectors
     labels = np.arange(300) % 7
     index = nk.Index(vectors, [str(n) for n in range(300)], labels)
     near, _ = nk.neighbours(vectors, k=20)
@@ -83,14 +83,14 @@ def test_ties_are_settled_as_in_ranking():
     for own in range(0, 300, 5):
         hits = [hit.row for hit in index.search_item(str(own), 299)]
         assert hits[:20] == near[own].tolist()
-        # Every relevant item stands inside its group of equals.
+        # Every relevant item is inside its group of ties.
         groups = slice(ranking.start[own], ranking.start[own + 1])
         inside = [
-            place
+            rank
             for above, size in zip(ranking.above[groups], ranking.size[groups], strict=True)
-            for place in range(above, above + size)
+            for rank in range(above, above + size)
         ]
-        assert set(places(hits, labels, own)) <= set(inside)
+        assert set(relevant_ranks(hits, labels, own)) <= set(inside)
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
@@ -109,34 +109,34 @@ def test_near_pairs_against_every_pair():
     assert {(i, j) for i, j, _ in pairs} == expected
     assert count == len(expected)
     assert [cosine for *_, cosine in pairs[:20]] == [1.0] * 20
-    assert near_pairs(vectors, 0.9, most=5) == (pairs[:5], count)
+    assert near_pairs(vectors, 0.9, max_pairs=5) == (pairs[:5], count)
     with pytest.raises(ConfigError, match="expected a cosine"):
         near_pairs(vectors, 3)
 
 
-def test_a_collapsed_model_is_all_pairs():
-    pairs, count = near_pairs(np.ones((300, 4), np.float32), 0.99, most=10)
+def test_a_collapsed_model_gives_all_pairs():
+    pairs, count = near_pairs(np.ones((300, 4), np.float32), 0.99, max_pairs=10)
     assert (len(pairs), count) == (10, 300 * 299 // 2)
 
 
-# --- unknown queries -------------------------------------------------------------------------------------------------
+# --- open-set thresholds ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("false_accept", [0, 0.01, 0.07, 0.1, 0.5, 0.99])
-def test_the_threshold_is_the_lowest_that_few_enough_pass(false_accept):
+def test_the_threshold_is_the_lowest_with_the_false_accept_rate(false_accept):
     rng = np.random.default_rng(0)
-    unknown, known = np.round(rng.normal(0.4, 0.1, 100), 2), rng.normal(0.7, 0.1, 50)  # rounded: with ties
+    unknown, known = np.round(rng.normal(0.4, 0.1, 100), 2), rng.normal(0.7, 0.1, 50)  # rounded, for ties
     found = calibrate(known, unknown, false_accept)
     assert np.mean([found.accepts(s) for s in unknown]) <= false_accept
     lower = [s for s in unknown if s < found.value]
     if lower:
         assert np.mean(unknown > max(lower)) > false_accept
-    assert found.accepted == pytest.approx(np.mean(known > found.value))
-    assert found.accepted_range[0] <= found.accepted <= found.accepted_range[1]
+    assert found.true_accept == pytest.approx(np.mean(known > found.value))
+    assert found.true_accept_interval[0] <= found.true_accept <= found.true_accept_interval[1]
 
 
-def test_the_range_of_false_accepts_holds_on_new_classes():
-    """Classes differ by an offset; the rate on a large fresh sample is within the range about as often as it says."""
+def test_the_false_accept_interval_holds_on_new_classes():
+    """Classes differ by an offset; the interval covers the rate on a large new sample about as often as stated."""
     rng = np.random.default_rng(0)
 
     def draw(classes):
@@ -148,13 +148,13 @@ def test_the_range_of_false_accepts_holds_on_new_classes():
         sims, classes = draw(40)
         found = calibrate(sims + 3, sims, 0.05, known_classes=classes, unknown_classes=classes)
         rate = np.mean(draw(4000)[0] > found.value)
-        inside += found.false_accept_range[0] <= rate <= found.false_accept_range[1]
+        inside += found.false_accept_interval[0] <= rate <= found.false_accept_interval[1]
     assert inside >= 22
 
 
 def test_leave_class_out_against_loops():
     vectors, labels = clustered(60, 5, 6, 0.5)
-    labels = [*labels[:59].tolist(), 99]  # the last is alone in its class
+    labels = [*labels[:59].tolist(), 99]  # the last is a singleton
     queries = np.array([0, 5, 17, 40, 59])
     known, unknown = leave_class_out(vectors, labels, queries)
     cosines = unit(vectors) @ unit(vectors).T
@@ -165,27 +165,27 @@ def test_leave_class_out_against_loops():
         assert np.isnan(known[n]) if q == 59 else known[n] == pytest.approx(max(others), abs=1e-12)
 
 
-def test_an_unknown_class_is_told_apart():
+def test_unknown_classes_are_rejected():
     vectors, labels = clustered(200, 16, 10, 0.3)
-    index = nk.Index(vectors[:150], [str(n) for n in range(150)], [f"kind {c}" for c in labels[:150]])
+    index = nk.Index(vectors[:150], [str(n) for n in range(150)], [f"class {c}" for c in labels[:150]])
     threshold = index.calibrate(0.05)
-    assert threshold.false_accept_range[0] <= 0.05 <= threshold.false_accept_range[1]
-    answers = [index.answer(v).known for v in vectors[150:]]
-    assert np.mean(answers) < 0.2
-    assert np.mean([index.answer(vectors[r], own=r).known for r in range(150)]) > 0.95
+    assert threshold.false_accept_interval[0] <= 0.05 <= threshold.false_accept_interval[1]
+    known = [index.answer(v).known for v in vectors[150:]]
+    assert np.mean(known) < 0.2
+    assert np.mean([index.answer(vectors[r], exclude=r).known for r in range(150)]) > 0.95
     assert index.answer(vectors[0]).nearest == pytest.approx(1)
 
 
 def test_items_without_a_label_are_searched_when_calibrating():
-    """They are found like any other, so a rate that left them out would not hold."""
+    """Search finds them too, so a rate measured without them would not hold."""
     rng = np.random.default_rng(0)
     vectors, labels = clustered(200, 8, 20, 0.4)
-    loose = rng.normal(size=(2000, 8)).astype(np.float32)
-    kinds = [f"kind {c}" for c in labels] + [None] * 2000
-    index = nk.Index(np.concatenate([vectors, loose]), [str(n) for n in range(2200)], kinds)
+    unlabelled = rng.normal(size=(2000, 8)).astype(np.float32)
+    names = [f"class {c}" for c in labels] + [None] * 2000
+    index = nk.Index(np.concatenate([vectors, unlabelled]), [str(n) for n in range(2200)], names)
     index.calibrate(0.05)
     assert np.mean([index.answer(v).known for v in rng.normal(size=(300, 8)).astype(np.float32)]) < 0.1
-    # A class that happens to be called "None" is one of its own.
+    # A class named "None" is not the same as no label.
     _, unknown = leave_class_out(np.eye(2, dtype=np.float32) + 1, ["None", None], np.array([0]))
     assert unknown[0] == pytest.approx(0.8)
 
@@ -193,23 +193,23 @@ def test_items_without_a_label_are_searched_when_calibrating():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0.5], [0.1], 1.0), "expected a share from 0 to below 1"),
+        (([0.5], [0.1], 1.0), "expected a fraction from 0 to below 1"),
         (([0.5], []), "unknown similarities"),
         (([np.nan], [0.1]), "known similarities: NaN"),
     ],
 )
-def test_odd_similarities(arguments, message):
+def test_invalid_similarities(arguments, message):
     with pytest.raises(UserError, match=message):
         calibrate(*arguments)
 
 
-def test_labels_are_needed_to_calibrate():
+def test_calibration_needs_labels():
     vectors = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
     with pytest.raises(DataError, match="at least two classes"):
         calibrate_items(vectors, ["a"] * 10, np.arange(10))
     with pytest.raises(DataError, match="at least two classes"):
         nk.Index(vectors, [str(n) for n in range(10)]).calibrate()
-    with pytest.raises(DataError, match="classes: 1 for 2"):
+    with pytest.raises(DataError, match="expected one per similarity, got 1 for 2"):
         calibrate([0.1, 0.2], [0.1], known_classes=["a"])
 
 
@@ -217,7 +217,7 @@ def test_labels_are_needed_to_calibrate():
 
 
 def slow_k_reciprocal(query, near, k1, k2, weight):
-    """The definition, set by set."""
+    """Follow the definition, set by set."""
     points = unit(np.concatenate([query[None], near]))
     n = len(points)
     d = [[1 - float(points[i] @ points[j]) for j in range(n)] for i in range(n)]
@@ -265,7 +265,7 @@ def test_expansion_against_a_loop():
     np.testing.assert_allclose(expanded(query, near, cosines, 3.0), unit(total), atol=1e-7)
 
 
-def test_reranked_keeps_the_plain_cosines():
+def test_re_ranking_returns_plain_cosines():
     vectors, _ = clustered(80, 6, 8, 0.8)
 
     def find(query, k):
@@ -274,16 +274,16 @@ def test_reranked_keeps_the_plain_cosines():
 
     plain = find(vectors[3], 80)
     for option in (Expansion(k=4), Reciprocal(k1=5, k2=2, depth=30)):
-        rows, cosines = reranked(vectors[3], vectors, 10, option, find)
+        rows, cosines = apply_rerank(vectors[3], vectors, 10, option, find)
         assert len(set(rows.tolist())) == 10
         np.testing.assert_allclose(cosines, unit(vectors[rows]) @ unit(vectors[3]), atol=1e-12)
-    # With all the weight on the plain distance nothing moves; with depth 1 there is nothing to move.
-    assert reranked(vectors[3], vectors, 10, Reciprocal(weight=1.0), find)[0].tolist() == plain[0][:10].tolist()
-    assert reranked(vectors[3], vectors, 1, Reciprocal(depth=1), find)[0].tolist() == plain[0][:1].tolist()
+    # With all weight on the cosine distance, or with depth 1, the order stays the same.
+    assert apply_rerank(vectors[3], vectors, 10, Reciprocal(weight=1.0), find)[0].tolist() == plain[0][:10].tolist()
+    assert apply_rerank(vectors[3], vectors, 1, Reciprocal(depth=1), find)[0].tolist() == plain[0][:1].tolist()
 
 
-def test_rerank_is_kept_only_where_it_helps():
-    # Long thin classes: neighbours' neighbours are of the class where the query's own are not.
+def test_re_ranking_is_selected_only_if_it_helps():
+    # Elongated classes: neighbours of neighbours are of the class where the query's own are not.
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(12), 20)
     centres = rng.normal(size=(12, 24))
@@ -292,20 +292,20 @@ def test_rerank_is_kept_only_where_it_helps():
     )
     vectors = (stretched + 0.35 * rng.normal(size=(240, 24))).astype(np.float32)
     options = (Expansion(k=3), Reciprocal(k1=8, k2=3, depth=60))
-    chosen = choose_rerank(vectors, labels.tolist(), options)
-    assert chosen.option is not None
-    gain = dict(chosen.gains)[chosen.option]
+    choice = choose_rerank(vectors, labels.tolist(), options)
+    assert choice.option is not None
+    gain = dict(choice.gains)[choice.option]
     assert gain.low > 0
     assert gain.first == pytest.approx(nk.score(vectors, labels)["MAP@R"], abs=1e-12)
     assert choose_rerank(vectors, labels.tolist(), options, metric="R@1").gains[0][1].first == pytest.approx(
         nk.score(vectors, labels)["R@1"]
     )
-    chance = choose_rerank(vectors, rng.permutation(labels).tolist(), options)
-    assert chance.option is None
-    assert "none is kept" in str(chance)
+    shuffled = choose_rerank(vectors, rng.permutation(labels).tolist(), options)
+    assert shuffled.option is None
+    assert "re-ranking: none (no significant gain)" in str(shuffled)
 
 
-def test_an_index_with_rerank_uses_and_keeps_it(tmp_path):
+def test_an_index_applies_and_saves_re_ranking(tmp_path):
     vectors, labels = clustered(60, 8, 6, 0.6)
     index = nk.Index(vectors, [str(n) for n in range(60)], labels)
     index.rerank = Reciprocal(k1=6, k2=2, depth=20)
@@ -323,12 +323,12 @@ def test_an_index_with_rerank_uses_and_keeps_it(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Expansion(k=0), "expected k from 1"),
-        (lambda: Reciprocal(weight=2), "a weight from 0 to 1"),
+        (lambda: Expansion(k=0), "expected k >= 1"),
+        (lambda: Reciprocal(weight=2), r"weight in \[0, 1\]"),
         (lambda: choose_rerank(np.ones((4, 2), np.float32), ["a"] * 4), "at least two classes"),
         (lambda: choose_rerank(np.ones((4, 2), np.float32), ["a", "a", "b", "b"], metric="R@7"), "expected 'MAP@R'"),
     ],
 )
-def test_odd_reranks(make, message):
+def test_invalid_re_ranking(make, message):
     with pytest.raises(UserError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""`nearkin serve`: answers that are true, and nothing about the machine in any of them."""
+"""`nearkin serve`: correct responses that reveal nothing about the machine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from urllib.parse import quote
 
 import numpy as np
 import pytest
-from helpers.serving import JPEG, ROOT, TOKEN, Made, Server, encoded, launch, picture, serving
+from helpers.serving import JPEG, ROOT, TOKEN, ServedIndex, Server, encode, launch, random_image, serving
 from PIL import Image
 
 import nearkin as nk
 from nearkin.cli._arguments import parse
 from nearkin.cli.serve import ServeArgs
-from nearkin.deploy.serve.app import public_names
+from nearkin.deploy.serve.service import public_names
 from nearkin.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
 
 
-def by_hand(served: Made, vector: np.ndarray, skip: int | None = None) -> list[tuple[str, float]]:
-    """Every item by its cosine to a vector, in float64."""
+def brute_force(served: ServedIndex, vector: np.ndarray, skip: int | None = None) -> list[tuple[str, float]]:
+    """Rank all items by their cosine to a vector, in float64."""
     index = nk.Index.load(served.folder)
     vectors = np.asarray(index.vectors, np.float64)
     cosines = vectors @ vector / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vector)
@@ -37,86 +38,86 @@ def by_hand(served: Made, vector: np.ndarray, skip: int | None = None) -> list[t
     return [(index.ids[row], cosines[row]) for row in rows]
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- responses -------------------------------------------------------------------------------------------------------
 
 
-def test_an_uploaded_picture_finds_what_brute_force_finds(server, served):
+def test_search_by_upload_against_brute_force(server, served):
     file = served.photos / "class 2" / "3.png"
-    status, headers, answer = server.ask("POST", "/search?k=8", file.read_bytes(), {"Content-Type": "image/png"})
+    status, headers, body = server.request("POST", "/search?k=8", file.read_bytes(), {"Content-Type": "image/png"})
     assert status == 200
     assert headers["cache-control"] == "no-store"
     vector = nk.load(served.run).embed([file])[0].double().numpy()
-    expected = by_hand(served, vector)[:8]
-    shown = [(hit["id"], hit["similarity"]) for hit in answer["hits"]]
+    expected = brute_force(served, vector)[:8]
+    shown = [(hit["id"], hit["similarity"]) for hit in body["hits"]]
     assert [id.rpartition("/")[2] for id, _ in shown] == [id.rpartition("/")[2] for id, _ in expected]
     np.testing.assert_allclose([cosine for _, cosine in shown], [cosine for _, cosine in expected], atol=1e-6)
     assert shown[0] == ("class 2/3.png", pytest.approx(1, abs=1e-6))
-    assert answer["hits"][0]["label"] == "class 2"
-    assert answer["known"] is None
-    assert answer["nearest"] == pytest.approx(1, abs=1e-6)
+    assert body["hits"][0]["label"] == "class 2"
+    assert body["known"] is None
+    assert body["nearest"] == pytest.approx(1, abs=1e-6)
 
 
-def test_the_same_pixels_in_any_form_give_the_same_answer(server, served):
+def test_the_same_pixels_in_any_format_give_the_same_result(server, served):
     image = Image.open(served.photos / "class 1" / "0.png")
-    animated = encoded(image, "GIF", save_all=True, append_images=[Image.new("RGB", image.size, "red")])
-    first = Image.open(io.BytesIO(animated)).convert("RGB")  # an animation is its first picture
-    expected = by_hand(served, nk.load(served.run).embed([first])[0].double().numpy())[0]
-    status, _, answer = server.ask("POST", "/search?k=1", animated, {"Content-Type": "image/gif"})
+    animated = encode(image, "GIF", save_all=True, append_images=[Image.new("RGB", image.size, "red")])
+    first = Image.open(io.BytesIO(animated)).convert("RGB")  # the first frame of an animation counts
+    expected = brute_force(served, nk.load(served.run).embed([first])[0].double().numpy())[0]
+    status, _, body = server.request("POST", "/search?k=1", animated, {"Content-Type": "image/gif"})
     assert status == 200
-    assert answer["hits"][0]["similarity"] == pytest.approx(expected[1], abs=1e-6)
-    for kind in ("PNG", "BMP", "TIFF"):
-        status, _, answer = server.ask("POST", "/search?k=1", encoded(image, kind), JPEG)  # what is inside decides
+    assert body["hits"][0]["similarity"] == pytest.approx(expected[1], abs=1e-6)
+    for image_format in ("PNG", "BMP", "TIFF"):  # the content decides, not the declared type
+        status, _, body = server.request("POST", "/search?k=1", encode(image, image_format), JPEG)
         assert status == 200
-        assert answer["hits"][0]["id"] == "class 1/0.png"
+        assert body["hits"][0]["id"] == "class 1/0.png"
 
 
-def test_an_item_finds_the_others(server, served):
+def test_search_by_item_against_brute_force(server, served):
     id = "<b>bold</b> & é/2.png"
     index = nk.Index.load(served.folder)
     row = index.row_of(id)
-    status, _, answer = server.ask("GET", f"/items/neighbours?k=200&id={quote(id)}")
+    status, _, body = server.request("GET", f"/items/neighbours?k=200&id={quote(id)}")
     assert status == 200
-    assert (answer["id"], answer["label"]) == (id, "<b>bold</b> & é")
-    expected = by_hand(served, np.asarray(index.vectors[row], np.float64), skip=row)
-    assert [hit["id"] for hit in answer["hits"]][:24] == [
+    assert (body["id"], body["label"]) == (id, "<b>bold</b> & é")
+    expected = brute_force(served, np.asarray(index.vectors[row], np.float64), skip=row)
+    assert [hit["id"] for hit in body["hits"]][:24] == [
         id if not id.startswith("/") else public_names([id])[0] for id, _ in expected
     ]
-    np.testing.assert_allclose([hit["similarity"] for hit in answer["hits"]], [c for _, c in expected], atol=1e-6)
+    np.testing.assert_allclose([hit["similarity"] for hit in body["hits"]], [c for _, c in expected], atol=1e-6)
 
 
-def test_items_are_listed_in_pages_and_in_steps(server):
-    status, _, answer = server.ask("GET", "/items")
+def test_list_items_by_page_and_step(server):
+    status, _, body = server.request("GET", "/items")
     assert status == 200
-    assert answer["total"] == len(answer["items"]) == 25
-    assert answer["items"][0] == {"id": "class 0/0.png", "label": "class 0"}
-    ids = [item["id"] for item in answer["items"]]
-    assert [i["id"] for i in server.ask("GET", "/items?offset=3&limit=4&step=2")[2]["items"]] == ids[3:11:2]
-    assert server.ask("GET", "/items?offset=25")[2]["items"] == []
+    assert body["total"] == len(body["items"]) == 25
+    assert body["items"][0] == {"id": "class 0/0.png", "label": "class 0"}
+    ids = [item["id"] for item in body["items"]]
+    assert [i["id"] for i in server.request("GET", "/items?offset=3&limit=4&step=2")[2]["items"]] == ids[3:11:2]
+    assert server.request("GET", "/items?offset=25")[2]["items"] == []
 
 
-def test_a_thumbnail_is_the_middle_of_the_picture(server, served):
-    status, headers, data = server.ask("GET", f"/items/thumbnail?id={quote('class 0/1.png')}")
+def test_a_thumbnail_is_a_centre_crop(server, served):
+    status, headers, data = server.request("GET", f"/items/thumbnail?id={quote('class 0/1.png')}")
     assert (status, headers["content-type"]) == (200, "image/jpeg")
     shown = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), float)
     assert shown.shape == (192, 192, 3)
     stored = Image.open(served.photos / "class 0" / "1.png").resize((192, 192), Image.Resampling.BILINEAR)
-    assert np.abs(shown - np.asarray(stored, float)).mean() < 6  # JPEG's own loss
+    assert np.abs(shown - np.asarray(stored, float)).mean() < 6  # JPEG compression
 
 
 def test_info_and_health(server):
-    status, _, answer = server.ask("GET", "/info")
+    status, _, body = server.request("GET", "/info")
     assert status == 200
-    assert {name: answer[name] for name in ("items", "classes", "dim", "known_above")} == {
+    assert {name: body[name] for name in ("items", "classes", "dim", "threshold")} == {
         "items": 25,
         "classes": 4,
         "dim": 16,
-        "known_above": None,
+        "threshold": None,
     }
-    assert answer["limits"]["upload_bytes"] == 4_000_000
-    assert server.ask("GET", "/health")[2] == {"status": "ok"}
+    assert body["limits"]["upload_bytes"] == 4_000_000
+    assert server.request("GET", "/health")[2] == {"status": "ok"}
 
 
-def test_a_calibrated_index_says_what_it_does_not_know(served, tmp_path):
+def test_a_calibrated_index_reports_unknown_queries(served, tmp_path):
     from starlette.testclient import TestClient
 
     from nearkin.deploy.serve.app import Service, make_app
@@ -126,19 +127,19 @@ def test_a_calibrated_index_says_what_it_does_not_know(served, tmp_path):
     service = Service(index)
     try:
         client = TestClient(make_app(service), base_url="http://127.0.0.1")
-        assert client.get("/info").json()["known_above"] == index.threshold.value
-        answer = client.post("/search", content=picture("PNG"), headers=JPEG).json()
-        assert answer["known"] is (answer["nearest"] > index.threshold.value)
+        assert client.get("/info").json()["threshold"] == index.threshold.value
+        body = client.post("/search", content=random_image("PNG"), headers=JPEG).json()
+        assert body["known"] is (body["nearest"] > index.threshold.value)
     finally:
         service.close()
 
 
-# --- what no answer may hold -----------------------------------------------------------------------------------------
+# --- privacy ---------------------------------------------------------------------------------------------------------
 
 
-def everything(server: Server) -> list[tuple[str, object, object]]:
-    """Many questions, good and bad, and their whole answers."""
-    questions: list[tuple[str, str, bytes | None]] = [
+def all_responses(server: Server) -> Iterator[tuple[str, int, object, object]]:
+    """Send many valid and invalid requests; yields the request, status, headers and body."""
+    requests: list[tuple[str, str, bytes | None]] = [
         ("GET", path, None)
         for path in (
             *("/", "/health", "/openapi.json", "/info", "/items", "/items?limit=0", "/nothing"),
@@ -146,53 +147,53 @@ def everything(server: Server) -> list[tuple[str, object, object]]:
             *("/items/thumbnail", "/search", "/items/..%2f..%2f", "/info?x=1"),
         )
     ]
-    questions += [("POST", "/search", body) for body in (picture(), picture()[:100], b"text", b"")]
-    for method, path, body in questions:
-        yield f"{method} {path}", *server.ask(method, path, body, JPEG if body is not None else {})
+    requests += [("POST", "/search", body) for body in (random_image(), random_image()[:100], b"text", b"")]
+    for method, path, body in requests:
+        yield f"{method} {path}", *server.request(method, path, body, JPEG if body is not None else {})
 
 
-def test_no_answer_names_a_place_on_this_machine(server, served):
+def test_no_response_contains_a_path_of_this_machine(server, served):
     words = [str(path) for path in (served.folder, served.run, served.photos, served.outside)]
     words += ["secret place", "Traceback", "/tmp"]
     words += [str(part) for part in served.folder.parents if len(part.parts) > 2]
-    for question, headers, answer in ((q, h, a) for q, s, h, a in everything(server)):
-        whole = f"{headers.items()} {answer!r}"
-        assert not [word for word in words if word in whole], question
+    for request, _, headers, body in all_responses(server):
+        text = f"{headers.items()} {body!r}"
+        assert not [word for word in words if word in text], request
         assert "set-cookie" not in headers
 
 
-def test_a_file_from_elsewhere_is_shown_without_its_place(server, served):
-    [name] = [item["id"] for item in server.ask("GET", "/items")[2]["items"] if item["label"] is None]
+def test_a_file_outside_the_folder_is_shown_without_its_path(server, served):
+    [name] = [item["id"] for item in server.request("GET", "/items")[2]["items"] if item["label"] is None]
     assert name.startswith("elsewhere/")
     assert name.endswith("/portrait.png")
-    assert server.ask("GET", f"/items/thumbnail?id={quote(name)}")[0] == 200
-    assert server.ask("GET", f"/items/neighbours?id={quote(name)}")[2]["id"] == name
-    for path in ("neighbours", "thumbnail"):  # its true name does not work, so nobody can try out paths
-        assert server.ask("GET", f"/items/{path}?id={quote(str(served.outside))}")[0] == 404
+    assert server.request("GET", f"/items/thumbnail?id={quote(name)}")[0] == 200
+    assert server.request("GET", f"/items/neighbours?id={quote(name)}")[2]["id"] == name
+    for path in ("neighbours", "thumbnail"):  # its real path does not work, so paths cannot be probed
+        assert server.request("GET", f"/items/{path}?id={quote(str(served.outside))}")[0] == 404
 
 
-def test_names_that_utf8_cannot_hold_are_spelled_out():
+def test_names_that_are_not_utf8_are_escaped():
     assert public_names(["a\udcff.jpg", "a\\udcff.jpg"]) == ["a\\udcff.jpg", "a\\udcff.jpg~"]
     assert public_names(["../up.jpg"])[0].startswith("elsewhere/")
 
 
-def test_browsers_are_told_what_the_page_may_do(server):
-    _, headers, page = server.ask("GET", "/")
+def test_security_headers(server):
+    _, headers, page = server.request("GET", "/")
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert "connect-src 'self'" in policy
     text = page.decode()
-    assert "://" not in text  # nothing is loaded from anywhere
-    for _, _, headers, _ in everything(server):
+    assert "://" not in text  # no external resources
+    for _, _, headers, _ in all_responses(server):
         assert headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in headers
         assert "server" not in headers
 
 
-def test_a_kept_thumbnail_is_asked_for_again(asking, served):
-    """Another index under the same address has other pictures under the same names."""
-    client, name = asking(), {"id": "class 0/1.png"}
+def test_a_cached_thumbnail_is_revalidated(make_client, served):
+    """Another index at the same address may have other images under the same names."""
+    client, name = make_client(), {"id": "class 0/1.png"}
     first = client.get("/items/thumbnail", params=name)
     assert first.headers["cache-control"] == "private, no-cache"
     again = client.get("/items/thumbnail", params=name, headers={"If-None-Match": first.headers["etag"]})
@@ -204,89 +205,87 @@ def test_a_kept_thumbnail_is_asked_for_again(asking, served):
     assert other.headers["etag"] != first.headers["etag"]
 
 
-# --- who may ask -----------------------------------------------------------------------------------------------------
+# --- access ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_token_there_is_no_data(locked):
+def test_data_require_the_token(locked):
     for path in ("/info", "/items", "/items/neighbours?id=class%200/0.png", "/items/thumbnail?id=x", "/nothing"):
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": TOKEN}):
-            status, headers, answer = locked.ask("GET", path, headers=given)
+            status, headers, body = locked.request("GET", path, headers=given)
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
-            assert "token" in answer["error"]
-    assert locked.ask("POST", "/search", picture(), JPEG)[0] == 401
+            assert "token" in body["error"]
+    assert locked.request("POST", "/search", random_image(), JPEG)[0] == 401
     for path in ("/", "/health", "/openapi.json"):
-        assert locked.ask("GET", path)[0] == 200
+        assert locked.request("GET", path)[0] == 200
     for scheme in ("Bearer", "bearer"):
         right = {"Authorization": f"{scheme} {TOKEN}"}
-        assert locked.ask("GET", "/info", headers=right)[0] == 200
-        assert locked.ask("POST", "/search", picture(), JPEG | right)[0] == 200
-    assert locked.ask("GET", "/info", headers={"Authorization": "Bearer \xe9\xff"})[0] == 401
+        assert locked.request("GET", "/info", headers=right)[0] == 200
+        assert locked.request("POST", "/search", random_image(), JPEG | right)[0] == 200
+    assert locked.request("GET", "/info", headers={"Authorization": "Bearer \xe9\xff"})[0] == 401
 
 
 @pytest.fixture
-def asking(served):
-    """A client of an application made with these settings, in this process."""
+def make_client(served):
+    """Return a function that creates a client of an application in this process."""
     from starlette.testclient import TestClient
 
     from nearkin.deploy.serve.app import Service, make_app
 
-    opened = []
+    services = []
 
     def make(url: str = "http://testserver", **settings):
         index = nk.Index.load(served.folder, nk.load(served.run))
-        opened.append(Service(index, **settings))
-        return TestClient(make_app(opened[-1]), base_url=url)
+        services.append(Service(index, **settings))
+        return TestClient(make_app(services[-1]), base_url=url)
 
     yield make
-    for service in opened:
+    for service in services:
         service.close()
 
 
-def test_an_allowed_host_may_be_given_with_its_port(asking):
-    client = asking("http://photos.example:8443", hosts=["Photos.example:8443", "::1"])
+def test_an_allowed_host_may_be_given_with_its_port(make_client):
+    client = make_client("http://photos.example:8443", hosts=["Photos.example:8443", "::1"])
     assert client.get("/info").status_code == 200
     assert client.get("/info", headers={"Host": "[::1]:9"}).status_code == 200
     assert client.get("/info", headers={"Host": ""}).status_code == 421
-    with pytest.raises(ConfigError, match="--allow-host: expected the name of a host"):
-        asking(hosts=["https://photos.example"])
+    with pytest.raises(ConfigError, match="--allow-host: expected a host name"):
+        make_client(hosts=["https://photos.example"])
 
 
-def test_a_token_that_nobody_could_send_is_refused(asking, monkeypatch):
-    from nearkin.cli.serve import _token
+def test_a_token_that_cannot_be_sent_is_rejected(make_client, monkeypatch):
+    from nearkin.cli.serve import _read_token
 
     for token in ("clé secrète de la maison", "correct horse battery staple", "long enough to be one "):
-        with pytest.raises(ConfigError, match="token: expected ASCII characters without blanks"):
-            asking(token=token)
+        with pytest.raises(ConfigError, match="token: expected ASCII characters without spaces"):
+            make_client(token=token)
     monkeypatch.setenv("NEARKIN_TOKEN", f" {TOKEN}\r\n")
-    assert _token(None) == TOKEN
+    assert _read_token(None) == TOKEN
     monkeypatch.setenv("NEARKIN_TOKEN", " ")
     with pytest.raises(ConfigError, match="NEARKIN_TOKEN: is blank"):
-        _token(None)
+        _read_token(None)
 
 
-def test_a_foreign_name_is_refused_on_a_loopback_address(server):
+def test_unknown_host_names_are_rejected_on_a_loopback_address(server):
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "localhost@evil.example:1"):
-        status, _, answer = server.ask("GET", "/info", headers={"Host": host})
+        status, _, body = server.request("GET", "/info", headers={"Host": host})
         assert status == 421, host
-        assert "--allow-host" in answer["error"]
+        assert "--allow-host" in body["error"]
     for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "LOCALHOST:1"):
-        assert server.ask("GET", "/info", headers={"Host": host})[0] == 200
+        assert server.request("GET", "/info", headers={"Host": host})[0] == 200
 
 
 # --- starting and stopping -------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_named(served):
+def test_a_port_in_use(served):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         process = launch(str(served.folder), "--port", str(port))
-        _, said = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert said.strip() == (
-        f"nearkin: --port {port}: is in use on 127.0.0.1. Choose another, or 0 for any that is free."
-    )
+    assert stderr.strip() == (f"nearkin: --port {port}: in use on 127.0.0.1. Choose another port, or 0 for a free one.")
 
 
 @pytest.mark.parametrize(
@@ -297,11 +296,11 @@ def test_a_port_in_use_is_named(served):
         (["--workers", "0"], "--workers: expected at least 1"),
         (["--pixels", "0"], "--pixels: expected more than 0"),
         (["--pixels", "400000000"], "--pixels: expected at most 178,956,970"),
-        (["--token-file", "/none"], "--token-file /none: cannot be read"),
+        (["--token-file", "/none"], "--token-file /none: cannot read"),
         (["--run", "/none"], "/none"),
     ],
 )
-def test_mistakes_get_the_cure(served, flags, message, monkeypatch):
+def test_usage_errors(served, flags, message, monkeypatch):
     from nearkin.cli import serve
     from nearkin.errors import UserError
 
@@ -310,34 +309,37 @@ def test_mistakes_get_the_cure(served, flags, message, monkeypatch):
     assert message in str(caught.value)
 
 
-def test_a_short_token_is_refused(served, monkeypatch, tmp_path):
+def test_a_short_token_is_rejected(served, monkeypatch, tmp_path):
     from nearkin.cli import serve
     from nearkin.errors import UserError
 
     (tmp_path / "token").write_text("short\n")
-    with pytest.raises(UserError, match="5 characters are soon guessed"):
+    with pytest.raises(UserError, match="expected at least 16 characters, got 5"):
         serve.run([str(served.folder), "--port", "0", "--token-file", str(tmp_path / "token")])
 
 
-def test_ctrl_c_finishes_what_is_under_way_and_stops(served):
-    body = picture("PNG", (300, 200))
-    with serving(served.folder) as running, socket.create_connection((running.host, running.port), timeout=20) as line:
+def test_ctrl_c_finishes_active_requests_and_stops(served):
+    body = random_image("PNG", (300, 200))
+    with (
+        serving(served.folder) as running,
+        socket.create_connection((running.host, running.port), timeout=20) as connection,
+    ):
         head = f"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}"
-        line.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
-        assert line.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body now
+        connection.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")  # now it waits for the body
         running.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-        line.sendall(body)
-        assert line.recv(1000).startswith(b"HTTP/1.1 200")
-        out, said = running.process.communicate(timeout=20)
+        connection.sendall(body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        stdout, stderr = running.process.communicate(timeout=20)
     assert running.process.returncode == 0
-    assert (out.strip(), said.strip()) == ("stopped", "")
+    assert (stdout.strip(), stderr.strip()) == ("stopped", "")
 
 
-# --- the page in docs/ -----------------------------------------------------------------------------------------------
+# --- documentation ---------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_page_do_what_it_says(locked, tmp_path):
+def test_the_commands_in_serve_md_work(locked, tmp_path):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     page = (ROOT / "docs" / "serve.md").read_text()
@@ -345,15 +347,15 @@ def test_the_commands_of_the_page_do_what_it_says(locked, tmp_path):
     [secret] = [line for line in commands if line.startswith("python3 -c")]
     assert subprocess.run(secret, shell=True, cwd=tmp_path).returncode == 0
     assert len((tmp_path / "token.txt").read_text().strip()) > 30
-    for line in commands:  # its flags exist
+    for line in commands:  # the flags exist
         if line.startswith("nearkin serve"):
             parse(ServeArgs, line.partition("#")[0].split()[3:], "nearkin serve")
-    (tmp_path / "new.jpg").write_bytes(picture())
+    (tmp_path / "new.jpg").write_bytes(random_image())
     (tmp_path / "token.txt").write_text(TOKEN)
-    asking = [line for line in commands if line.startswith("curl")]
-    assert len(asking) == 5
-    for line in asking:
-        # As written, but for the address, the item's name, and the token that this server wants.
+    requests = [line for line in commands if line.startswith("curl")]
+    assert len(requests) == 5
+    for line in requests:
+        # As written, except for the address, the item name and the token of this server.
         line = line.replace("http://127.0.0.1:8000/", locked.url).replace("robin/00.jpg", "class 0/0.png")
         if "Authorization" not in line:
             line = line.replace("curl -s", 'curl -s -H "Authorization: Bearer $(cat token.txt)"')
@@ -362,6 +364,6 @@ def test_the_commands_of_the_page_do_what_it_says(locked, tmp_path):
         if "thumbnail" in line:
             assert Image.open(tmp_path / "robin.jpg").size == (192, 192)
         else:
-            answer = json.loads(done.stdout)
-            assert "error" not in answer, line
-            assert len(answer.get("hits", range(5))) == 5
+            body = json.loads(done.stdout)
+            assert "error" not in body, line
+            assert len(body.get("hits", range(5))) == 5

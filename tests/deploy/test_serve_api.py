@@ -1,4 +1,4 @@
-"""/openapi.json is true: schemathesis sends what it allows and what it does not, and looks at every answer."""
+"""/openapi.json against the server: schemathesis sends valid and invalid requests and checks every response."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from helpers.serving import ROOT, TOKEN
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-# No schema can say what a picture is, so schemathesis is told: these are the bodies that must be taken.
+# A schema cannot describe image files, so schemathesis gets a list of valid bodies.
 HOOKS = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 import schemathesis
 from hypothesis import strategies as st
-from nearkin.deploy.limits import FORMATS, TYPES
-from helpers.serving import picture
-pictures = [picture(kind, size) for kind in FORMATS for size in ((1, 1), (40, 30), (3, 700))]
-for kind in TYPES:
-    schemathesis.openapi.media_type(kind, st.sampled_from(pictures))
+from nearkin.deploy.serve.request_limits import FORMATS, TYPES
+from helpers.serving import random_image
+images = [random_image(name, size) for name in FORMATS for size in ((1, 1), (40, 30), (3, 700))]
+for content_type in TYPES:
+    schemathesis.openapi.media_type(content_type, st.sampled_from(images))
 """
 
 
-def test_every_route_is_described_and_every_description_has_a_route(served):
+def test_routes_and_document_agree(served):
     import nearkin as nk
     from nearkin.deploy.serve.app import Service, make_app
 
@@ -35,8 +35,8 @@ def test_every_route_is_described_and_every_description_has_a_route(served):
     try:
         app = make_app(service).app
         routes = {route.path: route.methods - {"HEAD"} for route in app.routes}
-        with_document = {path: {method.upper() for method in operations} for path, operations in document(app).items()}
-        assert with_document == routes
+        documented = {path: {method.upper() for method in operations} for path, operations in document(app).items()}
+        assert documented == routes
     finally:
         service.close()
 
@@ -47,18 +47,18 @@ def document(app):
     return TestClient(app).get("/openapi.json").json()["paths"]
 
 
-@pytest.mark.parametrize("asks_for_token", [False, True])
-def test_schemathesis_finds_nothing(server, locked, asks_for_token, tmp_path):
+@pytest.mark.parametrize("needs_token", [False, True])
+def test_schemathesis_finds_no_error(server, locked, needs_token, tmp_path):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    running = locked if asks_for_token else server
+    running = locked if needs_token else server
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}openapi.json"]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "0", "--no-color"]
     command += ["--generation-database", "none", "--workers", "1"]
-    if asks_for_token:
+    if needs_token:
         command += ["--header", f"Authorization: Bearer {TOKEN}"]
     (tmp_path / "hooks.py").write_text(HOOKS)
-    told = {**os.environ, "SCHEMATHESIS_HOOKS": str(tmp_path / "hooks.py"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=told)
+    environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(tmp_path / "hooks.py"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert running.alive()

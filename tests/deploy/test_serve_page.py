@@ -1,4 +1,4 @@
-"""The page of `nearkin serve` in a real browser: choose, drop, paste, go on from a neighbour, by mouse and by keys."""
+"""The page of `nearkin serve` in a real browser: choose, drop and paste images, follow neighbours, use the keyboard."""
 
 from __future__ import annotations
 
@@ -10,92 +10,91 @@ from typing import Any
 
 import pytest
 from conftest import BROWSER_FLAGS
-from helpers.serving import TOKEN, Server, picture
+from helpers.serving import TOKEN, Server, random_image
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
-ODD = "<b>bold</b> & é"
+HTML_LIKE = "<b>bold</b> & é"
 
 
 @contextmanager
 def browsing(
-    server: Server, chromium: Any, *, width: int = 1100, scheme: str = "light", but: tuple[str, ...] = ()
+    server: Server, chromium: Any, *, width: int = 1100, scheme: str = "light", ignore: tuple[str, ...] = ()
 ) -> Iterator[Any]:
-    """A page of the server. Console messages and requests elsewhere are troubles, and there must be none."""
+    """Open a page of the server, and fail on console messages and on requests to other servers."""
     from playwright.sync_api import sync_playwright
 
-    troubles: list[str] = []
+    problems: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(chromium), args=BROWSER_FLAGS)
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(15_000)
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda r: r.url.startswith((server.url, "blob:", "data:")) or troubles.append(r.url))
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda r: r.url.startswith((server.url, "blob:", "data:")) or problems.append(r.url))
         yield page
         assert page.context.cookies() == []
         browser.close()
-    assert [trouble for trouble in troubles if not any(word in trouble for word in but)] == []
+    assert [problem for problem in problems if not any(word in problem for word in ignore)] == []
 
 
-def until(page: Any, true: str) -> None:
-    """Wait for an expression to be true; asked from outside, since the page forbids its own window to evaluate text."""
+def wait_until(page: Any, condition: str) -> None:
+    """Wait for a JavaScript condition by polling, since the page's policy forbids evaluating text inside it."""
     end = time.monotonic() + 15
-    while not page.evaluate(true):
-        assert time.monotonic() < end, true
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
         page.wait_for_timeout(30)
 
 
-def all_pictures_shown(page: Any) -> None:
-    until(page, "[...document.images].every(i => i.offsetParent === null || i.naturalWidth > 0)")
+def wait_for_images(page: Any) -> None:
+    wait_until(page, "[...document.images].every(i => i.offsetParent === null || i.naturalWidth > 0)")
 
 
-def neighbours_of(page: Any, title: str, count: int) -> None:
-    until(page, f"document.getElementById('said').textContent.endsWith({' of ' + title!r})")
+def expect_neighbours(page: Any, title: str, count: int) -> None:
+    wait_until(page, f"document.getElementById('status').textContent.endsWith({' of ' + title!r})")
     assert page.locator("#grid li").count() == count
     assert page.locator("#title").inner_text() == title
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1100, "dark")])
-def test_choose_a_file_and_go_on_from_a_neighbour(server, served, chromium, tmp_path, width, scheme):
+def test_choose_a_file_and_follow_a_neighbour(server, served, chromium, tmp_path, width, scheme):
     with browsing(server, chromium, width=width, scheme=scheme) as page:
         page.goto(server.url)
         page.wait_for_selector("#grid a")
-        assert "25 pictures of 4 kinds" in page.locator("header").inner_text()
-        all_pictures_shown(page)
+        assert "25 images in 4 classes" in page.locator("header").inner_text()
+        wait_for_images(page)
         page.screenshot(path=tmp_path / f"start-{width}.png", full_page=True)
 
-        page.set_input_files("#file", served.photos / ODD / "1.png")
-        neighbours_of(page, "1.png", 12)
-        all_pictures_shown(page)
+        page.set_input_files("#file", served.photos / HTML_LIKE / "1.png")
+        expect_neighbours(page, "1.png", 12)
+        wait_for_images(page)
         first = page.locator("#grid a").first
-        assert first.locator(".caption span").inner_text() == ODD  # as text, not as a tag
+        assert first.locator(".caption span").inner_text() == HTML_LIKE  # as text, not as a tag
         assert first.locator(".caption b").inner_text() == "1.000"
         page.screenshot(path=tmp_path / f"upload-{width}.png", full_page=True)
 
         other = page.locator("#grid a").nth(1)
         title = other.get_attribute("title")
         other.click()
-        neighbours_of(page, other_label := title.rpartition("/")[0], 12)
+        expect_neighbours(page, title.rpartition("/")[0], 12)
         assert page.locator("#detail").inner_text() == title
         marks = page.locator("#grid .caption b").all_inner_texts()
         assert all(mark[0] in "✓✗0-" for mark in marks)
-        assert page.locator("#grid a.right").count() >= 1
-        all_pictures_shown(page)
+        assert page.locator("#grid a.correct").count() >= 1
+        wait_for_images(page)
         page.screenshot(path=tmp_path / f"item-{width}.png", full_page=True)
-        assert other_label
 
         page.select_option("#count", "24")
-        until(page, "document.querySelectorAll('#grid li').length === 24")
-        page.go_back()  # to the picture that was chosen
-        neighbours_of(page, "1.png", 24)
-        sideways = page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
-        assert not sideways
+        wait_until(page, "document.querySelectorAll('#grid li').length === 24")
+        page.go_back()  # to the chosen image
+        expect_neighbours(page, "1.png", 24)
+        overflows = page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+        assert not overflows
 
 
-def chooser_by_space(page: Any) -> Any:
-    """A busy headless browser loses a key press now and then; a person presses again."""
+def open_chooser_by_space(page: Any) -> Any:
+    """Press Space until the file chooser opens; a busy headless browser sometimes loses a key press."""
     from playwright.sync_api import TimeoutError
 
     for _ in range(2):
@@ -108,82 +107,82 @@ def chooser_by_space(page: Any) -> Any:
     return opened.value
 
 
-def test_with_keys_alone(server, served, chromium):
+def test_keyboard_only(server, served, chromium):
     with browsing(server, chromium) as page:
         page.goto(server.url)
         page.wait_for_selector("#grid a")
-        all_pictures_shown(page)
+        wait_for_images(page)
         focused = "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
         for _ in range(3):
             page.keyboard.press("Tab")
             if page.evaluate(focused) == "file":
                 break
         assert page.evaluate(focused) == "file"
-        chooser_by_space(page).set_files(served.photos / "class 1" / "2.png")
-        neighbours_of(page, "2.png", 12)
-        assert page.evaluate(focused) == "title"  # so that the next Tab is about the answer
+        open_chooser_by_space(page).set_files(served.photos / "class 1" / "2.png")
+        expect_neighbours(page, "2.png", 12)
+        assert page.evaluate(focused) == "title"  # so that the next Tab goes to the results
         page.keyboard.press("Tab")
         assert page.evaluate(focused) == "count"
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.closest('#grid') !== null")
         page.keyboard.press("Enter")
-        neighbours_of(page, "class 1", 12)
-        page.go_back()  # Alt and the left arrow belong to the browser's window, which a headless one has not
-        neighbours_of(page, "2.png", 12)
+        expect_neighbours(page, "class 1", 12)
+        page.go_back()  # Alt+Left needs a browser window, which a headless browser lacks
+        expect_neighbours(page, "2.png", 12)
 
 
-def test_drop_and_paste_and_what_is_no_picture(server, chromium):
-    give = """([kind, type, data, name]) => {
-        const carried = new DataTransfer();
+def test_drop_and_paste_images_and_other_files(server, chromium):
+    dispatch = """([event, type, data, name]) => {
+        const transfer = new DataTransfer();
         if (data !== null) {
             const bytes = Uint8Array.from(atob(data), c => c.charCodeAt(0));
-            carried.items.add(new File([bytes], name, {type}));
+            transfer.items.add(new File([bytes], name, {type}));
         }
-        const how = {bubbles: true, cancelable: true};
-        document.body.dispatchEvent(kind === "drop"
-            ? new DragEvent("drop", {...how, dataTransfer: carried})
-            : new ClipboardEvent("paste", {...how, clipboardData: carried}));
+        const options = {bubbles: true, cancelable: true};
+        document.body.dispatchEvent(event === "drop"
+            ? new DragEvent("drop", {...options, dataTransfer: transfer})
+            : new ClipboardEvent("paste", {...options, clipboardData: transfer}));
     }"""
-    jpeg = base64.b64encode(picture()).decode()
-    text = base64.b64encode(b"no picture at all").decode()
+    jpeg = base64.b64encode(random_image()).decode()
+    text = base64.b64encode(b"not an image at all").decode()
     large = base64.b64encode(bytes(4_100_000)).decode()
-    with browsing(server, chromium, but=("422",)) as page:  # the browser notes the refusal in its console
+    with browsing(server, chromium, ignore=("422",)) as page:  # the browser logs the rejection to its console
         page.goto(server.url)
         page.wait_for_selector("#grid a")
-        page.evaluate(give, ["drop", "image/jpeg", jpeg, "dropped.jpg"])
-        neighbours_of(page, "dropped.jpg", 12)
-        page.evaluate(give, ["paste", "image/png", jpeg, "image.png"])
-        neighbours_of(page, "image.png", 12)
-        for given, said in (
-            (["drop", "", None, ""], "not a picture file"),
-            (["paste", "", None, ""], "not a picture file"),
+        page.evaluate(dispatch, ["drop", "image/jpeg", jpeg, "dropped.jpg"])
+        expect_neighbours(page, "dropped.jpg", 12)
+        page.evaluate(dispatch, ["paste", "image/png", jpeg, "image.png"])
+        expect_neighbours(page, "image.png", 12)
+        for args, message in (
+            (["drop", "", None, ""], "not an image file"),
+            (["paste", "", None, ""], "not an image file"),
             (["drop", "image/jpeg", large, "large.jpg"], "larger than 4 MB"),
-            (["drop", "image/jpeg", text, "text.jpg"], "not a JPEG"),
+            (["drop", "image/jpeg", text, "text.jpg"], "not a valid JPEG"),
         ):
-            page.evaluate(give, given)
-            until(page, f"document.getElementById('said').textContent.includes({said!r})")
-            assert page.locator("#said.bad").count() == 1
-        page.evaluate(give, ["drop", "image/jpeg", jpeg, "again.jpg"])  # and it goes on
-        neighbours_of(page, "again.jpg", 12)
-        assert page.locator("#said.bad").count() == 0
+            page.evaluate(dispatch, args)
+            wait_until(page, f"document.getElementById('status').textContent.includes({message!r})")
+            assert page.locator("#status.error").count() == 1
+        page.evaluate(dispatch, ["drop", "image/jpeg", jpeg, "again.jpg"])  # and it still works
+        expect_neighbours(page, "again.jpg", 12)
+        assert page.locator("#status.error").count() == 0
 
 
-def test_the_page_asks_for_the_token(locked, chromium):
-    with browsing(locked, chromium, but=("401",)) as page:
+def test_the_page_requires_the_token(locked, chromium):
+    with browsing(locked, chromium, ignore=("401",)) as page:
         page.goto(locked.url)
-        page.wait_for_selector("#lock:not([hidden])")
+        page.wait_for_selector("#token-form:not([hidden])")
         page.fill("#token", "wrong")
         page.keyboard.press("Enter")
-        until(page, "document.getElementById('said').textContent.includes('not the right one')")
+        wait_until(page, "document.getElementById('status').textContent.includes('Wrong token')")
         page.fill("#token", TOKEN)
         page.keyboard.press("Enter")
         page.wait_for_selector("#grid a")
-        all_pictures_shown(page)
-        assert page.locator("#lock").is_hidden()
+        wait_for_images(page)
+        assert page.locator("#token-form").is_hidden()
     with browsing(locked, chromium) as page:
         page.goto(f"{locked.url}#token={TOKEN}")
         page.wait_for_selector("#grid a")
-        assert page.evaluate("location.href") == locked.url  # the token does not stay in the address
+        assert page.evaluate("location.href") == locked.url  # the token is removed from the URL
         page.locator("#grid a").first.click()
-        neighbours_of(page, "class 0", 12)
-        all_pictures_shown(page)
+        expect_neighbours(page, "class 0", 12)
+        wait_for_images(page)

@@ -1,4 +1,4 @@
-"""For the tests of indexes: small random ones; a run, photos to change at will, and the command itself."""
+"""Small random indexes, and fixtures for `nearkin index`: a run, a folder of photos, the command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(photo_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def photos(photo_folder, tmp_path) -> Path:
-    """Five classes of four images, to be changed at will."""
+    """A folder of five classes with four images each, which tests may change."""
     for c in range(5):
         (tmp_path / "photos" / f"class {c}").mkdir(parents=True)
         for i in range(4):
@@ -43,7 +43,7 @@ def photos(photo_folder, tmp_path) -> Path:
 
 @pytest.fixture
 def index(run, tmp_path, capsys):
-    """Run the command on a folder; gives the index and what was printed."""
+    """Run the command on a folder; returns the index and the output."""
 
     def call(source, *flags: str, out: str = "index"):
         index_command.run([str(run), str(source), "-o", str(tmp_path / out), "--quiet", "--device", "cpu", *flags])

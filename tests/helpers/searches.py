@@ -1,4 +1,4 @@
-"""A small search to try `nearkin tune` on: thirty noisy classes of vectors, trained in a moment."""
+"""A small search for tests of `nearkin tune`: thirty noisy classes of vectors, trained in a moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUIET = Reporter(quiet=True)
 
 
 def write_vectors(path: Path) -> Path:
-    """Thirty noisy classes of twelve vectors: three of them validate."""
+    """Write thirty noisy classes of twelve vectors; three are used for validation."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(30), 12)
     values = rng.normal(size=(30, 16))[labels] + 1.6 * rng.normal(size=(360, 16))
@@ -28,13 +28,13 @@ def write_vectors(path: Path) -> Path:
 
 
 def small_recipe(features: Path) -> Recipe:
-    made = nk.recipes.features_default()
+    recipe = nk.recipes.features_default()
     return replace(
-        made,
-        data=replace(made.data, root=features),
-        model=replace(made.model, dim=8, head_init="random"),
+        recipe,
+        data=replace(recipe.data, root=features),
+        model=replace(recipe.model, dim=8, head_init="random"),
         loss=ComponentConfig("proxy_anchor", {"margin": 0.2}),
-        train=replace(made.train, epochs=2, batch_size=32, class_lr=None),
+        train=replace(recipe.train, epochs=2, batch_size=32, class_lr=None),
     )
 
 

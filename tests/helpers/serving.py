@@ -1,4 +1,4 @@
-"""A real `nearkin serve` in a process of its own, an index for it, and odd files to send to it."""
+"""Start `nearkin serve` in a child process, with an index, and make files to send to it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from helpers.small_runs import make_run
 
 JPEG = {"Content-Type": "image/jpeg"}
 TOKEN = "correct-horse-battery-staple"
-# A server that waits shorter for a request's head than the real one, so that a test need not.
+# With a shorter header timeout than the real one, to keep tests fast.
 LAUNCH = """
 import sys
 from nearkin import cli
-from nearkin.deploy import listening
-listening.HEAD_SECONDS = 1.5
+from nearkin.deploy.serve import server
+server.HEADER_TIMEOUT = 1.5
 cli.main(["serve", *sys.argv[1:]])
 """
 
 
 @dataclass(frozen=True)
-class Made:
-    """An index on the disk. outside: an indexed file that lies in another folder."""
+class ServedIndex:
+    """An index on disk. outside: an indexed file in another folder."""
 
     folder: Path
     run: Path
@@ -47,12 +47,12 @@ class Made:
     outside: Path
 
 
-def make_index(place: Path, photo_folder: Path) -> Made:
-    """Four classes of six images, one class with a name like a tag, and one image from elsewhere without a label."""
+def make_index(root: Path, photo_folder: Path) -> ServedIndex:
+    """Four classes of six images, one of them named like an HTML tag, and one unlabelled image in another folder."""
     import nearkin as nk
-    from nearkin.deploy.index.provenance import model_info
+    from nearkin.deploy.index.provenance import get_model_info
 
-    photos, outside = place / "secret place" / "photos", place / "other" / "portrait.png"
+    photos, outside = root / "secret place" / "photos", root / "other" / "portrait.png"
     names = ["class 0", "class 1", "class 2", "<b>bold</b> & é"]
     for c, name in enumerate(names):
         (photos / name).mkdir(parents=True)
@@ -62,45 +62,45 @@ def make_index(place: Path, photo_folder: Path) -> Made:
     outside.write_bytes((photo_folder / "class 4" / "00.png").read_bytes())
     ids = [f"{name}/{i}.png" for name in names for i in range(6)] + [str(outside)]
     labels = [name for name in names for _ in range(6)] + [None]
-    run = make_run(place / "runs", photos).path
+    run = make_run(root / "runs", photos).path
     model = nk.load(run)
     vectors = model.embed([photos / id for id in ids])
-    index = nk.Index(vectors, ids, labels, mark=model_info(model, run), root=photos)
-    index.save(place / "photos.index")
-    return Made(place / "photos.index", run, photos, outside)
+    index = nk.Index(vectors, ids, labels, model_info=get_model_info(model, run), root=photos)
+    index.save(root / "photos.index")
+    return ServedIndex(root / "photos.index", run, photos, outside)
 
 
 class Server:
-    """One running server."""
+    """A running server."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
         parts = urlsplit(url)
         self.host, self.port = str(parts.hostname), int(parts.port or 0)
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-        """(status, headers, body): JSON is read, anything else is bytes."""
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """Return status, headers and body (parsed JSON, or bytes)."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
             connection.request(method, path, body, headers or {})
-            answer = connection.getresponse()
-            data = answer.read()
-            kind = answer.headers.get("content-type", "")
-            return answer.status, answer.headers, json.loads(data) if kind == "application/json" else data
+            response = connection.getresponse()
+            data = response.read()
+            is_json = response.headers.get("content-type", "") == "application/json"
+            return response.status, response.headers, json.loads(data) if is_json else data
         finally:
             connection.close()
 
-    def forget_memory(self) -> None:
-        """Count the most memory from here on."""
+    def reset_peak_memory(self) -> None:
+        """Reset the peak that `peak_memory` returns."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
-    def memory(self) -> int:
-        """The most memory it has had, in bytes."""
+    def peak_memory(self) -> int:
+        """Return the peak resident memory in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
 
     def alive(self) -> bool:
-        return self.process.poll() is None and self.ask("GET", "/health")[2] == {"status": "ok"}
+        return self.process.poll() is None and self.request("GET", "/health")[2] == {"status": "ok"}
 
 
 def launch(*flags: str, **environment: str) -> subprocess.Popen[str]:
@@ -116,7 +116,7 @@ def launch(*flags: str, **environment: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def serving(folder: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """A server on a free port, stopped at the end."""
+    """Run a server on a free port while the block runs."""
     process = launch(str(folder), "--port", "0", "--device", "cpu", *flags, **environment)
     try:
         assert process.stdout is not None
@@ -137,19 +137,19 @@ def serving(folder: Path, *flags: str, **environment: str) -> Iterator[Server]:
 # --- files to send ---------------------------------------------------------------------------------------------------
 
 
-def picture(kind: str = "JPEG", size: tuple[int, int] = (40, 30), seed: int = 0, **how: Any) -> bytes:
+def random_image(image_format: str = "JPEG", size: tuple[int, int] = (40, 30), seed: int = 0, **options: Any) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3)).astype(np.uint8)
-    return encoded(Image.fromarray(pixels), kind, **how)
+    return encode(Image.fromarray(pixels), image_format, **options)
 
 
-def encoded(image: Image.Image, kind: str, **how: Any) -> bytes:
+def encode(image: Image.Image, image_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **how)
+    image.save(buffer, image_format, **options)
     return buffer.getvalue()
 
 
 def png(width: int, height: int, *, colour: int = 2, rows: int | None = None) -> bytes:
-    """A PNG of zeros, made row by row; with fewer rows than it says where `rows` is given."""
+    """Return a PNG of zeros; `rows` writes fewer rows than its header declares."""
     depth = {0: 1, 2: 3, 6: 4}[colour]
     packer = zlib.compressobj(9)
     line = bytes(1 + width * depth)

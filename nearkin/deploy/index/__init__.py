@@ -1,1 +1,1 @@
-"""The search index: building, storing, searching, re-ranking and saying "unknown"."""
+"""The search index: storage, search, calibration, re-ranking and updates."""

@@ -1,53 +1,49 @@
-"""`nearkin index`: bring an index up to date with a folder or a table, embedding only what is new or has changed.
+"""Update an index from a folder or table, embedding only new and changed images.
 
-Each embedded batch goes to the journal at once (and to the store, where there is one), so that a process that is killed
-goes on where it stopped. At the end the kept and the new vectors are written as one new state.
+Each embedded batch is appended to the journal (and written to the store, if any), so that a killed process can resume.
+At the end, reused and new vectors are committed together as one new state.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from nearkin._common.progress import Reporter
-from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.listing import Listing, list_image_files, list_table, part_name
 from nearkin.data.loading import map_in_threads
 from nearkin.data.reading import read_image
-from nearkin.data.sources import detect_source
-from nearkin.data.table import PARTS
 from nearkin.deploy.index import files
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.journal import Journal
-from nearkin.deploy.index.provenance import Embeds, FileStamp, check_model, model_info
+from nearkin.deploy.index.provenance import EmbeddingModel, FileStamp, check_model, get_model_info
 from nearkin.deploy.index.search import Label, Vectors, check_vectors
+from nearkin.deploy.index.sources import ImageList
 from nearkin.deploy.stores import Store
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import DataError
 
-BATCH = 128  # images embedded, then journalled, at a time
-
-
-@dataclass(frozen=True)
-class Found:
-    """Files to index: names relative to `root` (or whole paths outside it), each with its label or None.
-
-    unopened: folders that could not be looked into.
-    """
-
-    root: Path
-    labels: dict[str, Label] = field(repr=False)
-    notes: tuple[str, ...] = ()
-    unopened: tuple[Path, ...] = ()
+BATCH_SIZE = 128
+_MAX_ERRORS_SHOWN = 10
 
 
 @dataclass
-class Summary:
-    """What an update did. broken: names and reasons of files that could not be embedded; gone: items without a file."""
+class UpdateSummary:
+    """What an update did.
+
+    Attributes:
+        embedded: Images embedded.
+        unchanged: Images whose vectors were reused.
+        relabelled: Items whose label changed.
+        resumed: Images taken from the journal of an interrupted run.
+        pruned: Items removed because their files are gone.
+        gone: Items kept although their files are gone.
+        broken: Error message by name, for images that could not be embedded.
+        notes: Messages for the user.
+    """
 
     embedded: int = 0
     unchanged: int = 0
@@ -59,163 +55,149 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
+        """Return the summary as lines for the terminal."""
         parts = [f"{self.embedded:,} embedded", f"{self.unchanged:,} unchanged"]
-        parts += [f"{self.resumed:,} taken over from the interrupted run"] if self.resumed else []
-        parts += [f"{self.relabelled:,} with another label"] if self.relabelled else []
+        parts += [f"{self.resumed:,} resumed from the interrupted run"] if self.resumed else []
+        parts += [f"{self.relabelled:,} relabelled"] if self.relabelled else []
         parts += [f"{self.pruned:,} removed"] if self.pruned else []
         lines = [", ".join(parts), *self.notes]
         if self.broken:
             lines.append(f"{len(self.broken):,} could not be read:")
-            lines += [f"  {reason}" for reason in list(self.broken.values())[:10]]
-            lines += [f"  and {len(self.broken) - 10:,} more"] if len(self.broken) > 10 else []
+            lines += [f"  {reason}" for reason in list(self.broken.values())[:_MAX_ERRORS_SHOWN]]
+            more = len(self.broken) - _MAX_ERRORS_SHOWN
+            lines += [f"  and {more:,} more"] if more > 0 else []
         if self.gone:
             lines.append(f"{self.gone:,} items are no longer listed; --prune removes them.")
         return lines
 
 
-# --- what there is to index ------------------------------------------------------------------------------------------
-
-
-def find_images(source: Path, *, path_column: str | None = None, label_column: str | None = None) -> Found:
-    """The images of a folder (class folders or flat), of a table, or of a benchmark's official layout.
-
-    Of a folder every image is taken, whatever lies where.
-    """
-    kind = detect_source(source)
-    for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
-        if column is not None and kind != "table":
-            raise ConfigError(f"{flag}: is for tables, and {source} is none.")
-    if kind == "table":
-        return _found(list_table(source, path_column=path_column, label_column=label_column, fewest=1))
-    if kind in BENCHMARKS:
-        return _found(BENCHMARKS[kind].list(source))
-    if not source.is_dir():
-        raise DataError(f"{source}: there is no such folder or table. Give a folder of images, or a .csv file.")
-    unopened: list[Path] = []
-    below = list_image_files(source, [], unopened)
-    if not below:
-        raise DataError(f"{source}: no images below it. Give a folder with image files, or one folder per class.")
-    places = {str(path.relative_to(source)): path.relative_to(source).parts for path in below}
-    folders = {parts[0] for parts in places.values() if len(parts) > 1}
-    # Below train/ and test/ the classes lie one step deeper. An image that lies in no class folder has no label.
-    step = 1 if len(folders) >= 2 and all(part_name(folder) in PARTS for folder in folders) else 0
-    labels: dict[str, Label] = {name: parts[step] if len(parts) > step + 1 else None for name, parts in places.items()}
-    return Found(source, labels, _unopened(unopened), tuple(unopened))
-
-
-def _found(listing: Listing) -> Found:
-    labels: dict[str, Label] = {}
-    twice = 0
-    for path, code in zip(listing.paths, listing.labels.tolist(), strict=True):
-        name, label = listing.shown(path), listing.class_names[code]
-        twice += name in labels
-        if labels.setdefault(name, label) != label:
-            raise DataError(
-                f"{listing.root}: {name!r} is listed as {labels[name]!r} and as {label!r}. Keep one of them."
-            )
-    notes = _unopened(listing.unopened)
-    if listing.missing:
-        notes += (f"{len(listing.missing):,} listed files are not there, first {listing.missing[0]}",)
-    if twice:
-        notes += (f"{twice:,} rows name a file that was listed before; each file is indexed once",)
-    return Found(listing.root, labels, notes, listing.unopened)
-
-
-def _unopened(folders: Sequence[Path]) -> tuple[str, ...]:
-    return (f"{len(folders):,} folders cannot be opened, first {folders[0]}",) if folders else ()
-
-
-# --- bringing up to date ---------------------------------------------------------------------------------------------
-
-
 def update_index(
-    model: Embeds,
-    found: Found,
+    model: EmbeddingModel,
+    images: ImageList,
     out: Path,
     *,
     run: Path | None = None,
     prune: bool = False,
-    batch: int = BATCH,
+    batch_size: int = BATCH_SIZE,
     store: Store | None = None,
     reporter: Reporter,
-) -> tuple[Index, Summary]:
-    """Embed what is new or changed, and write the index. To be called inside `files.lock_index(out)`.
+) -> tuple[Index, UpdateSummary]:
+    """Embed new and changed images and write the index. Call inside `files.lock_index(out)`.
 
-    The order of the items is that of the listing, then of items that are no longer listed. So the result does not
-    depend on how often the work was interrupted.
+    Items are ordered as listed, followed by items that are no longer listed, so the result does not depend on
+    interruptions.
+
+    Args:
+        model: Embeds the images.
+        images: What to index.
+        out: The index folder.
+        run: The run folder of the model, recorded in the index.
+        prune: Remove items that are no longer listed.
+        batch_size: Images embedded, then journalled, at a time.
+        store: External store to keep in sync.
+        reporter: Shows progress.
+
+    Returns:
+        The index and what was done.
     """
-    mark = model_info(model, run)
-    old = _open(out, mark.fingerprint, found)
-    journal = Journal(out, mark.fingerprint, model.embed([]).shape[1])
-    known = _Known(old, journal)
-    done = Summary(notes=found.notes)
-    fresh, stamps, gone = _sort_out(found, known, done, reporter)
+    model_info = get_model_info(model, run)
+    old = _open_existing(out, model_info.fingerprint, images)
+    journal = Journal(out, model_info.fingerprint, model.embed([]).shape[1])
+    summary = UpdateSummary(notes=images.notes)
+    unchanged, stamps, missing = _find_unchanged(images, _Embedded(old, journal), summary, reporter)
     if store is not None:
-        _catch_up(old, journal, found, store, reporter)
+        _sync_store(old, journal, images, store, reporter)
     elif old is not None and old.store is not None:
-        done.notes += (f"{old.store} is not brought up to date; give --store to do so",)
-    todo = [name for name in found.labels if name not in fresh and name not in done.broken]
-    _embed(model, found, todo, stamps, journal, done, batch, store, reporter)
+        summary.notes += (f"{old.store} was not updated; pass --store to update it",)
+    todo = [name for name in images.labels if name not in unchanged and name not in summary.broken]
+    _embed(model, images, todo, stamps, journal, summary, batch_size, store, reporter)
 
-    known = _Known(old, journal)
-    labels = {name: label for name, label in found.labels.items() if name in known and name not in gone}
-    rest = {} if old is None else {n: label for n, label in zip(old.ids, old.labels, strict=True) if n not in labels}
-    done.relabelled = _relabel(old, labels, fresh, known, store)
-    if prune:
-        # What lies in a folder that cannot be opened now may well be there.
-        unseen = [n for n in rest if any((found.root / n).is_relative_to(folder) for folder in found.unopened)]
-        labels |= {name: rest.pop(name) for name in unseen}
-        done.notes += (f"{len(unseen):,} items in folders that cannot be opened are kept",) if unseen else ()
-        done.pruned = len(rest)
-        if store is not None and rest:
-            store.remove(list(rest))
-    else:
-        done.gone = len(rest)
-        labels |= rest
+    embedded = _Embedded(old, journal)
+    labels = {name: label for name, label in images.labels.items() if name in embedded and name not in missing}
+    summary.relabelled = _update_labels(old, labels, unchanged, embedded, store)
+    labels |= _unlisted_items(old, labels, images, prune, store, summary)
     if not labels:
         journal.remove()
-        raise DataError(f"{found.root}: none of its {len(found.labels):,} images could be read.")
+        raise DataError(f"{images.root}: none of the {len(images.labels):,} images could be read.")
     names = list(labels)
-    # The stamp of a file that cannot be read stays the one of its vector, so that it is tried again.
-    marks = [known.stamp(name) if name in done.broken else stamps.get(name, known.stamp(name)) for name in names]
-    root = found.root.resolve()
-    index = Index(known.vectors(names), names, list(labels.values()), model=model, mark=mark, root=root, stamps=marks)
+    # An unreadable file keeps the stamp of its vector, so that it is retried next time.
+    new_stamps = [
+        embedded.stamp(name) if name in summary.broken else stamps.get(name, embedded.stamp(name)) for name in names
+    ]
+    index = Index(
+        embedded.vectors(names),
+        names,
+        list(labels.values()),
+        model=model,
+        model_info=model_info,
+        root=images.root.resolve(),
+        stamps=new_stamps,
+    )
     index.store = None if store is None else store.name
     if old is not None:
-        done.notes += _carry_over(old, index)
+        summary.notes += _carry_over(old, index)
     index.write(out)
     journal.remove()
-    if store is not None and (held := store.count()) != len(index):
-        others = "empty it and index again to be rid of the others"
-        done.notes += (f"{store.name} holds {held:,} items, the index {len(index):,}; {others}",)
-    return index, done
+    if store is not None and (count := store.count()) != len(index):
+        summary.notes += (
+            f"{store.name} holds {count:,} items, the index {len(index):,}; "
+            "empty the store and index again to remove the others",
+        )
+    return index, summary
 
 
-def _relabel(old: Index | None, labels: dict[str, Label], fresh: set[str], known: _Known, store: Store | None) -> int:
-    """How many items have another label than before; the store is told of those that were not written to it anyway."""
+def _unlisted_items(
+    old: Index | None,
+    labels: dict[str, Label],
+    images: ImageList,
+    prune: bool,
+    store: Store | None,
+    summary: UpdateSummary,
+) -> dict[str, Label]:
+    """Return the old items to keep although they are no longer listed; with `prune`, remove the others."""
+    if old is None:
+        return {}
+    unlisted = {name: label for name, label in zip(old.ids, old.labels, strict=True) if name not in labels}
+    if not prune:
+        summary.gone = len(unlisted)
+        return unlisted
+    # Files in a folder that cannot be opened right now may still exist.
+    hidden = [n for n in unlisted if any((images.root / n).is_relative_to(f) for f in images.unreadable_folders)]
+    kept = {name: unlisted.pop(name) for name in hidden}
+    summary.notes += (f"kept {len(kept):,} items in folders that cannot be opened",) if kept else ()
+    summary.pruned = len(unlisted)
+    if store is not None and unlisted:
+        store.remove(list(unlisted))
+    return kept
+
+
+def _update_labels(
+    old: Index | None, labels: dict[str, Label], unchanged: set[str], embedded: _Embedded, store: Store | None
+) -> int:
+    """Count items whose label changed, and update those in the store that are not rewritten anyway."""
     if old is None:
         return 0
-    moved = [name for name, label in labels.items() if name in old and old.labels[old.row_of(name)] != label]
+    relabelled = [name for name, label in labels.items() if name in old and old.labels[old.row_of(name)] != label]
     if store is not None:
-        changed = [name for name in moved if name in fresh]
-        _write(store, changed, known.vectors(changed), [labels[name] for name in changed])
-    return len(moved)
+        names = [name for name in relabelled if name in unchanged]
+        _write_to_store(store, names, embedded.vectors(names), [labels[name] for name in names])
+    return len(relabelled)
 
 
 def _carry_over(old: Index, new: Index) -> tuple[str, ...]:
-    """Keep what was worked out for the items; where they have changed, say so. A graph is of no use then."""
+    """Copy threshold and re-ranking, and the graph if no item changed; return notes on what is outdated."""
     new.threshold, new.rerank = old.threshold, old.rerank
     if old.ids == new.ids and old.labels == new.labels and np.array_equal(old.vectors, new.vectors):
         new.graph = old.graph
         return ()
-    kept = {"--calibrate": old.threshold, "--choose-rerank": old.rerank}
-    aged = " ".join(flag for flag, value in kept.items() if value is not None)
-    notes = (f"the items have changed; what was worked out for them is kept, and made anew by: {aged}",) if aged else ()
-    return notes + (("the items have changed; the graph is dropped, and made anew by: --hnsw",) if old.graph else ())
+    settings = {"--calibrate": old.threshold, "--choose-rerank": old.rerank}
+    outdated = " ".join(flag for flag, value in settings.items() if value is not None)
+    notes = (f"items changed; previous settings were kept, update them with: {outdated}",) if outdated else ()
+    return notes + (("items changed; the graph was dropped, rebuild it with: --hnsw",) if old.graph else ())
 
 
-class _Known:
-    """What has a vector already: in the index, or in the journal, which is newer."""
+class _Embedded:
+    """Images that have a vector: in the journal, or else in the existing index."""
 
     def __init__(self, old: Index | None, journal: Journal) -> None:
         self.old = old
@@ -231,8 +213,8 @@ class _Known:
         return None if self.old is None or name not in self.old else self.old.stamps[self.old.row_of(name)]
 
     def vectors(self, names: Sequence[str]) -> Vectors:
-        width = self.old.dim if self.old is not None else next(iter(self.journalled.values()))[0].vectors.shape[1]
-        out = np.empty((len(names), width), np.float32)
+        dim = self.old.dim if self.old is not None else next(iter(self.journalled.values()))[0].vectors.shape[1]
+        out = np.empty((len(names), dim), np.float32)
         for n, name in enumerate(names):
             if name in self.journalled:
                 record, row = self.journalled[name]
@@ -243,152 +225,169 @@ class _Known:
         return out
 
 
-def _open(out: Path, fingerprint: str, found: Found) -> Index | None:
+def _open_existing(out: Path, fingerprint: str, images: ImageList) -> Index | None:
     if not (out / "manifest.json").exists():
-        files.sweep(out, None)
+        files.remove_stale_files(out, None)
         return None
     old = Index.load(out)
-    check_model(old.mark, fingerprint, str(out))
-    if old.root is None or (old.root != found.root.resolve() and old.root.exists()):
-        held = old.root or "ready vectors"
-        raise DataError(f"{out}: holds an index of {held}, not of {found.root}. Choose another folder with -o.")
+    check_model(old.model_info, fingerprint, str(out))
+    if old.root is None or (old.root != images.root.resolve() and old.root.exists()):
+        content = old.root or "precomputed vectors"
+        raise DataError(f"{out}: contains an index of {content}, not of {images.root}. Choose another folder with -o.")
     return old
 
 
-def _sort_out(
-    found: Found, known: _Known, done: Summary, reporter: Reporter
+# --- finding changes -------------------------------------------------------------------------------------------------
+
+
+def _find_unchanged(
+    images: ImageList, embedded: _Embedded, summary: UpdateSummary, reporter: Reporter
 ) -> tuple[set[str], dict[str, FileStamp], set[str]]:
-    """Which files need no embedding, what marks the files as they are now, and which are listed but not there.
+    """Return the images that need no embedding, the current stamp of each image, and the listed but missing files."""
+    names = list(images.labels)
 
-    The content is read where the time has changed.
-    """
-    names = list(found.labels)
-
-    def look(name: str) -> tuple[FileStamp | None, bool, OSError | None]:
-        before = known.stamp(name)
+    def check(name: str) -> tuple[FileStamp | None, bool, OSError | None]:
+        previous = embedded.stamp(name)
         try:
-            state = os.stat(found.root / name)
-            if before is not None and (before.size, before.mtime_ns) == (state.st_size, state.st_mtime_ns):
-                return before, True, None
-            now = stamp_of(found.root / name)
-            return now, before is not None and (before.size, before.sha256) == (now.size, now.sha256), None
+            stat = os.stat(images.root / name)
+            if previous is not None and (previous.size, previous.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+                return previous, True, None
+            current = stamp_file(images.root / name)
+            same = previous is not None and (previous.size, previous.sha256) == (current.size, current.sha256)
+            return current, same, None
         except OSError as error:
             return None, False, error
 
-    fresh: set[str] = set()
+    unchanged: set[str] = set()
     stamps: dict[str, FileStamp] = {}
-    gone: set[str] = set()
-    looks: list[tuple[FileStamp | None, bool, OSError | None]] = []
-    with reporter.track("looking at the files", len(names), unit="file") as bar:
-        for part in map_in_threads(look, names):
-            looks += part
+    missing: set[str] = set()
+    checks: list[tuple[FileStamp | None, bool, OSError | None]] = []
+    with reporter.track("checking files", len(names), unit="file") as bar:
+        for part in map_in_threads(check, names):
+            checks += part
             bar.advance(len(part))
-    for name, (stamp, same, error) in zip(names, looks, strict=True):
+    for name, (stamp, same, error) in zip(names, checks, strict=True):
         if error is not None:
-            done.broken[name] = f"{name}: cannot be read ({error.strerror})."
-            if isinstance(error, FileNotFoundError):  # a link that leads nowhere
-                gone.add(name)
+            summary.broken[name] = f"{name}: cannot read ({error.strerror})."
+            if isinstance(error, FileNotFoundError):  # a broken symbolic link
+                missing.add(name)
         elif stamp is not None:
             stamps[name] = stamp
         if same:
-            fresh.add(name)
-    done.resumed = sum(name in known.journalled for name in fresh)
-    done.unchanged = len(fresh) - done.resumed
-    return fresh, stamps, gone
+            unchanged.add(name)
+    summary.resumed = sum(name in embedded.journalled for name in unchanged)
+    summary.unchanged = len(unchanged) - summary.resumed
+    return unchanged, stamps, missing
 
 
-def stamp_of(path: Path) -> FileStamp:
-    """What a file is known by; its state is taken before its content, so that a later change shows."""
-    state = os.stat(path)
+def stamp_file(path: Path) -> FileStamp:
+    """Compute the stamp of a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Size and time as of before the content is read, so that a change during reading is noticed next time.
+    """
+    stat = os.stat(path)
     with open(path, "rb") as file:
-        return FileStamp(state.st_size, state.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileStamp(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 # --- embedding -------------------------------------------------------------------------------------------------------
 
 
 def _embed(
-    model: Embeds,
-    found: Found,
+    model: EmbeddingModel,
+    images: ImageList,
     todo: Sequence[str],
     stamps: dict[str, FileStamp],
     journal: Journal,
-    done: Summary,
-    batch: int,
+    summary: UpdateSummary,
+    batch_size: int,
     store: Store | None,
     reporter: Reporter,
 ) -> None:
     try:
         with reporter.track("embedding", len(todo), unit="img") as bar:
-            for names in _batches(todo, batch):
-                good, vectors, broken = embed_files(model, [found.root / name for name in names])
-                done.broken |= {names[place]: reason for place, reason in broken.items()}
-                kept = [names[place] for place in good]
-                if kept:
+            for start in range(0, len(todo), batch_size):
+                batch = todo[start : start + batch_size]
+                readable, vectors, broken = embed_files(model, [images.root / name for name in batch])
+                summary.broken |= {batch[n]: reason for n, reason in broken.items()}
+                names = [batch[n] for n in readable]
+                if names:
                     if store is not None:
-                        _write(store, kept, vectors, [found.labels[name] for name in kept])
-                    journal.append(kept, [stamps[name] for name in kept], vectors)
-                done.embedded += len(kept)
-                bar.advance(len(names))
+                        _write_to_store(store, names, vectors, [images.labels[name] for name in names])
+                    journal.append(names, [stamps[name] for name in names], vectors)
+                summary.embedded += len(names)
+                bar.advance(len(batch))
     except KeyboardInterrupt:
         left = len(todo) - bar.done
         raise KeyboardInterrupt(f"stopped with {left:,} of {len(todo):,} images left to embed") from None
 
 
-def embed_files(model: Embeds, paths: Sequence[Path]) -> tuple[list[int], Vectors, dict[int, str]]:
-    """Vectors of the files that can be embedded, their places, and the reasons of the others."""
-    places = list(range(len(paths)))
+def embed_files(model: EmbeddingModel, paths: Sequence[Path]) -> tuple[list[int], Vectors, dict[int, str]]:
+    """Embed image files, skipping those that cannot be embedded.
+
+    Args:
+        model: Embeds the images.
+        paths: The files.
+
+    Returns:
+        Indices of the embedded files, their vectors [n, D], and an error message for each other index.
+    """
+    indices = list(range(len(paths)))
     broken: dict[int, str] = {}
     try:
-        vectors = model.embed(paths)
+        embedded = model.embed(paths)
     except DataError as error:
-        # One of them cannot be read. Look at each, and embed the others.
-        side, channels = max(model.image_shape[1:]), model.image_shape[0]
-
-        def look(place: int) -> str:
-            try:
-                read_image(paths[place], side, channels=channels)
-            except DataError as error:
-                return str(error)
-            return ""
-
-        reasons = (reason for part in map_in_threads(look, places) for reason in part)
-        broken = {place: reason for place, reason in enumerate(reasons) if reason}
+        # At least one file is broken: find out which, and embed the rest.
+        broken = _find_broken(model, paths)
         if not broken:
             raise error from None
-        places = [place for place in places if place not in broken]
-        vectors = model.embed([paths[place] for place in places])
-    given = vectors.numpy()
-    finite = np.isfinite(given).all(axis=1)
+        indices = [n for n in indices if n not in broken]
+        embedded = model.embed([paths[n] for n in indices])
+    vectors = embedded.numpy()
+    finite = np.isfinite(vectors).all(axis=1)
     for n in np.flatnonzero(~finite).tolist():
-        broken[places[n]] = f"{paths[places[n]]}: the model gives NaN or infinity for it."
-    kept = [place for place, good in zip(places, finite.tolist(), strict=True) if good]
-    return kept, check_vectors(given[finite], None, "the model's vectors"), dict(sorted(broken.items()))
+        broken[indices[n]] = f"{paths[indices[n]]}: the model returns NaN or infinity."
+    indices = [n for n, valid in zip(indices, finite.tolist(), strict=True) if valid]
+    return indices, check_vectors(vectors[finite], None, "the model's vectors"), dict(sorted(broken.items()))
 
 
-def _batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(names), size):
-        yield names[start : start + size]
+def _find_broken(model: EmbeddingModel, paths: Sequence[Path]) -> dict[int, str]:
+    """Return an error message by index for every file that cannot be read."""
+    side, channels = max(model.image_shape[1:]), model.image_shape[0]
+
+    def check(path: Path) -> str:
+        try:
+            read_image(path, side, channels=channels)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    reasons = (reason for part in map_in_threads(check, paths) for reason in part)
+    return {n: reason for n, reason in enumerate(reasons) if reason}
 
 
-# --- the store beside it ---------------------------------------------------------------------------------------------
+# --- external store --------------------------------------------------------------------------------------------------
 
 
-def _write(store: Store, names: Sequence[str], vectors: Vectors, labels: Sequence[Label]) -> None:
+def _write_to_store(store: Store, names: Sequence[str], vectors: Vectors, labels: Sequence[Label]) -> None:
     if names:
         store.write(names, vectors, [{"label": label} for label in labels])
 
 
-def _catch_up(old: Index | None, journal: Journal, found: Found, store: Store, reporter: Reporter) -> None:
-    """Write to the store what it may lack: an index that it did not have, and what an interrupted run had embedded."""
+def _sync_store(old: Index | None, journal: Journal, images: ImageList, store: Store, reporter: Reporter) -> None:
+    """Write to the store what it may lack: the journal of an interrupted run, and an index built without it."""
     for record in journal.records:
-        listed = [n for n, name in enumerate(record.ids) if name in found.labels]
+        listed = [n for n, name in enumerate(record.ids) if name in images.labels]
         names = [record.ids[n] for n in listed]
-        _write(store, names, record.vectors[listed], [found.labels[name] for name in names])
+        _write_to_store(store, names, record.vectors[listed], [images.labels[name] for name in names])
     if old is None or old.store == store.name:
         return
     with reporter.track("writing to the store", len(old), unit="item") as bar:
         for start in range(0, len(old), 1000):
             rows = slice(start, start + 1000)
-            _write(store, old.ids[rows], np.asarray(old.vectors[rows]), old.labels[rows])
+            _write_to_store(store, old.ids[rows], np.asarray(old.vectors[rows]), old.labels[rows])
             bar.advance(len(old.ids[rows]))

@@ -1,15 +1,15 @@
-"""What an index is on the disk, written so that no crash can leave a half-truth.
+"""On-disk format of an index. A crash at any moment leaves either the old state or the new one.
 
     manifest.json           names the files below with their SHA-256, the model that made the vectors, the threshold
     vectors-<sha>.npy       float32 [N, D], one row per item
-    items-<sha>.json        ids, labels, and what is known of each file
-    hnsw-<sha>.faiss        the graph for approximate search, where one was made
-    journal                 while `nearkin index` is at work: what it has embedded so far
-    lock                    held while the folder is written
+    items-<sha>.json        ids, labels and file stamps
+    hnsw-<sha>.faiss        HNSW graph for approximate search, if one was built
+    journal                 batches embedded so far, while `nearkin index` runs
+    lock                    locked while the folder is being written
 
-Files are named by their content, so new ones never overwrite those in use. They are written first, the manifest is
-renamed into place last, and that one rename is the moment at which the new state holds. What the manifest no longer
-names is then removed. Everything is numbers and JSON: nothing is ever unpickled.
+File names contain a hash of the content, so new files never overwrite those in use. They are written first; renaming
+the manifest into place then commits the new state, and files that it no longer names are deleted. The format is plain
+arrays and JSON: nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,162 +29,145 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin._common.files import file_lock
+from nearkin.deploy.index.manifest import RESTORE_HINT, Manifest, StoredFile
 from nearkin.errors import DataError
 
-FORMAT, VERSION = "nearkin index", 1
 T = TypeVar("T")
-_TRIES = 10  # looks at a file that is missing before it is called missing
-_BLOCK = 1 << 24  # bytes hashed or written at a time
-# Names that are ours to remove; anything else in the folder is somebody's.
-_OURS = re.compile(r"(vectors-[0-9a-f]{16}\.npy|items-[0-9a-f]{16}\.json|hnsw-[0-9a-f]{16}\.faiss)")
-_ASIDE = re.compile(r"(vectors|items|hnsw|manifest)-[0-9]+\.part")
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Which model made the vectors: a hash of its weights, and where it was found."""
-
-    fingerprint: str
-    image_shape: tuple[int, ...]
-    run: str | None = None
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The state of an index. root: the folder that the items' names are relative to, where they are files."""
-
-    items: int
-    dim: int
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    model: ModelInfo | None = None
-    root: str | None = None
-    threshold: dict[str, Any] | None = None
-    rerank: dict[str, Any] | None = None
-    graph: dict[str, Any] | None = None
-    store: str | None = None
-
-    def to_json(self) -> str:
-        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**body, "sha256": _digest_of(body)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str, where: Path) -> Manifest:
-        try:
-            body = json.loads(text)
-            if not isinstance(body, dict) or body.get("format") != FORMAT:
-                raise DataError(f"{where}: is not the manifest of a nearkin index.")
-            if body["version"] > VERSION:
-                raise DataError(
-                    f"{where}: was written by a newer nearkin (format {body['version']}, this one reads {VERSION}). "
-                    "Upgrade nearkin."
-                )
-            if body.pop("sha256") != _digest_of(body):
-                raise ValueError("its checksum does not fit")
-            del body["format"], body["version"]
-            body["files"] = {kind: StoredFile(**given) for kind, given in body["files"].items()}
-            model = body["model"]
-            if model is not None:
-                body["model"] = ModelInfo(**{**model, "image_shape": tuple(model["image_shape"])})
-            return cls(**body)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{where}: is damaged ({error}). Restore it, or index again into another folder.") from None
-
-
-def _digest_of(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+_MAX_RETRIES = 10  # reads of a missing file before it is reported missing
+_BLOCK_BYTES = 1 << 24  # hashed at a time
+# Only files with these names are ever deleted.
+_DATA_FILE = re.compile(r"(vectors-[0-9a-f]{16}\.npy|items-[0-9a-f]{16}\.json|hnsw-[0-9a-f]{16}\.faiss)")
+_TEMP_FILE = re.compile(r"(vectors|items|hnsw|manifest)-[0-9]+\.part")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of an index folder.
+
+    Args:
+        folder: The index.
+
+    Returns:
+        The verified manifest.
+
+    Raises:
+        DataError: If there is no complete index, or the manifest is damaged.
+    """
     path = folder / "manifest.json"
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError:
-        raise DataError(f"{path}: is damaged (not text). Restore it, or index again into another folder.") from None
+        raise DataError(f"{path}: damaged (not UTF-8 text). {RESTORE_HINT}") from None
     except (FileNotFoundError, NotADirectoryError):
         if (folder / "journal").exists():
             raise DataError(
-                f"{folder}: indexing was stopped before its end. Run the same `nearkin index` command to go on."
+                f"{folder}: indexing was interrupted. Run the same `nearkin index` command again to resume."
             ) from None
-        raise DataError(f"{folder}: there is no index here. Make one with: nearkin index RUN FOLDER -o DIR.") from None
+        raise DataError(f"{folder}: no index found. Create one with: nearkin index RUN FOLDER -o DIR.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise DataError(f"{path}: cannot read ({error.strerror}).") from None
 
 
-def consistently(folder: Path, read: Callable[[Manifest], T]) -> T:
-    """read(manifest), tried again when a writer has put a newer state in place meanwhile."""
-    unchanged = 0
+def read_consistent(folder: Path, read: Callable[[Manifest], T]) -> T:
+    """Call `read(manifest)`, and retry if another process commits a new state meanwhile.
+
+    Args:
+        folder: The index.
+        read: Reads the data files; lets FileNotFoundError through.
+
+    Returns:
+        What `read` returns.
+    """
+    retries = 0
     while True:
         manifest = read_manifest(folder)
         try:
             return read(manifest)
         except FileNotFoundError as error:
             if read_manifest(folder) == manifest:
-                # The very same state may have been replaced and put back meanwhile: one look does not tell.
-                unchanged += 1
-                if unchanged < _TRIES:
+                # A writer may have replaced this state and restored it in between, so one retry is not conclusive.
+                retries += 1
+                if retries < _MAX_RETRIES:
                     time.sleep(0.02)
                     continue
-                name = error.filename or "a file"
-                raise DataError(
-                    f"{folder}: {name} is missing. Restore it, or index again into another folder."
-                ) from None
+                raise DataError(f"{folder}: {error.filename or 'a file'} is missing. {RESTORE_HINT}") from None
 
 
-def checked(folder: Path, stored: StoredFile) -> Path:
-    """The path of a file whose bytes are what was written; FileNotFoundError when it is gone."""
+def verify_file(folder: Path, stored: StoredFile) -> Path:
+    """Check size and hash of a data file.
+
+    Args:
+        folder: The index.
+        stored: The file's entry in the manifest.
+
+    Returns:
+        Its path.
+
+    Raises:
+        FileNotFoundError: If it is missing.
+        DataError: If it is damaged or unreadable.
+    """
     path = folder / stored.name
-    if not _OURS.fullmatch(stored.name):
-        raise DataError(f"{folder}: the manifest names a file of another kind ({stored.name!r}).")
+    if not _DATA_FILE.fullmatch(stored.name):
+        raise DataError(f"{folder}: the manifest names an unexpected file ({stored.name!r}).")
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while size == stored.bytes and (block := file.read(_BLOCK)):
+            while size == stored.bytes and (block := file.read(_BLOCK_BYTES)):
                 digest.update(block)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
-    if size != stored.bytes or digest.hexdigest() != stored.sha256:
-        what = f"{size:,} bytes where {stored.bytes:,} were written" if size != stored.bytes else "its checksum differs"
-        raise DataError(f"{path}: is damaged ({what}). Restore it, or index again into another folder.")
+        raise DataError(f"{path}: cannot read ({error.strerror}).") from None
+    if size != stored.bytes:
+        raise DataError(f"{path}: damaged ({size:,} bytes, expected {stored.bytes:,}). {RESTORE_HINT}")
+    if digest.hexdigest() != stored.sha256:
+        raise DataError(f"{path}: damaged (checksum mismatch). {RESTORE_HINT}")
     return path
 
 
 def read_vectors(folder: Path, manifest: Manifest) -> NDArray[np.float32]:
-    """The vectors [N, D], memory-mapped."""
-    path = checked(folder, manifest.files["vectors"])
-    # Copy-on-write: torch asks for memory it could write to; nothing here does, so pages stay shared.
-    empty = manifest.items == 0  # nothing can be mapped then
+    """Open the vectors.
+
+    Args:
+        folder: The index.
+        manifest: Its state.
+
+    Returns:
+        float32 [N, D], memory-mapped.
+    """
+    path = verify_file(folder, manifest.files["vectors"])
+    # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared.
+    empty = manifest.items == 0  # which cannot be mapped
     try:
         vectors: NDArray[np.float32] = np.load(path, mmap_mode=None if empty else "c", allow_pickle=False)
     except ValueError as error:
-        raise DataError(f"{path}: cannot be read as an array of numbers ({error}).") from None
+        raise DataError(f"{path}: cannot read as a numeric array ({error}).") from None
     if vectors.dtype != np.float32 or vectors.shape != (manifest.items, manifest.dim):
         raise DataError(
-            f"{path}: holds {vectors.dtype} {list(vectors.shape)}, the manifest names float32 "
-            f"[{manifest.items}, {manifest.dim}]."
+            f"{path}: expected float32 [{manifest.items}, {manifest.dim}] as in the manifest, "
+            f"got {vectors.dtype} {list(vectors.shape)}."
         )
     return vectors
 
 
 def read_items(folder: Path, manifest: Manifest) -> dict[str, list[Any]]:
-    path = checked(folder, manifest.files["items"])
+    """Read ids, labels and file stamps.
+
+    Args:
+        folder: The index.
+        manifest: Its state.
+
+    Returns:
+        Columns "ids", "labels" and "stamps", one entry per item.
+    """
+    path = verify_file(folder, manifest.files["items"])
     columns: dict[str, list[Any]] = json.loads(path.read_text(encoding="ascii"))
     if any(len(column) != manifest.items for column in columns.values()):
-        raise DataError(f"{path}: does not hold {manifest.items:,} items as the manifest says.")
+        raise DataError(f"{path}: expected {manifest.items:,} items as in the manifest.")
     return columns
 
 
@@ -193,13 +175,24 @@ def read_items(folder: Path, manifest: Manifest) -> dict[str, list[Any]]:
 
 
 def write_vectors(folder: Path, shape: tuple[int, int], blocks: Iterable[NDArray[np.float32]]) -> StoredFile:
-    """Rows block by block as one .npy file. Plain writes: a full disk is an error there, and a crash under a map."""
+    """Write blocks of rows as one .npy file.
+
+    Uses plain writes rather than a memory map: a full disk raises an error there, and kills the process under a map.
+
+    Args:
+        folder: The index.
+        shape: (N, D) of all rows together.
+        blocks: The rows, in order.
+
+    Returns:
+        The entry for the manifest.
+    """
 
     def chunks() -> Iterator[bytes | memoryview]:
-        header = io.BytesIO()
-        described = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(header, described)
-        yield header.getvalue()
+        buffer = io.BytesIO()
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(buffer, header)
+        yield buffer.getvalue()
         rows = 0
         for block in blocks:
             rows += len(block)
@@ -210,57 +203,86 @@ def write_vectors(folder: Path, shape: tuple[int, int], blocks: Iterable[NDArray
 
 
 def write_items(folder: Path, columns: dict[str, list[Any]]) -> StoredFile:
-    # ASCII: names of files need not be valid UTF-8, and JSON's escapes keep them as they are.
+    """Write ids, labels and file stamps.
+
+    Args:
+        folder: The index.
+        columns: As `read_items` returns them.
+
+    Returns:
+        The entry for the manifest.
+    """
+    # ASCII because file names need not be valid UTF-8; JSON escapes preserve them.
     return write_file(folder, "items", ".json", [json.dumps(columns, ensure_ascii=True).encode("ascii")])
 
 
-def write_file(folder: Path, kind: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> StoredFile:
-    """Write a file aside, make sure it is on the disk, and name it by its content."""
-    aside = folder / f"{kind}-{os.getpid()}.part"
+def write_file(folder: Path, stem: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> StoredFile:
+    """Write a data file durably, named by the hash of its content.
+
+    Args:
+        folder: The index.
+        stem: Start of the name.
+        suffix: End of the name.
+        chunks: The content.
+
+    Returns:
+        The entry for the manifest.
+    """
+    temp = folder / f"{stem}-{os.getpid()}.part"
     digest = hashlib.sha256()
     size = 0
     try:
-        with open(aside, "wb") as file:
+        with open(temp, "wb") as file:
             for chunk in chunks:
                 digest.update(chunk)
                 file.write(chunk)
                 size += len(chunk)
             file.flush()
             os.fsync(file.fileno())
-        stored = StoredFile(f"{kind}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
-        aside.replace(folder / stored.name)
+        stored = StoredFile(f"{stem}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
+        temp.replace(folder / stored.name)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise cannot_write(folder, error) from None
+        temp.unlink(missing_ok=True)
+        raise write_error(folder, error) from None
     return stored
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make this the state of the folder, and remove what belonged to the one before."""
-    aside = folder / f"manifest-{os.getpid()}.part"
+    """Replace the state of the folder, and delete the files of the previous state.
+
+    Args:
+        folder: The index, locked by `lock_index`.
+        manifest: The new state, whose files are written already.
+    """
+    temp = folder / f"manifest-{os.getpid()}.part"
     try:
-        with open(aside, "w", encoding="utf-8") as file:
+        with open(temp, "w", encoding="utf-8") as file:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(folder)  # the new files' names must not be lost when the manifest's is kept
-        aside.replace(folder / "manifest.json")
-        sync_folder(folder)
+        _fsync_folder(folder)  # the data files must be on disk before the manifest that names them
+        temp.replace(folder / "manifest.json")
+        _fsync_folder(folder)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise cannot_write(folder, error) from None
-    sweep(folder, manifest)
+        temp.unlink(missing_ok=True)
+        raise write_error(folder, error) from None
+    remove_stale_files(folder, manifest)
 
 
-def sweep(folder: Path, manifest: Manifest | None) -> None:
-    """Remove files that no state names: those of the state before, and leftovers of a process that was killed."""
-    kept = {stored.name for stored in manifest.files.values()} if manifest is not None else set()
+def remove_stale_files(folder: Path, manifest: Manifest | None) -> None:
+    """Delete data files that the manifest does not name, and temporary files of killed processes.
+
+    Args:
+        folder: The index.
+        manifest: Its current state; None deletes all data files.
+    """
+    current = {stored.name for stored in manifest.files.values()} if manifest is not None else set()
     for path in folder.iterdir():
-        if (_OURS.fullmatch(path.name) and path.name not in kept) or _ASIDE.fullmatch(path.name):
+        if (_DATA_FILE.fullmatch(path.name) and path.name not in current) or _TEMP_FILE.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -270,25 +292,46 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process, made if it is not there; a killed process lets go by itself."""
+    """Lock an index folder for writing while the block runs; the folder is created if needed.
+
+    The operating system releases the lock of a killed process.
+
+    Args:
+        folder: The index.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        DataError: If the folder holds other files, is locked by another process, or cannot be written.
+    """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in folder.iterdir()}
-            others = sorted(n for n in names - {"lock"} if not _OURS.fullmatch(n) and not _ASIDE.fullmatch(n))
+            others = sorted(n for n in names - {"lock"} if not _DATA_FILE.fullmatch(n) and not _TEMP_FILE.fullmatch(n))
             if others and not names & {"manifest.json", "journal"}:
-                raise DataError(f"{folder}: holds other files ({others[0]}). Give an index a folder of its own.")
+                raise DataError(f"{folder}: contains other files ({others[0]}). Use a separate folder for the index.")
             if "manifest.json" in names:
-                read_manifest(folder)  # that of another program, or of a newer nearkin, is not overwritten
-            ours = stack.enter_context(file_lock(folder / "lock"))
-        except OSError as error:  # also where there are no locks, as on some network drives
-            raise cannot_write(folder, error) from None
-        if not ours:
-            raise DataError(f"{folder}: another process is writing this index. Wait for it, or stop it.")
+                read_manifest(folder)  # never overwrite that of another program or nearkin version
+            locked = stack.enter_context(file_lock(folder / "lock"))
+        except OSError as error:  # including file systems without locks, such as some network drives
+            raise write_error(folder, error) from None
+        if not locked:
+            raise DataError(f"{folder}: another process is writing this index. Wait for it to finish, or stop it.")
         yield
 
 
-def cannot_write(folder: Path, error: OSError) -> DataError:
-    kept = "What was there is kept." if (folder / "manifest.json").exists() else "Nothing is left half-written."
+def write_error(folder: Path, error: OSError) -> DataError:
+    """Turn a failed write into a `DataError` for the user.
+
+    Args:
+        folder: The index.
+        error: What the operating system raised.
+
+    Returns:
+        The error to raise.
+    """
+    state = "The previous index is intact." if (folder / "manifest.json").exists() else "No partial index was left."
     reason = error.strerror or str(error)
-    return DataError(f"{folder}: cannot write the index ({reason}). {kept} Make room, or choose another folder.")
+    return DataError(f"{folder}: cannot write the index ({reason}). {state} Free up space, or choose another folder.")

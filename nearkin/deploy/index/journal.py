@@ -1,10 +1,10 @@
-"""What `nearkin index` has embedded so far, appended batch by batch, so that a kill at any moment costs one batch.
+"""Journal of embedded batches, so that `nearkin index` loses at most one batch when it is killed.
 
     first line      JSON: format, version, fingerprint of the model, dim
-    records         8 bytes: length of a JSON text, 4 bytes: CRC-32 of all that follows in the record,
+    records         8 bytes: length of the JSON, 4 bytes: CRC-32 of the rest of the record,
                     the JSON (ids, stamps), then float32 vectors [n, dim]
 
-A record that is cut or damaged, and everything after it, is dropped when the journal is opened again.
+On reopening, the first truncated or damaged record and everything after it are dropped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,25 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.deploy.index.files import cannot_write
+from nearkin.deploy.index.files import write_error
 from nearkin.deploy.index.provenance import FileStamp
 from nearkin.deploy.index.search import Vectors
 from nearkin.errors import DataError
 
-_MOST_JSON = 1 << 30
+_MAX_JSON_BYTES = 1 << 30
+_HEADER_BYTES = 12  # of a record
+Bytes = np.memmap[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
 class Record:
-    """One batch of embedded files."""
+    """One batch of embedded files.
+
+    Attributes:
+        ids: Item ids.
+        stamps: File stamps, one per item.
+        vectors: float32 [n, D].
+    """
 
     ids: list[str]
     stamps: list[FileStamp]
@@ -36,87 +44,97 @@ class Record:
 
 
 class Journal:
-    """The journal of an index folder; opening it keeps what an earlier process wrote with the same model.
+    """The journal of an index folder. Opening it recovers the records of an earlier process.
 
-    One of another model is refused.
+    Args:
+        folder: The index.
+        fingerprint: Of the model that embeds. A journal of another model raises `DataError`.
+        dim: Number of dimensions per vector.
     """
 
     def __init__(self, folder: Path, fingerprint: str, dim: int) -> None:
         self.folder, self.dim = folder, dim
         self.path = folder / "journal"
-        self._head = json.dumps({"format": "nearkin journal", "version": 1, "model": fingerprint, "dim": dim}) + "\n"
+        self._header = json.dumps({"format": "nearkin journal", "version": 1, "model": fingerprint, "dim": dim}) + "\n"
         self.records: list[Record] = []
         end = self._recover()
         try:
             if end == 0:
-                self.path.write_text(self._head, encoding="ascii")
+                self.path.write_text(self._header, encoding="ascii")
             elif end < self.path.stat().st_size:
                 os.truncate(self.path, end)
         except OSError as error:
-            raise cannot_write(folder, error) from None
+            raise write_error(folder, error) from None
 
     def append(self, ids: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
-        """Add one batch; when this returns, it is on the disk."""
-        about = json.dumps({"ids": list(ids), "stamps": [[s.size, s.mtime_ns, s.sha256] for s in stamps]}).encode(
-            "ascii"
-        )
-        body = about + np.ascontiguousarray(vectors, "<f4").tobytes()
-        before = self.path.stat().st_size
+        """Append one batch and flush it to disk.
+
+        Args:
+            ids: Item ids.
+            stamps: File stamps, one per item.
+            vectors: float32 [n, D].
+        """
+        info = {"ids": list(ids), "stamps": [[s.size, s.mtime_ns, s.sha256] for s in stamps]}
+        encoded = json.dumps(info).encode("ascii")
+        body = encoded + np.ascontiguousarray(vectors, "<f4").tobytes()
+        size_before = self.path.stat().st_size
         try:
             with open(self.path, "ab") as file:
-                file.write(len(about).to_bytes(8) + zlib.crc32(body).to_bytes(4) + body)
+                file.write(len(encoded).to_bytes(8) + zlib.crc32(body).to_bytes(4) + body)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            os.truncate(self.path, before)
-            raise cannot_write(self.folder, error) from None
+            os.truncate(self.path, size_before)
+            raise write_error(self.folder, error) from None
         self.records.append(Record(list(ids), list(stamps), np.array(vectors, np.float32)))
 
     def remove(self) -> None:
+        """Delete the journal."""
         self.path.unlink(missing_ok=True)
 
     def _recover(self) -> int:
-        """Read the whole records of an earlier process; the place at which the first bad one starts, 0 for none."""
+        """Read the complete records of an earlier process, and return the offset at which they end (0: none)."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return 0
         data = np.memmap(self.path, np.uint8, mode="r")
-        head = self._head.encode("ascii")
-        if data[: len(head)].tobytes() != head:
-            self._refuse_another_model(data)
+        header = self._header.encode("ascii")
+        if data[: len(header)].tobytes() != header:
+            self._check_other_model(data)
             return 0
-        end = len(head)
-        for record, after in self._read(data, end):
+        end = len(header)
+        for record, next_offset in self._read(data, end):
             self.records.append(record)
-            end = after
+            end = next_offset
         return end
 
-    def _refuse_another_model(self, data: np.memmap[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Hours of embedding may stand here; a journal that is damaged or empty is of no use to anybody."""
-        head, _, records = data.tobytes().partition(b"\n")
+    def _check_other_model(self, data: Bytes) -> None:
+        """Protect records of another model, which may be hours of work; damaged journals are dropped."""
+        header, _, records = data.tobytes().partition(b"\n")
         try:
-            about = json.loads(head)
+            info = json.loads(header)
         except ValueError:
             return
-        if records and isinstance(about, dict) and about.get("format") == "nearkin journal":
+        if records and isinstance(info, dict) and info.get("format") == "nearkin journal":
             raise DataError(
-                f"{self.folder}: holds the unfinished index of another model. Choose another folder with -o, or remove "
-                f"{self.path}."
+                f"{self.folder}: contains the unfinished index of a different model. Choose another folder with -o, "
+                f"or delete {self.path}."
             )
 
-    def _read(self, data: np.memmap[tuple[int], np.dtype[np.uint8]], at: int) -> Iterator[tuple[Record, int]]:
-        while at + 12 <= len(data):
-            length = int.from_bytes(data[at : at + 8].tobytes())
-            if length > min(_MOST_JSON, len(data) - at - 12):
+    def _read(self, data: Bytes, offset: int) -> Iterator[tuple[Record, int]]:
+        while offset + _HEADER_BYTES <= len(data):
+            start = offset + _HEADER_BYTES
+            length = int.from_bytes(data[offset : offset + 8].tobytes())
+            if length > min(_MAX_JSON_BYTES, len(data) - start):
                 return
             try:
-                about = json.loads(data[at + 12 : at + 12 + length].tobytes())
-                end = at + 12 + length + 4 * self.dim * len(about["ids"])
-                body = data[at + 12 : end]
-                if end > len(data) or zlib.crc32(body.data) != int.from_bytes(data[at + 8 : at + 12].tobytes()):
+                info = json.loads(data[start : start + length].tobytes())
+                end = start + length + 4 * self.dim * len(info["ids"])
+                body = data[start:end]
+                if end > len(data) or zlib.crc32(body.data) != int.from_bytes(data[offset + 8 : start].tobytes()):
                     return
-                stamps = [FileStamp(*stamp) for stamp in about["stamps"]]
+                stamps = [FileStamp(*stamp) for stamp in info["stamps"]]
             except (ValueError, KeyError, TypeError):
                 return
             vectors = np.frombuffer(body[length:].tobytes(), "<f4").reshape(-1, self.dim)
-            yield Record(about["ids"], stamps, vectors.astype(np.float32)), end
-            at = end
+            yield Record(info["ids"], stamps, vectors.astype(np.float32)), end
+            offset = end

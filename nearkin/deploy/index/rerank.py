@@ -1,16 +1,17 @@
-"""A better order for an answer, from what its items say of each other; kept only where validation classes agree.
+"""Re-rank search results, where it provably helps on validation classes.
 
-    Expansion     the query is averaged with its nearest items, weighted by a power of their similarity, and asked again
+    Expansion     average the query with its nearest items, weighted by a power of their similarity, and search again
                   (alpha query expansion, Radenovic, Tolias and Chum 2018)
-    Reciprocal    items that count the query among their own nearest move up (k-reciprocal encoding, Zhong, Zheng, Cao
-                  and Li 2017), worked out among the query and its `depth` nearest items, so that it costs the same
-                  however large the index is
+    Reciprocal    promote items that have the query among their own nearest neighbours (k-reciprocal encoding, Zhong,
+                  Zheng, Cao and Li 2017), computed among the query and its `depth` nearest items, so that the cost does
+                  not depend on the size of the index
 
-Both can do harm: where neighbours are wrong they pull the query towards the wrong class. `choose_rerank` measures.
+Both can hurt: wrong neighbours pull the query towards the wrong class. `choose_rerank` measures the gain.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,28 +19,40 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.deploy.index.search import Floats, Ints, Vectors, inverse_lengths, nearest, unit_rows, without
+from nearkin.deploy.index.search import Floats, Ints, Vectors, exclude_row, inverse_norms, nearest, normalize_rows
 from nearkin.errors import ConfigError, DataError, did_you_mean
 from nearkin.metrics.bootstrap import Difference, paired_difference
 
-Find = Callable[[Vectors, int], tuple[Ints, Floats]]  # (query [D], how many) -> rows and cosines, nearest first
+SearchFn = Callable[[Vectors, int], tuple[Ints, Floats]]  # (query [D], k) -> rows and cosines, nearest first
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """k: how many neighbours are averaged in. alpha: the power of their similarity that weighs them."""
+    """Alpha query expansion.
+
+    Attributes:
+        k: Number of neighbours averaged in.
+        alpha: A neighbour's weight is its similarity to this power.
+    """
 
     k: int = 5
     alpha: float = 3.0
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.alpha < 0:
-            raise ConfigError(f"expansion: expected k from 1 and alpha from 0, got k={self.k}, alpha={self.alpha}.")
+            raise ConfigError(f"expansion: expected k >= 1 and alpha >= 0, got k={self.k}, alpha={self.alpha}.")
 
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """k1: neighbours that must be mutual. k2: neighbours whose sets are averaged. weight: of the plain distance."""
+    """k-reciprocal re-ranking.
+
+    Attributes:
+        k1: Size of the neighbourhood that must be mutual.
+        k2: Number of neighbours over which encodings are averaged.
+        weight: Weight of the cosine distance; the rest is the Jaccard distance.
+        depth: Number of nearest items that are re-ranked.
+    """
 
     k1: int = 20
     k2: int = 6
@@ -48,80 +61,126 @@ class Reciprocal:
 
     def __post_init__(self) -> None:
         if self.k1 < 1 or self.k2 < 1 or self.depth < 1 or not 0 <= self.weight <= 1:
-            raise ConfigError(f"reciprocal: expected k1, k2 and depth from 1 and a weight from 0 to 1, got {self}.")
+            raise ConfigError(f"reciprocal: expected k1, k2, depth >= 1 and weight in [0, 1], got {self}.")
 
 
 Rerank = Expansion | Reciprocal
-KINDS: dict[str, type[Expansion] | type[Reciprocal]] = {"expansion": Expansion, "reciprocal": Reciprocal}
+RERANKERS: dict[str, type[Expansion] | type[Reciprocal]] = {"expansion": Expansion, "reciprocal": Reciprocal}
 
 
 def to_dict(option: Rerank) -> dict[str, Any]:
-    return {"kind": name_of(option), **asdict(option)}
+    """Return the method's name and settings, for the manifest."""
+    return {"method": rerank_name(option), **asdict(option)}
 
 
 def from_dict(values: dict[str, Any]) -> Rerank:
+    """Restore a method from `to_dict`."""
     settings = dict(values)
-    return find_reranker(settings.pop("kind"))(**settings)
+    return get_reranker(settings.pop("method"))(**settings)
 
 
-def find_reranker(name: str) -> type[Expansion] | type[Reciprocal]:
-    if name not in KINDS:
-        hint = did_you_mean(name, KINDS) or f" There are: {', '.join(KINDS)}."
-        raise ConfigError(f"rerank: no way named '{name}'.{hint}")
-    return KINDS[name]
+def get_reranker(name: str) -> type[Expansion] | type[Reciprocal]:
+    """Look up a re-ranking method.
+
+    Args:
+        name: "expansion" or "reciprocal".
+
+    Returns:
+        Its settings class.
+
+    Raises:
+        ConfigError: If there is no such method.
+    """
+    if name not in RERANKERS:
+        hint = did_you_mean(name, RERANKERS) or f" Available: {', '.join(RERANKERS)}."
+        raise ConfigError(f"rerank: unknown method '{name}'.{hint}")
+    return RERANKERS[name]
 
 
-def name_of(option: Rerank) -> str:
+def rerank_name(option: Rerank) -> str:
+    """Return the name that `get_reranker` takes."""
     return type(option).__name__.lower()
 
 
-# --- the two ways ----------------------------------------------------------------------------------------------------
+# --- methods ---------------------------------------------------------------------------------------------------------
 
 
 def expanded(query: Vectors, near: Vectors, cosines: Floats, alpha: float) -> Vectors:
-    """The query [D] averaged with its neighbours [n, D] of the given cosines [n]; each counts cosine^alpha, or 0."""
+    """Average a query with its neighbours.
+
+    Args:
+        query: [D].
+        near: [n, D] neighbours.
+        cosines: [n] their similarities to the query; negative ones get weight 0.
+        alpha: Power of the similarities.
+
+    Returns:
+        The expanded query, unit length, [D].
+    """
     weights = np.maximum(cosines, 0.0) ** alpha
-    total = unit_rows(query[None])[0] + weights @ unit_rows(near)
-    return np.asarray(unit_rows(total[None])[0], np.float32)
+    total = normalize_rows(query[None])[0] + weights @ normalize_rows(near)
+    return np.asarray(normalize_rows(total[None])[0], np.float32)
 
 
 def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: float) -> Floats:
-    """Distances [n] of the items `near` [n, D] from the query [D], by whom they have for neighbours; small is near.
+    """Compute k-reciprocal distances of items from a query.
 
-    Among the query and these items, with d = 1 - cosine: R(i, k) holds those that are among the k nearest of i and
-    have i among theirs (i itself counts). It is widened by R(j, k1 / 2) of every j in it that shares two thirds of that
-    set. Each item becomes weights exp(-d) on its set, of sum 1, averaged over its k2 nearest (itself included). The
-    distance is (1 - weight) times one minus what two items' weights share (Jaccard), plus weight times d.
+    Among the query and these items, with d = 1 - cosine: R(i, k) is the set of items j such that i and j are among each
+    other's k nearest (i itself included). R(i, k1) is extended by R(j, k1 / 2) for every j in it if at least two thirds
+    of that set are in R(i, k1). Each item is encoded by weights exp(-d) on its set, normalized to sum 1, and averaged
+    over its k2 nearest (itself included). The distance is (1 - weight) * (Jaccard distance of the encodings) +
+    weight * d.
+
+    Args:
+        query: [D].
+        near: [n, D] the items.
+        k1: Size of the neighbourhood that must be mutual.
+        k2: Number of neighbours over which encodings are averaged.
+        weight: Weight of the cosine distance.
+
+    Returns:
+        Distances [n]; smaller is nearer.
     """
-    points = unit_rows(np.concatenate([query[None], near]))
+    points = normalize_rows(np.concatenate([query[None], near]))
     cosine = points @ points.T
-    np.fill_diagonal(cosine, 2.0)  # itself first, whatever rounding says
-    place = np.empty(cosine.shape, np.int64)
+    np.fill_diagonal(cosine, 2.0)  # a point is its own nearest, regardless of rounding
+    rank = np.empty(cosine.shape, np.int64)
     order = np.argsort(-cosine, axis=1, kind="stable")
-    np.put_along_axis(place, order, np.arange(len(points))[None, :], axis=1)
+    np.put_along_axis(rank, order, np.arange(len(points))[None, :], axis=1)
     np.fill_diagonal(cosine, 1.0)
 
     def mutual(k: int) -> Any:
-        return np.maximum(place, place.T) <= k
+        return np.maximum(rank, rank.T) <= k
 
-    own, half = mutual(k1), mutual(round(k1 / 2))
-    shared = own.astype(np.int64) @ half.T.astype(np.int64)
-    agree = own & (3 * shared >= 2 * half.sum(axis=1)[None, :])
-    wide = own | (agree.astype(np.int64) @ half.astype(np.int64) > 0)
-    weights = np.where(wide, np.exp(cosine - 1), 0.0)
+    full, half = mutual(k1), mutual(round(k1 / 2))
+    shared = full.astype(np.int64) @ half.T.astype(np.int64)
+    similar = full & (3 * shared >= 2 * half.sum(axis=1)[None, :])
+    extended = full | (similar.astype(np.int64) @ half.astype(np.int64) > 0)
+    weights = np.where(extended, np.exp(cosine - 1), 0.0)
     weights /= weights.sum(axis=1, keepdims=True)
-    smooth = weights[order[:, :k2]].mean(axis=1)
-    both = np.minimum(smooth[0], smooth[1:]).sum(axis=1) / np.maximum(smooth[0], smooth[1:]).sum(axis=1)
-    return np.asarray((1 - weight) * (1 - both) + weight * (1 - cosine[0, 1:]))
+    encoding = weights[order[:, :k2]].mean(axis=1)
+    overlap = np.minimum(encoding[0], encoding[1:]).sum(axis=1) / np.maximum(encoding[0], encoding[1:]).sum(axis=1)
+    return np.asarray((1 - weight) * (1 - overlap) + weight * (1 - cosine[0, 1:]))
 
 
-def reranked(query: Vectors, vectors: Vectors, k: int, option: Rerank, find: Find) -> tuple[Ints, Floats]:
-    """The k nearest rows in the order that `option` gives them, with their plain cosines to the query."""
+def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, search: SearchFn) -> tuple[Ints, Floats]:
+    """Search with re-ranking.
+
+    Args:
+        query: [D].
+        vectors: [N, D] the items.
+        k: Number of results.
+        option: The method.
+        search: Plain search in `vectors`.
+
+    Returns:
+        The k nearest rows in the new order, and their plain cosines to the query.
+    """
     if isinstance(option, Expansion):
-        rows, cosines = find(query, option.k)
-        rows, _ = find(expanded(query, vectors[rows], cosines, option.alpha), k)
-        return rows, unit_rows(vectors[rows]) @ unit_rows(query[None])[0]
-    rows, cosines = find(query, max(k, option.depth))
+        rows, cosines = search(query, option.k)
+        rows, _ = search(expanded(query, vectors[rows], cosines, option.alpha), k)
+        return rows, normalize_rows(vectors[rows]) @ normalize_rows(query[None])[0]
+    rows, cosines = search(query, max(k, option.depth))
     if not len(rows):
         return rows, cosines
     distance = k_reciprocal(query, vectors[rows], k1=option.k1, k2=option.k2, weight=option.weight)
@@ -129,20 +188,25 @@ def reranked(query: Vectors, vectors: Vectors, k: int, option: Rerank, find: Fin
     return rows[order], cosines[order]
 
 
-# --- whether to ------------------------------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What the validation classes say. option: the way that is kept, or None; gains: of each way over plain search."""
+class RerankChoice:
+    """Outcome of `choose_rerank`.
+
+    Attributes:
+        option: The selected method, or None if no gain is significant.
+        gains: Every method with its gain over plain search.
+    """
 
     option: Rerank | None
     gains: tuple[tuple[Rerank, Difference], ...]
 
     def __str__(self) -> str:
-        lines = [f"{name_of(option)}: {gain}" for option, gain in self.gains]
-        kept = "none is kept" if self.option is None else f"{name_of(self.option)} is kept"
-        return "\n".join([*lines, f"re-ranking: {kept}"])
+        lines = [f"{rerank_name(option)}: {gain}" for option, gain in self.gains]
+        choice = "none (no significant gain)" if self.option is None else rerank_name(self.option)
+        return "\n".join([*lines, f"re-ranking: {choice}"])
 
 
 def choose_rerank(
@@ -152,65 +216,91 @@ def choose_rerank(
     *,
     queries: Sequence[int] | None = None,
     metric: str = "MAP@R",
-    most: int = 500,
+    max_queries: int = 500,
     level: float = 0.95,
     seed: int = 0,
-) -> Chosen:
-    """Measure each way of re-ranking on labelled items, each asking all others, and keep the best that surely helps.
+) -> RerankChoice:
+    """Evaluate re-ranking methods with labelled items as queries, and select the best one with a significant gain.
 
-    queries: the rows that may ask, at best items of classes that were not trained on; a draw of `most` of them does.
-    metric: "MAP@R" or "R@1". A way is kept when the interval of its gain, over classes, lies above 0; with several
-    ways each interval is widened so that all hold together at `level` (Bonferroni).
+    A gain is significant if its interval, over classes, lies above 0. With several methods the intervals are widened so
+    that all of them hold jointly at `level` (Bonferroni).
+
+    Args:
+        vectors: [N, D].
+        labels: [N], None where unknown.
+        options: Methods to compare.
+        queries: Rows to use as queries, preferably of classes that were not trained on; by default all.
+        metric: "MAP@R" or "R@1".
+        max_queries: A random sample of this many queries is used.
+        level: Confidence level.
+        seed: Of the sample and the bootstrap.
+
+    Returns:
+        The selected method and the gain of each.
     """
     if metric not in ("MAP@R", "R@1"):
         raise ConfigError(f"metric: expected 'MAP@R' or 'R@1', got {metric!r}.")
     if not options:
-        raise ConfigError("options: nothing to choose from. Give at least one way of re-ranking.")
-    names = list(labels)
-    count: dict[Any, int] = {}
-    for name in names:
-        count[name] = count.get(name, 0) + 1
-    rows = range(len(names)) if queries is None else queries
-    able = np.array([row for row in rows if names[row] is not None and count[names[row]] > 1], np.int64)
-    classes, codes = np.unique([str(names[row]) for row in able], return_inverse=True)
-    if len(classes) < 2:
-        raise DataError(
-            f"re-ranking: needs items of at least two classes with two images each to judge by, got {len(classes)}."
-        )
-    if len(able) > most:
-        drawn = np.sort(np.random.default_rng(seed).choice(len(able), most, replace=False))
-        able, codes = able[drawn], codes[drawn]
-    factors = inverse_lengths(vectors)
-    lengths = [count[names[row]] - 1 if metric == "MAP@R" else 1 for row in able.tolist()]
-    deepest = max([*lengths, *(option.depth if isinstance(option, Reciprocal) else option.k for option in options)])
-    plain = nearest(np.asarray(vectors[able]), vectors, deepest + 1, factors)  # for all queries at once
-    values = np.empty((1 + len(options), len(able)))
-    for n, (row, k) in enumerate(zip(able.tolist(), lengths, strict=True)):
-        query, first = np.asarray(vectors[row]), without(row, plain[0][n], plain[1][n])
-        find = partial(_find, query, first, row, vectors, factors)
-        answers = [first[0][:k], *(reranked(query, vectors, k, option, find)[0] for option in options)]
-        for m, answer in enumerate(answers):
-            values[m, n] = _precision(np.array([names[other] == names[row] for other in answer.tolist()]))
-    each = 1 - (1 - level) / len(options)
+        raise ConfigError("options: expected at least one re-ranking method.")
+    labels = list(labels)
+    rows, codes = _sample_queries(labels, range(len(labels)) if queries is None else queries, max_queries, seed)
+    scores = _evaluate(vectors, labels, rows, options, metric)
+    adjusted = 1 - (1 - level) / len(options)
     gains = tuple(
-        (option, paired_difference(metric, values[0], values[1 + m], codes, level=each, draws=2000, seed=seed))
-        for m, option in enumerate(options)
+        (option, paired_difference(metric, scores[0], scores[1 + n], codes, level=adjusted, draws=2000, seed=seed))
+        for n, option in enumerate(options)
     )
-    sure = [(gain.difference, option) for option, gain in gains if gain.low > 0]
-    return Chosen(max(sure, key=lambda pair: pair[0])[1] if sure else None, gains)
+    significant = [(gain.difference, option) for option, gain in gains if gain.low > 0]
+    return RerankChoice(max(significant, key=lambda pair: pair[0])[1] if significant else None, gains)
 
 
-def _find(
-    asked: Vectors, known: tuple[Ints, Floats], own: int, vectors: Vectors, factors: Vectors, query: Vectors, k: int
+def _sample_queries(labels: list[Any], rows: Sequence[int], max_queries: int, seed: int) -> tuple[Ints, Ints]:
+    """Sample rows whose class has another item, with their class codes."""
+    count = Counter(labels)
+    usable = np.array([row for row in rows if labels[row] is not None and count[labels[row]] > 1], np.int64)
+    classes, codes = np.unique([str(labels[row]) for row in usable], return_inverse=True)
+    if len(classes) < 2:
+        raise DataError(f"re-ranking: needs at least two classes with two images each, got {len(classes)}.")
+    if len(usable) > max_queries:
+        sample = np.sort(np.random.default_rng(seed).choice(len(usable), max_queries, replace=False))
+        usable, codes = usable[sample], codes[sample]
+    return usable, codes
+
+
+def _evaluate(vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence[Rerank], metric: str) -> Floats:
+    """Return scores [1 + methods, queries]: plain search first, then each method."""
+    count = Counter(labels)
+    inv_norms = inverse_norms(vectors)
+    lengths = [count[labels[row]] - 1 if metric == "MAP@R" else 1 for row in rows.tolist()]
+    max_k = max([*lengths, *(option.depth if isinstance(option, Reciprocal) else option.k for option in options)])
+    plain = nearest(np.asarray(vectors[rows]), vectors, max_k + 1, inv_norms)  # for all queries at once
+    scores = np.empty((1 + len(options), len(rows)))
+    for n, (row, k) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        query, result = np.asarray(vectors[row]), exclude_row(row, plain[0][n], plain[1][n])
+        search = partial(_search_cached, query, result, row, vectors, inv_norms)
+        rankings = [result[0][:k], *(apply_rerank(query, vectors, k, option, search)[0] for option in options)]
+        for m, ranking in enumerate(rankings):
+            scores[m, n] = _average_precision(np.array([labels[other] == labels[row] for other in ranking.tolist()]))
+    return scores
+
+
+def _search_cached(
+    cached_query: Vectors,
+    cached_result: tuple[Ints, Floats],
+    exclude: int,
+    vectors: Vectors,
+    inv_norms: Vectors,
+    query: Vectors,
+    k: int,
 ) -> tuple[Ints, Floats]:
-    """The k nearest other items of a query; for the one that was asked already its answer is at hand."""
-    rows, cosines = known
-    if query is not asked:
-        found = nearest(query[None], vectors, k + 1, factors)
-        rows, cosines = without(own, found[0][0], found[1][0])
+    """Search for the k nearest other items, reusing the result of the original query."""
+    rows, cosines = cached_result
+    if query is not cached_query:
+        result = nearest(query[None], vectors, k + 1, inv_norms)
+        rows, cosines = exclude_row(exclude, result[0][0], result[1][0])
     return rows[:k], cosines[:k]
 
 
-def _precision(right: Any) -> float:
-    """MAP@R of one answer of length R (and R@1 where R is 1): the mean over places of precision where it is right."""
-    return float((right * np.cumsum(right) / np.arange(1, len(right) + 1)).sum() / len(right))
+def _average_precision(correct: Any) -> float:
+    """Return MAP@R of one ranking of length R (R@1 if R is 1): the mean precision at the correct positions."""
+    return float((correct * np.cumsum(correct) / np.arange(1, len(correct) + 1)).sum() / len(correct))

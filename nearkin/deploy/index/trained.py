@@ -1,4 +1,4 @@
-"""Which classes of an index a run was trained on: those may not set a threshold or choose a re-ranking."""
+"""Find the indexed classes that a run was trained on. They must not calibrate a threshold or select a re-ranking."""
 
 from __future__ import annotations
 
@@ -20,54 +20,97 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class TrainingClasses:
-    """Class names and content hashes of what a run learned from; what chose its epoch is not part of it."""
+    """The classes a run was trained on, without those used for validation.
+
+    Attributes:
+        names: Class names.
+        digests: SHA-256 of every training image, in hexadecimal.
+    """
 
     names: frozenset[str] = frozenset()
     digests: frozenset[str] = frozenset()
 
     def labels_in(self, index: Index) -> set[Label]:
-        """The labels of which the index holds a training image (the same bytes, under any name), or that bear the name
-        of a training class. Too many is the safe side: what is left has not been seen.
+        """Find the labels of an index that may have been trained on.
+
+        A label counts if the index holds a training image of it (the same bytes under any name), or if it equals the
+        name of a training class. Too many labels are harmless: those left over have never been seen.
+
+        Args:
+            index: The index.
+
+        Returns:
+            Its labels seen in training.
         """
-        seen = zip(index.labels, index.stamps, strict=True)
-        found: set[Label] = {label for label, stamp in seen if stamp is not None and stamp.sha256 in self.digests}
-        return (found | {label for label in index.labels if label in self.names}) - {None}
+        stamped = zip(index.labels, index.stamps, strict=True)
+        seen: set[Label] = {label for label, stamp in stamped if stamp is not None and stamp.sha256 in self.digests}
+        return (seen | {label for label in index.labels if label in self.names}) - {None}
 
 
 def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
-    """What the run learned from, or how to go on where that cannot be told."""
+    """Determine the training classes of a run, with advice in the error if that fails.
+
+    Args:
+        run: The run.
+        reporter: Shows progress.
+
+    Returns:
+        Its training classes.
+
+    Raises:
+        ConfigError: If its data are missing or have changed.
+    """
     try:
-        return training_part(run, reporter)
+        return read_training_classes(run, reporter)
     except (UserError, OSError) as error:
         raise ConfigError(
-            f"{run.path}: cannot tell which classes it was trained on ({str(error).splitlines()[0]})\n"
-            "Bring its data back, or say --assume-unseen if none of the indexed classes was trained on."
+            f"{run.path}: cannot determine its training classes ({str(error).splitlines()[0]})\n"
+            "Restore its data, or pass --assume-unseen if it was trained on none of the indexed classes."
         ) from None
 
 
-def training_part(run: Run, reporter: Reporter) -> TrainingClasses:
-    """What the run learned from, by its files as they are now; refused where those have changed."""
+def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
+    """Determine the training classes of a run from its data on disk.
+
+    Args:
+        run: The run.
+        reporter: Shows progress.
+
+    Returns:
+        Its training classes.
+
+    Raises:
+        DataError: If the data have changed since training.
+    """
     data = run.recipe.data
     if data.source == "glyphs":
-        return TrainingClasses()  # drawn, not files
-    table = listed_table(data, reporter)
+        return TrainingClasses()  # generated, not files
+    table = list_training_data(data, reporter)
     digests: list[bytes] = []
-    with reporter.track("looking at what was trained on", len(table), unit="img") as bar:
+    with reporter.track("hashing the training images", len(table), unit="img") as bar:
         for part in map_in_threads(lambda path: file_digests([path])[0], table.paths):
             digests += part
             bar.advance(len(part))
-    mark = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
-    before = ((run.result or {}).get("protocol") or {}).get("fingerprint", mark)
-    if before != mark:  # with other classes the same seed deals them otherwise
-        raise DataError(f"{data.root or table.source}: is not what it was when the run was trained.")
+    current = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
+    recorded = ((run.result or {}).get("protocol") or {}).get("fingerprint", current)
+    if recorded != current:  # other classes would be split differently by the same seed
+        raise DataError(f"{data.root or table.source}: has changed since the run was trained.")
     names = frozenset(make_split(table, data)[0].train.class_names)
-    # Splits are by class, so every image of a training class was one to learn from.
-    learned = [table.class_names[label] in names for label in table.labels]
-    return TrainingClasses(names, frozenset(d.hex() for d, known in zip(digests, learned, strict=True) if known))
+    # Splits are by class, so every image of a training class is a training image.
+    trained = [table.class_names[label] in names for label in table.labels]
+    return TrainingClasses(names, frozenset(d.hex() for d, used in zip(digests, trained, strict=True) if used))
 
 
-def listed_table(data: DataConfig, reporter: Reporter) -> Table:
-    """What a recipe's source lists, as a table without pixels; files that training leaves out are left out here."""
+def list_training_data(data: DataConfig, reporter: Reporter) -> Table:
+    """List the images of a recipe's source without reading pixels, minus the broken files that training skips.
+
+    Args:
+        data: The recipe's data section.
+        reporter: Shows progress.
+
+    Returns:
+        A table without images.
+    """
     listing = list_source(data)
     if data.skip_broken:
         boxes = listing.boxes if data.crop_to_boxes else None

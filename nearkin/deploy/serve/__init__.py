@@ -1,1 +1,1 @@
-"""The web server over an index: a page and a JSON API."""
+"""The web server of an index: a page and a JSON API."""

@@ -1,4 +1,4 @@
-"""What `nearkin serve` says about itself at /openapi.json: every address, what it takes, what it may answer."""
+"""The OpenAPI document of `nearkin serve`: every path, its parameters and its responses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nearkin.deploy.serve.request_limits import TYPES, RequestLimits
 
 Json = dict[str, Any]
 
-LABEL: Json = {"type": ["string", "integer", "null"], "description": "The item's class, where it is known."}
-ID: Json = {"type": "string", "description": "The item's name below the indexed folder."}
+LABEL: Json = {"type": ["string", "integer", "null"], "description": "Class of the item, if known."}
+ID: Json = {"type": "string", "description": "Name of the item: its path below the indexed folder."}
 ITEM: Json = {"id": ID, "label": LABEL}
-HITS: Json = {
+RESULT: Json = {
     "hits": {
         "type": "array",
         "description": "The nearest items, nearest first.",
@@ -20,89 +20,104 @@ HITS: Json = {
     },
     "nearest": {
         "type": "number",
-        "description": "The highest cosine similarity of any item, before any re-ranking; -1 where there is none.",
+        "description": "Highest cosine similarity of any item, before re-ranking; -1 if there is none.",
     },
     "known": {
         "type": ["boolean", "null"],
-        "description": "Whether that passes the index's threshold; null where the index has none.",
+        "description": "Whether `nearest` exceeds the threshold; null if the index is not calibrated.",
     },
 }
 
-REFUSALS = {
+ERRORS = {
     400: "A parameter is missing, unknown or out of range.",
     401: "The token is missing or wrong.",
-    404: "There is no such item, or no picture of it.",
-    408: "The upload did not arrive in time.",
-    413: "The upload has too many bytes, or the picture too many pixels.",
-    415: "The Content-Type is none of those taken.",
-    422: "The upload cannot be read as a picture.",
-    503: "Too much is under way. Come back later.",
+    404: "No such item, or its image file cannot be read.",
+    408: "The upload timed out.",
+    413: "The upload has too many bytes, or the image too many pixels.",
+    415: "Unsupported Content-Type.",
+    422: "The upload cannot be read as an image.",
+    503: "Too many concurrent requests, or the request timed out. Try again after Retry-After seconds.",
 }
 
 
-def document(limits: RequestLimits, *, k: int, listed: int, most_listed: int, locked: bool) -> Json:
-    """The OpenAPI document of a server with these limits. locked: whether it asks for a token."""
-    neighbours = _number("k", f"How many neighbours; {k} by default.", 1, limits.neighbours, k)
-    id = {"name": "id", "in": "query", "required": True, "schema": ID}
-    upload = {"required": True, "content": {kind: {"schema": {}} for kind in TYPES}}
-    pages = [
-        _number("offset", "Items to pass over.", 0, 10**9, 0),
-        _number("limit", "How many items at most.", 1, most_listed, listed),
-        _number("step", "Take every step-th item only: a sample of the whole.", 1, 10**9, 1),
-    ]
-    paths = {
-        "/": {"get": _page("The web page.", "text/html")},
-        "/health": {"get": _answer("Whether the server answers.", "Health")},
-        "/openapi.json": {"get": _answer("This document.", None)},
-        "/info": {"get": _answer("What is indexed, and what may be sent.", "Info", refusals=[400])},
-        "/search": {
-            "post": {
-                **_answer("The nearest items of a picture.", "Answer", refusals=[400, 408, 413, 415, 422, 503]),
-                "parameters": [neighbours],
-                "requestBody": upload,
-            }
-        },
-        "/items": {"get": {**_answer("The items of the index.", "Items", refusals=[400]), "parameters": pages}},
-        "/items/neighbours": {
-            "get": {
-                **_answer("The nearest other items of an item.", "ItemAnswer", refusals=[400, 404, 503]),
-                "parameters": [id, neighbours],
-            }
-        },
-        "/items/thumbnail": {
-            "get": {
-                **_page("The middle of an item's picture, as a small JPEG.", "image/jpeg", refusals=[400, 404, 503]),
-                "parameters": [id],
-            }
-        },
-    }
+def openapi_document(limits: RequestLimits, *, k: int, limit: int, max_limit: int, needs_token: bool) -> Json:
+    """Return the OpenAPI document of a server.
+
+    Args:
+        limits: Limits of requests.
+        k: Default number of neighbours.
+        limit: Default number of items per list.
+        max_limit: Largest number of items per list.
+        needs_token: Whether data require a token.
+
+    Returns:
+        JSON values.
+    """
+    paths = _paths(limits, k, limit, max_limit)
     components: Json = {"schemas": _schemas()}
-    if locked:
+    if needs_token:
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path in ("/info", "/search", "/items", "/items/neighbours", "/items/thumbnail"):
             for operation in paths[path].values():
                 operation["security"] = [{"token": []}]
-                operation["responses"]["401"] = _refusal(401)
+                operation["responses"]["401"] = _error(401)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "nearkin serve",
             "version": __version__,
-            "description": "Find the nearest indexed images of a picture or of an item.",
+            "description": "Find the nearest indexed images of an image or of an indexed item.",
         },
         "paths": paths,
         "components": components,
     }
 
 
+def _paths(limits: RequestLimits, k: int, limit: int, max_limit: int) -> Json:
+    k_parameter = _integer("k", f"Number of neighbours, by default {k}.", 1, limits.neighbours, k)
+    id_parameter = {"name": "id", "in": "query", "required": True, "schema": ID}
+    upload = {"required": True, "content": {content_type: {"schema": {}} for content_type in TYPES}}
+    list_parameters = [
+        _integer("offset", "Items to skip.", 0, 10**9, 0),
+        _integer("limit", "Largest number of items.", 1, max_limit, limit),
+        _integer("step", "Take every step-th item, for a sample of the index.", 1, 10**9, 1),
+    ]
+    return {
+        "/": {"get": _file("The web page.", "text/html")},
+        "/health": {"get": _json("Health check.", "Health")},
+        "/openapi.json": {"get": _json("This document.", None)},
+        "/info": {"get": _json("Size of the index, threshold and limits.", "Info", errors=[400])},
+        "/search": {
+            "post": {
+                **_json("Nearest items of an image.", "SearchResult", errors=[400, 408, 413, 415, 422, 503]),
+                "parameters": [k_parameter],
+                "requestBody": upload,
+            }
+        },
+        "/items": {"get": {**_json("Items of the index.", "Items", errors=[400]), "parameters": list_parameters}},
+        "/items/neighbours": {
+            "get": {
+                **_json("Nearest other items of an item.", "ItemSearchResult", errors=[400, 404, 503]),
+                "parameters": [id_parameter, k_parameter],
+            }
+        },
+        "/items/thumbnail": {
+            "get": {
+                **_file("Centre crop of an item's image, as a small JPEG.", "image/jpeg", errors=[400, 404, 503]),
+                "parameters": [id_parameter],
+            }
+        },
+    }
+
+
 def _schemas() -> Json:
     return {
-        "Error": _object({"error": {"type": "string", "description": "What is wrong, in one sentence."}}),
+        "Error": _object({"error": {"type": "string", "description": "The problem, in one sentence."}}),
         "Health": _object({"status": {"const": "ok"}}),
         "Item": _object(ITEM),
-        "Hit": _object({**ITEM, "similarity": {"type": "number", "description": "Cosine, from -1 to 1."}}),
-        "Answer": _object(HITS),
-        "ItemAnswer": _object({**ITEM, **HITS}),
+        "Hit": _object({**ITEM, "similarity": {"type": "number", "description": "Cosine similarity, from -1 to 1."}}),
+        "SearchResult": _object(RESULT),
+        "ItemSearchResult": _object({**ITEM, **RESULT}),
         "Items": _object(
             {
                 "total": {"type": "integer"},
@@ -114,10 +129,10 @@ def _schemas() -> Json:
                 "version": {"type": "string"},
                 "items": {"type": "integer"},
                 "classes": {"type": "integer"},
-                "dim": {"type": "integer", "description": "Numbers per vector."},
-                "known_above": {
+                "dim": {"type": "integer", "description": "Dimensions per vector."},
+                "threshold": {
                     "type": ["number", "null"],
-                    "description": "The similarity above which a query counts as known, where it was calibrated.",
+                    "description": "Similarity above which a query is known; null if the index is not calibrated.",
                 },
                 "limits": _object({name: {"type": "integer"} for name in ("upload_bytes", "pixels", "neighbours")}),
             }
@@ -129,28 +144,28 @@ def _object(properties: Json) -> Json:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def _number(name: str, description: str, low: int, high: int, default: int) -> Json:
+def _integer(name: str, description: str, low: int, high: int, default: int) -> Json:
     schema = {"type": "integer", "minimum": low, "maximum": high, "default": default}
     return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
-def _answer(summary: str, schema: str | None, refusals: list[int] | None = None) -> Json:
-    shown = {"schema": {"$ref": f"#/components/schemas/{schema}"} if schema else {"type": "object"}}
-    return _operation(summary, "application/json", shown, refusals)
+def _json(summary: str, schema: str | None, errors: list[int] | None = None) -> Json:
+    content = {"schema": {"$ref": f"#/components/schemas/{schema}"} if schema else {"type": "object"}}
+    return _operation(summary, "application/json", content, errors)
 
 
-def _page(summary: str, kind: str, refusals: list[int] | None = None) -> Json:
-    return _operation(summary, kind, {"schema": {}}, refusals)
+def _file(summary: str, content_type: str, errors: list[int] | None = None) -> Json:
+    return _operation(summary, content_type, {"schema": {}}, errors)
 
 
-def _operation(summary: str, kind: str, shown: Json, refusals: list[int] | None) -> Json:
-    responses: Json = {"200": {"description": "Success.", "content": {kind: shown}}}
-    responses |= {str(status): _refusal(status) for status in refusals or ()}
+def _operation(summary: str, content_type: str, content: Json, errors: list[int] | None) -> Json:
+    responses: Json = {"200": {"description": "Success.", "content": {content_type: content}}}
+    responses |= {str(status): _error(status) for status in errors or ()}
     return {"summary": summary, "responses": responses}
 
 
-def _refusal(status: int) -> Json:
+def _error(status: int) -> Json:
     return {
-        "description": REFUSALS[status],
+        "description": ERRORS[status],
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }

@@ -1,4 +1,4 @@
-"""The socket and the server under `nearkin serve`: bind, answer until Ctrl-C, stop in order."""
+"""The HTTP server of `nearkin serve`: bind a socket, serve until Ctrl-C, shut down gracefully."""
 
 from __future__ import annotations
 
@@ -15,43 +15,60 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nearkin.errors import ConfigError
 
-HEAD_SECONDS = 10.0  # within which a request's head must be there
-STOP_SECONDS = 5.0  # for requests under way when the server is stopped
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+HEADER_TIMEOUT = 10.0  # seconds for the headers of a request to arrive
+SHUTDOWN_TIMEOUT = 5.0  # seconds for active requests to finish at shutdown
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on that address; port 0 takes any that is free."""
+    """Open a listening socket.
+
+    Args:
+        host: Address or host name.
+        port: 0 chooses a free port.
+
+    Returns:
+        The socket.
+
+    Raises:
+        ConfigError: If the address is invalid or in use.
+    """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port: expected 0 to 65535, got {port}.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
+        family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket_type, protocol)
     except OSError as error:
-        raise ConfigError(f"--host {host}: no such address ({error.strerror}).") from None
+        raise ConfigError(f"--host {host}: invalid address ({error.strerror}).") from None
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(128)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(128)
     except OSError as error:
-        bound.close()
+        sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"--port {port}: is in use on {host}. Choose another, or 0 for any that is free."
-            ) from None
+            raise ConfigError(f"--port {port}: in use on {host}. Choose another port, or 0 for a free one.") from None
         raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error.strerror}).") from None
-    return bound
+    return sock
 
 
-def url_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
+def url_of(sock: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-def serve_until_stopped(app: Any, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until Ctrl-C or a termination signal; requests under way are finished first."""
+def serve_until_stopped(app: Any, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until Ctrl-C or a termination signal; active requests are finished first.
+
+    Args:
+        app: ASGI application.
+        sock: From `bind`; closed at the end.
+        on_ready: Called when the server accepts requests.
+    """
     config = uvicorn.Config(
         app,
-        http=PatientProtocol,
+        http=TimeoutProtocol,
         ws="none",
         lifespan="off",
         log_level="error",
@@ -59,64 +76,68 @@ def serve_until_stopped(app: Any, bound: socket.socket, ready: Callable[[], None
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=10,
-        timeout_graceful_shutdown=int(STOP_SECONDS),
+        timeout_graceful_shutdown=int(SHUTDOWN_TIMEOUT),
     )
     server = _Server(config)
-    server.ready = ready
+    server.on_ready = on_ready
     try:
-        server.run(sockets=[bound])
+        server.run(sockets=[sock])
     except KeyboardInterrupt:
         pass  # the usual way to stop a server
     finally:
-        bound.close()
+        sock.close()
 
 
 class _Server(uvicorn.Server):
-    ready: Callable[[], None]
+    on_ready: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.ready()
+        self.on_ready()
 
 
-class PatientProtocol(H11Protocol):
-    """uvicorn's HTTP, with refusals in JSON and an end to its patience with requests whose head never comes."""
+class TimeoutProtocol(H11Protocol):
+    """uvicorn's HTTP protocol, with JSON errors and a timeout for request headers."""
 
-    _head_timer: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timeout of the first request."""
         super().connection_made(transport)
-        self._wait_for_head()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
+        """Stop the timeout when the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
-            self._wait_for_head()  # of the next request, on a connection that is kept
+            self._start_timer()  # also for the next request on a keep-alive connection
         else:
-            self._head_is_there()
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_there()
+        """Stop the timeout."""
+        self._stop_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "This is not an HTTP request.")
+        """Reply to invalid HTTP in JSON."""
+        self._reject(400, "Invalid HTTP request.")
 
-    def _wait_for_head(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+    def _start_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self._on_timeout)
 
-    def _head_is_there(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _too_slow(self) -> None:
-        self._head_timer = None
+    def _on_timeout(self) -> None:
+        self._header_timer = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self._refuse(408, f"The request did not arrive within {HEAD_SECONDS:g} seconds.")
+            self._reject(408, f"The request did not arrive within {HEADER_TIMEOUT:g} seconds.")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _reject(self, status: int, message: str) -> None:
         body = json.dumps({"error": message}).encode()
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             headers = [

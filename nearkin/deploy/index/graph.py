@@ -1,0 +1,175 @@
+"""Approximate search in large indexes by an HNSW graph (Malkov and Yashunin 2018, with faiss) of measured recall."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.deploy.index.search import (
+    Floats,
+    Ints,
+    Vectors,
+    blocks,
+    exclude_row,
+    inverse_norms,
+    nearest_among,
+    normalize_rows,
+)
+from nearkin.errors import ConfigError, DataError, import_extra
+from nearkin.metrics.bootstrap import bootstrap, percentiles
+from nearkin.metrics.ranking import neighbours
+
+MAX_EF_SEARCH = 1024
+
+
+@dataclass(frozen=True)
+class GraphStats:
+    """Parameters of a graph, and its recall against exact search.
+
+    Attributes:
+        m: Links per item (faiss: M).
+        ef_search: Candidates examined per query (faiss: efSearch).
+        recall: Recall@k with stored items as queries; an item does not count as its own neighbour.
+        recall_low: Lower end of the 95 % interval of the recall.
+        recall_high: Upper end.
+        k: Neighbours per query.
+        num_queries: Queries of each type, stored and random.
+        random_recall: Recall@k with random queries unlike any item. Clustered items make these harder.
+    """
+
+    m: int
+    ef_search: int
+    recall: float
+    recall_low: float
+    recall_high: float
+    k: int
+    num_queries: int
+    random_recall: float
+
+    def __str__(self) -> str:
+        return (
+            f"recall@{self.k} {100 * self.recall:.2f} % (95 % interval {100 * self.recall_low:.2f} to "
+            f"{100 * self.recall_high:.2f}, {self.num_queries:,} stored items as queries, compared with exact search); "
+            f"{100 * self.random_recall:.2f} % for random queries"
+        )
+
+
+class HNSWGraph:
+    """An HNSW graph over the unit vectors of an index.
+
+    Args:
+        graph: A faiss index, or its serialized bytes. Bytes are decoded at the first search, so that exact search
+            does not need faiss.
+        stats: Its parameters and recall.
+    """
+
+    def __init__(self, graph: Any, stats: GraphStats) -> None:
+        self._graph, self.stats = graph, stats
+        self._lock = threading.Lock()
+
+    @classmethod
+    def build(cls, vectors: Vectors, *, m: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> HNSWGraph:
+        """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024).
+
+        Args:
+            vectors: [N, D].
+            m: Links per item.
+            recall: Target recall@k, for stored items and for random queries.
+            k: Neighbours per query when measuring recall.
+            sample: Queries of each type to measure it with.
+
+        Returns:
+            The graph with its measured recall.
+        """
+        faiss = import_extra("faiss", extra="graph")
+        if len(vectors) < 2:
+            raise ConfigError("graph: needs at least two items.")
+        graph = faiss.IndexHNSWFlat(vectors.shape[1], m, faiss.METRIC_INNER_PRODUCT)
+        inv_norms = inverse_norms(vectors)
+        for start, block in blocks(vectors):
+            graph.add((block * inv_norms[start : start + len(block), None]).astype(np.float32))
+        k = min(k, len(vectors) - 1)
+        rows = np.random.default_rng(0).choice(len(vectors), min(sample, len(vectors)), replace=False)
+        # Any graph finds a stored item itself, so it is excluded from its own neighbours.
+        queries = [(np.asarray(vectors[row]), row) for row in rows.tolist()]
+        queries += [(query, -1) for query in _random_queries(vectors, len(rows))]
+        exact = neighbours(np.stack([query for query, _ in queries]), vectors, k + 1)
+        truth = [exclude_row(row, *result)[1][:k] for (_, row), *result in zip(queries, *exact, strict=True)]
+        ef_search = 16
+        while True:
+            ef_search *= 2
+            candidate = cls(graph, GraphStats(m, ef_search, 0.0, 0.0, 0.0, k, len(rows), 0.0))
+            results = [exclude_row(row, *candidate.search(query, vectors, k + 1)) for query, row in queries]
+            recalls = np.array([_recall(result, cosines) for result, cosines in zip(results, truth, strict=True)])
+            stored, random_recall = recalls[: len(rows)], float(recalls[len(rows) :].mean())
+            if min(float(stored.mean()), random_recall) >= recall or ef_search >= MAX_EF_SEARCH:
+                break
+        low, high = percentiles(bootstrap(stored[None], np.arange(len(stored)))[:, 0], 0.95)
+        stats = replace(
+            candidate.stats,
+            recall=float(stored.mean()),
+            recall_low=low,
+            recall_high=high,
+            random_recall=random_recall,
+        )
+        return cls(graph, stats)
+
+    def search(self, query: Vectors, items: Vectors, k: int) -> tuple[Ints, Floats]:
+        """Find the nearest items that the graph reaches, ranked exactly.
+
+        Args:
+            query: [D].
+            items: [N, D], those the graph was built from.
+            k: Number of neighbours.
+
+        Returns:
+            Rows and cosines, both [min(k, N)], nearest first.
+        """
+        norm = math.sqrt(float(np.square(query, dtype=np.float64).sum()))
+        unit = (query / np.float32(norm or 1.0)).astype(np.float32)
+        ef_search = max(2 * k, self.stats.ef_search)
+        # Set on the graph under a lock instead of passed to `search`: importing faiss.contrib.torch_utils, as
+        # pytorch-metric-learning does, replaces that method by one without the argument.
+        with self._lock:
+            graph = self._load()
+            graph.hnsw.efSearch = ef_search
+            _, found = graph.search(unit[None], min(ef_search, len(items)))
+        candidates = np.unique(found[0][found[0] >= 0]).astype(np.int64)
+        return nearest_among(query, items, candidates, min(k, len(items)))
+
+    def to_bytes(self) -> bytes:
+        """Return the graph as serialized by faiss."""
+        if isinstance(self._graph, bytes):
+            return self._graph
+        serialized: NDArray[np.uint8] = import_extra("faiss", extra="graph").serialize_index(self._graph)
+        return serialized.tobytes()
+
+    def _load(self) -> Any:
+        if isinstance(self._graph, bytes):
+            faiss = import_extra("faiss", extra="graph")
+            try:
+                self._graph = faiss.deserialize_index(np.frombuffer(self._graph, np.uint8))
+            except RuntimeError as error:
+                raise DataError(
+                    f"graph: the installed faiss cannot read it ({str(error).splitlines()[0]}). Use exact search."
+                ) from None
+        return self._graph
+
+
+def _random_queries(vectors: Vectors, count: int) -> Vectors:
+    """Sample queries from a normal distribution with mean and covariance of (a sample of) the items."""
+    rng = np.random.default_rng(1)
+    units = normalize_rows(vectors[rng.choice(len(vectors), min(2000, len(vectors)), replace=False)])
+    mean = units.mean(axis=0)
+    queries = mean + rng.normal(size=(count, len(units))) @ (units - mean) / math.sqrt(len(units))
+    return np.asarray(queries, np.float32)
+
+
+def _recall(result: tuple[Ints, Floats], truth: Floats) -> float:
+    """Return the recall@k of one result; an item as near as the k-th true neighbour counts as found."""
+    return float((result[1][: len(truth)] >= truth[-1] - 1e-12).sum() / len(truth))
