@@ -102,7 +102,9 @@ def _draw_learning(figure: Any, report: Report) -> bool:
         axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker="o", label=name)
         selected = summary["result"]["protocol"]["epoch"]
         if selected in x:
-            axes.plot([selected], [y[x.index(selected)]], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6])
+            axes.plot(
+                [selected], [y[x.index(selected)]], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6]
+            )
         drawn = True
     axes.set_xlabel("epoch (ring: selected)")
     axes.set_ylabel("validation R@1, %")

@@ -41,9 +41,7 @@ def result_table(run: Run) -> RichTable:
         cells = []
         for value in metrics.values():
             low, high = value["interval"]
-            cells.append(
-                Text(f"{100 * value['mean']:.1f}\n", style) + Text(f"{100 * low:.1f}-{100 * high:.1f}", "dim")
-            )
+            cells.append(Text(f"{100 * value['mean']:.1f}\n", style) + Text(f"{100 * low:.1f}-{100 * high:.1f}", "dim"))
         table.add_row(Text(model, style), *cells)
     return table
 
