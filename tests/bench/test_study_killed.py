@@ -113,5 +113,5 @@ def test_ctrl_c_stops_the_workers_and_says_how_to_go_on(study_file):
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "of 6 trials done; the checkpoint is written. To go on:" in said
+    assert "of 6 trials done; the checkpoint is saved. To resume:" in said
     assert not any(alive(pid) for pid in pids)

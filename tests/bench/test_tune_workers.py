@@ -182,7 +182,7 @@ def test_a_signal_to_the_command_alone_stops_its_workers(features, tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)  # which also waits for the workers: they hold the other end
     assert process.returncode == 130
-    assert "stopped; the checkpoint is written. To go on:" in said
+    assert "stopped; the checkpoint is saved. To resume:" in said
     assert "Traceback" not in said
 
 

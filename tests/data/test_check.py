@@ -351,7 +351,7 @@ def test_the_list_and_its_mistakes(capsys):
         assert word in out
     for args, message in (
         (["lst"], "no action named 'lst'. Did you mean 'list'?"),
-        (["check"], "is needed first"),
+        (["check"], "missing argument: a benchmark, a folder or a file"),
         (["check", "cubb"], "cubb: no such name or path. Did you mean 'cub'?"),
         (["check", "glyphs"], "drawn by nearkin itself"),
         (["check", "cub", "--root", "/nowhere"], "nearkin data get cub --root /nowhere"),
