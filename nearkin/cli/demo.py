@@ -19,9 +19,9 @@ class DemoArgs:
     """Train on the built-in glyphs, evaluate on characters never seen in training, and write an HTML report."""
 
     runs: Path = Path("runs")
-    """Folder of the run folders."""
+    """Folder in which run folders are created."""
     page: Path | None = None
-    """File of the HTML report; default: report.html in the run folder."""
+    """File of the HTML report; by default report.html in the run folder."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
     quiet: bool = False

@@ -23,7 +23,7 @@ class EvaluateArgs:
     """
 
     ks: tuple[int, ...] = ()
-    """The k of R@k and nDCG@k; default: 1 2 4 8, for a run those that it stored."""
+    """The k of R@k and nDCG@k; by default 1 2 4 8, for a run those that it stored."""
     out: Path | None = None
     """Write the metrics of every query to this .npz file."""
 

@@ -29,7 +29,7 @@ class ReportArgs:
     study: Path | None = None
     """Folder of a study, instead of runs."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """File of the page; default: report.html in the folder of the (first) run or study."""
+    """File of the page; by default report.html in the folder of the (first) run or of the study."""
     tsne: bool = False
     """Add a t-SNE map to the PCA map; takes about a minute for a few thousand images."""
     figures: Path | None = None

@@ -19,7 +19,7 @@ from nearkin.errors import ConfigError
 class TrainArgs:
     """Train a model, select its epoch on validation classes and evaluate it once on sealed test classes.
 
-    Examples:
+    For example:
 
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
 
@@ -42,7 +42,7 @@ class TrainArgs:
     """
 
     runs: Path = Path("runs")
-    """Folder of the run folders."""
+    """Folder in which run folders are created."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
     quiet: bool = False

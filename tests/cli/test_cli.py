@@ -84,6 +84,8 @@ def test_help_covers_every_command(capsys):
         code, shown, _ = run(capsys, name, "--help")
         assert code == 0
         assert "usage" in shown.lower()
+    assert "Run `nearkin COMMAND --help` for details." in out
+    assert "--loss.SETTING VALUE" in run(capsys, "train", "--help")[1]
     assert run(capsys)[1] == out
     assert run(capsys, "--version")[1].startswith("nearkin ")
 
