@@ -29,7 +29,7 @@ from nearkin.training import recipes
 def features_run(tmp_path_factory):
     """Twenty classes of twelve rows; two rows of the first test class are duplicates."""
     folder = tmp_path_factory.mktemp("features")
-    recipe = clouds(folder, classes=20, each=12, dim=24, seed=0, copies={121: 120})
+    recipe = clouds(folder, classes=20, samples_per_class=12, dim=24, seed=0, duplicates={121: 120})
     recipe = replace(recipe, model=replace(recipe.model, dim=16), train=replace(recipe.train, epochs=2))
     return nk.fit(recipe, folder / "runs", reporter=QUIET)
 

@@ -15,7 +15,9 @@ from nearkin.report.page import build_report, render
 def wide_runs(tmp_path_factory):
     """Two runs evaluated on 600 rows, of classes that are hard to separate."""
     folder = tmp_path_factory.mktemp("wide")
-    recipe = clouds(folder, classes=120, each=10, dim=12, seed=2, copies={1191: 1100, 645: 630}, val_fraction=0.1)
+    recipe = clouds(
+        folder, classes=120, samples_per_class=10, dim=12, seed=2, duplicates={1191: 1100, 645: 630}, val_fraction=0.1
+    )
     recipe = replace(recipe, train=replace(recipe.train, epochs=1))
     models = (replace(recipe.model, dim=8), replace(recipe.model, dim=6))
     return [nk.fit(replace(recipe, model=model), folder / "runs", reporter=QUIET) for model in models]
