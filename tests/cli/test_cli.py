@@ -166,18 +166,18 @@ def test_evaluate_reads_features(capsys, tmp_path):
 
 
 def test_evaluate_prints_the_metrics_that_a_run_stored(capsys, tmp_path, photo_folder):
-    made = make_run(tmp_path, photo_folder)
-    code, _, err = run(capsys, "evaluate", made.path)
+    stored = make_run(tmp_path, photo_folder)
+    code, _, err = run(capsys, "evaluate", stored.path)
     assert code == 2
     assert "this run is not finished" in err
     rng = np.random.default_rng(0)
     scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
-    scores.save(made.path / "per_query.npz")
-    made.finish({})
-    assert run(capsys, "evaluate", made.path)[1] == scores.table() + "\n"
-    code, out, _ = run(capsys, "evaluate", made.path, "--ks", "1", "4")
+    scores.save(stored.path / "per_query.npz")
+    stored.finish({})
+    assert run(capsys, "evaluate", stored.path)[1] == scores.table() + "\n"
+    code, out, _ = run(capsys, "evaluate", stored.path, "--ks", "1", "4")
     assert [line.split()[0] for line in out.splitlines() if "R@" in line] == ["R@1", "R@4"]
-    code, _, err = run(capsys, "evaluate", made.path, "--ks", "1", "16")
+    code, _, err = run(capsys, "evaluate", stored.path, "--ks", "1", "16")
     assert code == 2
     assert "the run stored k = 1 2 4 8" in err
 

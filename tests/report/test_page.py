@@ -337,9 +337,9 @@ def test_the_sprite_sheet_has_the_images_in_order(channels):
 
     grey = np.linspace(0, 250, 11).astype(np.uint8)
     pixels = np.broadcast_to(grey[:, None, None, None], (11, channels, 20, 20)).copy()
-    made = gallery.make_sprite_sheet(ArrayImages(pixels), np.arange(11), reporter=QUIET)
-    assert (made.columns, made.rows, made.side) == (4, 3, 96)
-    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(made.uri.partition(",")[2]))).convert("L")).astype(int)
+    sprites = gallery.make_sprite_sheet(ArrayImages(pixels), np.arange(11), reporter=QUIET)
+    assert (sprites.columns, sprites.rows, sprites.side) == (4, 3, 96)
+    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(sprites.uri.partition(",")[2]))).convert("L")).astype(int)
     for tile, value in enumerate(grey):
         y, x = tile // 4 * 96, tile % 4 * 96
         assert np.abs(sheet[y + 8 : y + 88, x + 8 : x + 88] - int(value)).max() <= 6

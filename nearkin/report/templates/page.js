@@ -49,7 +49,7 @@ function tile(item, role, similarity) {
   const mark = { right: "✓", wrong: "✗" }[role];
   const label = `${role ?? "image"}: ${className(item)}, ${items.names[item] ?? "not on this page"}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
   const note = make("span", { class: "note" });
-  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(similarity > 0.98 ? 3 : 2)} `);
+  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(3)} `);
   note.append(nameText(className(item)));
   if (item < 0) return make("span", { class: `tile absent ${role}`, title: label }, thumbnail(item), note);
   return make("button", { type: "button", class: `tile ${role ?? ""}`, "aria-label": label, title: label, onclick: () => selectQuery(item) }, thumbnail(item), note);
@@ -316,7 +316,7 @@ function showConfusedPairs() {
     ["confused with", (pair) => items.class_names[pair.confused_with], (pair) => classCell(pair.confused_with)],
     ["queries", (pair) => pair.count, (pair) => make("button", { type: "button", class: "link", onclick: () => showPair(pair) }, String(pair.count))],
     ["% of the class", (pair) => pair.share, (pair) => percent(pair.share)],
-  ], pairs, { sort: 2, descending: true, limit: 30 });
+  ], pairs, { more: byId("pair-more"), sort: 2, descending: true, limit: 12 });
 }
 
 function showHubs() {
@@ -343,7 +343,7 @@ function showDuplicates() {
 
 function showComparison() {
   const comparison = comparisons[state.comparison], second = state.comparison + 1, letter = names[second].split(":")[0];
-  const options = ["fixed", "broken"].map((change) => [change, `${change} by ${letter} (${comparison[change].count})`]);
+  const options = [["fixed", "Fixed"], ["broken", "Broken"]].map(([change, text]) => [change, `${text} by ${letter} (${comparison[change].count.toLocaleString("en")})`]);
   choices(byId("change-choices"), options, state.change, (change) => { state.change = change; showComparison(); });
   pagedList(byId("changed-rows"), byId("changed-more"), comparison[state.change].items, (item) => [queryRow(item, 0, "A"), queryRow(item, second, letter)], 5);
   table(byId("gain-table"), [
