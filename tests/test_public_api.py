@@ -1,4 +1,4 @@
-"""The public face: its names, what importing it costs, and its command line's first answer."""
+"""The public API: its names, and what importing it loads."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import nearkin as nk
 
 
-def test_every_public_name_can_be_had():
+def test_every_public_name_can_be_imported():
     assert sorted(nk.__all__) == nk.__all__
     for name in nk.__all__:
         assert getattr(nk, name) is not None

@@ -1,6 +1,6 @@
-"""The command line: one module per command, each parses its flags, calls one function and prints.
+"""The command line: one module per command, which parses flags, calls one function and prints.
 
-A command's module is imported when it runs, and heavy imports stay inside its functions, so help is instant.
+A command's module is imported only when it runs, and heavy imports stay inside functions, so that help is fast.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from nearkin.errors import ConfigError, UserError, did_you_mean
 __all__ = ["COMMANDS", "main"]
 
 HELP = """\
-nearkin {version}: train embeddings, judge them on classes never seen, put them to use.
+nearkin {version}: train embeddings, evaluate them on unseen classes, search with them.
 
-  nearkin demo                 train, judge and report on built-in data: two minutes on two cores
-  nearkin train [RECIPE]       train by a named recipe, a .toml file, or --data FOLDER (or .csv) of your images
-  nearkin evaluate PATH        retrieval metrics of a run's model or of a features.npz, with intervals
-  nearkin report RUN [RUN]     one self-contained HTML page for a run, or for one against another
-  nearkin index RUN FOLDER     make images searchable by a run's model
-  nearkin search DIR IMAGE     the nearest images, or "unknown"
-  nearkin serve DIR            a page and a JSON API to search by dropping an image
-  nearkin export RUN           the model as an ONNX or torch file that runs without nearkin
-  nearkin data list|check|get  benchmarks and your own images: what there is, what is off, how to get it
-  nearkin losses [NAME]        the losses there are, or one explained
-  nearkin tune [RECIPE]        search losses' settings on validation classes, each with the same number of trials
-  nearkin bench run STUDY      many trainings under one protocol, resumable, with error bars (plan, status)
-  nearkin tournament STUDY     rank losses over experiments and say which differences are settled
-  nearkin doctor               versions, devices, extras, and trouble known for this machine
+  nearkin demo                 train, evaluate and report on built-in data (two minutes on two CPU cores)
+  nearkin train [RECIPE]       train with a named recipe, a .toml file, or --data FOLDER (or .csv) with your images
+  nearkin evaluate PATH        retrieval metrics of a run or of a features.npz, with confidence intervals
+  nearkin report RUN [RUN]     one self-contained HTML page for a run, or for a comparison of runs
+  nearkin index RUN FOLDER     embed images with a run's model and make them searchable
+  nearkin search DIR IMAGE     nearest images in an index, or "unknown"
+  nearkin serve DIR            web page and JSON API to search an index by image
+  nearkin export RUN           save the model as an ONNX or torch file that runs without nearkin
+  nearkin data list|check|get  list benchmarks, check images and labels, download a benchmark
+  nearkin losses [NAME]        list the available losses, or explain one
+  nearkin tune [RECIPE]        tune hyperparameters of losses on validation classes, with equal trial budgets
+  nearkin bench run STUDY      compare methods under one protocol over seeds, resumable (also: plan, status)
+  nearkin tournament STUDY     rank methods over experiments and test which differences are significant
+  nearkin doctor               versions, devices, optional dependencies, known issues
 
-Each command teaches itself: nearkin train --help
+Run `nearkin COMMAND --help` for details.
 """
 
-# Each is a module of this folder with a function `run(argv)`.
+# Each is a module in this folder with a function `run(argv)`.
 COMMANDS = (
     "demo",
     "train",
@@ -57,6 +57,11 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command. User errors are printed in one or two lines, with exit code 2.
+
+    Args:
+        argv: The arguments; by default those of the process.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in {"-h", "--help", "help"}:
         print(HELP.format(version=__version__), end="")
@@ -72,22 +77,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"nearkin: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as stopped:
-        if os.environ.get("RANK", "0") == "0":  # of several processes one talks
-            print(f"\n{_how_to_go_on(str(stopped), args)}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":  # only the main process prints
+            print(f"\n{_interrupt_message(str(interrupt), args)}", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:  # a full disk, a folder that is not there or not ours
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"nearkin: {place}{error.strerror or error}.", file=sys.stderr)
+    except OSError as error:  # disk full, folder missing or not writable
+        path = f"{error.filename}: " if error.filename else ""
+        print(f"nearkin: {path}{error.strerror or error}.", file=sys.stderr)
         sys.exit(2)
 
 
-def _how_to_go_on(stopped: str, args: list[str]) -> str:
-    """What to say after a Ctrl-C. `stopped` is empty where it came between two checkpoints: nothing is lost there."""
-    if not stopped:
-        return "stopped; the same command goes on from what is stored" if args[0] == "train" else "stopped"
-    again = "the same torchrun command again" if "RANK" in os.environ else shlex.join(["nearkin", *args])
-    return f"{stopped}; the checkpoint is written. To go on:\n  {again}"
+def _interrupt_message(reason: str, args: list[str]) -> str:
+    """Return what to print after Ctrl-C; `reason` is empty if no step was interrupted, so that nothing is lost."""
+    if not reason:
+        return "stopped; repeat the same command to resume" if args[0] == "train" else "stopped"
+    command = "the same torchrun command" if "RANK" in os.environ else shlex.join(["nearkin", *args])
+    return f"{reason}; the checkpoint is saved. To resume:\n  {command}"

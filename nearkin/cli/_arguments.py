@@ -1,8 +1,9 @@
-"""What every command shares: flags as a dataclass, a leading argument, and printing to the terminal."""
+"""Shared by all commands: flags as a dataclass, required arguments, and printing to the terminal."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import TypeVar
 
 from nearkin.errors import ConfigError, did_you_mean
@@ -10,44 +11,71 @@ from nearkin.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
-def parse(kind: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
-    """Flags as a dataclass; one that does not exist is refused with the nearest that does."""
+def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
+    """Parse flags into a dataclass.
+
+    Args:
+        args_type: The dataclass; its docstring and those of its fields are the help text.
+        argv: The flags.
+        prog: The command, for help and errors.
+        default: Default values; by default those of the dataclass.
+
+    Returns:
+        The parsed flags.
+
+    Raises:
+        ConfigError: An unknown flag, with the nearest known one.
+    """
     import tyro
 
-    given = {} if default is None else {"default": default}
-    parsed, unknown = tyro.cli(kind, args=argv, prog=prog, return_unknown_args=True, **given)  # type: ignore[call-overload]
+    defaults = {} if default is None else {"default": default}
+    parsed, unknown = tyro.cli(args_type, args=argv, prog=prog, return_unknown_args=True, **defaults)  # type: ignore[call-overload]
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = _flag_names(kind)
-        tail = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
-        hint = f" Did you mean '{tail[0]}'?" if tail else did_you_mean(name, known)
-        raise ConfigError(
-            f"{name}: no such {'setting' if name.startswith('-') else 'argument'}.{hint} See: {prog} --help."
-        )
+        known = _flag_names(args_type)
+        suffixed = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
+        hint = f" Did you mean '{suffixed[0]}'?" if suffixed else did_you_mean(name, known)
+        what = "setting" if name.startswith("-") else "argument"
+        raise ConfigError(f"{name}: no such {what}.{hint} See: {prog} --help.")
     return parsed  # type: ignore[no-any-return]
 
 
-def _flag_names(kind: type, prefix: str = "--") -> list[str]:
-    import typing
-
+def _flag_names(args_type: type, prefix: str = "--") -> list[str]:
     names: list[str] = []
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in typing.get_type_hints(args_type).items():
         flag = prefix + name.replace("_", "-")
         names += _flag_names(hint, f"{flag}.") if isinstance(hint, type) and dataclasses.is_dataclass(hint) else [flag]
     return names
 
 
-def leading(argv: list[str], what: str, prog: str, kind: type) -> tuple[str, list[str]]:
-    """The first argument, which must be there, and the rest."""
+def leading(argv: list[str], what: str, prog: str, args_type: type) -> tuple[str, list[str]]:
+    """Split off the required first argument.
+
+    Args:
+        argv: The arguments.
+        what: What the first argument is, for the error.
+        prog: The command, for help and errors.
+        args_type: The flags of the command, for --help.
+
+    Returns:
+        The first argument, and the rest.
+
+    Raises:
+        ConfigError: The argument is missing.
+    """
     if argv and argv[0] in {"-h", "--help"}:
-        parse(kind, argv, prog)
+        parse(args_type, argv, prog)
     if not argv or argv[0].startswith("-"):
-        raise ConfigError(f"{prog}: {what} is needed first.")
+        raise ConfigError(f"{prog}: missing argument: {what}.")
     return argv[0], argv[1:]
 
 
 def show(*parts: object) -> None:
-    """Print tables and lines to standard output, in colour on a terminal. Brackets are text: names may hold them."""
+    """Print tables and lines, in colour on a terminal. Brackets in names are not read as markup.
+
+    Args:
+        *parts: Strings and rich tables.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""`nearkin demo`: the whole way on the built-in data, from drawing it to a page to look at."""
+"""`nearkin demo`: train, evaluate and report on the built-in data."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ NEXT = """\
 Try next
   nearkin train glyphs_small --loss multi_similarity --miner multi_similarity   another loss, same data
   nearkin train --data FOLDER      your own images, one folder per class
-  nearkin losses                   the losses there are"""
+  nearkin losses                   available losses"""
 
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Train on the built-in glyphs, judge on characters never seen in training, and write a page to look at."""
+    """Train on the built-in glyphs, evaluate on characters never seen in training, and write an HTML report."""
 
     runs: Path = Path("runs")
-    """Folder in which run folders are kept."""
+    """Folder in which run folders are created."""
     page: Path | None = None
-    """Where to write the HTML page; by default report.html in the run folder."""
+    """File of the HTML report; by default report.html in the run folder."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
     quiet: bool = False
-    """Print the final table only."""
+    """Print only the final table."""
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin demo`."""
+    """Run `nearkin demo`.
+
+    Args:
+        argv: The flags.
+    """
     args = parse(DemoArgs, argv, "nearkin demo")
     from nearkin._common.progress import Reporter
     from nearkin.report.page import write_page
@@ -40,4 +44,4 @@ def run(argv: list[str]) -> None:
     reporter = Reporter(quiet=args.quiet)
     run = fit(recipes.glyphs_small(), args.runs, device=args.device, reporter=reporter)
     page = write_page(run, args.page, reporter=reporter)
-    show(result_table(run), headline(run), f"\npage: {page}\nrun:  {run.path}\n", NEXT)
+    show(result_table(run), headline(run), f"\nreport: {page}\nrun:    {run.path}\n", NEXT)

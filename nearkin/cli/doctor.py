@@ -1,9 +1,10 @@
-"""`nearkin doctor`: what is installed, what the machine has, and trouble known for it."""
+"""`nearkin doctor`: installed versions, devices, optional dependencies and known issues of this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,27 +26,32 @@ _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Print versions, devices, extras, and trouble known for this machine."""
+    """Print versions, devices, optional dependencies and known issues of this machine."""
 
     distributed: bool = False
-    """Run every loss on one and on two local processes and print how far the gradients differ; exit code 1 if any does
-    by more than 1e-5."""
+    """Compare the gradients of every loss between one and two local processes; exit code 1 if any differ by more than
+    1e-5 (relative)."""
 
 
 def run(argv: list[str]) -> None:
+    """Run `nearkin doctor`.
+
+    Args:
+        argv: The flags.
+    """
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.distributed:
         from nearkin._common.progress import Reporter
         from nearkin.training.distributed_check import check_gradients
 
         rows = check_gradients(2, reporter=Reporter())
-        show(*certify(rows))
+        show(*summarize_gradient_check(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
-    show(examine())
+    show(environment_table())
 
 
-def examine() -> RichTable:
-    """A table of facts; lines that start with ! are trouble."""
+def environment_table() -> RichTable:
+    """Return versions, devices, extras and known issues as a table."""
     import torch
 
     table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -54,82 +60,90 @@ def examine() -> RichTable:
     table.add_row("torch", torch.__version__)
     table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
     table.add_row("devices", ", ".join(devices()))
-    for extra, (present, missing) in sorted(extras().items()):
-        state = "ready: " + ", ".join(present) if not missing else f"missing {', '.join(missing)}"
-        cure = f"  (pip install 'nearkin[{extra}]')" if missing else ""
-        table.add_row(f"extra {extra}", state + cure)
-    for problem in known_issues():
-        table.add_row(Text("! trouble", style="bold red"), problem)
+    for extra, (installed, missing) in sorted(extras().items()):
+        if missing:
+            status = f"missing: {', '.join(missing)}  (pip install 'nearkin[{extra}]')"
+        else:
+            status = f"installed: {', '.join(installed)}"
+        table.add_row(f"extra {extra}", status)
+    issues = known_issues()
+    for issue in issues:
+        table.add_row(Text("! known issue", style="bold red"), issue)
+    if not issues:
+        table.add_row("known issues", "none")
     return table
 
 
-def certify(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:
-    """What the gradients of several processes differ by from those of one, loss by loss, and a verdict in words."""
+def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:
+    """Tabulate the gradient differences of a distributed check.
+
+    Args:
+        rows: The checked cases.
+
+    Returns:
+        A table of the largest differences per loss, and the conclusion in words.
+    """
     from nearkin.training.distributed_check import TOLERANCE
 
-    def shown(values: Sequence[float | None]) -> str:
-        present = [value for value in values if value is not None]
-        return f"{max(present):.0e}" if any(present) else "0" if present else "-"
+    def largest(values: Sequence[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        return f"{max(known):.0e}" if any(known) else "0" if known else "-"
 
     table = RichTable(box=None, padding=(0, 2, 0, 0))
     for title in ("loss", "cases", "embeddings", "network", "class parameters, memory"):
         table.add_column(title, justify="left" if title == "loss" else "right")
     for name in dict.fromkeys(row.case.loss for row in rows):
-        ours = [row for row in rows if row.case.loss == name]
+        cases = [row for row in rows if row.case.loss == name]
         table.add_row(
             name,
-            str(len(ours)),
-            shown([row.embeddings for row in ours]),
-            shown([row.network for row in ours]),
-            shown([row.parameters for row in ours]),
-            style=None if all(row.ok for row in ours) else "bold red",
+            str(len(cases)),
+            largest([case.embeddings for case in cases]),
+            largest([case.network for case in cases]),
+            largest([case.parameters for case in cases]),
+            style=None if all(case.ok for case in cases) else "bold red",
         )
-    bad = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
-    if not bad:
-        return table, f"certified: {len(rows)} cases, all within {TOLERANCE:g} (relative) of one process."
-    listed = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in bad[:10])
-    return (
-        table,
-        f"NOT certified: {len(bad)} of {len(rows)} cases differ by more than {TOLERANCE:g}, the worst:{listed}",
-    )
+    failed = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
+    if not failed:
+        return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."
+    worst = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in failed[:10])
+    return table, f"FAILED: {len(failed)} of {len(rows)} cases differ by more than {TOLERANCE:g}; the largest:{worst}"
 
 
 def devices() -> list[str]:
+    """Return the devices that torch can use."""
     import torch
 
-    found = ["cpu"]
-    found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    names = ["cpu"]
+    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append("mps")
-    return found
+        names.append("mps")
+    return names
 
 
 def extras() -> dict[str, tuple[list[str], list[str]]]:
-    """Each extra's packages, as (present with version, missing), read from the installed package itself."""
+    """Return the packages of each extra as (installed with version, missing), read from the package metadata."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for requirement in metadata("nearkin").get_all("Requires-Dist") or []:
         name, _, condition = requirement.partition(";")
         if "extra ==" not in condition or name.startswith("nearkin") or "'all'" in condition.replace('"', "'"):
             continue
         extra = condition.partition("extra ==")[2].strip().strip("'\"")
-        package = name.strip().partition("[")[0]
-        for sign in "<>=!~ ":
-            package = package.partition(sign)[0]
-        present, missing = found.setdefault(extra, ([], []))
+        package = re.split(r"[\[<>=!~ ]", name.strip(), maxsplit=1)[0]
+        installed, missing = found.setdefault(extra, ([], []))
         try:
-            present.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             missing.append(package)
     return found
 
 
 def known_issues() -> list[str]:
-    """Known trouble of this machine, each with what to do."""
-    found = []
-    # In a process of its own: where the CPU claims instructions that the machine does not allow, it is killed.
+    """Return the known issues of this machine, each with a fix or workaround."""
+    issues = []
+    # In a separate process, because it is killed on CPUs that report instructions which the machine does not allow.
     probe = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, text=True)
     if probe.returncode != 0:
-        found.append("bfloat16 matrix products crash on this CPU; nearkin trains in float32 here, keep it so.")
+        issues.append("bfloat16 matrix products crash on this CPU. nearkin trains in float32 here; do not change that.")
     if (os.cpu_count() or 1) < 2:
-        found.append("one core only: the demo will take about twice as long as stated.")
-    return found
+        issues.append("only one CPU core: the demo takes about twice as long as stated.")
+    return issues

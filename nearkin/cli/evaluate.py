@@ -1,4 +1,4 @@
-"""`nearkin evaluate`: retrieval metrics of a run or of a file of features."""
+"""`nearkin evaluate`: retrieval metrics of a run or of a file of embeddings."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluateArgs:
-    """Retrieval metrics in percent, each with its 95 % interval over classes.
+    """Print retrieval metrics in percent, with 95 % intervals over classes.
 
     nearkin evaluate features.npz           (arrays `features` [N, D] and `labels` [N])
 
-    nearkin evaluate runs/<key>             (the stored values of a finished run)
+    nearkin evaluate runs/<key>             (the stored metrics of a finished run)
     """
 
     ks: tuple[int, ...] = ()
-    """The k of R@k and nDCG@k; 1 2 4 8 when left out, and for a run those that it stored."""
+    """The k of R@k and nDCG@k; by default 1 2 4 8, for a run those that it stored."""
     out: Path | None = None
-    """Write the value of every query to this .npz file."""
+    """Write the metrics of every query to this .npz file."""
 
 
 def run(argv: list[str]) -> None:
+    """Run `nearkin evaluate`.
+
+    Args:
+        argv: Path and flags.
+    """
     target, flags = leading(argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs)
     args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
     from nearkin.metrics.scores import score_file
@@ -44,15 +49,15 @@ def run(argv: list[str]) -> None:
 
 
 def _stored_scores(folder: Path, ks: tuple[int, ...]) -> Scores:
-    """What a run stored when its test classes were opened, at these k or at all that it has."""
+    """Load the test metrics that a run stored, at these k or at all that it has."""
     from nearkin.metrics.scores import Scores
     from nearkin.training.run import Run
 
     if Run(folder).result is None:
-        raise RunError(f"{folder}: this run is not finished. Run its training command again to go on.")
+        raise RunError(f"{folder}: this run is not finished. Repeat its training command to resume it.")
     scores = Scores.load(folder / "per_query.npz")
     if not set(ks) <= set(scores.ks):
-        has = " ".join(str(k) for k in scores.ks)
-        raise ConfigError(f"--ks: the run stored k = {has}. For others embed the images and evaluate a features.npz.")
+        stored = " ".join(str(k) for k in scores.ks)
+        raise ConfigError(f"--ks: the run stored k = {stored}. For others, evaluate a features.npz of the embeddings.")
     scores.ks = ks or scores.ks
     return scores

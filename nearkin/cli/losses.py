@@ -1,4 +1,4 @@
-"""`nearkin losses`: the losses by family, or one explained."""
+"""`nearkin losses`: list the losses, or explain one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class LossesArgs:
-    """List the losses by family, or explain one: formula, settings and ranges, when to use it.
+    """List the losses by family, or explain one: formula, settings with search ranges, when to use it.
 
     nearkin losses
 
@@ -19,14 +19,19 @@ class LossesArgs:
     """
 
     picture: Path | None = None
-    """Draw how hard the loss pulls and pushes over similarity, as a PNG file."""
+    """Plot the gradient of the loss over the similarity of a positive and a negative pair, as a PNG file."""
 
 
 def run(argv: list[str]) -> None:
-    named = argv[:1] if argv and not argv[0].startswith("-") else []
-    args = parse(LossesArgs, argv[len(named) :], "nearkin losses [NAME]")
-    if args.picture is not None and not named:
-        raise ConfigError("--picture: name a loss to draw, for example: nearkin losses triplet --picture triplet.png.")
+    """Run `nearkin losses`.
+
+    Args:
+        argv: An optional name, and flags.
+    """
+    name = argv[:1] if argv and not argv[0].startswith("-") else []
+    args = parse(LossesArgs, argv[len(name) :], "nearkin losses [NAME]")
+    if args.picture is not None and not name:
+        raise ConfigError("--picture: no loss given. Example: nearkin losses triplet --picture triplet.png.")
     from nearkin.report.losses import explain, list_losses
 
-    print(explain(named[0], args.picture) if named else list_losses())
+    print(explain(name[0], args.picture) if name else list_losses())

@@ -1,4 +1,4 @@
-"""The command `nearkin report`: parse, call, print."""
+"""`nearkin report`: HTML pages, figures, tables and JSON of runs and studies."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from nearkin.errors import ConfigError, RunError
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write one self-contained HTML page for a finished run, or for runs judged on the same images.
+    """Write one self-contained HTML page for a finished run, or for several runs evaluated on the same images.
 
     nearkin report runs/<key>
 
-    nearkin report runs/<first> runs/<second> -o comparison.html   (the second against the first)
+    nearkin report runs/<first> runs/<second> -o comparison.html   (compare two runs)
 
     nearkin report runs/<key> --figures figures --tables tables    (for a paper)
 
-    nearkin report --study studies/tiny                            (a study: ranks, intervals, what failed)
+    nearkin report --study studies/tiny                            (a study: results, ranks, failures)
     """
 
     study: Path | None = None
-    """Folder of a study instead of runs."""
-
+    """Folder of a study, instead of runs."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """Where to write the page; by default report.html in the folder of the (first) run."""
+    """File of the page; by default report.html in the folder of the (first) run or of the study."""
     tsne: bool = False
-    """Add a t-SNE map beside the PCA map; takes a minute for some thousand images."""
+    """Add a t-SNE map to the PCA map; takes about a minute for a few thousand images."""
     figures: Path | None = None
-    """Folder for figures as PNG and SVG."""
+    """Write figures as PNG and SVG to this folder."""
     tables: Path | None = None
-    """Folder for the table of numbers as Markdown and LaTeX."""
+    """Write the results as Markdown and LaTeX tables to this folder."""
     json: Path | None = None
     """Write the data behind the page to this file."""
     quiet: bool = False
-    """Print the paths of the written files only."""
+    """Print only the paths of the written files."""
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin report RUN [RUN ...]`."""
+    """Run `nearkin report`.
+
+    Args:
+        argv: Run folders and flags.
+    """
     prog = "nearkin report RUN [RUN ...]"
     if any(word == "--study" or word.startswith("--study=") for word in argv):
-        _study(parse(ReportArgs, argv, "nearkin report --study STUDY"))
+        _report_study(parse(ReportArgs, argv, "nearkin report --study STUDY"))
         return
     first, rest = leading(argv, "a run folder", prog, ReportArgs)
     targets = [first]
@@ -61,31 +64,31 @@ def run(argv: list[str]) -> None:
     from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]
-    made = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
-    print(write_report(made, args.out or runs[0].path / "report.html"))
+    report = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
+    print(write_report(report, args.out or runs[0].path / "report.html"))
     if args.json is not None:
-        _write_json(made.to_dict(), args.json)
+        _write_json(report.to_dict(), args.json)
         print(args.json)
-    for path in write_tables(made, args.tables) if args.tables is not None else []:
+    for path in write_tables(report, args.tables) if args.tables is not None else []:
         print(path)
-    for path in write_figures(made, args.figures) if args.figures is not None else []:
+    for path in write_figures(report, args.figures) if args.figures is not None else []:
         print(path)
 
 
-def _study(args: ReportArgs) -> None:
+def _report_study(args: ReportArgs) -> None:
     from nearkin.report.study import build_study_report, write_study_page
     from nearkin.report.study_figures import write_study_figures
 
     assert args.study is not None
     if args.tsne or args.tables is not None:
-        given = "--tsne" if args.tsne else "--tables"
-        raise ConfigError(f"{given}: not with --study; its tables lie in {args.study}/tournament.")
-    made = build_study_report(args.study)
-    print(write_study_page(made, args.out or args.study / "report.html"))
+        flag = "--tsne" if args.tsne else "--tables"
+        raise ConfigError(f"{flag}: cannot be used with --study. The tables of a study are in {args.study}/tournament.")
+    report = build_study_report(args.study)
+    print(write_study_page(report, args.out or args.study / "report.html"))
     if args.json is not None:
-        _write_json(made.to_dict(), args.json)
+        _write_json(report.to_dict(), args.json)
         print(args.json)
-    for path in write_study_figures(made, args.figures) if args.figures is not None else []:
+    for path in write_study_figures(report, args.figures) if args.figures is not None else []:
         print(path)
 
 
@@ -94,4 +97,4 @@ def _write_json(values: object, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another place with --json.") from None
+        raise RunError(f"{path}: cannot write the file ({error.strerror}). Choose another path with --json.") from None

@@ -1,4 +1,4 @@
-"""`nearkin train`: a recipe by name, from a file, or chosen for the data, changed by flags."""
+"""`nearkin train`: train with a recipe, given by name, by file or chosen for the data, and changed by flags."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Train a model, choose its epoch on validation classes and judge it once on sealed test classes.
+    """Train a model, select its epoch on validation classes and evaluate it once on sealed test classes.
 
-    As in
+    For example:
 
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
 
@@ -29,176 +29,208 @@ class TrainArgs:
 
     nearkin train my_recipe.toml --seed 1
 
-    nearkin train folder_finetune --data photos/   (the whole network, not only a head on its features)
+    nearkin train folder_finetune --data photos/   (fine-tune the whole network, not only a head on its features)
 
-    RECIPE comes first: a name, a .toml file or a run folder; flags change it. Names: glyphs_small, folder_default,
-    folder_finetune, features_default, from_scratch, cub_lite; the papers' ice_cub, ice_cars, ice_sop, ce_cub, ce_cars,
-    ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS, also thesis_LOSS:DATA:NETWORK:SIZE.
+    RECIPE comes first: a name, a .toml file or a run folder. Flags override its settings. Names: glyphs_small,
+    folder_default, folder_finetune, features_default, from_scratch, cub_lite; from papers: ice_cub, ice_cars, ice_sop,
+    ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS or thesis_LOSS:DATA:NETWORK:SIZE.
 
-    --weights FILE and --freeze backbone are short for --model.weights and --model.freeze.
+    --weights FILE and --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
 
-    A loss's own settings follow its name as --loss.SETTING VALUE (see: nearkin losses NAME), a miner's likewise.
-    The same command again goes on where it was stopped, or says that it is done.
+    Set hyperparameters of the loss with --loss.SETTING VALUE (see: nearkin losses NAME), of the miner with
+    --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
     """
 
     runs: Path = Path("runs")
-    """Folder in which run folders are kept."""
+    """Folder in which run folders are created."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU where there is one."""
+    """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
     quiet: bool = False
-    """Print the final table only."""
+    """Print only the final table."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where the numbers of each epoch also go."""
+    """Experiment trackers that also log every epoch."""
     loss: str = "proxy_anchor"
-    """Loss by name; `nearkin losses` lists them."""
+    """Name of the loss; `nearkin losses` lists them."""
     miner: str | None = None
-    """Miner by name, for pair losses."""
+    """Name of the miner, for pair losses; none for no miner."""
     memory: int = 0
-    """Embeddings of earlier batches kept as further references (pair losses only)."""
+    """Size of the cross-batch memory: embeddings of earlier batches used as extra references (pair losses only)."""
     seed: int = 0
-    """Draws the first weights and the order of the images."""
+    """Seed of the initial weights and of the order of the images."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def run(argv: list[str]) -> None:
+    """Run `nearkin train`.
+
+    Args:
+        argv: An optional recipe, and flags.
+    """
     recipe, args = parse_train(argv)
     from nearkin._common.progress import Reporter
     from nearkin.report.text import headline, result_table
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
-    if not run.is_writer:  # of several processes one talks
+    if not run.is_writer:  # only the main process prints
         return
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
-    show(
-        result_table(run),
-        headline(run),
-        *notes,
-        f"\nrun:  {run.path}\npage: nearkin report {shlex.quote(str(run.path))}",
-    )
+    paths = f"\nrun:    {run.path}\nreport: nearkin report {shlex.quote(str(run.path))}"
+    show(result_table(run), headline(run), *notes, paths)
 
 
-SHORT = {"--weights": "--model.weights", "--freeze": "--model.freeze"}
+ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze"}
+
+Settings = dict[str, Scalar]
+
+
+@dataclass
+class _Arguments:
+    """The arguments of `nearkin train` before the flags are parsed."""
+
+    recipe: str | None
+    data: Path | None = None
+    flags: list[str] = field(default_factory=list)
+    settings: dict[str, Settings] = field(default_factory=lambda: {"loss": {}, "miner": {}})
 
 
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
-    """The recipe that `nearkin train` is to run: a named or stored one, changed by flags."""
-    from nearkin.training import recipes
+    """Build the recipe of `nearkin train`.
 
-    argv = list(argv)
-    named = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    settings: dict[str, dict[str, Scalar]] = {"loss": {}, "miner": {}}
-    flags: list[str] = []
-    given: Path | None = None
-    while argv:
-        flag, equals, value = argv.pop(0).partition("=")
-        flag = SHORT.get(flag, flag)
-        owner, dot, setting = flag.removeprefix("--").partition(".")
-        if flag == "--data" or (flag.startswith("--") and dot and owner in settings):
-            if not equals:
-                if not argv:
-                    raise ConfigError(f"{flag}: a value is needed.")
-                value = argv.pop(0)
-            if flag == "--data":
-                given = Path(value).resolve()  # the run folder must find its data from anywhere
-            elif setting == "name":
-                flags += [f"--{owner}", value]
-            else:
-                settings[owner][setting.replace("-", "_")] = _scalar(value)
-        else:
-            flags.append(f"{flag}{equals}{value}")
+    Args:
+        argv: An optional recipe, and flags.
 
-    if given is None:
-        recipe = recipes.find(named or "glyphs_small")
-    else:
-        from nearkin.data.sources import detect_source
+    Returns:
+        The recipe changed by the flags, and the flags.
 
-        source = detect_source(given)
-        if named:
-            recipe = recipes.find(named)
-            recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=given))
-        else:
-            recipe, why = _recipe_for(source, given, flags)
-            if "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # of several processes one talks
-                print(f"recipe: {why}", file=sys.stderr)
-    default = TrainArgs(
-        loss=recipe.loss.name,
-        miner=recipe.miner.name if recipe.miner else None,
-        memory=recipe.memory,
-        seed=recipe.seed,
-        data=recipe.data,
-        model=recipe.model,
-        train=recipe.train,
+    Raises:
+        ConfigError: An unknown recipe or flag, a missing value, or miner settings without a miner.
+    """
+    arguments = _split_arguments(argv)
+    base = _base_recipe(arguments)
+    defaults = TrainArgs(
+        loss=base.loss.name,
+        miner=base.miner.name if base.miner else None,
+        memory=base.memory,
+        seed=base.seed,
+        data=base.data,
+        model=base.model,
+        train=base.train,
     )
-    args = parse(TrainArgs, flags, f"nearkin train {named or '[RECIPE]'}", default)
-    miner = None if args.miner in (None, "none") else args.miner
-    if recipe.miner and args.loss != recipe.loss.name and not _names("--miner", flags) and not _takes_miner(args.loss):
-        miner = None  # it belonged to the recipe's own loss, as that one's settings did
+    args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
+    loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
+    miner = _miner_name(args, base, arguments.flags)
+    if miner_settings and miner is None:
+        raise ConfigError(f"--miner.{next(iter(miner_settings))}: no miner is selected. Select one with --miner NAME.")
     recipe = Recipe(
         data=args.data,
         model=args.model,
-        loss=_choice(args.loss, recipe.loss, settings["loss"]),
-        miner=_choice(miner, recipe.miner, settings["miner"]) if miner else None,
+        loss=_override(args.loss, base.loss, loss_settings),
+        miner=_override(miner, base.miner, miner_settings) if miner else None,
         train=args.train,
         memory=args.memory,
         seed=args.seed,
     )
-    if settings["miner"] and recipe.miner is None:
-        raise ConfigError(f"--miner.{next(iter(settings['miner']))}: no miner is chosen. Give one with --miner NAME.")
     return recipe, args
 
 
-def _recipe_for(source: str, given: Path, flags: list[str]) -> tuple[Recipe, str]:
-    """The recipe for data that came without one, for the device that will be used."""
+def _split_arguments(argv: list[str]) -> _Arguments:
+    """Separate the recipe, --data and the settings of loss and miner from the flags that tyro parses."""
+    argv = list(argv)
+    arguments = _Arguments(recipe=argv.pop(0) if argv and not argv[0].startswith("-") else None)
+    while argv:
+        flag, equals, value = argv.pop(0).partition("=")
+        flag = ALIASES.get(flag, flag)
+        component, dot, setting = flag.removeprefix("--").partition(".")
+        is_setting = flag.startswith("--") and dot and component in arguments.settings
+        if flag != "--data" and not is_setting:
+            arguments.flags.append(f"{flag}{equals}{value}")
+            continue
+        if not equals:
+            if not argv:
+                raise ConfigError(f"{flag}: missing value.")
+            value = argv.pop(0)
+        if flag == "--data":
+            arguments.data = Path(value).resolve()  # the run folder must find its data from any working directory
+        elif setting == "name":
+            arguments.flags += [f"--{component}", value]
+        else:
+            arguments.settings[component][setting.replace("-", "_")] = _scalar(value)
+    return arguments
+
+
+def _base_recipe(arguments: _Arguments) -> Recipe:
+    """Return the recipe before the flags: the given one, or one chosen for the data."""
+    from nearkin.training import recipes
+
+    root = arguments.data
+    if root is None:
+        return recipes.find(arguments.recipe or "glyphs_small")
+    from nearkin.data.sources import detect_source
+
+    source = detect_source(root)
+    if arguments.recipe:
+        recipe = recipes.find(arguments.recipe)
+        return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=root))
+    recipe, reason = _choose_recipe(source, root, arguments.flags)
+    if "--quiet" not in arguments.flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
+        print(f"recipe: {reason}", file=sys.stderr)
+    return recipe
+
+
+def _choose_recipe(source: str, root: Path, flags: list[str]) -> tuple[Recipe, str]:
+    """Choose a recipe for the data and the device, and say why."""
     from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.factory import choose_device
 
-    given_as = DataConfig(
+    data = DataConfig(
         source=source,
-        root=given,
+        root=root,
         allow_missing=True,
-        path_column=_value_of("--data.path-column", flags),
-        label_column=_value_of("--data.label-column", flags),
+        path_column=_flag_value("--data.path-column", flags),
+        label_column=_flag_value("--data.label-column", flags),
     )
-    return choose_recipe(given_as, gpu=choose_device(_value_of("--device", flags) or "auto").type == "cuda")
+    return choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
 
 
-def _names(flag: str, flags: list[str]) -> bool:
-    return any(word.partition("=")[0] == flag for word in flags)
-
-
-def _takes_miner(loss: str) -> bool:
-    from nearkin.losses import LOSSES
-
-    return LOSSES[loss].inputs.pairs
-
-
-def _value_of(flag: str, flags: list[str]) -> str | None:
-    """The value of a flag that is needed before all are parsed, as `--flag value` or `--flag=value`."""
-    for place, word in enumerate(flags):
+def _flag_value(flag: str, flags: list[str]) -> str | None:
+    """Return the value of a flag before all flags are parsed, given as `--flag value` or `--flag=value`."""
+    for i, word in enumerate(flags):
         if word == flag:
-            return flags[place + 1] if place + 1 < len(flags) else None
+            return flags[i + 1] if i + 1 < len(flags) else None
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
     return None
 
 
-def _choice(name: str, before: ComponentConfig | None, changed: dict[str, Scalar]) -> ComponentConfig:
-    """Another loss starts from its own defaults; the same one keeps the recipe's settings."""
-    kept = before.settings if before is not None and before.name == name else {}
-    return ComponentConfig(name, {**kept, **changed})
+def _miner_name(args: TrainArgs, base: Recipe, flags: list[str]) -> str | None:
+    """Return the miner to use. The recipe's miner is dropped if a new loss cannot use it."""
+    if args.miner in (None, "none"):
+        return None
+    given = any(word.partition("=")[0] == "--miner" for word in flags)
+    if base.miner and args.loss != base.loss.name and not given:
+        from nearkin.losses import LOSSES
+
+        return args.miner if LOSSES[args.loss].inputs.pairs else None
+    return args.miner
+
+
+def _override(name: str, base: ComponentConfig | None, settings: Settings) -> ComponentConfig:
+    """Change the settings of a component. A component with a new name starts from its own defaults."""
+    inherited = base.settings if base is not None and base.name == name else {}
+    return ComponentConfig(name, {**inherited, **settings})
 
 
 def _scalar(text: str) -> Scalar:
-    """A setting's value as TOML would read it, a bare word as text."""
+    """Parse the value of a setting as TOML would; other words are strings."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
-    for kind in (int, float):
+    for number in (int, float):
         try:
-            return kind(text)
+            return number(text)
         except ValueError:
             pass
     return text

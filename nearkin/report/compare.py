@@ -1,4 +1,4 @@
-"""Runs against each other, on the same images: what one gained, query by query and class by class."""
+"""Comparison of runs that were evaluated on the same images: per metric, per query and per class."""
 
 from __future__ import annotations
 
@@ -12,98 +12,149 @@ from nearkin.analysis.hardness import class_table
 from nearkin.data.images import Rows
 from nearkin.errors import RunError
 from nearkin.metrics.scores import compare
-from nearkin.report.contents import Shown, rounded
-from nearkin.report.view import View
+from nearkin.report.contents import PageItems, round_or_none
+from nearkin.report.eval_data import EvalData
 from nearkin.training.evaluation import HEADLINE_METRICS
 from nearkin.training.run import Run
 
-EACH = 120  # queries listed as mended and as broken
+MAX_CHANGED = 120  # queries listed as fixed, and as broken
 
 
-def check_same_images(runs: Sequence[Run], views: Sequence[View]) -> None:
-    """Refuse runs that were judged on different images: their numbers say nothing about each other."""
-    for run, view in zip(runs[1:], views[1:], strict=True):
-        first = views[0]
-        if view.part != first.part:
-            why = f"one was judged on {first.part} classes, the other on {view.part} classes"
-        elif view.table.fingerprint != first.table.fingerprint:
-            why = f"their data differ ({first.table.source} and {view.table.source})"
-        elif not np.array_equal(view.table.row_numbers, first.table.row_numbers):
-            why = f"their {first.part} classes differ ({first.table.split}; {view.table.split})"
+def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None:
+    """Check that all runs were evaluated on the same images.
+
+    Args:
+        runs: The runs.
+        datasets: What each of them was evaluated on.
+
+    Raises:
+        RunError: Two runs were evaluated on different images, so their metrics are not comparable.
+    """
+    first = datasets[0]
+    for run, data in zip(runs[1:], datasets[1:], strict=True):
+        if data.split != first.split:
+            reason = f"one was evaluated on {first.split} classes, the other on {data.split} classes"
+        elif data.table.fingerprint != first.table.fingerprint:
+            reason = f"their data differ ({first.table.source} and {data.table.source})"
+        elif not np.array_equal(data.table.row_numbers, first.table.row_numbers):
+            reason = f"their {first.split} classes differ ({first.table.split}; {data.table.split})"
         else:
             continue
         raise RunError(
-            f"{runs[0].path} and {run.path} cannot be compared: {why}.\n"
+            f"{runs[0].path} and {run.path} cannot be compared: {reason}.\n"
             "Write a page for each, or train both on the same data and split (--data.split-seed)."
         )
 
 
-def changed(first: View, second: View) -> tuple[Rows, Rows]:
-    """The rows whose nearest neighbour became right with the second run, and wrong; the greatest change first."""
+def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
+    """Find the queries whose nearest neighbour is right in one run and wrong in the other.
+
+    Args:
+        first: Evaluated rows of the first run.
+        second: Evaluated rows of the second run.
+
+    Returns:
+        The rows that the second run fixed and those that it broke, largest change of MAP@R first.
+    """
     before, after = first.scores.per_query["R@1"], second.scores.per_query["R@1"]
     change = second.scores.per_query["MAP@R"] - first.scores.per_query["MAP@R"]
-    change = np.where(np.isnan(change), 0.0, change)  # lone queries, which MAP@R leaves out
-    mended = np.flatnonzero((before == 0) & (after == 1))
+    change = np.where(np.isnan(change), 0.0, change)  # singleton queries have no MAP@R
+    fixed = np.flatnonzero((before == 0) & (after == 1))
     broken = np.flatnonzero((before == 1) & (after == 0))
-    return first.asking[mended[np.argsort(-change[mended])]], first.asking[broken[np.argsort(change[broken])]]
+    return first.queries[fixed[np.argsort(-change[fixed])]], first.queries[broken[np.argsort(change[broken])]]
 
 
-def difference(first: View, second: View, shown: Shown) -> dict[str, Any]:
-    """What the second run gains over the first: metrics with paired intervals, queries mended and broken, classes."""
-    metrics = [
+def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
+    """Compare two runs on the same queries.
+
+    Args:
+        first: Evaluated rows of the first run.
+        second: Evaluated rows of the second run.
+        page_items: The rows on the page.
+
+    Returns:
+        Paired differences of the metrics with intervals, the fixed and broken queries, and the gain of each class, as
+        plain values.
+    """
+    differences = [
         compare(first.scores, second.scores, name) for name in HEADLINE_METRICS if name in first.scores.per_query
     ]
-    mended, broken = changed(first, second)
-    old = {row.label: row for row in class_table(first.scores)}
-    classes = []
-    for row in class_table(second.scores):
-        was, now = old[row.label].means["R@1"], row.means["R@1"]
-        if not (math.isnan(was) or math.isnan(now)):
-            gain = round(now - was, 4)
-            classes.append(
-                {"class": int(row.label), "queries": row.queries, "before": round(was, 4), "after": round(now, 4)}
-                | {"gain": gain}
-            )
+    fixed, broken = changed_queries(first, second)
     return {
         "metrics": [
-            {"name": d.name}
-            | {key: rounded(getattr(d, key), 6) for key in ("first", "second", "difference")}
-            | {"low": rounded(d.low, 6), "high": rounded(d.high, 6), "p": rounded(d.p_value)}
-            for d in metrics
+            {
+                "name": d.name,
+                "first": round_or_none(d.first, 6),
+                "second": round_or_none(d.second, 6),
+                "difference": round_or_none(d.difference, 6),
+                "low": round_or_none(d.low, 6),
+                "high": round_or_none(d.high, 6),
+                "p_value": round_or_none(d.p_value),
+            }
+            for d in differences
         ],
-        "queries": len(first.asking),
-        "mended": {"count": len(mended), "items": shown.items_of(mended[:EACH])},
-        "broken": {"count": len(broken), "items": shown.items_of(broken[:EACH])},
-        "classes": sorted(classes, key=lambda row: row["gain"]),
+        "queries": len(first.queries),
+        "fixed": {"count": len(fixed), "items": page_items.items_of(fixed[:MAX_CHANGED])},
+        "broken": {"count": len(broken), "items": page_items.items_of(broken[:MAX_CHANGED])},
+        "classes": _class_gains(first, second),
     }
 
 
-def verdict(metrics: Sequence[Mapping[str, Any]], first: str, second: str) -> str:
-    """One sentence on R@1, as far as the paired interval allows it to be said."""
+def _class_gains(first: EvalData, second: EvalData) -> list[dict[str, Any]]:
+    """R@1 of each class in both runs, smallest gain first."""
+    first_rows = {row.label: row for row in class_table(first.scores)}
+    classes = []
+    for row in class_table(second.scores):
+        before, after = first_rows[row.label].means["R@1"], row.means["R@1"]
+        if math.isnan(before) or math.isnan(after):
+            continue
+        gains = {"before": round(before, 4), "after": round(after, 4), "gain": round(after - before, 4)}
+        classes.append({"class": int(row.label), "queries": row.queries, **gains})
+    return sorted(classes, key=lambda row: row["gain"])
+
+
+def comparison_headline(metrics: Sequence[Mapping[str, Any]], first: str, second: str) -> str:
+    """Say in one sentence which run has the higher R@1, and claim no more than the paired interval supports.
+
+    Args:
+        metrics: The `metrics` of `compare_runs`.
+        first: Name of the first run.
+        second: Name of the second run.
+
+    Returns:
+        The sentence.
+    """
     row = next(row for row in metrics if row["name"] == "R@1")
     if row["low"] is None:
-        return "There are too few classes to say which of the two is better."
+        return f"Too few classes to compare {first} and {second}."
     low, high = 100 * row["low"], 100 * row["high"]
     if low > 0:
         return f"{second} is better than {first}: {low:.1f} to {high:.1f} points of R@1 on the same queries."
     if high < 0:
         return f"{second} is worse than {first}: {-high:.1f} to {-low:.1f} points of R@1 on the same queries."
     return (
-        f"Which of {first} and {second} is better is not settled by this many classes: the difference is {low:+.1f} to "
-        f"{high:+.1f} points of R@1."
+        f"The difference between {first} and {second} is not significant: {low:+.1f} to {high:+.1f} points of R@1 on "
+        "the same queries."
     )
 
 
-def settings_that_differ(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which the recipes are not alike, with the value of each run."""
-    flat = [_flat(run.recipe.to_dict()) for run in runs]
-    names = dict.fromkeys(name for one in flat for name in one)
-    rows = [(name, [str(one.get(name, "-")) for one in flat]) for name in names if name != "data.root"]
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """List the recipe settings in which runs differ.
+
+    Args:
+        runs: The runs.
+
+    Returns:
+        (setting, its value in each run), without the data folder.
+    """
+    recipes = [_flatten(run.recipe.to_dict()) for run in runs]
+    names = dict.fromkeys(name for recipe in recipes for name in recipe)
+    rows = [(name, [str(recipe.get(name, "-")) for recipe in recipes]) for name in names if name != "data.root"]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return out
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -1,4 +1,4 @@
-"""What a page says of a run, as plain values: the same that `--json` writes."""
+"""The contents of a run's page as plain values, the same that `--json` writes."""
 
 from __future__ import annotations
 
@@ -20,48 +20,86 @@ from nearkin.analysis.hardness import class_table, confused_pairs, hubness
 from nearkin.data.images import Rows
 from nearkin.ops.pairs import pair_up
 from nearkin.report import projection
-from nearkin.report.lists import COPIES, SUSPECTS, Copies, Lists
-from nearkin.report.view import View
+from nearkin.report.eval_data import EvalData
+from nearkin.report.highlights import MAX_DUPLICATES, MAX_LABEL_ERRORS, Highlights, NearDuplicates
 from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
 
-CSV_ROWS = 1000
-PAIRED, BINS = 1000, 50  # rows whose pairs are looked at, and bins of their similarities
-SIZES_UP_TO = 12_000  # rows for which recall by embedding size is still cheap
+MAX_CSV_ROWS = 1000
+HISTOGRAM_ROWS, HISTOGRAM_BINS = 1000, 50  # rows whose pairs are counted, and bins of their similarities
+MAX_ROWS_BY_SIZE = 12_000  # recall by embedding size is computed for up to this many rows
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The rows that are on the page. An item is a place in `rows`; `items_of` finds the items of rows."""
+class PageItems:
+    """The rows on a page. An item is a position in `rows`.
+
+    Attributes:
+        rows: The rows on the page, in order.
+        item_of_row: The item of each row [N], -1 for rows that are not on the page.
+    """
 
     rows: Rows
-    place: NDArray[np.int64]  # [N] the item of each row, -1 for those that are not shown
+    item_of_row: NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Rows, total: int) -> Shown:
-        place = np.full(total, -1, np.int64)
-        place[rows] = np.arange(len(rows))
-        return Shown(rows, place)
+    def from_rows(rows: Rows, total: int) -> PageItems:
+        """Number the rows of a page.
+
+        Args:
+            rows: The rows on the page.
+            total: Number of evaluated rows.
+
+        Returns:
+            The rows with their items.
+        """
+        item_of_row = np.full(total, -1, np.int64)
+        item_of_row[rows] = np.arange(len(rows))
+        return PageItems(rows, item_of_row)
 
     def items_of(self, rows: Any) -> list[int]:
-        found = self.place[np.asarray(rows, np.int64)]
-        return [int(item) for item in found if item >= 0]
+        """Return the items of rows, without those that are not on the page.
+
+        Args:
+            rows: Row indices.
+
+        Returns:
+            Their items, in order.
+        """
+        return [int(item) for item in self.item_of_row[np.asarray(rows, np.int64)] if item >= 0]
 
 
-def rounded(value: float, digits: int = 4) -> float | None:
-    """For JSON, which has no NaN: None stands for it.
+def round_or_none(value: float, digits: int = 4) -> float | None:
+    """Round a number for JSON; NaN and infinity become None.
 
-    >>> rounded(0.123456), rounded(math.nan)
-    (0.1235, None)
+    Args:
+        value: The number.
+        digits: Decimal places.
+
+    Returns:
+        The rounded number, or None.
+
+    Example:
+        >>> round_or_none(0.123456), round_or_none(math.nan)
+        (0.1235, None)
     """
     return round(float(value), digits) if math.isfinite(value) else None
 
 
-# --- what the run folder says ----------------------------------------------------------------------------------------
+# --- from the run folder ---------------------------------------------------------------------------------------------
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Learning, alarms, protocol, recipe and environment. Paths and the command line stay out: a page is shared."""
+def summarize_run(run: Run) -> dict[str, Any]:
+    """Collect result, epochs, alarms, recipe and environment of a finished run.
+
+    Paths and the command line are left out, because pages are shared.
+
+    Args:
+        run: A finished run.
+
+    Returns:
+        Plain values.
+    """
     result = run.result
     assert result is not None
     events = run.events()
@@ -74,14 +112,14 @@ def summary(run: Run) -> dict[str, Any]:
         "key": run.path.resolve().name,
         "loss": recipe.loss.name,
         "result": result,
-        "epochs": [_epoch(event) for event in events if event["event"] == "epoch"],
+        "epochs": [_summarize_epoch(event) for event in events if event["event"] == "epoch"],
         "alarms": [{"epoch": e["epoch"], "text": e["text"]} for e in events if e["event"] == "alarm"],
         "recipe": recipe.to_toml(),
         "environment": environment,
     }
 
 
-DIAGNOSED = (
+DIAGNOSTICS = (
     "tightness",
     "contrastive",
     "information",
@@ -95,157 +133,180 @@ DIAGNOSED = (
 )
 
 
-def _epoch(event: dict[str, Any]) -> dict[str, Any]:
-    seen = event.get("diagnosis") or {}
+def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
+    diagnosis = event.get("diagnosis") or {}
     return {
         "epoch": event["epoch"],
         "loss": event["loss"],
         "val": event["val"],
-        "diagnosis": {name: seen.get(name) for name in DIAGNOSED},
+        "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS},
     }
 
 
-# --- what the images say ---------------------------------------------------------------------------------------------
+# --- from the evaluated images ---------------------------------------------------------------------------------------
 
 
-def items(view: View, shown: Shown) -> dict[str, Any]:
-    """The rows on the page, shared by all runs of it."""
-    return {
-        "part": view.part,
-        "total": len(view),
-        "classes": list(view.table.class_names),
-        "sizes": np.bincount(view.table.labels, minlength=len(view.table.class_names)).tolist(),
-        "label": view.table.labels[shown.rows].tolist(),
-        "name": [view.row_name(int(row)) for row in shown.rows],
-    }
+def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
+    """Describe the images on a page, which all of its runs share.
 
+    Args:
+        data: The evaluated rows of any of the runs.
+        page_items: The rows on the page.
 
-def findings(view: View, lists: Lists, shown: Shown, *, tsne: bool, reporter: Reporter) -> dict[str, Any]:
-    """All that a page tells of one run's images. Items stand for rows; numbers are rounded to what is shown.
-
-    A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
+    Returns:
+        Split, number of evaluated images, class names and sizes, and label and name of each item.
     """
-    near = view.near[shown.rows]
-    place = shown.place[near]
     return {
-        "near": np.where(place < 0, -1 - view.table.labels[near], place).tolist(),
-        "similar": np.rint(1000 * view.similar[shown.rows]).astype(int).tolist(),
-        "recall": [None if math.isnan(v) else int(v) for v in view.per_row("R@1")[shown.rows]],
-        "precision": [rounded(v, 3) for v in view.per_row("MAP@R")[shown.rows]],
-        "views": {name: shown.items_of(rows) for name, rows in lists.views.items()},
-        "classes": _classes(view),
-        "pairs": [
-            {"class": int(pair.label), "taken_for": int(pair.taken_for), "count": pair.count}
-            | {"share": round(pair.share, 4), "items": shown.items_of(rows)}
-            for pair, rows in lists.pairs
+        "split": data.split,
+        "total": len(data),
+        "class_names": list(data.table.class_names),
+        "class_sizes": np.bincount(data.table.labels, minlength=len(data.table.class_names)).tolist(),
+        "labels": data.table.labels[page_items.rows].tolist(),
+        "names": [data.row_name(int(row)) for row in page_items.rows],
+    }
+
+
+def analyze(
+    data: EvalData, highlights: Highlights, page_items: PageItems, *, tsne: bool, reporter: Reporter
+) -> dict[str, Any]:
+    """Collect what a page shows about the images of one run. Numbers are rounded for display.
+
+    Images are given as items. A neighbour that is not on the page is given as -1 - its class. Similarities are in
+    thousandths.
+
+    Args:
+        data: The evaluated rows of the run.
+        highlights: The rows that the page lists.
+        page_items: The rows on the page.
+        tsne: Add a t-SNE projection.
+        reporter: Receives progress.
+
+    Returns:
+        Plain values.
+    """
+    neighbours = data.neighbours[page_items.rows]
+    items = page_items.item_of_row[neighbours]
+    return {
+        "neighbours": np.where(items < 0, -1 - data.table.labels[neighbours], items).tolist(),
+        "similarities": np.rint(1000 * data.similarities[page_items.rows]).astype(int).tolist(),
+        "R@1": [None if math.isnan(v) else int(v) for v in data.per_row("R@1")[page_items.rows]],
+        "MAP@R": [round_or_none(v, 3) for v in data.per_row("MAP@R")[page_items.rows]],
+        "example_queries": {name: page_items.items_of(rows) for name, rows in highlights.example_queries.items()},
+        "classes": _class_rows(data),
+        "confused_pairs": [
+            {"class": int(pair.label), "confused_with": int(pair.taken_for), "count": pair.count}
+            | {"share": round(pair.share, 4), "items": page_items.items_of(rows)}
+            for pair, rows in highlights.confused_pairs
         ],
         "hubs": [
-            {"item": item, "lists": hub.lists, "wrong": hub.wrong}
-            for hub in lists.hubs
-            for item in shown.items_of([hub.item])
+            {"item": item, "occurrences": hub.lists, "wrong_class": hub.wrong}
+            for hub in highlights.hubs
+            for item in page_items.items_of([hub.item])
         ],
-        "hubness": round(hubness(view.near[view.asking], len(view)), 2),
-        "similarity": _similarity(view),
-        "sizes": _sizes(view, reporter),
-        "map": _map(view, shown, tsne, reporter),
-        "suspects": _suspects(view, lists, shown),
-        "copies": _copies(lists.copies, shown),
+        "hubness": round(hubness(data.neighbours[data.queries], len(data)), 2),
+        "similarity_histogram": _similarity_histogram(data),
+        "recall_by_size": _recall_by_size(data, reporter),
+        "map": _map(data, page_items, tsne, reporter),
+        "label_errors": _label_errors(data, highlights, page_items),
+        "near_duplicates": _near_duplicates(highlights.duplicates, page_items),
     }
 
 
-def _similarity(view: View) -> dict[str, Any]:
-    """How similar pairs of one class and of two classes are, over the range that they take."""
-    rows = torch.from_numpy(projection.sample(view.table.labels, np.arange(len(view)), most=PAIRED))
-    labels = torch.from_numpy(view.table.labels)[rows]
-    seen = diagnose(view.emb[rows], labels)
-    pairs = pair_up(view.emb[rows], labels)
-    positive, negative = pairs.sim[pairs.pos].numpy(), pairs.sim[pairs.neg].numpy()
-    ends = np.array([np.quantile(each, [0.001, 0.999]) for each in (positive, negative) if len(each)])
+def _similarity_histogram(data: EvalData) -> dict[str, Any]:
+    """Histograms of the similarities of positive and negative pairs over their common range."""
+    rows = torch.from_numpy(projection.sample(data.table.labels, np.arange(len(data)), max_rows=HISTOGRAM_ROWS))
+    labels = torch.from_numpy(data.table.labels)[rows]
+    diagnosis = diagnose(data.emb[rows], labels)
+    pairs = pair_up(data.emb[rows], labels)
+    groups = [pairs.sim[pairs.pos].numpy(), pairs.sim[pairs.neg].numpy()]
+    ends = np.array([np.quantile(group, [0.001, 0.999]) for group in groups if len(group)])
     low, high = (float(ends[:, 0].min()), float(ends[:, 1].max())) if len(ends) else (-1.0, 1.0)
     high = min(1.0, math.ceil(high * 50) / 50)
     low = min(math.floor(low * 50) / 50, high - 0.02)
-    edges = np.linspace(low, high, BINS + 1)
-    counts = [np.histogram(np.clip(each.astype(float), low, high), edges)[0].tolist() for each in (positive, negative)]
+    edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
+    positive, negative = (np.histogram(np.clip(group.astype(float), low, high), edges)[0] for group in groups)
     return {
         "low": low,
         "high": high,
-        "positive": counts[0],
-        "negative": counts[1],
-        "separation": rounded(seen.separation),
-        "rows": len(rows),
+        "positive": positive.tolist(),
+        "negative": negative.tolist(),
+        "separation": round_or_none(diagnosis.separation),
+        "images": len(rows),
     }
 
 
-def _classes(view: View) -> list[dict[str, Any]]:
-    """Every class with what its queries are most often taken for, hardest first."""
-    taken: dict[int, tuple[int, int]] = {}
-    for pair in confused_pairs(view.near[view.asking], view.scores.labels, view.table.labels, top=None):
-        taken.setdefault(int(pair.label), (int(pair.taken_for), pair.count))
+def _class_rows(data: EvalData) -> list[dict[str, Any]]:
+    """Every class with the class it is most often confused with, hardest first."""
+    confused: dict[int, tuple[int, int]] = {}
+    for pair in confused_pairs(data.neighbours[data.queries], data.scores.labels, data.table.labels, top=None):
+        confused.setdefault(int(pair.label), (int(pair.taken_for), pair.count))
     rows = []
-    for row in class_table(view.scores):
-        other, count = taken.get(int(row.label), (None, 0))
-        means = {name: rounded(value) for name, value in row.means.items()}
-        rows.append({"class": int(row.label), "queries": row.queries, **means, "taken_for": other, "times": count})
+    for row in class_table(data.scores):
+        other, count = confused.get(int(row.label), (None, 0))
+        means = {name: round_or_none(value) for name, value in row.means.items()}
+        rows.append({"class": int(row.label), "queries": row.queries, **means, "confused_with": other, "count": count})
     return rows
 
 
-def _sizes(view: View, reporter: Reporter) -> list[dict[str, Any]]:
-    """R@1 of the first 8, 16, 32, ... numbers of each vector, and of all."""
-    dim = view.emb.shape[1]
-    if len(view) > SIZES_UP_TO:
+def _recall_by_size(data: EvalData, reporter: Reporter) -> list[dict[str, Any]]:
+    """R@1 of the embeddings truncated to their first 8, 16, 32, ... dimensions, and of all dimensions."""
+    dim = data.emb.shape[1]
+    if len(data) > MAX_ROWS_BY_SIZE:
         return []
     sizes = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if size < dim]
-    found = []
+    rows = []
     with reporter.track("recall by size", len(sizes), unit="size") as bar:
         for size in sizes:
-            found.append({"size": size, "R@1": rounded(score_embeddings(view.table, view.emb[:, :size])["R@1"])})
+            rows.append({"size": size, "R@1": round_or_none(score_embeddings(data.table, data.emb[:, :size])["R@1"])})
             bar.advance()
-    return [*found, {"size": dim, "R@1": rounded(view.scores["R@1"])}]
+    return [*rows, {"size": dim, "R@1": round_or_none(data.scores["R@1"])}]
 
 
-def _map(view: View, shown: Shown, tsne: bool, reporter: Reporter) -> dict[str, Any]:
-    rows = projection.sample(view.table.labels, shown.rows)
-    made = {"PCA": projection.pca(view.emb[torch.from_numpy(rows)])}
+def _map(data: EvalData, page_items: PageItems, tsne: bool, reporter: Reporter) -> dict[str, Any]:
+    rows = projection.sample(data.table.labels, page_items.rows)
+    emb = data.emb[torch.from_numpy(rows)]
+    points = {"PCA": projection.pca(emb)}
     if tsne:
         reporter.info(f"t-SNE of {len(rows):,} points")
-        made["t-SNE"] = projection.tsne(view.emb[torch.from_numpy(rows)])
-    return {"items": shown.items_of(rows), "kinds": {name: points.tolist() for name, points in made.items()}}
+        points["t-SNE"] = projection.tsne(emb)
+    return {"items": page_items.items_of(rows), "projections": {name: xy.tolist() for name, xy in points.items()}}
 
 
-def _suspects(view: View, lists: Lists, shown: Shown) -> dict[str, Any]:
-    """Labels that look wrong, with all of the first ones as a CSV file to work through."""
-    found = lists.suspects
-    if isinstance(found, str):
-        return {"why": found, "rows": [], "csv": ""}
-    names = [view.row_name(row) for row in range(len(view))]
-    top = min(CSV_ROWS, int(np.isfinite(found.score).sum()))
+def _label_errors(data: EvalData, highlights: Highlights, page_items: PageItems) -> dict[str, Any]:
+    """Suspected label errors on the page, and more of them as a CSV file."""
+    errors = highlights.label_errors
+    if isinstance(errors, str):
+        return {"unavailable": errors, "suspects": [], "csv": ""}
+    names = [data.row_name(row) for row in range(len(data))]
+    top = min(MAX_CSV_ROWS, int(np.isfinite(errors.score).sum()))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "suspects.csv"
-        found.to_csv(path, paths=names, class_names=view.table.class_names, top=top)
-        written = path.read_bytes()
+        path = Path(folder) / "label_errors.csv"
+        errors.to_csv(path, paths=names, class_names=data.table.class_names, top=top)
+        csv = path.read_bytes()
     return {
-        "why": "",
-        "share": rounded(found.error_rate),
-        "expected": rounded(found.expected(SUSPECTS), 1),
-        "rows": [
-            {"item": item, "suggested": int(found.suggested[row]), "probability": rounded(found.probability[row])}
-            for row in lists.listed
-            for item in shown.items_of([row])
+        "unavailable": "",
+        "share": round_or_none(errors.error_rate),
+        "expected": round_or_none(errors.expected(MAX_LABEL_ERRORS), 1),
+        "suspects": [
+            {"item": item, "suggested": int(errors.suggested[row])}
+            | {"probability": round_or_none(errors.probability[row])}
+            for row in highlights.suspect_rows
+            for item in page_items.items_of([row])
         ],
-        "csv": "data:text/csv;charset=utf-8;base64," + base64.b64encode(written).decode(),
+        "csv": "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv).decode(),
         "csv_rows": top,
     }
 
 
-def _copies(found: Copies, shown: Shown) -> dict[str, Any]:
-    pairs = [(shown.items_of([pair.first, pair.second]), pair) for pair in (found.pairs or [])[:COPIES]]
+def _near_duplicates(duplicates: NearDuplicates, page_items: PageItems) -> dict[str, Any]:
+    listed = [(page_items.items_of([p.first, p.second]), p) for p in (duplicates.pairs or [])[:MAX_DUPLICATES]]
     return {
-        "threshold": found.threshold,
-        "by_features": found.by_features,
-        "count": None if found.pairs is None else len(found.pairs),
-        "rows": [
+        "threshold": duplicates.threshold,
+        "by_features": duplicates.by_features,
+        "count": None if duplicates.pairs is None else len(duplicates.pairs),
+        "pairs": [
             {"items": items, "similarity": round(pair.similarity, 4), "exact": pair.exact}
-            for items, pair in pairs
+            for items, pair in listed
             if len(items) == 2
         ],
     }

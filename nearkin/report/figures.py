@@ -1,4 +1,4 @@
-"""Figures for a paper, as PNG and SVG, all in one style: told apart by every kind of colour vision, and in grey."""
+"""Figures for a paper as PNG and SVG, in one style that is readable in greyscale and with any colour vision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from nearkin.errors import RunError, import_extra
 from nearkin.report.page import Report
 
 T = TypeVar("T")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito's
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 3)))
+HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 STYLE = {
     "svg.hashsalt": "nearkin",  # the same report gives the same file
     "font.size": 9,
@@ -30,146 +31,168 @@ STYLE = {
     "text.parse_math": False,  # a class may be called $x$
 }
 WIDTH, HEIGHT = 4.6, 3.0  # inches
-CLASSES = 40  # most bars: with more classes the hardest and the easiest
+MAX_CLASSES = 40  # bars; of more classes only the hardest and the easiest are drawn
 
 
 def write_figures(report: Report, folder: Path) -> list[Path]:
-    """Every figure that the report has the numbers for, each as .png and .svg; returns what was written."""
+    """Write every figure that the report has data for, each as .png and .svg.
+
+    Args:
+        report: The contents of a page.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The written files.
+    """
     drawings: dict[str, Callable[[Any, Report], bool]] = {
-        "learning": _learning,
-        "similarity": _similarity,
-        "size": _size,
-        "classes": _classes,
-        "comparison": _comparison,
+        "learning": _draw_learning,
+        "similarity": _draw_similarity,
+        "size": _draw_size,
+        "classes": _draw_classes,
+        "comparison": _draw_comparison,
     }
     return write_drawings(drawings, report, folder)
 
 
 def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
-    """Draw each onto a figure of the common style and write it as .png and .svg; one that returns False is left out."""
-    figure = import_extra("matplotlib.figure", extra="report").Figure
-    context = import_extra("matplotlib", extra="report").rc_context
+    """Draw figures in the common style and write each as .png and .svg.
+
+    Args:
+        drawings: File stem -> function that draws a report onto a figure and returns False if it has no data.
+        report: What to draw.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The written files.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    figure_class = import_extra("matplotlib.figure", extra="report").Figure
+    rc_context = import_extra("matplotlib", extra="report").rc_context
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in drawings.items():
-            with context(STYLE), warnings.catch_warnings():
+            with rc_context(STYLE), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Glyph .* missing")  # a class name in a script the font lacks
-                picture = figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-                if not draw(picture, report):
+                figure = figure_class(figsize=(WIDTH, HEIGHT), layout="constrained")
+                if not draw(figure, report):
                     continue
                 for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
                     path = folder / f"{name}{suffix}"
-                    picture.savefig(path, dpi=200, metadata=metadata, facecolor="white")
+                    figure.savefig(path, dpi=200, metadata=metadata, facecolor="white")
                     written.append(path)
     except OSError as error:
-        raise RunError(f"{folder}: cannot be written ({error.strerror}). Give another folder with --figures.") from None
+        raise RunError(
+            f"{folder}: cannot write the figures ({error.strerror}). Choose another folder with --figures."
+        ) from None
     return written
 
 
-def _learning(picture: Any, report: Report) -> bool:
-    axes = picture.add_subplot()
+def _draw_learning(figure: Any, report: Report) -> bool:
+    """Validation R@1 by epoch; a ring marks the selected epoch."""
+    axes = figure.add_subplot()
     drawn = False
-    for at, (name, told) in enumerate(zip(report.names, report.stories, strict=True)):
-        epochs = [event for event in told["epochs"] if event["val"] is not None]
+    for i, (name, summary) in enumerate(zip(report.names, report.summaries, strict=True)):
+        epochs = [event for event in summary["epochs"] if event["val"] is not None]
         if not epochs:
             continue
         x, y = [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]
-        axes.plot(x, y, color=COLOURS[at % 6], linestyle=DASHES[at % 6], marker="o", label=name)
-        kept = told["result"]["protocol"]["epoch"]
-        if kept in x:
-            axes.plot([kept], [y[x.index(kept)]], "o", markersize=9, markerfacecolor="none", color=COLOURS[at % 6])
+        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker="o", label=name)
+        selected = summary["result"]["protocol"]["epoch"]
+        if selected in x:
+            axes.plot(
+                [selected], [y[x.index(selected)]], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6]
+            )
         drawn = True
-    axes.set_xlabel("epoch (ring: kept)")
-    axes.set_ylabel("R@1 on validation classes, %")
+    axes.set_xlabel("epoch (ring: selected)")
+    axes.set_ylabel("validation R@1, %")
     if drawn:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
     return drawn
 
 
-def _similarity(picture: Any, report: Report) -> bool:
-    found = [(n, f["similarity"]) for n, f in zip(report.names, report.findings, strict=False)]
-    found = [(name, one) for name, one in found if sum(one["positive"]) and sum(one["negative"])]
-    if not found:
+def _draw_similarity(figure: Any, report: Report) -> bool:
+    """Similarity histograms of positive and negative pairs, one plot per run."""
+    histograms = [(n, a["similarity_histogram"]) for n, a in zip(report.names, report.analyses, strict=False)]
+    histograms = [(name, pairs) for name, pairs in histograms if sum(pairs["positive"]) and sum(pairs["negative"])]
+    if not histograms:
         return False
-    picture.set_size_inches(WIDTH, 0.8 + 2.0 * len(found))
-    every = picture.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, one) in zip(every, found, strict=True):
-        edges = np.linspace(one["low"], one["high"], len(one["positive"]) + 1)
-        for at, (kind, counts) in enumerate((("same class", one["positive"]), ("other class", one["negative"]))):
+    figure.set_size_inches(WIDTH, 0.8 + 2.0 * len(histograms))
+    plots = figure.subplots(len(histograms), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, pairs) in zip(plots, histograms, strict=True):
+        edges = np.linspace(pairs["low"], pairs["high"], len(pairs["positive"]) + 1)
+        for i, (label, counts) in enumerate((("same class", pairs["positive"]), ("other class", pairs["negative"]))):
             share = 100 * np.array(counts) / sum(counts)
-            axes.stairs(share, edges, fill=True, color=COLOURS[at], alpha=0.3)
-            axes.stairs(share, edges, color=COLOURS[at], linestyle=DASHES[at], label=kind)
-        axes.set_ylabel("pairs of the kind, %")
+            axes.stairs(share, edges, fill=True, color=COLOURS[i], alpha=0.3)
+            axes.stairs(share, edges, color=COLOURS[i], linestyle=DASHES[i], label=label)
+        axes.set_ylabel("share of pairs, %")
         axes.set_title(name, fontsize=9, loc="left")
-    every[0].legend()
-    every[-1].set_xlabel("cosine similarity")
+    plots[0].legend()
+    plots[-1].set_xlabel("cosine similarity")
     return True
 
 
-def _size(picture: Any, report: Report) -> bool:
-    found = [(n, f["sizes"]) for n, f in zip(report.names, report.findings, strict=False) if len(f["sizes"]) > 1]
-    axes = picture.add_subplot()
-    for at, (name, sizes) in enumerate(found):
+def _draw_size(figure: Any, report: Report) -> bool:
+    """R@1 of truncated embeddings."""
+    curves = [(n, a["recall_by_size"]) for n, a in zip(report.names, report.analyses, strict=False)]
+    curves = [(name, sizes) for name, sizes in curves if len(sizes) > 1]
+    axes = figure.add_subplot()
+    for i, (name, sizes) in enumerate(curves):
         x, y = [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes]
-        axes.plot(x, y, color=COLOURS[at % 6], linestyle=DASHES[at % 6], marker="o", label=name)
+        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("first numbers of each vector")
+    axes.set_xlabel("first dimensions of the embedding")
     axes.set_ylabel("R@1, %")
-    if found:
+    if curves:
         axes.legend()
-    return bool(found)
+    return bool(curves)
 
 
-def _classes(picture: Any, report: Report) -> bool:
+def _draw_classes(figure: Any, report: Report) -> bool:
     """R@1 of each class of the first run; of many classes the hardest and the easiest."""
     if report.items is None:
         return False
-    rows = [row for row in report.findings[0]["classes"] if row["R@1"] is not None]
-    cut = len(rows) > CLASSES
-    rows = rows[: CLASSES // 2] + rows[-CLASSES // 2 :] if cut else rows
-    picture.set_size_inches(WIDTH, 0.8 + 0.16 * len(rows))
-    axes = picture.add_subplot()
-    names = [report.items["classes"][row["class"]] for row in rows]
-    places = np.arange(len(rows)) + (np.arange(len(rows)) >= CLASSES // 2 if cut else 0)
-    axes.barh(places, [100 * row["R@1"] for row in rows], color=COLOURS[0], height=0.7)
-    axes.set_yticks(places, [name if len(name) <= 28 else f"{name[:27]}…" for name in names], fontsize=7)
+    rows = [row for row in report.analyses[0]["classes"] if row["R@1"] is not None]
+    half = MAX_CLASSES // 2
+    cut = len(rows) > MAX_CLASSES
+    rows = rows[:half] + rows[-half:] if cut else rows
+    figure.set_size_inches(WIDTH, 0.8 + 0.16 * len(rows))
+    axes = figure.add_subplot()
+    names = [report.items["class_names"][row["class"]] for row in rows]
+    positions = np.arange(len(rows)) + (np.arange(len(rows)) >= half if cut else 0)
+    axes.barh(positions, [100 * row["R@1"] for row in rows], color=COLOURS[0], height=0.7)
+    axes.set_yticks(positions, [name if len(name) <= 28 else f"{name[:27]}…" for name in names], fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 100)
-    axes.set_xlabel("R@1, %" + (f" (the {CLASSES // 2} hardest and easiest)" if cut else ""))
+    axes.set_xlabel("R@1, %" + (f" ({half} hardest and {half} easiest classes)" if cut else ""))
     axes.set_title(report.names[0], fontsize=9, loc="left")
     return bool(rows)
 
 
-def _comparison(picture: Any, report: Report) -> bool:
-    """The headline metrics of several runs, with their intervals."""
-    tests = [told["result"]["test"] for told in report.stories]
+def _draw_comparison(figure: Any, report: Report) -> bool:
+    """The test metrics of several runs, with their intervals."""
+    tests = [summary["result"]["test"] for summary in report.summaries]
     if len(tests) < 2 or any(test is None for test in tests):
         return False
     metrics = list(tests[0]["trained"])
-    picture.set_size_inches(max(WIDTH, 0.9 * len(metrics) + 0.25 * len(metrics) * len(tests)), HEIGHT)
-    axes = picture.add_subplot()
+    figure.set_size_inches(max(WIDTH, 0.9 * len(metrics) + 0.25 * len(metrics) * len(tests)), HEIGHT)
+    axes = figure.add_subplot()
     width = 0.8 / len(tests)
-    for at, (name, test) in enumerate(zip(report.names, tests, strict=True)):
+    for i, (name, test) in enumerate(zip(report.names, tests, strict=True)):
         values = [test["trained"][metric] for metric in metrics]
         mean = 100 * np.array([value["mean"] for value in values], dtype=float)
-        reach = 100 * np.array([value["interval"] for value in values], dtype=float)
-        x = np.arange(len(metrics)) + (at - (len(tests) - 1) / 2) * width
-        axes.bar(
-            x,
-            mean,
-            width * 0.92,
-            color=COLOURS[at % 6],
-            label=name,
-            hatch=("", "//", "..", "xx", "\\\\", "++")[at % 6],
-            edgecolor="white",
-        )
-        axes.errorbar(x, mean, np.abs(reach.T - mean), fmt="none", ecolor="#222222", elinewidth=0.9, capsize=2)
+        interval = 100 * np.array([value["interval"] for value in values], dtype=float)
+        x = np.arange(len(metrics)) + (i - (len(tests) - 1) / 2) * width
+        style = {"color": COLOURS[i % 6], "hatch": HATCHES[i % 6], "edgecolor": "white"}
+        axes.bar(x, mean, width * 0.92, label=name, **style)
+        axes.errorbar(x, mean, np.abs(interval.T - mean), fmt="none", ecolor="#222222", elinewidth=0.9, capsize=2)
     axes.set_xticks(np.arange(len(metrics)), metrics)
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("%, with 95 % interval over classes")
-    picture.legend(loc="outside upper left", ncols=min(3, len(tests)))
+    figure.legend(loc="outside upper left", ncols=min(3, len(tests)))
     return True

@@ -1,4 +1,4 @@
-"""Which queries a page shows, and their pictures as one sheet."""
+"""The retrieval examples of a page: which queries it shows, which images it holds, and their thumbnails."""
 
 from __future__ import annotations
 
@@ -16,67 +16,88 @@ from nearkin._common.progress import Reporter
 from nearkin.analysis.hardness import hardest
 from nearkin.data.images import Images, Rows
 from nearkin.errors import import_extra
-from nearkin.report.view import View
+from nearkin.report.eval_data import EvalData
 
-EACH = 120  # queries of each view
-MOST = 6800  # pictures on a page; with 48 pixels a side their sheet is what a phone still decodes
-SIDES = ((1200, 96), (2600, 64), (MOST, 48))  # pixels a side for up to so many; all whole blocks of the coding
-BYTES = 6_000_000  # of the sheet, before base64
-QUALITIES = (78, 60, 45, 30)
+MAX_QUERIES = 120  # of each selection
+MAX_IMAGES = 6800  # per page; at 48 pixels, phones can still decode the sprite sheet
+# (up to this many images, thumbnail side in pixels); all sides are multiples of the codec's block size
+THUMBNAIL_SIZES = ((1200, 96), (2600, 64), (MAX_IMAGES, 48))
+MAX_SHEET_BYTES = 6_000_000  # before base64
+WEBP_QUALITIES = (78, 60, 45, 30)
 
 
-def views(view: View, *, each: int, seed: int = 0) -> dict[str, Rows]:
-    """Rows to ask for, by what they show; the draw is seeded, so that a page shows the same each time.
+def example_queries(data: EvalData, *, max_queries: int, seed: int = 0) -> dict[str, Rows]:
+    """Select the queries of the retrieval examples; the random ones are seeded, so a page is reproducible.
 
-    sure      the nearest is of another class, and nearer than the nearest of its own by most
-    hardest   the lowest MAP@R
-    random    any
+    Args:
+        data: The evaluated rows of a run.
+        max_queries: Maximum number of queries per selection.
+        seed: Seed of the random selection.
+
+    Returns:
+        Query rows by selection: `confident_errors` (nearest neighbour of another class, by the widest margin over the
+        nearest of the same class), `hardest` (lowest MAP@R) and `random`.
     """
-    labels, rows = view.table.labels, view.asking
-    wrong = labels[view.near[rows, 0]] != labels[rows]
-    same = labels[view.near[rows]] == labels[rows, None]
-    # Where no neighbour shown is of the class, the last one says how far the right ones are at least.
-    own = np.where(same, view.similar[rows], -np.inf).max(1)
-    own = np.where(np.isfinite(own), own, view.similar[rows, -1])
-    lead = np.where(wrong, view.similar[rows, 0] - own, -np.inf)
-    order = np.lexsort((rows, -lead))[: min(each, int(wrong.sum()))]
+    labels, rows = data.table.labels, data.queries
+    wrong = labels[data.neighbours[rows, 0]] != labels[rows]
+    same_class = labels[data.neighbours[rows]] == labels[rows, None]
+    # Without a positive among the neighbours, the last neighbour bounds the similarity of the nearest positive.
+    positive = np.where(same_class, data.similarities[rows], -np.inf).max(1)
+    positive = np.where(np.isfinite(positive), positive, data.similarities[rows, -1])
+    margin = np.where(wrong, data.similarities[rows, 0] - positive, -np.inf)
+    order = np.lexsort((rows, -margin))[: min(max_queries, int(wrong.sum()))]
     rng = np.random.default_rng(seed)
     return {
-        "sure": rows[order],
-        "hardest": rows[hardest(view.scores, top=each)],
-        "random": rows[rng.permutation(len(rows))[:each]],
+        "confident_errors": rows[order],
+        "hardest": rows[hardest(data.scores, top=max_queries)],
+        "random": rows[rng.permutation(len(rows))[:max_queries]],
     }
 
 
-def choose(near: Sequence[Rows], first: Rows, *, most: int) -> Rows:
-    """The rows that get a picture, in order: all where they fit, else the first ones and, as a query wants all of its
-    neighbours, whole lists of them: those of the first ones, then always of the rows that lack the fewest.
+def choose_rows(neighbours: Sequence[Rows], first: Rows, *, max_rows: int) -> Rows:
+    """Choose the rows that a page holds: all if they fit, else the first ones and their neighbours.
 
-    near   [N, k] for each of the runs on the page
+    A query is shown with all of its neighbours, so whole neighbour lists are added: those of `first`, then repeatedly
+    those of the rows that miss the fewest.
+
+    Args:
+        neighbours: Neighbour rows [N, k] of each run on the page.
+        first: The rows to include first, most important first.
+        max_rows: Maximum number of rows.
+
+    Returns:
+        The chosen rows, sorted.
     """
-    around = np.concatenate(near, axis=1)
-    if len(around) <= most:
-        return np.arange(len(around))
-    rows = np.array(list(dict.fromkeys(first.tolist())), np.int64)[:most]
-    known = np.zeros(len(around), dtype=bool)
-    known[rows] = True
-    left = most - len(rows)
+    nearby = np.concatenate(neighbours, axis=1)
+    if len(nearby) <= max_rows:
+        return np.arange(len(nearby))
+    rows = np.array(list(dict.fromkeys(first.tolist())), np.int64)[:max_rows]
+    chosen = np.zeros(len(nearby), dtype=bool)
+    chosen[rows] = True
+    remaining = max_rows - len(rows)
     while len(rows):
         for row in rows:
-            lacking = np.unique(around[row][~known[around[row]]])
-            if len(lacking) <= left:
-                known[lacking] = True
-                left -= len(lacking)
-        inside = np.flatnonzero(known)
-        lacks = (~known[around[inside]]).sum(1)
-        lacks[lacks == 0] = left + 1
-        rows = inside[(lacks == lacks.min()) & (lacks <= left)]
-    return np.flatnonzero(known)
+            missing = np.unique(nearby[row][~chosen[nearby[row]]])
+            if len(missing) <= remaining:
+                chosen[missing] = True
+                remaining -= len(missing)
+        candidates = np.flatnonzero(chosen)
+        num_missing = (~chosen[nearby[candidates]]).sum(1)
+        num_missing[num_missing == 0] = remaining + 1
+        rows = candidates[(num_missing == num_missing.min()) & (num_missing <= remaining)]
+    return np.flatnonzero(chosen)
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Pictures side by side in one image: tile t is in column t % columns, row t // columns."""
+class SpriteSheet:
+    """Thumbnails in one image: tile t is in column t % columns, row t // columns.
+
+    Attributes:
+        uri: The image as a data URI.
+        side: Side of a thumbnail in pixels.
+        columns: Number of columns.
+        rows: Number of rows.
+    """
 
     uri: str
     side: int
@@ -84,36 +105,44 @@ class Sheet:
     rows: int
 
 
-def sheet(images: Images, chosen: Rows, *, reporter: Reporter) -> Sheet:
-    """The chosen pictures as a data URI of a size that a page can carry."""
+def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> SpriteSheet:
+    """Draw thumbnails into one WebP image that is small enough for a page.
+
+    Args:
+        images: The images of the run.
+        rows: The images to draw, in order.
+        reporter: Receives progress.
+
+    Returns:
+        The sprite sheet.
+    """
     image_module = import_extra("PIL.Image", extra="report")
-    side = next(side for most, side in SIDES if len(chosen) <= most)
-    columns = math.ceil(math.sqrt(len(chosen)))
-    rows = math.ceil(len(chosen) / columns)
+    side = next(side for max_images, side in THUMBNAIL_SIZES if len(rows) <= max_images)
+    columns = math.ceil(math.sqrt(len(rows)))
+    num_rows = math.ceil(len(rows) / columns)
     channels = images.shape[0]
-    canvas = torch.zeros(channels, rows * side, columns * side, dtype=torch.uint8)
-    with reporter.track("thumbnails", len(chosen), unit="img") as bar:
-        for start in range(0, len(chosen), 256):
-            part = chosen[start : start + 256]
-            tiles = _scaled(images.read(part), side)
-            for t, tile in enumerate(tiles, start):
+    canvas = torch.zeros(channels, num_rows * side, columns * side, dtype=torch.uint8)
+    with reporter.track("thumbnails", len(rows), unit="img") as bar:
+        for start in range(0, len(rows), 256):
+            batch = rows[start : start + 256]
+            for t, tile in enumerate(_resize(images.read(batch), side), start):
                 y, x = t // columns * side, t % columns * side
                 canvas[:, y : y + side, x : x + side] = tile
-            bar.advance(len(part))
+            bar.advance(len(batch))
     pixels = canvas.numpy()
-    picture = image_module.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    coded = b""
-    for quality in QUALITIES:
+    image = image_module.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    encoded = b""
+    for quality in WEBP_QUALITIES:
         buffer = io.BytesIO()
-        picture.save(buffer, "WEBP", quality=quality, method=2)
-        coded = buffer.getvalue()
-        if len(coded) <= BYTES:
+        image.save(buffer, "WEBP", quality=quality, method=2)
+        encoded = buffer.getvalue()
+        if len(encoded) <= MAX_SHEET_BYTES:
             break
-    return Sheet(f"data:image/webp;base64,{base64.b64encode(coded).decode()}", side, columns, rows)
+    return SpriteSheet(f"data:image/webp;base64,{base64.b64encode(encoded).decode()}", side, columns, num_rows)
 
 
-def _scaled(pixels: torch.Tensor, side: int) -> torch.Tensor:
-    """uint8 [n, c, side, side]"""
+def _resize(pixels: torch.Tensor, side: int) -> torch.Tensor:
+    """Return uint8 thumbnails [n, c, side, side]."""
     x = pixels.float()
     if max(x.shape[2:]) > side:
         x = F.interpolate(x, (side, side), mode="area")

@@ -1,4 +1,4 @@
-"""Pages as files: one template, its script and styles inline, nothing fetched."""
+"""HTML pages as single files: a template with inline script and styles that fetches nothing."""
 
 from __future__ import annotations
 
@@ -13,29 +13,53 @@ from nearkin._common.version import __version__
 from nearkin.errors import RunError, import_extra
 
 
-def fill(template: str, script: str, styles: Sequence[str], values: Mapping[str, Any], **filters: Any) -> str:
-    """A template of this package as text. Its script is allowed by its hash; any other code on the page is inert."""
+def render_template(
+    template: str, script: str, styles: Sequence[str], values: Mapping[str, Any], **filters: Any
+) -> str:
+    """Render a template of this package. A content security policy allows its script by hash and no other code.
+
+    Args:
+        template: File name of the template.
+        script: File name of its script.
+        styles: File names of its style sheets.
+        values: Variables of the template.
+        **filters: Filters of the template.
+
+    Returns:
+        The HTML.
+    """
     jinja2 = import_extra("jinja2", extra="report")
     loader = jinja2.PackageLoader("nearkin.report", "templates")
-    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= filters
-    code = loader.get_source(made, script)[0]
-    allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    return made.get_template(template).render(  # type: ignore[no-any-return]
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters
+    code = loader.get_source(environment, script)[0]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return environment.get_template(template).render(  # type: ignore[no-any-return]
         version=__version__,
         script=code,
-        script_hash=f"sha256-{allowed}",
-        style="".join(loader.get_source(made, name)[0] for name in styles),
+        script_hash=f"sha256-{digest}",
+        style="".join(loader.get_source(environment, name)[0] for name in styles),
         **values,
     )
 
 
 def write_html(text: str, out: Path) -> Path:
-    """The page, written whole or not at all."""
+    """Write a page atomically.
+
+    Args:
+        text: The HTML.
+        out: File to write; its folder is created.
+
+    Returns:
+        `out`.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A file name that is no valid Unicode can become a class name; it must not keep a page from being written.
+        # Class names may come from file names that are not valid Unicode.
         atomic_write(out, text.encode("utf-8", "replace"))
     except OSError as error:
-        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another place with --out.") from None
+        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another path with --out.") from None
     return out

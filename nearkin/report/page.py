@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a run, or for several runs judged on the same images: no network, all inline."""
+"""The HTML page of a run, or of several runs that were evaluated on the same images: one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,92 +17,130 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import gallery
-from nearkin.report.compare import EACH, changed, check_same_images, difference, settings_that_differ, verdict
-from nearkin.report.contents import Shown, findings, items, summary
-from nearkin.report.gallery import Sheet, sheet
-from nearkin.report.html import fill, write_html
-from nearkin.report.lists import Lists, lists_of
+from nearkin.report.compare import (
+    MAX_CHANGED,
+    changed_queries,
+    check_same_images,
+    compare_runs,
+    comparison_headline,
+    differing_settings,
+)
+from nearkin.report.contents import PageItems, analyze, describe_items, summarize_run
+from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
+from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
+from nearkin.report.highlights import Highlights, find_highlights
+from nearkin.report.html import render_template, write_html
 from nearkin.report.plots import Series, histogram, line_chart
 from nearkin.report.text import headline
-from nearkin.report.view import NEIGHBOURS, View, load_view
 from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a page tells, before it is HTML: what `--json` writes, the tables and the figures are made of.
+    """The contents of a page before rendering. `--json`, tables and figures use them too.
 
-    names     of the runs: A, B, ... with their losses; a single run has the name of its loss
-    stories   what each run folder says: result, epochs, alarms, recipe, environment
-    items     the images on the page, or None where there are none to look at; `why` then says the reason
-    findings  what each run makes of the images
-    against   for every run after the first, what it gains over the first
-    differ    settings in which the runs are not alike
+    Attributes:
+        names: Name of each run: its loss, with A, B, ... in front if there are several runs.
+        summaries: Result, epochs, alarms, recipe and environment of each run.
+        items: The images on the page, or None if they are unavailable.
+        no_images_reason: Why the images are unavailable.
+        analyses: What each run makes of the images.
+        comparisons: Each run after the first compared with the first.
+        differing_settings: Settings in which the runs differ, with their values.
+        sprite_sheet: Thumbnails of the items, or None for a run on features.
     """
 
     names: list[str]
-    stories: list[dict[str, Any]]
+    summaries: list[dict[str, Any]]
     items: dict[str, Any] | None = None
-    why: str = ""
-    findings: list[dict[str, Any]] = field(default_factory=list)
-    against: list[dict[str, Any]] = field(default_factory=list)
-    differ: list[tuple[str, list[str]]] = field(default_factory=list)
-    pictures: Sheet | None = field(default=None, repr=False)
+    no_images_reason: str = ""
+    analyses: list[dict[str, Any]] = field(default_factory=list)
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    differing_settings: list[tuple[str, list[str]]] = field(default_factory=list)
+    sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without the pictures."""
+        """Return plain values for JSON, without the thumbnails.
+
+        Returns:
+            The fields by name; `summaries` is called `runs`.
+        """
         return {
             "nearkin": __version__,
             "names": self.names,
-            "runs": nan_to_none(self.stories),
+            "runs": nan_to_none(self.summaries),
             "items": self.items,
-            "why": self.why,
-            "findings": self.findings,
-            "against": self.against,
-            "differ": [list(row) for row in self.differ],
+            "no_images_reason": self.no_images_reason,
+            "analyses": self.analyses,
+            "comparisons": self.comparisons,
+            "differing_settings": [list(row) for row in self.differing_settings],
         }
 
 
 def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
-    """Write the page of one finished run and return where it is: report.html in the run folder, unless told."""
+    """Write the page of one finished run.
+
+    Args:
+        run: A finished run.
+        out: File to write; None for `report.html` in the run folder.
+        reporter: Receives progress.
+
+    Returns:
+        The path of the page.
+    """
     return write_report(build_report([run], reporter=reporter), out or run.path / "report.html")
 
 
 def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Report:
-    """Look at the runs and all they were judged on. Runs that were judged on different images are refused."""
+    """Collect the contents of a page.
+
+    Args:
+        runs: Finished runs, evaluated on the same images.
+        tsne: Add a t-SNE map.
+        reporter: Receives progress.
+
+    Returns:
+        The contents. If the data of a single run are missing or have changed, they are contents without images.
+
+    Raises:
+        RunError: A run is not finished or is given twice, or runs were evaluated on different images.
+    """
     if unfinished := [run for run in runs if run.result is None]:
-        raise RunError(f"{unfinished[0].path}: this run is not finished. Run its training command again to go on.")
+        raise RunError(f"{unfinished[0].path}: this run is not finished. Repeat its training command to resume it.")
     if len({run.path.resolve() for run in runs}) < len(runs):
-        raise RunError("report: the same run is given twice.")
-    stories = [summary(run) for run in runs]
-    names = [f"{letter}: {one['loss']}" for letter, one in zip(_letters(), stories, strict=False)]
-    names = [stories[0]["loss"]] if len(runs) == 1 else names
-    differ = settings_that_differ(runs)
+        raise RunError("report: the same run is given twice. Name different runs.")
+    summaries = [summarize_run(run) for run in runs]
+    names = [f"{letter}: {summary['loss']}" for letter, summary in zip(_letters(), summaries, strict=False)]
+    names = [summaries[0]["loss"]] if len(runs) == 1 else names
     try:
-        views = [load_view(run, reporter=reporter) for run in runs]
-    except (DataError, RunError) as error:  # data or weights that are gone; the numbers are still there
+        datasets = [load_eval_data(run, reporter=reporter) for run in runs]
+    except (DataError, RunError) as error:  # missing data or weights; the metrics are still known
         if len(runs) > 1:
             raise
         reporter.info(f"no images on the page: {error}")
-        return Report(names, stories, why=_without_folders(str(error), runs[0]))
-    check_same_images(runs, views)
-    lists = [lists_of(view) for view in views]
-    shown = _shown(views, lists)
+        return Report(names, summaries, no_images_reason=_hide_folders(str(error), runs[0]))
+    check_same_images(runs, datasets)
+    highlights = [find_highlights(data) for data in datasets]
+    page_items = _choose_page_items(datasets, highlights)
+    first, *others = datasets
     return Report(
         names,
-        stories,
-        items=items(views[0], shown),
-        findings=[
-            findings(view, one, shown, tsne=tsne, reporter=reporter) for view, one in zip(views, lists, strict=True)
+        summaries,
+        items=describe_items(first, page_items),
+        analyses=[
+            analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
+            for data, listed in zip(datasets, highlights, strict=True)
         ],
-        against=[difference(views[0], view, shown) for view in views[1:]],
-        differ=differ,
-        pictures=sheet(views[0].table.images, shown.rows, reporter=reporter) if views[0].has_images else None,
+        comparisons=[compare_runs(first, data, page_items) for data in others],
+        differing_settings=differing_settings(runs),
+        sprite_sheet=(
+            make_sprite_sheet(first.table.images, page_items.rows, reporter=reporter) if first.has_images else None
+        ),
     )
 
 
-def _without_folders(text: str, run: Run) -> str:
-    """An error's text without the folders of this machine: a page is shared."""
+def _hide_folders(text: str, run: Run) -> str:
+    """Remove the folders of this machine from an error message: pages are shared."""
     for path in filter(None, (run.recipe.data.root, run.path)):
         text = text.replace(f"{path.parent}/", "")
     return text
@@ -112,56 +150,79 @@ def _letters() -> Sequence[str]:
     return [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
 
 
-def _shown(views: Sequence[View], lists: Sequence[Lists]) -> Shown:
-    changes = [rows[:EACH] for view in views[1:] for rows in changed(views[0], view)]
-    first = np.concatenate([*changes, *(one.rows for one in lists)])
-    return Shown.of(gallery.choose([view.near for view in views], first, most=gallery.MOST), len(views[0]))
+def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highlights]) -> PageItems:
+    changed = [rows[:MAX_CHANGED] for data in datasets[1:] for rows in changed_queries(datasets[0], data)]
+    first = np.concatenate([*changed, *(listed.rows for listed in highlights)])
+    rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
+    return PageItems.from_rows(rows, len(datasets[0]))
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------
 
+# Parts of an analysis that the template draws; the script does not need them.
+STATIC_KEYS = ("similarity_histogram", "recall_by_size", "hubness")
+
 
 def write_report(report: Report, out: Path) -> Path:
+    """Render the contents of a page and write it.
+
+    Args:
+        report: The contents.
+        out: File to write.
+
+    Returns:
+        `out`.
+    """
     return write_html(render(report), out)
 
 
 def render(report: Report) -> str:
-    """The page as text."""
-    verdicts = [
-        verdict(one["metrics"], report.names[0], name)
-        for one, name in zip(report.against, report.names[1:], strict=False)
+    """Render the contents of a page.
+
+    Args:
+        report: The contents.
+
+    Returns:
+        The HTML.
+    """
+    comparison_headlines = [
+        comparison_headline(comparison["metrics"], report.names[0], name)
+        for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
+    script_data = {
+        "items": report.items,
+        "names": report.names,
+        "analyses": [{k: v for k, v in one.items() if k not in STATIC_KEYS} for one in report.analyses],
+        "comparisons": report.comparisons,
+        "sheet": report.sprite_sheet and [report.sprite_sheet.columns, report.sprite_sheet.rows],
+    }
     values = {
         "report": report,
-        "several": len(report.stories) > 1,
-        "headlines": [page_headline(one) for one in report.stories],
-        "verdicts": verdicts,
-        "charts": [charts(one) for one in report.stories],
-        "pair_charts": [pair_charts(one) for one in report.findings],
-        "together": learning_together(report),
-        "environments": [json.dumps(one["environment"], indent=2) for one in report.stories],
-        "neighbours": NEIGHBOURS,
-        "data": safe_json(
-            {
-                "items": report.items,
-                "names": report.names,
-                "findings": [{k: v for k, v in one.items() if k not in STATIC} for one in report.findings],
-                "against": report.against,
-                "sheet": report.pictures and [report.pictures.columns, report.pictures.rows],
-            }
-        ),
+        "several": len(report.summaries) > 1,
+        "headlines": [run_headline(summary) for summary in report.summaries],
+        "comparison_headlines": comparison_headlines,
+        "training_charts": [training_charts(summary) for summary in report.summaries],
+        "similarity_charts": [similarity_charts(analysis) for analysis in report.analyses],
+        "shared_chart": shared_chart(report),
+        "environments": [json.dumps(summary["environment"], indent=2) for summary in report.summaries],
+        "num_neighbours": NEIGHBOURS,
+        "data": safe_json(script_data),
     }
-    return fill("page.html", "page.js", ["page.css"], values, percent=percent)
-
-
-STATIC = ("similarity", "sizes", "hubness")  # drawn once, in the template
+    return render_template("page.html", "page.js", ["page.css"], values, percent=percent)
 
 
 def safe_json(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element or be read as markup.
+    """Encode JSON for a script element: nothing in it can end the element or be read as markup.
 
-    >>> safe_json("</script>&")
-    '"\\\\u003c/script\\\\u003e\\\\u0026"'
+    Args:
+        value: Plain values.
+
+    Returns:
+        The JSON text.
+
+    Example:
+        >>> safe_json("</script>&")
+        '"\\\\u003c/script\\\\u003e\\\\u0026"'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for char in "<>&\u2028\u2029":
@@ -169,75 +230,116 @@ def safe_json(value: Any) -> str:
     return text
 
 
-def percent(value: float | None, form: str = ".1f") -> str:
-    """A share for people; a dash where there is none.
+def percent(value: float | None, spec: str = ".1f") -> str:
+    """Format a fraction in percent, a missing one as a dash.
 
-    >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
-    ('12.3', '-', '-2.0')
+    Args:
+        value: The fraction; None or NaN if missing.
+        spec: Format specification.
+
+    Returns:
+        The text, without a percent sign.
+
+    Example:
+        >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
+        ('12.3', '-', '-2.0')
     """
-    return "-" if value is None or math.isnan(value) else f"{100 * value:{form}}"
+    return "-" if value is None or math.isnan(value) else f"{100 * value:{spec}}"
 
 
-def page_headline(told: dict[str, Any]) -> str:
-    """The sentence a page opens with."""
-    result = told["result"]
+def run_headline(summary: dict[str, Any]) -> str:
+    """Return the sentence that opens the page of a run.
+
+    Args:
+        summary: The summary of the run.
+
+    Returns:
+        The test result; if the test classes are sealed, the validation result.
+    """
+    result = summary["result"]
     if result["test"] is not None:
         return headline(result)
     epoch = result["protocol"]["epoch"]
     if result["val_R@1"] is None:
-        return f"Trained to epoch {epoch}; nothing was judged: there are no validation classes, and the test is sealed."
+        return (
+            f"Trained to epoch {epoch}, not evaluated: there are no validation classes, and the test classes are "
+            "sealed."
+        )
+    recall = f"{100 * result['val_R@1']:.1f}"
     return (
-        f"{100 * result['val_R@1']:.1f} % of the validation images have a neighbour of their own kind nearest "
-        f"(epoch {epoch}, chosen by that number). The test classes are still sealed."
+        f"Validation R@1 {recall}: the nearest neighbour of {recall} % of the validation images has the same class "
+        f"(epoch {epoch}, selected by this metric). The test classes are still sealed."
     )
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------
 
-DIAGNOSTICS = (
-    ("How tight classes are, and how far from others", (("tightness", "tightness"), ("contrastive", "contrastive"))),
-    ("Information about the class, nats", (("I(Z;Y)", "information"), ("lower bound", "information_bound"))),
-    ("Directions in use", (("effective rank", "effective_rank"),)),
+# Title, and (series name, key of the diagnosis)
+DIAGNOSTIC_CHARTS = (
+    ("Tightness and contrast of the classes", (("tightness", "tightness"), ("contrastive", "contrastive"))),
+    ("Mutual information with the class, nats", (("I(Z;Y)", "information"), ("lower bound", "information_bound"))),
+    ("Effective rank", (("effective rank", "effective_rank"),)),
     ("Alignment and uniformity, lower is better", (("alignment", "alignment"), ("uniformity", "uniformity"))),
 )
 
 
-def charts(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """Learning and diagnostic curves of a run, as titles and SVG; curves without values are left out."""
-    epochs = told["epochs"]
+def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Draw the training curves of a run.
+
+    Args:
+        summary: The summary of the run.
+
+    Returns:
+        (title, SVG) of every chart that has values.
+    """
+    epochs = summary["epochs"]
     x = [event["epoch"] for event in epochs]
-    kept = told["result"]["protocol"]["epoch"]
+    selected = summary["result"]["protocol"]["epoch"]
 
     def val(metric: str) -> list[float | None]:
         return [None if e["val"] is None else 100 * e["val"][metric] for e in epochs]
 
-    found = [
-        ("R@1 and MAP@R on validation classes, %", [Series(name, x, val(name)) for name in ("R@1", "MAP@R")]),
+    charts = [
+        ("Validation R@1 and MAP@R, %", [Series(name, x, val(name)) for name in ("R@1", "MAP@R")]),
         ("Loss", [Series("loss", x, [event["loss"] for event in epochs])]),
     ]
-    for title, lines in DIAGNOSTICS:
-        found.append((title, [Series(name, x, [e["diagnosis"][key] for e in epochs]) for name, key in lines]))
-    drawn = [(title, line_chart(lines, f"{title}, by epoch", mark=kept)) for title, lines in found]
+    for title, series in DIAGNOSTIC_CHARTS:
+        charts.append((title, [Series(name, x, [e["diagnosis"][key] for e in epochs]) for name, key in series]))
+    drawn = [(title, line_chart(series, f"{title}, by epoch", mark=selected)) for title, series in charts]
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def pair_charts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Similarities of pairs, and recall by embedding size."""
-    pairs, sizes = found["similarity"], found["sizes"]
+def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
+    """Draw the similarities of pairs and the recall by embedding size.
+
+    Args:
+        analysis: The analysis of a run.
+
+    Returns:
+        (title, SVG) of every chart that has values.
+    """
+    pairs, sizes = analysis["similarity_histogram"], analysis["recall_by_size"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
-    title = "Similarity of pairs, share of each kind"
-    drawn = [(title, histogram(groups, f"{title}, by cosine", pairs["low"], pairs["high"]))]
+    title = "Cosine similarity of pairs, share of pairs"
+    drawn = [(title, histogram(groups, title, pairs["low"], pairs["high"]))]
     if len(sizes) > 1:
-        line = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
-        title = "R@1 of the first numbers of each vector, %"
-        drawn.append((title, line_chart([line], title, x_name="size", logarithmic=True)))
+        series = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
+        title = "R@1 of the first dimensions, %"
+        drawn.append((title, line_chart([series], title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def learning_together(report: Report) -> str:
-    """Validation R@1 of all runs on one chart."""
-    lines = []
-    for name, told in zip(report.names, report.stories, strict=True):
-        epochs = [event for event in told["epochs"] if event["val"] is not None]
-        lines.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
-    return line_chart(lines, "Validation R@1 of each run, by epoch") if len(lines) > 1 else ""
+def shared_chart(report: Report) -> str:
+    """Draw the validation R@1 of all runs in one chart.
+
+    Args:
+        report: The contents of a page.
+
+    Returns:
+        The SVG; empty for a single run.
+    """
+    series = []
+    for name, summary in zip(report.names, report.summaries, strict=True):
+        epochs = [event for event in summary["epochs"] if event["val"] is not None]
+        series.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+    return line_chart(series, "Validation R@1 of each run, by epoch") if len(series) > 1 else ""

@@ -1,7 +1,7 @@
-"""Charts drawn as inline SVG: no script, sharp at any size, coloured by the page's own style.
+"""Charts as inline SVG: no script, sharp at any size, coloured by the style of the page.
 
-Each is made for about 360 pixels of width, so that its letters stay readable on a phone; a page puts several side by
-side. Series are told apart by colour, by dashes and by name.
+A chart is drawn for a width of about 360 pixels, so that its text stays readable on a phone; a page puts several side
+by side. Series differ in colour, dash pattern and name.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from html import escape
 
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 30, 26
+LEGEND_ROW = 16
+MAX_DOTS = 60  # longer lines are drawn without dots
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, and its points from left to right; None and what is not finite leave a gap."""
+    """A line of a chart.
+
+    Attributes:
+        name: Its name in the legend.
+        x: From left to right.
+        y: None, NaN and infinity leave a gap.
+    """
 
     name: str
     x: Sequence[float]
@@ -25,6 +33,7 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float]]:
+        """The points that have a value."""
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None and math.isfinite(y)]
 
 
@@ -37,117 +46,134 @@ def line_chart(
     logarithmic: bool = False,
     span: tuple[float, float] | None = None,
 ) -> str:
-    """Lines over a common axis, or nothing where no series has a value.
+    """Draw lines over a common axis.
 
-    label        says in words what is drawn, for those who do not see it
-    mark         an x that is pointed out, as the epoch that was kept
-    logarithmic  spaces the x by their logarithms
-    span         of the y axis; by default what the values take
+    Args:
+        series: The lines.
+        label: Text alternative for screen readers.
+        x_name: Name of the x axis.
+        mark: An x to mark with a vertical line, such as the selected epoch.
+        logarithmic: Use a logarithmic x axis.
+        span: Range of the y axis; by default that of the values.
+
+    Returns:
+        The SVG element; empty if no series has a value.
+
+    Example:
+        >>> line_chart([Series("R@1", [1, 2], [41.0, 55.5])], "Validation R@1 by epoch")[:4]
+        '<svg'
     """
-    xs, ys = ([point[axis] for one in series for point in one.points] for axis in (0, 1))
+    xs, ys = ([point[axis] for line in series for point in line.points] for axis in (0, 1))
     if not ys:
         return ""
     ticks = _ticks(*(span or (min(ys), max(ys))))
     low, high = (min(ticks[0], min(ys)), max(ticks[-1], max(ys))) if span is None else span
-    warp = math.log if logarithmic else float
-    first, last = warp(min(xs)), warp(max(xs))
+    scale = math.log if logarithmic else float
+    first, last = scale(min(xs)), scale(max(xs))
+    legend, legend_rows = _legend([line.name for line in series])
+    top = TOP + LEGEND_ROW * (legend_rows - 1)
 
-    def x_at(x: float) -> float:
-        share = (warp(x) - first) / (last - first) if last > first else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+    def x_pixel(x: float) -> float:
+        position = (scale(x) - first) / (last - first) if last > first else 0.5
+        return LEFT + position * (WIDTH - LEFT - RIGHT)
 
-    names, rows = _names([one.name for one in series])
-    top = TOP + 16 * (rows - 1)
-
-    def y_at(y: float) -> float:
+    def y_pixel(y: float) -> float:
         return top + (high - y) / (high - low) * (HEIGHT - top - BOTTOM)
 
-    parts = [_open(label)]
-    for tick in ticks:
-        parts.append(_rule(y_at(tick), _number(tick, ticks)))
-    places = sorted(set(xs))
-    for x in places[:: max(1, math.ceil(len(places) / 7))]:
-        parts.append(f'<text class="tick" x="{x_at(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{x:g}</text>')
+    parts = [_open_svg(label), *(_grid_line(y_pixel(tick), _format_tick(tick, ticks)) for tick in ticks)]
+    x_values = sorted(set(xs))
+    parts += [_x_tick(x_pixel(x), x) for x in x_values[:: max(1, math.ceil(len(x_values) / 7))]]
     parts.append(f'<text class="tick" x="2" y="{HEIGHT - 8}">{escape(x_name)}</text>')
     if mark is not None:
-        at = x_at(mark)
-        parts.append(f'<line class="chosen" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
-    for order, one in enumerate(series):
-        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in one.points)
-        parts.append(f'<polyline class="line c{order % 4}" points="{path}"/>')
-        for x, y in one.points if len(one.points) <= 60 else ():
-            title = f"<title>{escape(one.name)}, {escape(x_name)} {x:g}: {y:.4g}</title>"
+        x = x_pixel(mark)
+        parts.append(f'<line class="chosen" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
+    for i, line in enumerate(series):
+        path = " ".join(f"{x_pixel(x):.1f},{y_pixel(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline class="line c{i % 4}" points="{path}"/>')
+        for x, y in line.points if len(line.points) <= MAX_DOTS else ():
+            title = f"<title>{escape(line.name)}, {escape(x_name)} {x:g}: {y:.4g}</title>"
             parts.append(
-                f'<circle class="dot c{order % 4}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3">{title}</circle>'
+                f'<circle class="dot c{i % 4}" cx="{x_pixel(x):.1f}" cy="{y_pixel(y):.1f}" r="3">{title}</circle>'
             )
-    return "".join([*parts, names]) + "</svg>"
+    return "".join([*parts, legend]) + "</svg>"
 
 
 def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: float, high: float) -> str:
-    """Shares over even bins between low and high, each group as a filled outline of area 1."""
-    total = [sum(counts) for _, counts in groups]
-    if not all(total):
-        return ""
-    shares = [[count / all_ for count in counts] for (_, counts), all_ in zip(groups, total, strict=True)]
-    used = [i for i in range(len(shares[0])) if any(one[i] for one in shares)]
-    begin, end = max(0, used[0] - 1), min(len(shares[0]), used[-1] + 2)
-    step = (high - low) / len(shares[0])
-    peak = max(map(max, shares))
-    left, right = low + begin * step, low + end * step
+    """Draw overlaid histograms, each normalized to a total of 100 %.
 
-    def x_at(x: float) -> float:
+    Args:
+        groups: (name, counts per bin).
+        label: Text alternative for screen readers.
+        low: Lower edge of the first bin.
+        high: Upper edge of the last bin; all bins are equally wide.
+
+    Returns:
+        The SVG element; empty if a group has no counts.
+    """
+    totals = [sum(counts) for _, counts in groups]
+    if not all(totals):
+        return ""
+    shares = [[count / total for count in counts] for (_, counts), total in zip(groups, totals, strict=True)]
+    used = [i for i in range(len(shares[0])) if any(group[i] for group in shares)]
+    begin, end = max(0, used[0] - 1), min(len(shares[0]), used[-1] + 2)
+    bin_width = (high - low) / len(shares[0])
+    peak = max(map(max, shares))
+    left, right = low + begin * bin_width, low + end * bin_width
+    floor = HEIGHT - BOTTOM
+
+    def x_pixel(x: float) -> float:
         return LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
 
-    floor = HEIGHT - BOTTOM
-    parts = [_open(label)]
-    for tick in _ticks(0, 100 * peak):
-        if tick <= 105 * peak:
-            parts.append(_rule(floor - tick / (105 * peak) * (floor - TOP), f"{tick:g} %"))
-    for tick in _ticks(left, right):
-        if left <= tick <= right:
-            parts.append(
-                f'<text class="tick" x="{x_at(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>'
-            )
-    for order, one in enumerate(shares):
-        path = [f"M{x_at(left):.1f},{floor}"]
-        for i in range(begin, end):
-            y = floor - one[i] / (1.05 * peak) * (floor - TOP)
-            path.append(f"L{x_at(low + i * step):.1f},{y:.1f}L{x_at(low + (i + 1) * step):.1f},{y:.1f}")
-        parts.append(f'<path class="area c{order % 4}" d="{"".join(path)}L{x_at(right):.1f},{floor}Z"/>')
-    return "".join([*parts, _names([name for name, _ in groups])[0]]) + "</svg>"
+    def y_pixel(share: float) -> float:
+        return floor - share / (1.05 * peak) * (floor - TOP)
+
+    parts = [_open_svg(label)]
+    parts += [_grid_line(y_pixel(tick / 100), f"{tick:g} %") for tick in _ticks(0, 100 * peak) if tick <= 105 * peak]
+    parts += [_x_tick(x_pixel(tick), tick) for tick in _ticks(left, right) if left <= tick <= right]
+    for i, group in enumerate(shares):
+        path = [f"M{x_pixel(left):.1f},{floor}"]
+        for b in range(begin, end):
+            edges, y = (low + b * bin_width, low + (b + 1) * bin_width), y_pixel(group[b])
+            path += [f"L{x_pixel(edge):.1f},{y:.1f}" for edge in edges]
+        parts.append(f'<path class="area c{i % 4}" d="{"".join(path)}L{x_pixel(right):.1f},{floor}Z"/>')
+    return "".join([*parts, _legend([name for name, _ in groups])[0]]) + "</svg>"
 
 
-# --- the parts of a chart --------------------------------------------------------------------------------------------
+# --- parts of a chart ------------------------------------------------------------------------------------------------
 
 
-def _open(label: str) -> str:
+def _open_svg(label: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
 
 
-def _rule(y: float, text: str) -> str:
+def _grid_line(y: float, text: str) -> str:
     return (
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
     )
 
 
-def _names(names: Sequence[str]) -> tuple[str, int]:
-    """The names of the series above the chart, each after a piece of its line, and how many rows they take."""
+def _x_tick(x: float, value: float) -> str:
+    return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:g}</text>'
+
+
+def _legend(names: Sequence[str]) -> tuple[str, int]:
+    """Return the legend above a chart and its number of rows."""
     parts, x, row = [], float(LEFT), 0
-    for order, name in enumerate(names):
-        shown = name if len(name) <= 24 else f"{name[:23]}…"
-        wide = 40 + 7.0 * len(shown)
-        if x > LEFT and x + wide > WIDTH + 12:
+    for i, name in enumerate(names):
+        text = name if len(name) <= 24 else f"{name[:23]}…"
+        width = 40 + 7.0 * len(text)
+        if x > LEFT and x + width > WIDTH + 12:
             x, row = float(LEFT), row + 1
-        y = 14 + 16 * row
-        parts.append(f'<line class="line c{order % 4}" x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="legend" x="{x + 23:.0f}" y="{y + 4}">{escape(shown)}</text>')
-        x += wide
+        y = 14 + LEGEND_ROW * row
+        parts.append(f'<line class="line c{i % 4}" x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="legend" x="{x + 23:.0f}" y="{y + 4}">{escape(text)}</text>')
+        x += width
     return "".join(parts), row + 1
 
 
-def _ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers that reach from low to high.
+def _ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
+    """Return round numbers that cover low to high.
 
     >>> _ticks(0, 100)
     [0.0, 25.0, 50.0, 75.0, 100.0]
@@ -157,14 +183,14 @@ def _ticks(low: float, high: float, most: int = 5) -> list[float]:
     if not high > low:
         pad = abs(low) / 10 or 1.0
         low, high = low - pad, high + pad
-    rough = (high - low) / (most - 1)
+    rough = (high - low) / (max_ticks - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def _number(tick: float, ticks: Sequence[float]) -> str:
-    """A tick with as many digits as all of them need."""
-    digits = next((d for d in range(8) if all(abs(round(t, d) - t) < 1e-9 for t in ticks)), 8)
-    return f"{tick:.{digits}f}" if abs(tick) < 1e5 else f"{tick:.1e}"
+def _format_tick(tick: float, ticks: Sequence[float]) -> str:
+    """Format a tick with as many decimals as all ticks need."""
+    decimals = next((d for d in range(8) if all(abs(round(t, d) - t) < 1e-9 for t in ticks)), 8)
+    return f"{tick:.{decimals}f}" if abs(tick) < 1e5 else f"{tick:.1e}"

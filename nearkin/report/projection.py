@@ -1,4 +1,4 @@
-"""Embeddings on a flat map: the two directions of most spread at once, t-SNE where it is asked for."""
+"""Two-dimensional maps of embeddings: PCA, and t-SNE on request."""
 
 from __future__ import annotations
 
@@ -11,48 +11,73 @@ from nearkin.data.images import Rows
 from nearkin.errors import import_extra
 from nearkin.ops.geometry import unit
 
-MOST = 6800  # points of a map: as many as a page has pictures
-GRID = 1000  # coordinates are whole numbers up to this
+MAX_POINTS = 6800  # as many as a page has images
+GRID = 1000  # coordinates are integers from 0 to this
 
 
-def sample(labels: NDArray[np.int64], rows: Rows, *, most: int = MOST, seed: int = 0) -> Rows:
-    """At most so many of the rows; of many classes whole classes are taken, so that what belongs together stays so."""
-    if len(rows) <= most:
+def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_POINTS, seed: int = 0) -> Rows:
+    """Sample rows class by class, so that classes stay complete.
+
+    Args:
+        labels: Class of every row [N].
+        rows: The rows to sample from.
+        max_rows: Maximum number of rows.
+        seed: Seed of the order of the classes.
+
+    Returns:
+        The sampled rows, sorted.
+    """
+    if len(rows) <= max_rows:
         return rows
-    place = np.random.default_rng(seed).permutation(int(labels.max()) + 1)[labels[rows]]
-    return np.sort(rows[np.argsort(place, kind="stable")[:most]])
+    class_order = np.random.default_rng(seed).permutation(int(labels.max()) + 1)[labels[rows]]
+    return np.sort(rows[np.argsort(class_order, kind="stable")[:max_rows]])
 
 
 def pca(emb: Tensor) -> NDArray[np.int64]:
-    """[N, 2] on the grid: the two main directions of the unit vectors.
+    """Project unit vectors onto their first two principal components.
 
-    >>> pca(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist() in ([[0, 500], [1000, 500]], [[1000, 500], [0, 500]])
-    True
+    Args:
+        emb: Embeddings [N, D].
+
+    Returns:
+        Grid coordinates [N, 2].
+
+    Example:
+        >>> pca(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist() in ([[0, 500], [1000, 500]], [[1000, 500], [0, 500]])
+        True
     """
     f = unit(emb.double())
     x = f - f.mean(0)
     _, vectors = torch.linalg.eigh(x.T @ x)
-    main = vectors[:, -2:].flip(1)
-    if main.shape[1] < 2:
-        main = torch.nn.functional.pad(main, (0, 2 - main.shape[1]))
-    # The sign of a direction is arbitrary: its largest weight is made positive, so that maps agree between machines.
-    largest = main.gather(0, main.abs().argmax(0, keepdim=True))
-    return _on_grid((x @ (main * torch.where(largest < 0, -1.0, 1.0))).numpy())
+    components = vectors[:, -2:].flip(1)
+    if components.shape[1] < 2:
+        components = torch.nn.functional.pad(components, (0, 2 - components.shape[1]))
+    # The sign of a component is arbitrary. Make its largest weight positive, so that maps agree between machines.
+    largest = components.gather(0, components.abs().argmax(0, keepdim=True))
+    return _to_grid((x @ (components * torch.where(largest < 0, -1.0, 1.0))).numpy())
 
 
 def tsne(emb: Tensor, *, seed: int = 0) -> NDArray[np.int64]:
-    """[N, 2] on the grid by t-SNE with cosine distances (scikit-learn). Distances between groups mean little in it."""
+    """Project unit vectors with t-SNE (scikit-learn). Distances between clusters mean little.
+
+    Args:
+        emb: Embeddings [N, D].
+        seed: Seed of t-SNE.
+
+    Returns:
+        Grid coordinates [N, 2].
+    """
     manifold = import_extra("sklearn.manifold", extra="bench")
     x = unit(emb.float()).numpy()
     perplexity = min(30.0, (len(x) - 1) / 3)
-    made = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=-1)
-    return _on_grid(made.fit_transform(x))  # of unit vectors Euclidean distances rank as cosines do
+    # Euclidean distances of unit vectors rank as cosines do.
+    return _to_grid(manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=-1).fit_transform(x))
 
 
-def _on_grid(x: NDArray[np.floating]) -> NDArray[np.int64]:
+def _to_grid(x: NDArray[np.floating]) -> NDArray[np.int64]:
     low, high = x.min(0), x.max(0)
-    reach = float((high - low).max())
-    if not reach > 1e-12:
+    extent = float((high - low).max())
+    if not extent > 1e-12:
         return np.full(x.shape, GRID // 2, np.int64)
-    middle = (low + high) / 2
-    return np.asarray(np.rint(GRID / 2 + (x - middle) / reach * GRID), np.int64)
+    centre = (low + high) / 2
+    return np.asarray(np.rint(GRID / 2 + (x - centre) / extent * GRID), np.int64)

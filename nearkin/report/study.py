@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a study: who is better at what, how sure that is, and what failed."""
+"""The HTML page of a study: results with intervals, ranks, significant differences and failures."""
 
 from __future__ import annotations
 
@@ -24,48 +24,65 @@ from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.critical_difference import draw_critical_difference
-from nearkin.report.html import fill, write_html
+from nearkin.report.html import render_template, write_html
 from nearkin.report.plots import Series, line_chart
 from nearkin.report.study_overview import in_order, run_study_tournament
 
-LINES = 4  # methods on a chart: more cannot be told apart
+MAX_LINES = 4  # methods per chart: more would not be distinguishable
 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """Everything the page of a study tells, before it is HTML."""
+    """The contents of a study's page before rendering.
+
+    Attributes:
+        name: Name of the study.
+        metric: The metric that is compared.
+        protocol_labels: The protocols of its trials.
+        experiments: Names of the experiments.
+        methods: Names of the methods, best mean rank first.
+        cells: Results by (experiment, method).
+        published: Published values by (experiment, method).
+        tournament: The ranking, or None with fewer than two methods to rank.
+        baselines: R@1 in percent before training, by baseline and experiment: the mean over all trials.
+        leader_comparisons: The leader against each other method on the same test queries, as (method, difference,
+            p after Holm's correction).
+        failures: Failed trials with their reasons.
+        trials: All finished trials.
+        remaining: Number of trials that are not finished.
+        toml: The study file.
+        setups: Experiment -> (dataset, network, embedding size).
+    """
 
     name: str
     metric: str
     protocol_labels: list[str]
     experiments: list[str]
     methods: list[str]
-    """Best mean rank first."""
     cells: dict[tuple[str, str], Aggregate]
-    """By (experiment, method)."""
     published: dict[tuple[str, str], list[Published]]
     tournament: Tournament | None
     baselines: dict[str, dict[str, float]]
-    """R@1 in percent of what training started from, by name and experiment: the mean over all trials there."""
-    duels: list[tuple[str, Difference, float]]
-    """The leader against each other method on the same test queries: (method, difference, p after Holm)."""
+    leader_comparisons: list[tuple[str, Difference, float]]
     failures: list[dict[str, Any]]
     trials: list[dict[str, Any]]
-    left: int
-    """Trials that have no outcome yet."""
+    remaining: int
     toml: str
-    places: dict[str, tuple[str, str, int]]
-    """Experiment -> data set, network, size."""
+    setups: dict[str, tuple[str, str, int]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        rows = [
-            {"experiment": e, "method": n, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
+        """Return plain values for JSON.
+
+        Returns:
+            The results, ranks, pairs, baselines, failures and trials.
+        """
+        cells = [
+            {"experiment": e, "method": m, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
             | {"values": list(c.values), "failed": c.failed}
-            | {"published": [[p.source, p.percent] for p in self.published.get((e, n), [])]}
-            for (e, n), c in self.cells.items()
+            | {"published": [[p.source, p.percent] for p in self.published.get((e, m), [])]}
+            for (e, m), c in self.cells.items()
         ]
-        ranks = [] if self.tournament is None else [vars(standing) for standing in self.tournament.standings]
+        standings = [] if self.tournament is None else [vars(standing) for standing in self.tournament.standings]
         pairs = [] if self.tournament is None else [vars(pair) for pair in self.tournament.pairs]
         plain: dict[str, Any] = nan_to_none(
             {
@@ -73,36 +90,64 @@ class StudyReport:
                 "name": self.name,
                 "metric": self.metric,
                 "protocol_labels": self.protocol_labels,
-                "cells": rows,
-                "standings": ranks,
+                "cells": cells,
+                "standings": standings,
                 "pairs": pairs,
                 "baselines": self.baselines,
-                "leader_less": [{"method": name, **vars(one), "p_holm": p} for name, one, p in self.duels],
+                "leader_comparisons": [
+                    {"method": method, **vars(difference), "p_holm": p}
+                    for method, difference, p in self.leader_comparisons
+                ],
                 "failures": self.failures,
                 "trials": self.trials,
-                "left": self.left,
+                "remaining": self.remaining,
             }
         )
         return plain
 
 
 def build_study_report(path: str | Path) -> StudyReport:
-    """Look at a study as far as it is done."""
+    """Collect the contents of a study's page from its finished trials.
+
+    Args:
+        path: Folder of the study.
+
+    Returns:
+        The contents.
+
+    Raises:
+        RunError: No trial is finished.
+    """
     folder = StudyFolder.open(path)
     outcomes = folder.outcomes()
     if not outcomes:
-        raise RunError(f"{folder.path}: nothing of this study is done yet. Run it: nearkin bench run {folder.path}.")
+        raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
     tournament = run_study_tournament(folder)
-    order = in_order(folder, tournament)
-    places = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
-    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
-    losses = {t.method: t.recipe.loss.name for t in folder.trials}
-    known = {
-        (experiment, method): printed
-        for experiment, (dataset, network, size) in places.items()
-        for method in order
-        if (printed := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
-    }
+    methods = in_order(folder, tournament)
+    setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
+    trials, failures = _trial_rows(folder)
+    return StudyReport(
+        name=folder.study.name,
+        metric=folder.study.metric,
+        protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
+        experiments=list(setups),
+        methods=methods,
+        cells=aggregate(folder),
+        published=_published_values(folder, setups, methods),
+        tournament=tournament,
+        baselines=mean_baselines(folder) if folder.study.metric == "R@1" else {},
+        leader_comparisons=compare_leader(folder, tournament),
+        failures=failures,
+        trials=trials,
+        remaining=len(folder.trials) - len(outcomes),
+        toml=_shareable_toml(folder),
+        setups=setups,
+    )
+
+
+def _trial_rows(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the finished trials, and the failed ones among them with their reasons."""
+    outcomes = folder.outcomes()
     trials, failures = [], []
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
@@ -113,57 +158,69 @@ def build_study_report(path: str | Path) -> StudyReport:
             failures.append({**row, "reason": outcome.reason})
         assert outcome.run is not None or outcome.test is None
         value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
-        shown = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
-        trials.append({**row, **shown, "run": Path(outcome.run).name if outcome.run else None})
-    return StudyReport(
-        name=folder.study.name,
-        metric=folder.study.metric,
-        protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
-        experiments=list(places),
-        methods=order,
-        cells=aggregate(folder),
-        published=known,
-        tournament=tournament,
-        baselines=baselines(folder) if folder.study.metric == "R@1" else {},
-        duels=query_by_query(folder, tournament),
-        failures=failures,
-        trials=trials,
-        left=len(folder.trials) - len(outcomes),
-        toml=_shared(folder),
-        places=places,
-    )
+        cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
+        trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
+    return trials, failures
 
 
-def baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
-    """What every method has to beat: raw pixels, the backbone as it came, the model before its first step."""
-    found: dict[str, dict[str, list[float]]] = {}
+def _published_values(
+    folder: StudyFolder, setups: dict[str, tuple[str, str, int]], methods: Sequence[str]
+) -> dict[tuple[str, str], list[Published]]:
+    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
+    losses = {t.method: t.recipe.loss.name for t in folder.trials}
+    return {
+        (experiment, method): values
+        for experiment, (dataset, network, size) in setups.items()
+        for method in methods
+        if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
+    }
+
+
+def mean_baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
+    """Average the baselines over all trials of each experiment.
+
+    Args:
+        folder: The study.
+
+    Returns:
+        R@1 in percent of raw pixels, the raw backbone and the untrained model, by baseline and experiment.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
     outcomes = folder.outcomes()
     for trial in folder.trials:
-        known = outcomes[trial.id].yardstick if trial.id in outcomes else None
-        for name, value in (known or {}).items():
-            found.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
-    return {name: {e: float(np.mean(values)) for e, values in by.items()} for name, by in found.items()}
+        baselines = outcomes[trial.id].yardstick if trial.id in outcomes else None
+        for name, value in (baselines or {}).items():
+            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
+    return {name: {e: float(np.mean(v)) for e, v in by_experiment.items()} for name, by_experiment in values.items()}
 
 
-def query_by_query(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
-    """How far the leader is ahead of each other method on the same test queries, over all draws that both have.
+def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
+    """Compare the leader with each other method on the same test queries, over all seeds and folds that both have.
 
-    Far sharper than ranks where experiments are few, but about these experiments alone. Nothing where draws were judged
-    on different classes (several data sets, or test classes drawn anew).
+    This is much more sensitive than ranks if there are few experiments, but it is a statement about these experiments
+    only.
+
+    Args:
+        folder: The study.
+        tournament: Its ranking.
+
+    Returns:
+        (method, difference, p after Holm's correction); empty if trials were evaluated on different classes (several
+        datasets, or resampled test classes).
     """
     if tournament is None:
         return []
-    first, *others = [standing.method for standing in tournament.standings]
+    leader, *others = [standing.method for standing in tournament.standings]
     try:
-        found = [paired_difference(folder, other, first) for other in others]
+        differences = [paired_difference(folder, other, leader) for other in others]
     except DataError:
         return []
-    adjusted = holm(np.array([one.p_value for one in found]))[0].tolist()
-    return list(zip(others, found, adjusted, strict=True))
+    adjusted = holm(np.array([difference.p_value for difference in differences]))[0].tolist()
+    return list(zip(others, differences, adjusted, strict=True))
 
 
-def _shared(folder: StudyFolder) -> str:
-    """The study's file without the folders of this machine: a page is shared."""
+def _shareable_toml(folder: StudyFolder) -> str:
+    """Return the study file without the folders of this machine: pages are shared."""
     text = folder.study.to_toml()
     for dataset in folder.study.datasets:
         if dataset.root is not None:
@@ -171,24 +228,44 @@ def _shared(folder: StudyFolder) -> str:
     return text
 
 
+# --- HTML ------------------------------------------------------------------------------------------------------------
+
+
 def write_study_page(report: StudyReport, out: Path) -> Path:
+    """Render the page of a study and write it.
+
+    Args:
+        report: The contents.
+        out: File to write.
+
+    Returns:
+        `out`.
+    """
     return write_html(render_study(report), out)
 
 
 def render_study(report: StudyReport) -> str:
-    """The page as text."""
+    """Render the page of a study.
+
+    Args:
+        report: The contents.
+
+    Returns:
+        The HTML.
+    """
+    means = {name: _known_means(report, name) for name in report.experiments}
     values = {
         "report": report,
         "headline": headline(report),
-        "best": {name: max(_known(report, name), default=math.nan) for name in report.experiments},
-        "worst": {name: min(_known(report, name), default=math.nan) for name in report.experiments},
+        "best": {name: max(known, default=math.nan) for name, known in means.items()},
+        "worst": {name: min(known, default=math.nan) for name, known in means.items()},
         "diagram": diagram(report.tournament),
         "charts": charts(report),
-        "matrix": win_matrix(report),
-        "said": summarize(report.tournament, most=10).splitlines() if report.tournament else [],
-        "total": format_duration(sum(trial["seconds"] for trial in report.trials)),
+        "pair_matrix": pair_matrix(report),
+        "summary_lines": summarize(report.tournament, most=10).splitlines() if report.tournament else [],
+        "total_time": format_duration(sum(trial["seconds"] for trial in report.trials)),
     }
-    return fill("study.html", "study.js", ["page.css", "study.css"], values)
+    return render_template("study.html", "study.js", ["page.css", "study.css"], values)
 
 
 def _mean(report: StudyReport, experiment: str, method: str) -> float:
@@ -196,80 +273,109 @@ def _mean(report: StudyReport, experiment: str, method: str) -> float:
     return cell.mean if cell is not None and cell.values else math.nan
 
 
-def _known(report: StudyReport, experiment: str) -> list[float]:
+def _known_means(report: StudyReport, experiment: str) -> list[float]:
     means = [_mean(report, experiment, method) for method in report.methods]
     return [mean for mean in means if not math.isnan(mean)]
 
 
 def headline(report: StudyReport) -> str:
-    """The sentence the page opens with: who leads, and of whom that is certain."""
+    """Say in one or two sentences which method leads, and over how many others its lead is significant.
+
+    Args:
+        report: The contents.
+
+    Returns:
+        The text that opens the page.
+    """
     if report.tournament is None:
         count = len(report.methods)
         if count == 1:
-            return "One method alone: there is nothing to rank."
+            return "Only one method: nothing to rank."
         known = sum(any(not math.isnan(_mean(report, e, name)) for e in report.experiments) for name in report.methods)
-        so_far = " so far" if report.left else ""
-        return f"{known or 'None'} of the {count} methods has a value{so_far}: there is nothing to rank."
-    first = report.tournament.standings[0].method
-    pairs = [pair for pair in report.tournament.pairs if first in (pair.first, pair.second)]
-    beaten = sum(pair.significant and pair.leader == first for pair in pairs)
-    others = f"{len(pairs)} other{'s' * (len(pairs) != 1)}"
-    if not report.duels:
-        return f"{first} has the best mean rank; it is settled that it is better than {beaten} of the {others}."
-    ahead = sum(one.difference > 0 and p < report.tournament.alpha for _, one, p in report.duels)
+        return f"{known} of {count} methods have a value{' so far' if report.remaining else ''}: nothing to rank."
+    leader = report.tournament.standings[0].method
+    pairs = [pair for pair in report.tournament.pairs if leader in (pair.first, pair.second)]
+    beaten = sum(pair.significant and pair.leader == leader for pair in pairs)
+    others = f"{len(pairs)} other method{'s' * (len(pairs) != 1)}"
+    if not report.leader_comparisons:
+        return f"{leader} has the best mean rank; its lead is significant over {beaten} of {others}."
+    ahead = sum(
+        difference.difference > 0 and p < report.tournament.alpha for _, difference, p in report.leader_comparisons
+    )
     return (
-        f"{first} has the best mean rank. On the same test queries it is certainly ahead of {ahead} of the {others}; "
-        f"that this holds beyond these experiments is settled for {beaten}."
+        f"{leader} has the best mean rank. On the same test queries its lead is significant over {ahead} of {others}; "
+        f"across experiments, over {beaten}."
     )
 
 
 def diagram(tournament: Tournament | None) -> str | None:
-    """The critical-difference diagram as a data address, or None where there is none."""
+    """Draw the critical-difference diagram.
+
+    Args:
+        tournament: The ranking.
+
+    Returns:
+        A data URI, or None if there are too few experiments.
+    """
     if tournament is None or tournament.friedman is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        drawn = draw_critical_difference(tournament, Path(folder) / "diagram.svg").read_bytes()
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
+        svg = draw_critical_difference(tournament, Path(folder) / "diagram.svg").read_bytes()
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def charts(report: StudyReport) -> list[tuple[str, str]]:
-    """The metric over embedding sizes, of the leading methods, for every data set and network."""
+    """Draw the metric of the leading methods by embedding size, for every dataset and network.
+
+    Args:
+        report: The contents.
+
+    Returns:
+        (title, SVG) of every chart that has values.
+    """
     drawn = []
-    shown = report.methods[:LINES]
-    for dataset, network in dict.fromkeys(place[:2] for place in report.places.values()):
-        at = {size: name for name, (d, n, size) in report.places.items() if (d, n) == (dataset, network)}
-        if len(at) > 1:
-            lines = [_series(report, method, [(size, at[size]) for size in sorted(at)]) for method in shown]
-            title = f"{report.metric} by size: {dataset}{f', {network}' if network != 'none' else ''}"
-            drawn.append((title, line_chart(lines, title, x_name="size", logarithmic=True)))
+    for dataset, network in dict.fromkeys(setup[:2] for setup in report.setups.values()):
+        by_size = {size: name for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network)}
+        if len(by_size) > 1:
+            series = [_series(report, method, sorted(by_size.items())) for method in report.methods[:MAX_LINES]]
+            title = f"{report.metric} by embedding size: {dataset}{f', {network}' if network != 'none' else ''}"
+            drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def _series(report: StudyReport, method: str, points: Sequence[tuple[int, str]]) -> Series:
-    values = [_mean(report, name, method) for _, name in points]
-    return Series(method, [x for x, _ in points], [None if math.isnan(v) else v for v in values])
+def _series(report: StudyReport, method: str, experiments: Sequence[tuple[int, str]]) -> Series:
+    values = [_mean(report, name, method) for _, name in experiments]
+    return Series(method, [size for size, _ in experiments], [None if math.isnan(v) else v for v in values])
 
 
-def win_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
-    """Row against column: how often the row won, the chance that it is ahead, and whether that is settled."""
+def pair_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
+    """Compare every method (row) with every other (column), in the order of the ranks.
+
+    Args:
+        report: The contents.
+
+    Returns:
+        Rows of cells: the probability that the row is better, the significance, and wins and losses; None on the
+        diagonal.
+    """
     if report.tournament is None:
         return []
-    by_names = {(pair.first, pair.second): pair for pair in report.tournament.pairs}
-    rows = []
+    pairs = {(pair.first, pair.second): pair for pair in report.tournament.pairs}
     ranked = [standing.method for standing in report.tournament.standings]
+    rows = []
     for row in ranked:
-        line: list[dict[str, Any] | None] = []
+        cells: list[dict[str, Any] | None] = []
         for column in ranked:
-            pair = by_names.get((row, column)) or by_names.get((column, row))
-            line.append(_duel(pair, row, column) if pair is not None else None)
-        rows.append(line)
+            pair = pairs.get((row, column)) or pairs.get((column, row))
+            cells.append(_matrix_cell(pair, row, column) if pair is not None else None)
+        rows.append(cells)
     return rows
 
 
-def _duel(pair: Pair, row: str, column: str) -> dict[str, Any]:
-    straight = pair.first == row
-    wins, losses = (pair.wins, pair.losses) if straight else (pair.losses, pair.wins)
-    ahead = pair.ahead if straight else 1 - pair.ahead
-    kind = "" if not pair.significant else "better" if pair.leader == row else "worse"
-    text = f"{row} against {column}: won {wins}, lost {losses}, equal {pair.ties}; Holm p = {pair.p_holm:.3g}"
-    return {"ahead": None if math.isnan(ahead) else ahead, "kind": kind, "title": text}
+def _matrix_cell(pair: Pair, row: str, column: str) -> dict[str, Any]:
+    row_first = pair.first == row
+    wins, losses = (pair.wins, pair.losses) if row_first else (pair.losses, pair.wins)
+    ahead = pair.ahead if row_first else 1 - pair.ahead
+    css_class = "" if not pair.significant else "better" if pair.leader == row else "worse"
+    title = f"{row} vs. {column}: {wins} wins, {losses} losses, {pair.ties} ties; Holm p = {pair.p_holm:.3g}"
+    return {"ahead": None if math.isnan(ahead) else ahead, "css_class": css_class, "title": title}

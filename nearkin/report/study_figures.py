@@ -1,4 +1,4 @@
-"""Figures of a study for a paper: losses side by side, the metric by size, networks compared, who is ahead of whom."""
+"""Figures of a study for a paper: methods, embedding sizes, networks, and the critical-difference diagram."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.figures import COLOURS, DASHES, WIDTH, write_drawings
 from nearkin.report.study import StudyReport
 
-LINES = 6  # methods on one plot
+MAX_LINES = 6  # methods per plot
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Every figure that the study has the numbers for, as .png and .svg; returns what was written."""
-    drawings = {"losses": _losses, "sizes": _sizes, "networks": _networks}
+    """Write every figure that the study has data for, each as .png and .svg.
+
+    Args:
+        report: The contents of the study's page.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The written files.
+    """
+    drawings = {"losses": _draw_losses, "sizes": _draw_sizes, "networks": _draw_networks}
     written = write_drawings(drawings, report, folder)
     if report.tournament is not None and report.tournament.friedman is not None:
         written += [
@@ -26,56 +34,56 @@ def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
     return written
 
 
-def _losses(picture: Any, report: StudyReport) -> bool:
-    """A line for each method: experiments as dots, their mean as a stroke. No bars: those would have to begin at 0."""
+def _draw_losses(figure: Any, report: StudyReport) -> bool:
+    """A row per method with its experiments as dots and their mean as a tick. Not bars: those must start at 0."""
     rows = []
     for method in report.methods:
-        found = [report.cells[e, method].mean for e in report.experiments if (e, method) in report.cells]
-        if known := [value for value in found if not np.isnan(value)]:
+        means = [report.cells[e, method].mean for e in report.experiments if (e, method) in report.cells]
+        if known := [mean for mean in means if not np.isnan(mean)]:
             rows.append((method, known))
-    picture.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
-    axes = picture.add_subplot()
-    for at, (_, values) in enumerate(rows):
-        axes.plot(values, [at] * len(values), "o", color=COLOURS[0], markersize=3.5)
-        axes.plot([np.mean(values)], [at], "|", color=COLOURS[1], markersize=11, markeredgewidth=2.2)
+    figure.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
+    axes = figure.add_subplot()
+    for y, (_, values) in enumerate(rows):
+        axes.plot(values, [y] * len(values), "o", color=COLOURS[0], markersize=3.5)
+        axes.plot([np.mean(values)], [y], "|", color=COLOURS[1], markersize=11, markeredgewidth=2.2)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{report.metric}, % (dots: experiments, stroke: mean)")
+    axes.set_xlabel(f"{report.metric}, % (dots: experiments, tick: mean)")
     return bool(rows)
 
 
-def _sizes(picture: Any, report: StudyReport) -> bool:
-    """The metric over embedding sizes, averaged over data sets and networks, of the leading methods."""
-    return _lines(picture, report, 2, "embedding size")
+def _draw_sizes(figure: Any, report: StudyReport) -> bool:
+    """The metric by embedding size, averaged over datasets and networks, of the leading methods."""
+    return _draw_lines(figure, report, 2, "embedding size")
 
 
-def _networks(picture: Any, report: StudyReport) -> bool:
-    """The metric of each network, averaged over data sets and sizes, of the leading methods."""
-    return _lines(picture, report, 1, "network")
+def _draw_networks(figure: Any, report: StudyReport) -> bool:
+    """The metric by network, averaged over datasets and sizes, of the leading methods."""
+    return _draw_lines(figure, report, 1, "network")
 
 
-def _lines(picture: Any, report: StudyReport, axis: int, name: str) -> bool:
-    kinds = list(dict.fromkeys(place[axis] for place in report.places.values()))
-    if len(kinds) < 2:
+def _draw_lines(figure: Any, report: StudyReport, field: int, x_label: str) -> bool:
+    x_values = list(dict.fromkeys(setup[field] for setup in report.setups.values()))
+    if len(x_values) < 2:
         return False
-    numbers = all(isinstance(kind, int) for kind in kinds)
-    kinds = sorted(kinds, key=lambda kind: kind if numbers else 0)
-    axes = picture.add_subplot()
-    for at, method in enumerate(report.methods[:LINES]):
+    numeric = all(isinstance(value, int) for value in x_values)
+    x_values = sorted(x_values, key=lambda value: value if numeric else 0)
+    axes = figure.add_subplot()
+    for i, method in enumerate(report.methods[:MAX_LINES]):
         y = []
-        for kind in kinds:
-            cells = [report.cells.get((e, method)) for e, place in report.places.items() if place[axis] == kind]
-            known = [cell.mean for cell in cells if cell is not None and cell.values]
-            y.append(np.mean(known) if known else np.nan)
-        x = kinds if numbers else list(range(len(kinds)))
-        axes.plot(x, y, color=COLOURS[at], linestyle=DASHES[at], marker="o", label=method)
-    if numbers:
+        for value in x_values:
+            cells = [report.cells.get((e, method)) for e, setup in report.setups.items() if setup[field] == value]
+            means = [cell.mean for cell in cells if cell is not None and cell.values]
+            y.append(np.mean(means) if means else np.nan)
+        x = x_values if numeric else list(range(len(x_values)))
+        axes.plot(x, y, color=COLOURS[i], linestyle=DASHES[i], marker="o", label=method)
+    if numeric:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(kinds, [f"{kind:g}" for kind in kinds])
+        axes.set_xticks(x_values, [f"{value:g}" for value in x_values])
         axes.minorticks_off()
     else:
-        axes.set_xticks(range(len(kinds)), kinds)
-    axes.set_xlabel(name)
+        axes.set_xticks(range(len(x_values)), x_values)
+    axes.set_xlabel(x_label)
     axes.set_ylabel(f"{report.metric}, %")
     axes.legend(fontsize=7)
     return True

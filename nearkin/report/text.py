@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Result table and headline of a run for the terminal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from nearkin.training.run import Run
 
 
 def result_table(run: Run) -> RichTable:
-    """The final numbers of a run in percent, each with its 95 % interval over classes below it."""
+    """Return the test metrics of a run in percent, each with its 95 % interval over classes.
+
+    Args:
+        run: A finished run that was evaluated on its test classes.
+
+    Returns:
+        A table of the baselines and the trained model.
+    """
     result = run.result
     assert result is not None, "only a finished run has a table"
-    classes = result["protocol"]["classes"]
     table = RichTable(
         box=box.SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
-        title=f"On {classes['test']} classes never seen in training, percent",
+        title=f"Results on {result['protocol']['classes']['test']} classes never seen in training, percent",
         title_style="bold",
         title_justify="left",
         caption="small: 95 % interval over classes",
@@ -31,36 +37,41 @@ def result_table(run: Run) -> RichTable:
     for metric in next(iter(models.values())):
         table.add_column(metric, justify="right", min_width=9, no_wrap=True)
     for model, metrics in models.items():
-        strong = "bold green" if model == "trained" else ""
+        style = "bold green" if model == "trained" else ""
         cells = []
         for value in metrics.values():
             low, high = value["interval"]
-            cells.append(
-                Text(f"{100 * value['mean']:.1f}\n", strong) + Text(f"{100 * low:.1f}-{100 * high:.1f}", "dim")
-            )
-        table.add_row(Text(model, strong), *cells)
+            cells.append(Text(f"{100 * value['mean']:.1f}\n", style) + Text(f"{100 * low:.1f}-{100 * high:.1f}", "dim"))
+        table.add_row(Text(model, style), *cells)
     return table
 
 
 def headline(run: Run | dict[str, Any]) -> str:
-    """One sentence that says what training did, as far as the paired interval allows it to be said.
+    """Summarize in one sentence what training gained, and claim no more than the paired interval supports.
 
-    run   or its result, of a run that opened its test classes
+    Args:
+        run: A run that was evaluated on its test classes, or its result.
+
+    Returns:
+        The sentence.
     """
     result = run if isinstance(run, dict) else run.result
     assert result is not None
     gain = result["gain"]
-    over = gain["over"]
-    trained, raw = (100 * result["test"][name]["R@1"]["mean"] for name in ("trained", over))
+    baseline = gain["over"]
+    trained, start = (100 * result["test"][name]["R@1"]["mean"] for name in ("trained", baseline))
     low, high = (100 * bound for bound in gain["interval"])
-    compared = {"raw pixels": "by raw pixels", "raw backbone": "by the backbone as it came"}[over]
-    kept = "" if result["protocol"]["epoch"] else " No epoch beat the start on the validation classes: that is kept."
-    share = f"{trained:.1f} % of the images have a neighbour of their own kind nearest, {raw:.1f} % {compared}"
+    advice = ""
     if low > 0:
-        return f"{share}: {low:.1f} to {high:.1f} points gained.{kept}"
-    if high < 0:
-        return f"{share}: {-high:.1f} to {-low:.1f} points lost. Training made it worse: do not use this model.{kept}"
+        change = f"gain {low:.1f} to {high:.1f} points"
+    elif high < 0:
+        change = f"loss {-high:.1f} to {-low:.1f} points"
+        advice = " Training made it worse: do not use this model."
+    else:
+        change = f"difference {low:+.1f} to {high:+.1f} points, not significant"
+    if not result["protocol"]["epoch"]:
+        advice += " No epoch improved on the initial weights on the validation classes, so these are used."
     return (
-        f"{share}: training does not beat it for certain; the difference ({low:.1f} to {high:.1f} points) is not "
-        f"settled by this many classes.{kept}"
+        f"R@1 {trained:.1f}: the nearest neighbour of {trained:.1f} % of the test images has the same class "
+        f"({baseline}: {start:.1f}; {change}).{advice}"
     )

@@ -115,5 +115,5 @@ def test_ctrl_c_stops_the_workers_and_prints_how_to_resume(study_file):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "of 6 trials done; the checkpoint is written. To go on:" in output
+    assert "of 6 trials done; the checkpoint is saved. To resume:" in output
     assert not any(alive(pid) for pid in pids)

@@ -1,7 +1,7 @@
 """Runs of a study: whose weights it deletes, which errors stop it, worker errors, study folders and status."""
 
-import functools
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -88,8 +88,6 @@ def test_resumed_trial_deletes_its_checkpoints(folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         stopping = functools.partial(fit, on_epoch_end=interrupt)
         patched.setattr(nearkin.training.loop, "fit", stopping)
-            nearkin.training.loop, "fit", lambda *args, **kwargs: fit(*args, **kwargs, on_epoch_end=interrupt)
-        )
         with pytest.raises(KeyboardInterrupt):
             run_trial(trial, folder, tmp_path / "runs", "cpu")
     (run,) = (tmp_path / "runs").iterdir()

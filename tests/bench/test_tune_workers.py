@@ -181,7 +181,7 @@ def test_sigint_to_the_command_stops_its_workers(features, tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)  # also waits for the workers, which share the pipe
     assert process.returncode == 130
-    assert "stopped; the checkpoint is written. To go on:" in stderr
+    assert "stopped; the checkpoint is saved. To resume:" in stderr
     assert "Traceback" not in stderr
 
 

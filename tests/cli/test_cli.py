@@ -1,4 +1,4 @@
-"""The command line: one or two lines and exit code 2 for what a person can mend, never a traceback."""
+"""The command line: user errors print one or two lines and exit with code 2, never with a traceback."""
 
 import shutil
 import subprocess
@@ -22,8 +22,8 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         cli.main([str(a) for a in args])
     except SystemExit as stop:
         code = int(stop.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(
@@ -37,20 +37,20 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
         (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
         (["train", "--data", "/no/such/folder"], "/no/such/folder: no such folder"),
-        (["train", "--data"], "--data: a value is needed"),
+        (["train", "--data"], "--data: missing value"),
         (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
         (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
         (["train", "--model.pool", "averag"], "Did you mean 'average'?"),
-        (["train", "--miner.epsilon", "1"], "no miner is chosen"),
-        (["evaluate"], "is needed first"),
+        (["train", "--miner.epsilon", "1"], "no miner is selected"),
+        (["evaluate"], "missing argument: a run folder or a features.npz"),
         (["evaluate", "none.npz"], "none.npz"),
         (["report", "."], "not a run folder"),
         (["losses", "tripplet"], "Did you mean 'triplet'?"),
-        (["losses", "--picture", "x.png"], "--picture: name a loss to draw"),
+        (["losses", "--picture", "x.png"], "--picture: no loss given"),
         (["demo", "more"], "more: no such argument"),
     ],
 )
-def test_mistakes_get_the_cure(capsys, args, message):
+def test_user_errors_name_the_fix(capsys, args, message):
     code, out, err = run(capsys, *args)
     assert code == 2
     assert message in err
@@ -76,7 +76,7 @@ def test_a_runs_folder_that_cannot_be_written_is_named(capsys, tmp_path, glyphs_
     assert "--runs DIR" in err
 
 
-def test_help_teaches_every_command(capsys):
+def test_help_covers_every_command(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for name in cli.COMMANDS:
@@ -84,6 +84,8 @@ def test_help_teaches_every_command(capsys):
         code, shown, _ = run(capsys, name, "--help")
         assert code == 0
         assert "usage" in shown.lower()
+    assert "Run `nearkin COMMAND --help` for details." in out
+    assert "--loss.SETTING VALUE" in run(capsys, "train", "--help")[1]
     assert run(capsys)[1] == out
     assert run(capsys, "--version")[1].startswith("nearkin ")
 
@@ -103,7 +105,7 @@ def test_flags_change_the_recipe():
 
 
 @pytest.mark.parametrize("name", ["photos", "photos.csv", "features.npz"])
-def test_data_given_as_the_recipe_gets_the_flag(capsys, tmp_path, monkeypatch, name):
+def test_data_given_as_a_recipe_suggests_the_flag(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path(name).touch() if "." in name else Path(name).mkdir()
     code, _, err = run(capsys, "train", name)
@@ -111,24 +113,24 @@ def test_data_given_as_the_recipe_gets_the_flag(capsys, tmp_path, monkeypatch, n
     assert f"To train on it: nearkin train --data {name}\n" in err
 
 
-def test_another_loss_leaves_the_recipes_miner_behind_where_it_takes_none():
+def test_the_recipes_miner_is_dropped_if_a_new_loss_cannot_use_it():
     assert parse_train(["thesis_triplet"])[0].miner is not None
     assert parse_train(["thesis_triplet", "--loss", "proxy_anchor"])[0].miner is None
     assert parse_train(["thesis_triplet", "--loss", "contrastive"])[0].miner is not None
     assert parse_train(["thesis_triplet", "--miner", "none"])[0].miner is None
     recipe, _ = parse_train(["thesis_triplet", "--loss", "proxy_anchor", "--miner", "semihard"])
-    assert recipe.miner == ComponentConfig("semihard")  # asked for, so the loss will refuse it
+    assert recipe.miner == ComponentConfig("semihard")  # given explicitly, so the loss will reject it
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(capsys, monkeypatch):
+def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
     def pressed(argv):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("nearkin.cli.train.run", pressed)
     code, out, err = run(capsys, "train")
     assert (code, out) == (130, "")
-    assert "the same command goes on" in err
-    monkeypatch.setenv("RANK", "1")  # of several processes one talks
+    assert "repeat the same command to resume" in err
+    monkeypatch.setenv("RANK", "1")  # only the main process prints
     assert run(capsys, "train")[2] == ""
 
 
@@ -145,10 +147,10 @@ def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_doctor_names_versions_extras_and_devices(capsys):
+def test_doctor_prints_versions_extras_devices_and_known_issues(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    for word in ("python", "torch", "cores", "cpu", "extra vision", "extra bench"):
+    for word in ("python", "torch", "cores", "cpu", "extra vision", "extra bench", "known issue"):
         assert word in out
 
 
@@ -163,19 +165,19 @@ def test_evaluate_reads_features(capsys, tmp_path):
     assert (tmp_path / "per.npz").exists()
 
 
-def test_evaluate_shows_what_a_run_stored(capsys, tmp_path, photo_folder):
-    made = make_run(tmp_path, photo_folder)
-    code, _, err = run(capsys, "evaluate", made.path)
+def test_evaluate_prints_the_metrics_that_a_run_stored(capsys, tmp_path, photo_folder):
+    stored = make_run(tmp_path, photo_folder)
+    code, _, err = run(capsys, "evaluate", stored.path)
     assert code == 2
     assert "this run is not finished" in err
     rng = np.random.default_rng(0)
     scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
-    scores.save(made.path / "per_query.npz")
-    made.finish({})
-    assert run(capsys, "evaluate", made.path)[1] == scores.table() + "\n"
-    code, out, _ = run(capsys, "evaluate", made.path, "--ks", "1", "4")
+    scores.save(stored.path / "per_query.npz")
+    stored.finish({})
+    assert run(capsys, "evaluate", stored.path)[1] == scores.table() + "\n"
+    code, out, _ = run(capsys, "evaluate", stored.path, "--ks", "1", "4")
     assert [line.split()[0] for line in out.splitlines() if "R@" in line] == ["R@1", "R@4"]
-    code, _, err = run(capsys, "evaluate", made.path, "--ks", "1", "16")
+    code, _, err = run(capsys, "evaluate", stored.path, "--ks", "1", "16")
     assert code == 2
     assert "the run stored k = 1 2 4 8" in err
 
@@ -190,12 +192,12 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path, monkeypatch, a
     assert len(err.strip().splitlines()) == 1
 
 
-def test_brackets_in_names_are_shown_as_they_are(capsys):
+def test_brackets_in_names_are_not_markup(capsys):
     show("run: old [runs]/x [/b]")
     assert capsys.readouterr().out == "run: old [runs]/x [/b]\n"
 
 
-def test_the_installed_command_and_the_module_answer_alike():
+def test_the_installed_command_and_the_module_print_the_same():
     script = shutil.which("nearkin", path=str(Path(sys.executable).parent))
     assert script, "nearkin is not installed beside this Python"
     by_script = subprocess.run([script, "--help"], capture_output=True, text=True)

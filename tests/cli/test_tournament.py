@@ -211,7 +211,7 @@ def test_results_from_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "'papers', the folder of a study, or a .csv or .json file is needed first"),
+        ([], "missing argument: 'papers', the folder of a study, or a .csv or .json file"),
         (["papers", "--alpa", "0.1"], "Did you mean '--alpha'?"),
         (["papers", "--alpha", "2"], "alpha: expected a fraction"),
         (["papers", "--dataset", "inshop"], "Available: cub, cars, sop"),

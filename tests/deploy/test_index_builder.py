@@ -434,8 +434,8 @@ def test_official_layouts_are_recognised():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "a run folder is needed first"),
-        (["runs/none"], "a folder of images or a .csv file is needed first"),
+        ([], "missing argument: a run folder"),
+        (["runs/none"], "missing argument: a folder of images or a .csv file"),
         (["nowhere", "photos", "-o", "x"], "not a run folder"),
         (["nowhere", "photos", "-o", "x", "--prun"], "Did you mean '--prune'"),
         (["nowhere", "photos", "-o", "x", "--batch-size", "0"], "--batch-size: expected at least 1"),

@@ -1,4 +1,4 @@
-"""Runs on ready features for the tests of pages, and what they must show, by brute force."""
+"""Recipes on synthetic features, and their similarities by brute force, for the tests of pages."""
 
 from dataclasses import replace
 
@@ -11,12 +11,14 @@ from nearkin.training import recipes
 QUIET = Reporter(quiet=True)
 
 
-def clouds(folder, *, classes: int, each: int, dim: int, seed: int, copies: dict[int, int], **data) -> Recipe:
-    """A recipe for classes of noisy rows in a file; some rows are copies of others. The second half is judged."""
+def clouds(
+    folder, *, classes: int, samples_per_class: int, dim: int, seed: int, duplicates: dict[int, int], **data
+) -> Recipe:
+    """Write noisy class clusters, some rows duplicated, and return a recipe that tests on the second half."""
     rng = np.random.default_rng(seed)
-    labels = np.repeat(np.arange(classes), each)
+    labels = np.repeat(np.arange(classes), samples_per_class)
     features = rng.normal(size=(classes, dim))[labels] + 0.9 * rng.normal(size=(len(labels), dim))
-    features[list(copies)] = features[list(copies.values())]
+    features[list(duplicates)] = features[list(duplicates.values())]
     width = len(str(classes - 1))
     np.savez(folder / "f.npz", features=features.astype(np.float32), labels=[f"{c:0{width}d}" for c in labels])
     recipe = recipes.features_default()
@@ -24,6 +26,7 @@ def clouds(folder, *, classes: int, each: int, dim: int, seed: int, copies: dict
 
 
 def vectors(run, first=10) -> tuple[np.ndarray, np.ndarray]:
+    """Return the embeddings of the test rows in float64 and their labels; `first` is the first test class."""
     stored = np.load(run.recipe.data.root)
     labels = stored["labels"].astype(int)
     test = labels >= first
@@ -31,10 +34,7 @@ def vectors(run, first=10) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cosines(run, first=10) -> tuple[np.ndarray, np.ndarray]:
-    """By brute force in float64: similarities of the test rows, the row itself at the end of the order; and labels.
-
-    first   of the test classes
-    """
+    """Return the cosine similarities of the test rows in float64, -inf on the diagonal, and their labels."""
     emb, labels = vectors(run, first)
     emb /= np.linalg.norm(emb, axis=1, keepdims=True)
     sim = emb @ emb.T

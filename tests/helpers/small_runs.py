@@ -1,4 +1,4 @@
-"""A run folder whose model has random weights: enough to embed, in no time."""
+"""A run folder with a model of random weights: fast, and enough to embed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 
 def make_run(runs: Path, root: Path, *, dim: int = 16, seed: int = 0, side: int = 24, name: str = "run"):
+    """Create an unfinished run with a small convolutional embedder."""
     from nearkin.models.embedder import Embedder
     from nearkin.training import recipes
     from nearkin.training.run import Run

@@ -58,7 +58,7 @@ def test_a_frozen_run_trains_the_head_only_and_reports_the_raw_backbone(frozen_r
     before = make_model(frozen_recipe, sources.load(frozen_recipe.data, quiet), quiet)
     for name, value in run.embedder().backbone.state_dict().items():
         assert torch.equal(value, before.backbone.state_dict()[name]), name
-    assert "by the backbone as it came" in headline(run)
+    assert "(raw backbone: " in headline(run)
 
 
 def test_features_are_computed_once_and_a_run_without_the_cache_has_the_same_result(

@@ -1,4 +1,4 @@
-"""The page of a run: its numbers against brute force, its odd cases, its figures, tables and files."""
+"""The page of a run: values against brute force, edge cases, figures, tables and files."""
 
 import base64
 import csv
@@ -16,20 +16,20 @@ from helpers.scored import QUIET, clouds, cosines, vectors
 import nearkin as nk
 from nearkin import cli
 from nearkin.errors import RunError
-from nearkin.report import gallery, lists, projection
-from nearkin.report.compare import verdict
-from nearkin.report.contents import Shown
+from nearkin.report import gallery, highlights, projection
+from nearkin.report.compare import comparison_headline
+from nearkin.report.contents import PageItems
+from nearkin.report.eval_data import load_eval_data
 from nearkin.report.page import build_report, render, safe_json, write_page, write_report
 from nearkin.report.plots import Series, histogram, line_chart
-from nearkin.report.view import load_view
 from nearkin.training import recipes
 
 
 @pytest.fixture(scope="module")
 def features_run(tmp_path_factory):
-    """Twenty classes of twelve rows; of the first test class two rows are copies and one is of another class."""
+    """Twenty classes of twelve rows; two rows of the first test class are duplicates."""
     folder = tmp_path_factory.mktemp("features")
-    recipe = clouds(folder, classes=20, each=12, dim=24, seed=0, copies={121: 120})
+    recipe = clouds(folder, classes=20, samples_per_class=12, dim=24, seed=0, duplicates={121: 120})
     recipe = replace(recipe, model=replace(recipe.model, dim=16), train=replace(recipe.train, epochs=2))
     return nk.fit(recipe, folder / "runs", reporter=QUIET)
 
@@ -39,97 +39,98 @@ def features_report(features_run):
     return build_report([features_run], reporter=QUIET)
 
 
-# --- the numbers ------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_classes_and_confusions_are_those_of_brute_force(features_run, features_report):
+def test_neighbours_classes_and_confusions_match_brute_force(features_run, features_report):
     sim, labels = cosines(features_run)
-    found, names = features_report.findings[0], features_report.items["classes"]
-    order = np.argsort(-np.round(sim, 9), axis=1, kind="stable")[:, :8]  # copies tie: by index
-    assert found["near"] == order.tolist()
-    assert np.allclose(np.array(found["similar"]) / 1000, np.take_along_axis(sim, order, 1), atol=6e-4)
+    analysis, names = features_report.analyses[0], features_report.items["class_names"]
+    order = np.argsort(-np.round(sim, 9), axis=1, kind="stable")[:, :8]  # duplicates tie: by index
+    assert analysis["neighbours"] == order.tolist()
+    assert np.allclose(np.array(analysis["similarities"]) / 1000, np.take_along_axis(sim, order, 1), atol=6e-4)
     right = labels[order[:, 0]] == labels
-    assert found["recall"] == right.astype(int).tolist()
-    for row in found["classes"]:
+    assert analysis["R@1"] == right.astype(int).tolist()
+    for row in analysis["classes"]:
         mine = labels == int(names[row["class"]])
         assert row["R@1"] == pytest.approx(right[mine].mean(), abs=1e-4)
-        taken = labels[order[mine, 0]][~right[mine]]
-        if len(taken):
-            assert row["times"] == np.bincount(taken).max()
-    _, times = np.unique(np.stack([labels, labels[order[:, 0]]])[:, ~right], axis=1, return_counts=True)
-    assert [pair["count"] for pair in found["pairs"]] == sorted(times.tolist(), reverse=True)[: lists.PAIRS]
-    for pair in found["pairs"]:
-        a, b = int(names[pair["class"]]), int(names[pair["taken_for"]])
+        confused = labels[order[mine, 0]][~right[mine]]
+        if len(confused):
+            assert row["count"] == np.bincount(confused).max()
+    _, counts = np.unique(np.stack([labels, labels[order[:, 0]]])[:, ~right], axis=1, return_counts=True)
+    top = sorted(counts.tolist(), reverse=True)[: highlights.MAX_CONFUSED_PAIRS]
+    assert [pair["count"] for pair in analysis["confused_pairs"]] == top
+    for pair in analysis["confused_pairs"]:
+        a, b = int(names[pair["class"]]), int(names[pair["confused_with"]])
         expected = np.flatnonzero((labels == a) & (labels[order[:, 0]] == b))
         assert pair["items"] == expected.tolist()
 
 
-def test_recall_by_size_cuts_and_renormalises(features_run, features_report):
+def test_recall_by_size_truncates_and_normalizes(features_run, features_report):
     emb, labels = vectors(features_run)
     emb = emb[:, :8]
     emb /= np.linalg.norm(emb, axis=1, keepdims=True)
     sim = emb @ emb.T
     np.fill_diagonal(sim, -np.inf)
-    sizes = features_report.findings[0]["sizes"]
+    sizes = features_report.analyses[0]["recall_by_size"]
     assert [row["size"] for row in sizes] == [8, 16]
     assert sizes[0]["R@1"] == pytest.approx((labels[sim.argmax(1)] == labels).mean(), abs=1e-4)
     assert sizes[1]["R@1"] == pytest.approx(features_run.result["test"]["trained"]["R@1"]["mean"], abs=1e-4)
 
 
-def test_sure_and_wrong_are_wrong_and_led_by_the_widest_margin(features_run, features_report):
+def test_confident_errors_are_errors(features_run, features_report):
     sim, labels = cosines(features_run)
-    listed = features_report.findings[0]["views"]["sure"]
+    listed = features_report.analyses[0]["example_queries"]["confident_errors"]
     nearest = labels[sim.argmax(1)]
     assert all(nearest[item] != labels[item] for item in listed)
-    assert len(listed) == min(gallery.EACH, int((nearest != labels).sum()))
+    assert len(listed) == min(gallery.MAX_QUERIES, int((nearest != labels).sum()))
 
 
-def test_copies_are_found_by_the_features_as_they_came(features_report):
-    copies = features_report.findings[0]["copies"]
-    assert copies["by_features"]
-    assert [0, 1] in [row["items"] for row in copies["rows"] if row["exact"]]
+def test_near_duplicates_are_found_in_the_original_features(features_report):
+    duplicates = features_report.analyses[0]["near_duplicates"]
+    assert duplicates["by_features"]
+    assert [0, 1] in [pair["items"] for pair in duplicates["pairs"] if pair["exact"]]
 
 
-def test_the_csv_in_the_page_lists_suspects_in_order(features_report):
-    suspects = features_report.findings[0]["suspects"]
-    text = base64.b64decode(suspects["csv"].partition("base64,")[2]).decode()
+def test_the_csv_in_the_page_lists_label_errors_in_order(features_report):
+    errors = features_report.analyses[0]["label_errors"]
+    text = base64.b64decode(errors["csv"].partition("base64,")[2]).decode()
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert len(rows) == suspects["csv_rows"] == 120
-    assert [int(row["row"]) for row in rows[:5]] == [row["item"] for row in suspects["rows"][:5]]
+    assert len(rows) == errors["csv_rows"] == 120
+    assert [int(row["row"]) for row in rows[:5]] == [suspect["item"] for suspect in errors["suspects"][:5]]
     assert rows[0]["path"].startswith("row ")
 
 
-# --- every kind of run gives a page -----------------------------------------------------------------------------------
+# --- every type of run has a page -------------------------------------------------------------------------------------
 
 
 def test_a_search_run_shows_validation_and_leaves_the_test_sealed(tiny_recipe, tmp_path):
     run = nk.fit(tiny_recipe, tmp_path, final=False, reporter=QUIET)
     report = build_report([run], reporter=QUIET)
-    assert report.items["part"] == "validation"
+    assert report.items["split"] == "validation"
     assert report.items["total"] == 24  # two classes of twelve
     page = render(report)
     assert "still sealed" in page
     assert not any(event["event"] == "holdout_opened" for event in run.events())
 
 
-def test_vectors_are_kept_and_taken_only_where_they_belong(tiny_recipe, tmp_path):
+def test_cached_embeddings_are_used_only_if_they_match(tiny_recipe, tmp_path):
     run = nk.fit(tiny_recipe, tmp_path, reporter=QUIET)
-    kept, good = run.path / "vectors.npz", (run.path / "vectors.npz").read_bytes()
-    view = load_view(run, reporter=QUIET)
-    torch.testing.assert_close(view.emb, run.embedder().embed(view.table.images), rtol=0, atol=0)
-    with np.load(kept) as stored:
+    cache, good = run.path / "vectors.npz", (run.path / "vectors.npz").read_bytes()
+    data = load_eval_data(run, reporter=QUIET)
+    torch.testing.assert_close(data.emb, run.embedder().embed(data.table.images), rtol=0, atol=0)
+    with np.load(cache) as stored:
         arrays = dict(stored)
-    assert arrays["rows"].tolist() == view.table.row_numbers.tolist()
-    np.savez(kept, **{**arrays, "vectors": -arrays["vectors"]})  # so that it shows whether they are taken
-    torch.testing.assert_close(load_view(run, reporter=QUIET).emb, -view.emb)
+    assert arrays["rows"].tolist() == data.table.row_numbers.tolist()
+    np.savez(cache, **{**arrays, "vectors": -arrays["vectors"]})  # distinguishable from new embeddings
+    torch.testing.assert_close(load_eval_data(run, reporter=QUIET).emb, -data.emb)
     broken = {**arrays, "vectors": -arrays["vectors"], "of": np.array("test of other data by other weights")}
     np.savez(tmp_path / "other.npz", **broken)
     for content in ((tmp_path / "other.npz").read_bytes(), good[:-100], good[:200] + b"?" + good[201:], b"", None):
-        kept.unlink()
+        cache.unlink()
         if content is not None:
-            kept.write_bytes(content)
-        assert torch.equal(load_view(run, reporter=QUIET).emb, view.emb)
-        assert torch.equal(torch.from_numpy(np.load(kept)["vectors"]), view.emb)  # and kept again
+            cache.write_bytes(content)
+        assert torch.equal(load_eval_data(run, reporter=QUIET).emb, data.emb)
+        assert torch.equal(torch.from_numpy(np.load(cache)["vectors"]), data.emb)  # and cached again
 
 
 def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_path):
@@ -137,7 +138,7 @@ def test_no_validation_and_no_test_gives_a_page_without_images(tiny_recipe, tmp_
     report = build_report([nk.fit(recipe, tmp_path, final=False, reporter=QUIET)], reporter=QUIET)
     assert report.items is None
     assert "no images on this page" in render(report)
-    assert "nothing was judged" in render(report)
+    assert "not evaluated" in render(report)
 
 
 def test_no_validation_and_a_frozen_backbone(tiny_recipe, tmp_path):
@@ -147,38 +148,38 @@ def test_no_validation_and_a_frozen_backbone(tiny_recipe, tmp_path):
         model=replace(tiny_recipe.model, freeze="backbone"),
     )
     report = build_report([nk.fit(recipe, tmp_path, reporter=QUIET)], reporter=QUIET)
-    assert report.findings[0]["copies"]["by_features"]
+    assert report.analyses[0]["near_duplicates"]["by_features"]
     page = render(report)
-    assert "no validation: last epoch kept" in page
+    assert "no validation: last epoch" in page
     assert page.count("<polyline") >= 5  # the loss and the diagnostics are there
 
 
-def test_data_that_are_gone_or_changed_leave_a_page_with_the_numbers(features_run, tmp_path, monkeypatch):
+def test_missing_or_changed_data_leave_a_page_with_the_metrics(features_run, tmp_path, monkeypatch):
     root = features_run.recipe.data.root
     hidden = root.rename(root.with_suffix(".away"))
     try:
         page = write_page(features_run, tmp_path / "a.html", reporter=QUIET).read_text()
         assert "no images on this page" in page
-        assert 'id="headline"' in page
+        assert 'id="metrics"' in page
         stored = dict(np.load(hidden))
         np.savez(root, features=stored["features"] + 1, labels=stored["labels"])
-        assert "have changed since" in build_report([features_run], reporter=QUIET).why
+        assert "have changed since" in build_report([features_run], reporter=QUIET).no_images_reason
     finally:
         hidden.rename(root)
 
 
-def test_a_run_that_lost_its_environment_has_a_page(features_run, tmp_path):
-    kept = (features_run.path / "env.json").rename(tmp_path / "env.json")
+def test_a_run_without_its_environment_file_has_a_page(features_run, tmp_path):
+    moved = (features_run.path / "env.json").rename(tmp_path / "env.json")
     try:
         report = build_report([features_run], reporter=QUIET)
     finally:
-        kept.rename(features_run.path / "env.json")
-    assert report.stories[0]["environment"] == {}
+        moved.rename(features_run.path / "env.json")
+    assert report.summaries[0]["environment"] == {}
     assert "Environment" not in render(report)
 
 
-def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder, tmp_path):
-    """From a folder and from a table in it; those of a table that point elsewhere by their own folder only."""
+def test_files_are_named_relative_to_the_data_folder(tiny_recipe, photo_folder, tmp_path):
+    """For a folder and for a table in it; files elsewhere are named by their parent folder only."""
     data = tmp_path / "data"
     shutil.copytree(photo_folder, data)
     for folder in sorted(data.iterdir()):
@@ -193,14 +194,14 @@ def test_files_are_named_below_the_folder_of_the_data(tiny_recipe, photo_folder,
         recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, source=source, root=root, val_fraction=0.0))
         recipe = replace(recipe, train=replace(recipe.train, epochs=1))
         report = build_report([nk.fit(recipe, tmp_path / f"runs of {root.name}", reporter=QUIET)], reporter=QUIET)
-        suspects = report.findings[0]["suspects"]
-        told = list(csv.DictReader(io.StringIO(base64.b64decode(suspects["csv"].partition(",")[2]).decode())))
-        assert len(told) == 48  # four classes of twelve
-        assert {row["path"] for row in told} == set(report.items["name"])
+        encoded = report.analyses[0]["label_errors"]["csv"].partition(",")[2]
+        rows = list(csv.DictReader(io.StringIO(base64.b64decode(encoded).decode())))
+        assert len(rows) == 48  # four classes of twelve
+        assert {row["path"] for row in rows} == set(report.items["names"])
         if root.parent.name == "away":
-            assert all(len(Path(row["path"]).parts) == 2 for row in told)
+            assert all(len(Path(row["path"]).parts) == 2 for row in rows)
         else:
-            assert all((data / row["path"]).is_file() and row["path"].startswith(row["label"]) for row in told)
+            assert all((data / row["path"]).is_file() and row["path"].startswith(row["label"]) for row in rows)
         assert str(tmp_path) not in render(report)
 
 
@@ -210,7 +211,7 @@ def test_an_unfinished_run_is_refused(features_run, tmp_path):
         build_report([nk.Run(tmp_path)], reporter=QUIET)
 
 
-# --- A against B ------------------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -219,44 +220,43 @@ def second_run(features_run):
     return nk.fit(recipe, features_run.path.parent, reporter=QUIET)
 
 
-def test_mended_and_broken_are_those_whose_nearest_changed_sides(features_run, second_run):
+def test_fixed_and_broken_queries_are_those_whose_nearest_neighbour_changed(features_run, second_run):
     report = build_report([features_run, second_run], reporter=QUIET)
     right = []
     for run in (features_run, second_run):
         sim, labels = cosines(run)
         right.append(labels[sim.argmax(1)] == labels)
-    [one] = report.against
-    assert sorted(one["mended"]["items"]) == np.flatnonzero(~right[0] & right[1]).tolist()
-    assert sorted(one["broken"]["items"]) == np.flatnonzero(right[0] & ~right[1]).tolist()
-    gain = next(row for row in one["metrics"] if row["name"] == "R@1")
+    [comparison] = report.comparisons
+    assert sorted(comparison["fixed"]["items"]) == np.flatnonzero(~right[0] & right[1]).tolist()
+    assert sorted(comparison["broken"]["items"]) == np.flatnonzero(right[0] & ~right[1]).tolist()
+    gain = next(row for row in comparison["metrics"] if row["name"] == "R@1")
     assert gain["difference"] == pytest.approx(right[1].mean() - right[0].mean(), abs=1e-6)
     assert gain["low"] <= gain["difference"] <= gain["high"]
-    for row in one["classes"]:
-        mine = labels == int(report.items["classes"][row["class"]])
+    for row in comparison["classes"]:
+        mine = labels == int(report.items["class_names"][row["class"]])
         assert row["gain"] == pytest.approx(right[1][mine].mean() - right[0][mine].mean(), abs=1e-4)
-    assert ("model.dim", ["16", "6"]) in report.differ
+    assert ("model.dim", ["16", "6"]) in report.differing_settings
 
 
-def test_runs_judged_on_different_images_are_refused(features_run, tmp_path, capsys):
+def test_runs_evaluated_on_different_images_are_refused(features_run, tmp_path, capsys):
     data = replace(features_run.recipe.data, split="by_class")
     other = nk.fit(replace(features_run.recipe, data=data), tmp_path, reporter=QUIET)
     with pytest.raises(SystemExit) as stop:
         cli.main(["report", str(features_run.path), str(other.path)])
     assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "cannot be compared: their test classes differ" in said
+    assert "cannot be compared: their test classes differ" in capsys.readouterr().err
     with pytest.raises(RunError, match="given twice"):
         build_report([features_run, features_run], reporter=QUIET)
 
 
-def test_the_verdict_says_no_more_than_the_interval():
+def test_the_comparison_claims_no_more_than_the_interval():
     def row(low, high):
         return [{"name": "R@1", "low": low, "high": high}]
 
-    assert "B is better than A: 1.0 to 3.0 points" in verdict(row(0.01, 0.03), "A", "B")
-    assert "B is worse than A: 1.0 to 3.0 points" in verdict(row(-0.03, -0.01), "A", "B")
-    assert "not settled" in verdict(row(-0.01, 0.01), "A", "B")
-    assert "too few classes" in verdict(row(None, None), "A", "B")
+    assert "B is better than A: 1.0 to 3.0 points" in comparison_headline(row(0.01, 0.03), "A", "B")
+    assert "B is worse than A: 1.0 to 3.0 points" in comparison_headline(row(-0.03, -0.01), "A", "B")
+    assert "not significant" in comparison_headline(row(-0.01, 0.01), "A", "B")
+    assert "Too few classes" in comparison_headline(row(None, None), "A", "B")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -265,21 +265,21 @@ def test_the_verdict_says_no_more_than_the_interval():
 def test_the_command_writes_page_figures_tables_and_json(features_run, second_run, tmp_path, capsys):
     flags = ["--figures", tmp_path / "f", "--tables", tmp_path / "t", "--json", tmp_path / "r.json", "--quiet"]
     cli.main(["report", str(features_run.path), str(second_run.path), "-o", str(tmp_path / "p.html"), *map(str, flags)])
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     names = {"learning", "similarity", "size", "classes", "comparison"}
     assert {path.name for path in (tmp_path / "f").iterdir()} == {f"{n}.{s}" for n in names for s in ("png", "svg")}
-    assert len(said) == 4 + 2 * len(names)
+    assert len(printed) == 4 + 2 * len(names)
     assert (tmp_path / "f" / "size.png").read_bytes().startswith(b"\x89PNG")
     mean = 100 * features_run.result["test"]["trained"]["R@1"]["mean"]
     for name in ("numbers.md", "numbers.tex"):
         assert f"{mean:.1f} (" in (tmp_path / "t" / name).read_text()
     stored = json.loads((tmp_path / "r.json").read_text())
     assert stored["names"] == ["A: norm_softmax", "B: norm_softmax"]
-    assert stored["findings"][0]["near"]
+    assert stored["analyses"][0]["neighbours"]
     assert (tmp_path / "p.html").stat().st_size < 1_000_000
 
 
-def test_nothing_of_the_machine_is_on_the_page(features_run, features_report):
+def test_the_page_has_no_paths_of_this_machine(features_run, features_report):
     page = render(features_report)
     assert str(features_run.recipe.data.root.parent) not in page
     assert "command" not in json.dumps(features_report.to_dict()["runs"][0]["environment"])
@@ -301,7 +301,7 @@ def test_json_in_a_page_cannot_end_its_element():
     assert json.loads(text) == nasty
 
 
-def test_the_map_is_that_of_a_singular_value_decomposition():
+def test_the_pca_map_matches_a_singular_value_decomposition():
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     unit = x.numpy() / np.linalg.norm(x.numpy(), axis=1, keepdims=True)
     centred = unit - unit.mean(0)
@@ -314,39 +314,38 @@ def test_the_map_is_that_of_a_singular_value_decomposition():
     assert projection.pca(torch.ones(3, 4)).tolist() == [[500, 500]] * 3
 
 
-def test_a_map_of_many_points_takes_whole_classes():
+def test_a_map_of_many_points_samples_whole_classes():
     labels = np.repeat(np.arange(100), 7)
-    rows = projection.sample(labels, np.arange(700), most=70)
+    rows = projection.sample(labels, np.arange(700), max_rows=70)
     assert len(rows) == 70
     assert set(np.bincount(labels[rows])) == {0, 7}
 
 
-def test_pictures_spread_from_the_first_rows_to_their_neighbours():
+def test_page_rows_grow_from_the_first_rows_to_their_neighbours():
     near = np.stack([(np.arange(100) + 1) % 100, (np.arange(100) + 2) % 100], axis=1)
-    rows = gallery.choose([near], np.array([10]), most=9)
+    rows = gallery.choose_rows([near], np.array([10]), max_rows=9)
     assert rows.tolist() == list(range(10, 19))
-    assert gallery.choose([near], np.array([10]), most=100).tolist() == list(range(100))
-    shown = Shown.of(rows, 100)
-    assert shown.items_of([9, 10, 18, 19]) == [0, 8]
+    assert gallery.choose_rows([near], np.array([10]), max_rows=100).tolist() == list(range(100))
+    assert PageItems.from_rows(rows, 100).items_of([9, 10, 18, 19]) == [0, 8]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_tiles_hold_their_pictures(channels):
+def test_the_sprite_sheet_has_the_images_in_order(channels):
     from PIL import Image
 
     from nearkin.data.images import ArrayImages
 
     grey = np.linspace(0, 250, 11).astype(np.uint8)
     pixels = np.broadcast_to(grey[:, None, None, None], (11, channels, 20, 20)).copy()
-    made = gallery.sheet(ArrayImages(pixels), np.arange(11), reporter=QUIET)
-    assert (made.columns, made.rows, made.side) == (4, 3, 96)
-    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(made.uri.partition(",")[2]))).convert("L")).astype(int)
+    sprites = gallery.make_sprite_sheet(ArrayImages(pixels), np.arange(11), reporter=QUIET)
+    assert (sprites.columns, sprites.rows, sprites.side) == (4, 3, 96)
+    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(sprites.uri.partition(",")[2]))).convert("L")).astype(int)
     for tile, value in enumerate(grey):
         y, x = tile // 4 * 96, tile % 4 * 96
         assert np.abs(sheet[y + 8 : y + 88, x + 8 : x + 88] - int(value)).max() <= 6
 
 
-def test_charts_leave_out_what_has_no_values_and_take_single_points():
+def test_charts_skip_missing_values_and_accept_single_points():
     assert line_chart([Series("loss", [1, 2], [None, None])], "nothing") == ""
     assert histogram([("a", [0, 0]), ("b", [1, 0])], "nothing", -1, 1) == ""
     one = line_chart([Series('<b>"', [1], [0.0])], "one point")
@@ -358,7 +357,7 @@ def test_charts_leave_out_what_has_no_values_and_take_single_points():
     assert "nan" not in gaps
 
 
-def test_an_in_shop_split_asks_queries_of_the_gallery(tmp_path):
+def test_an_in_shop_split_searches_queries_in_the_gallery(tmp_path):
     rng = np.random.default_rng(1)
     labels = np.repeat(np.arange(12), 8)
     names = np.array([f"{c:02d}" for c in labels])
@@ -372,9 +371,9 @@ def test_an_in_shop_split_asks_queries_of_the_gallery(tmp_path):
         model=replace(recipe.model, dim=4),
         train=replace(recipe.train, epochs=1),
     )
-    view = load_view(nk.fit(recipe, tmp_path, reporter=QUIET), reporter=QUIET)
-    assert len(view) == 32
-    assert (view.table.part[view.asking] == "query").all()
-    assert (view.table.part[view.near] == "gallery").all()
-    assert not (view.near == np.arange(32)[:, None]).any()
-    assert np.isnan(view.per_row("R@1")).sum() == 20
+    data = load_eval_data(nk.fit(recipe, tmp_path, reporter=QUIET), reporter=QUIET)
+    assert len(data) == 32
+    assert (data.table.part[data.queries] == "query").all()
+    assert (data.table.part[data.neighbours] == "gallery").all()
+    assert not (data.neighbours == np.arange(32)[:, None]).any()
+    assert np.isnan(data.per_row("R@1")).sum() == 20

@@ -13,7 +13,7 @@ import torch
 from helpers import distributed_worker
 
 from nearkin._common.progress import Reporter
-from nearkin.cli.doctor import certify
+from nearkin.cli.doctor import summarize_gradient_check
 from nearkin.errors import ConfigError, ProcessLostError
 from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
@@ -92,17 +92,17 @@ def test_the_certificate():
     rows = check_gradients(2)
     assert [row.case for row in rows] == cases()
     assert max(row.worst for row in rows) < TOLERANCE == 1e-5
-    table, verdict = certify(rows)
+    table, verdict = summarize_gradient_check(rows)
     assert table.row_count == len(LOSSES)
-    assert verdict.startswith(f"certified: {len(cases())} cases")
+    assert verdict.startswith(f"passed: {len(cases())} cases")
 
 
 def test_a_difference_is_not_certified():
     good = GradientCheck(Case("triplet"), 0.0, 1e-7, None)
     bad = GradientCheck(Case("margin", "hard", 40, split="uneven shares"), 0.0, 1e-7, 2e-3)
-    table, verdict = certify([good, bad, GradientCheck(Case("margin"), 0.0, float("inf"), None)])
+    table, verdict = summarize_gradient_check([good, bad, GradientCheck(Case("margin"), 0.0, float("inf"), None)])
     assert table.row_count == 2
-    assert "NOT certified: 2 of 3 cases" in verdict
+    assert "FAILED: 2 of 3 cases" in verdict
     assert "margin, miner hard, memory 40, uneven shares: 2e-03" in verdict
 
 

@@ -1,15 +1,15 @@
 "use strict";
-// Everything that moves on the page. Text from the data goes in as text, never as markup.
+// The interactive parts of the page. Text from the data is inserted as text, never as markup.
 (() => {
-const { items, names, findings, against, sheet } = JSON.parse(document.getElementById("data").textContent);
+const { items, names, analyses, comparisons, sheet } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const state = { run: 0, view: "sure", pair: 0, asked: [], rival: 0, change: "mended", kind: null, point: -1 };
+const state = { run: 0, view: "confident_errors", pair: 0, selected: [], comparison: 0, change: "fixed", projection: null, point: -1 };
 
-// --- small parts ------------------------------------------------------------------------------------------------------
+// --- building blocks --------------------------------------------------------------------------------------------------
 
-function make(tag, settings = {}, ...children) {
+function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(settings)) {
+  for (const [name, value] of Object.entries(attributes)) {
     if (name === "onclick") element.addEventListener("click", value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
@@ -17,362 +17,369 @@ function make(tag, settings = {}, ...children) {
   return element;
 }
 
-// A name of unknown direction, kept from turning the text around it; a line may end after its underscores and dashes.
-const named = (text) => make("bdi", {}, ...(text.match(/[^_/-]+[_/-]*|[_/-]+/g) ?? []).flatMap((part) => [part, make("wbr")]));
-// A neighbour that is not on the page is known by its class alone: it stands as -1 less that class.
-const labelOf = (item) => item < 0 ? -1 - item : items.label[item];
-const className = (item) => items.classes[labelOf(item)];
-// The file alone: its folders would leave no room for it, and the picture beside it tells them.
-const fileName = (item) => make("div", { class: "soft" }, named(items.name[item].split("/").at(-1)));
+// Names may be right-to-left: bdi isolates them from the text around. Lines may break after underscores and dashes.
+const nameText = (text) => make("bdi", {}, ...(text.match(/[^_/-]+[_/-]*|[_/-]+/g) ?? []).flatMap((part) => [part, make("wbr")]));
+// A neighbour that is not on the page is stored as -1 - its class.
+const labelOf = (item) => item < 0 ? -1 - item : items.labels[item];
+const className = (item) => items.class_names[labelOf(item)];
+const fileName = (item) => make("div", { class: "soft" }, nameText(items.names[item].split("/").at(-1)));
 const percent = (value) => value === null ? "–" : (100 * value).toFixed(1);
 
-function choices(box, options, chosen, choose) {
+function choices(box, options, current, choose) {
   box.replaceChildren(...options.map(([value, text]) =>
-    make("button", { type: "button", "aria-pressed": String(value === chosen), "data-value": value, onclick: () => {
+    make("button", { type: "button", "aria-pressed": String(value === current), "data-value": value, onclick: () => {
       choose(value);
       box.querySelector(`[data-value="${CSS.escape(value)}"]`)?.focus();
     } }, text)));
 }
 
-function picture(item) {
-  const box = make("span", { class: sheet && item >= 0 ? "pic" : "pic none" });
+function thumbnail(item) {
+  const box = make("span", { class: sheet && item >= 0 ? "thumb" : "thumb none" });
   if (item < 0) box.append("not on this page");
   else if (sheet) {
     const [columns, rows] = sheet;
     const x = columns > 1 ? item % columns / (columns - 1) : 0, y = rows > 1 ? Math.floor(item / columns) / (rows - 1) : 0;
     box.style.backgroundPosition = `${100 * x}% ${100 * y}%`;
-  } else box.append(named(className(item)));
+  } else box.append(nameText(className(item)));
   return box;
 }
 
-// One picture: kind is "query", "right" or "wrong"; choosing it makes it the query, if it is on the page.
-function tile(item, kind, similarity) {
-  const mark = { right: "✓", wrong: "✗" }[kind];
-  const said = `${kind === "query" ? "query" : kind ?? "image"}: ${className(item)}, ${items.name[item] ?? "not on this page"}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
+// An image with its class; role is "query", "right", "wrong" or undefined. Clicking an image on the page makes it the query.
+function tile(item, role, similarity) {
+  const mark = { right: "✓", wrong: "✗" }[role];
+  const label = `${role ?? "image"}: ${className(item)}, ${items.names[item] ?? "not on this page"}` + (similarity === undefined ? "" : `, similarity ${similarity.toFixed(2)}`);
   const note = make("span", { class: "note" });
-  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(similarity > 0.98 ? 3 : 2)} `);
-  note.append(named(className(item)));
-  if (item < 0) return make("span", { class: `tile away ${kind}`, title: said }, picture(item), note);
-  return make("button", { type: "button", class: `tile ${kind ?? ""}`, "aria-label": said, title: said, onclick: () => ask(item) }, picture(item), note);
+  if (mark) note.append(make("b", {}, mark), ` ${similarity.toFixed(3)} `);
+  note.append(nameText(className(item)));
+  if (item < 0) return make("span", { class: `tile absent ${role}`, title: label }, thumbnail(item), note);
+  return make("button", { type: "button", class: `tile ${role ?? ""}`, "aria-label": label, title: label, onclick: () => selectQuery(item) }, thumbnail(item), note);
 }
 
-function row(item, run, who) {
-  const found = findings[run], line = make("div", { class: who && who !== "A" ? "row second" : "row" });
-  if (who) line.append(make("span", { class: "who", title: names[run] }, who));
-  line.append(tile(item, "query"));
-  found.near[item].forEach((other, place) =>
-    line.append(tile(other, labelOf(other) === labelOf(item) ? "right" : "wrong", found.similar[item][place] / 1000)));
-  return line;
+function queryRow(item, run, letter) {
+  const { neighbours, similarities } = analyses[run], row = make("div", { class: letter && letter !== "A" ? "row second" : "row" });
+  if (letter) row.append(make("span", { class: "run-letter", title: names[run] }, letter));
+  row.append(tile(item, "query"));
+  neighbours[item].forEach((other, rank) =>
+    row.append(tile(other, labelOf(other) === labelOf(item) ? "right" : "wrong", similarities[item][rank] / 1000)));
+  return row;
 }
 
-// A list that shows its first entries and more on demand.
-function listing(box, button, entries, render, step) {
-  let until = step;
+// A list that shows `step` entries at a time.
+function pagedList(box, button, entries, render, step) {
+  let count = step;
   const draw = () => {
-    box.replaceChildren(...entries.slice(0, until).flatMap(render));
-    button.hidden = entries.length <= until;
+    box.replaceChildren(...entries.slice(0, count).flatMap(render));
+    button.hidden = entries.length <= count;
   };
-  button.onclick = () => { const from = box.children.length; until += step; draw(); box.children[from]?.querySelector("button")?.focus(); };
+  button.onclick = () => { const first = box.children.length; count += step; draw(); box.children[first]?.querySelector("button")?.focus(); };
   draw();
 }
 
-// A table that sorts by any column and finds by name. A column: [title, value of a row, cell of a row].
-function table(element, columns, rows, { search, more, sort = 0, down = false, first = 20 }) {
-  let by = sort, falling = down, all = false;
+// A table that can be sorted by each column and searched. A column: [title, value of a row, cell of a row].
+function table(element, columns, rows, { search, more, sort = 0, descending = false, limit = 20 }) {
+  let sortColumn = sort, showAll = false;
+  const isText = (column) => rows.length > 0 && typeof columns[column][1](rows[0]) === "string";
   const compare = (a, b) => {
-    const [x, y] = [columns[by][1](a), columns[by][1](b)];
+    const [x, y] = [columns[sortColumn][1](a), columns[sortColumn][1](b)];
     if (x === null || y === null) return (x === null) - (y === null);
     const order = typeof x === "string" ? x.localeCompare(y) : x - y;
-    return falling ? -order : order;
+    return descending ? -order : order;
+  };
+  const sortBy = (column) => {
+    descending = column === sortColumn ? !descending : rows.length > 0 && typeof columns[column][1](rows[0]) === "number";
+    sortColumn = column;
+    draw();
+    element.querySelectorAll("th button")[column].focus();
   };
   const draw = () => {
-    const wanted = (search?.value ?? "").trim().toLowerCase();
-    const found = rows.filter((one) => !wanted || columns.some(([, value]) => typeof value(one) === "string" && value(one).toLowerCase().includes(wanted))).sort(compare);
-    const head = make("tr", {}, ...columns.map(([title], at) =>
-      make("th", { scope: "col", class: rows.length && typeof columns[at][1](rows[0]) === "string" ? "name" : null, "aria-sort": at === by ? (falling ? "descending" : "ascending") : null },
-        make("button", { type: "button", onclick: () => {
-          falling = at === by ? !falling : rows.length > 0 && typeof columns[at][1](rows[0]) === "number";
-          by = at;
-          draw();
-          element.querySelectorAll("th button")[at].focus();
-        } }, title))));
-    const shown = all ? found : found.slice(0, first);
-    const body = shown.map((one) => make("tr", {}, ...columns.map(([, value, cell], at) =>
-      make(at ? "td" : "th", { scope: at ? null : "row", class: typeof value(one) === "string" ? "name" : null }, cell ? cell(one) : String(value(one) ?? "–")))));
+    const text = (search?.value ?? "").trim().toLowerCase();
+    const matches = (row) => !text || columns.some(([, value]) => typeof value(row) === "string" && value(row).toLowerCase().includes(text));
+    const found = rows.filter(matches).sort(compare);
+    const head = make("tr", {}, ...columns.map(([title], i) =>
+      make("th", { scope: "col", class: isText(i) ? "name" : null, "aria-sort": i === sortColumn ? (descending ? "descending" : "ascending") : null },
+        make("button", { type: "button", onclick: () => sortBy(i) }, title))));
+    const body = (showAll ? found : found.slice(0, limit)).map((row) => make("tr", {}, ...columns.map(([, value, cell], i) =>
+      make(i ? "td" : "th", { scope: i ? null : "row", class: typeof value(row) === "string" ? "name" : null }, cell ? cell(row) : String(value(row) ?? "–")))));
     element.replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
     if (more) {
-      more.hidden = all || found.length <= first;
+      more.hidden = showAll || found.length <= limit;
       more.textContent = `Show all ${found.length}`;
     }
   };
   if (search) search.oninput = draw;
-  if (more) more.onclick = () => { all = true; draw(); };
+  if (more) more.onclick = () => { showAll = true; draw(); };
   draw();
 }
 
-const classCell = (index) => make("button", { type: "button", class: "link", onclick: () => askClass(index) }, named(items.classes[index]));
+const classCell = (index) => make("button", { type: "button", class: "link", onclick: () => selectClass(index) }, nameText(items.class_names[index]));
 
-// --- the gallery ------------------------------------------------------------------------------------------------------
+// --- retrieval examples -----------------------------------------------------------------------------------------------
 
-const VIEWS = { sure: "sure and wrong", hardest: "hardest", random: "random", pair: "confused pair" };
-const SAID = {
-  sure: "The nearest neighbour is of another class, and nearer than the nearest of the right class by most.",
-  hardest: "The fewest of the right class near: the lowest MAP@R.",
-  random: "Drawn at random.",
-  pair: "Queries of one class whose nearest neighbour is of the other.",
+const VIEWS = { confident_errors: "Confident errors", hardest: "Hardest queries", random: "Random queries", pair: "Confused classes" };
+const NOTES = {
+  confident_errors: "The nearest neighbour is of another class; sorted by its margin over the nearest of the same class.",
+  hardest: "Queries with the lowest MAP@R.",
+  random: "A random sample.",
+  pair: "Queries of one class whose nearest neighbour is of the other class.",
 };
 
-function ask(item) {
-  if (state.view !== "asked") state.asked = [];
-  state.view = "asked";
-  state.asked = [item, ...state.asked.filter((other) => other !== item)].slice(0, 20);
-  gallery();
-  byId("gallery").scrollIntoView({ block: "start" });
-  byId("shown").querySelector(".tile")?.focus({ preventScroll: true });
+function selectQuery(item) {
+  if (state.view !== "selected") state.selected = [];
+  state.view = "selected";
+  state.selected = [item, ...state.selected.filter((other) => other !== item)].slice(0, 20);
+  showExamples();
+  byId("examples").scrollIntoView({ block: "start" });
+  byId("query-rows").querySelector(".tile")?.focus({ preventScroll: true });
 }
 
-function askClass(index) {
+function selectClass(index) {
   state.view = "class";
-  byId("class-choice").value = items.classes[index];
-  gallery();
-  byId("gallery").scrollIntoView({ block: "start" });
+  byId("class-choice").value = items.class_names[index];
+  showExamples();
+  byId("examples").scrollIntoView({ block: "start" });
   byId("class-choice").focus({ preventScroll: true });
 }
 
-function gallery() {
-  const found = findings[state.run], wanted = byId("class-choice");
-  const options = Object.entries(VIEWS).filter(([view]) => view === "pair" ? found.pairs.length : found.views[view].length);
-  if (!["asked", "class"].includes(state.view) && !options.some(([view]) => view === state.view)) state.view = options[0][0];
-  if (state.view === "asked") options.push(["asked", "your queries"]);
-  if (state.view !== "class") wanted.value = "";
-  choices(byId("views"), options, state.view, (view) => { state.view = view; gallery(); });
+function showExamples() {
+  const { confused_pairs: pairs, example_queries: queries } = analyses[state.run], classChoice = byId("class-choice");
+  const options = Object.entries(VIEWS).filter(([view]) => view === "pair" ? pairs.length : queries[view].length);
+  if (!["selected", "class"].includes(state.view) && !options.some(([view]) => view === state.view)) state.view = options[0][0];
+  if (state.view === "selected") options.push(["selected", "Selected images"]);
+  if (state.view !== "class") classChoice.value = "";
+  choices(byId("query-choices"), options, state.view, (view) => { state.view = view; showExamples(); });
   byId("pair-choice").hidden = state.view !== "pair";
-  const index = items.classes.indexOf(wanted.value);
-  let list = [], said = SAID[state.view];
+  const index = items.class_names.indexOf(classChoice.value);
+  let list = [], note = NOTES[state.view];
   if (state.view === "pair") {
     const select = byId("pair");
-    select.replaceChildren(...found.pairs.map((pair, at) =>
-      make("option", { value: at, selected: at === state.pair }, `${items.classes[pair.class]} → ${items.classes[pair.taken_for]} (${pair.count})`)));
-    state.pair = Math.min(state.pair, found.pairs.length - 1);
-    const pair = found.pairs[state.pair];
+    select.replaceChildren(...pairs.map((pair, i) =>
+      make("option", { value: i, selected: i === state.pair }, `${items.class_names[pair.class]} → ${items.class_names[pair.confused_with]} (${pair.count})`)));
+    state.pair = Math.min(state.pair, pairs.length - 1);
+    const pair = pairs[state.pair];
     list = pair.items;
-    if (list.length < pair.count) said += ` ${list.length} of the ${pair.count} are listed.`;
-  } else if (state.view === "asked") {
-    list = state.asked;
-    said = "Pictures that you chose, the last one first.";
+    if (list.length < pair.count) note += ` ${list.length} of ${pair.count} are listed.`;
+  } else if (state.view === "selected") {
+    list = state.selected;
+    note = "Images that you selected, the latest first.";
   } else if (state.view === "class") {
-    list = items.label.flatMap((label, item) => label === index ? [item] : []);
-    const all = items.sizes[index];
-    said = index < 0 ? "No class of that name." : list.length === all ? `All ${all} images of this class.` : `${list.length} of the ${all} images of this class; the others are not on this page.`;
-  } else list = found.views[state.view];
-  byId("said").textContent = said;
-  listing(byId("shown"), byId("shown-more"), list, (item) => [row(item, state.run)], 8);
+    list = items.labels.flatMap((label, item) => label === index ? [item] : []);
+    const total = items.class_sizes[index];
+    note = index < 0 ? "No class with this name." : list.length === total ? `All ${total} images of this class.` : `${list.length} of the ${total} images of this class; the others are not on this page.`;
+  } else list = queries[state.view];
+  byId("query-note").textContent = note;
+  pagedList(byId("query-rows"), byId("query-more"), list, (item) => [queryRow(item, state.run)], 8);
 }
 
-// Arrow keys walk over the pictures of a box.
-function arrows(box) {
+// Arrow keys move between the images of a box.
+function addArrowKeys(box) {
   box.addEventListener("keydown", (event) => {
-    const here = event.target.closest(".tile");
-    if (!here || !event.key.startsWith("Arrow")) return;
-    const rows = [...box.querySelectorAll(".row")], line = here.closest(".row"), tiles = [...line.querySelectorAll("button.tile")];
-    const [at, place] = [rows.indexOf(line), tiles.indexOf(here)];
-    const next = { ArrowRight: tiles[place + 1], ArrowLeft: tiles[place - 1],
-      ArrowDown: rows[at + 1]?.querySelectorAll("button.tile")[place], ArrowUp: rows[at - 1]?.querySelectorAll("button.tile")[place] }[event.key];
+    const current = event.target.closest(".tile");
+    if (!current || !event.key.startsWith("Arrow")) return;
+    const tilesOf = (row) => row ? [...row.querySelectorAll("button.tile")] : [];
+    const rows = [...box.querySelectorAll(".row")], row = rows.indexOf(current.closest(".row"));
+    const tiles = tilesOf(rows[row]), column = tiles.indexOf(current);
+    const next = { ArrowRight: tiles[column + 1], ArrowLeft: tiles[column - 1],
+      ArrowDown: tilesOf(rows[row + 1])[column], ArrowUp: tilesOf(rows[row - 1])[column] }[event.key];
     if (next) { event.preventDefault(); next.focus(); }
   });
 }
 
-// --- the map ----------------------------------------------------------------------------------------------------------
+// --- embedding map ----------------------------------------------------------------------------------------------------
 
-const map = { points: [], order: [], x: [], y: [] };
+const map = { items: [], order: [], x: [], y: [] };
 
-function showMap(kind) {
-  const kinds = Object.keys(findings[state.run].map.kinds);
-  state.kind = kinds.includes(kind) ? kind : kinds[kinds.length - 1];
-  choices(byId("kinds"), kinds.map((each) => [each, each]), state.kind, showMap);
+function showMap(projection) {
+  const available = Object.keys(analyses[state.run].map.projections);
+  state.projection = available.includes(projection) ? projection : available[available.length - 1];
+  choices(byId("projection-choices"), available.map((name) => [name, name]), state.projection, showMap);
   drawMap();
 }
 
 function drawMap() {
-  const canvas = byId("canvas"), found = findings[state.run], { clientWidth: width, clientHeight: height } = canvas;
-  const scale = window.devicePixelRatio || 1, style = getComputedStyle(document.documentElement);
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const pen = canvas.getContext("2d");
-  pen.scale(scale, scale);
-  const points = found.map.kinds[state.kind], reach = (axis) => Math.max(1, ...points.map((each) => 2 * Math.abs(each[axis] - 500)));
-  const unit = Math.min((width - 28) / reach(0), (height - 28) / reach(1));
-  map.points = found.map.items;
-  map.x = points.map(([x]) => width / 2 + (x - 500) * unit);
-  map.y = points.map(([, y]) => height / 2 - (y - 500) * unit);
-  map.order = points.map((_, at) => at).sort((a, b) => map.x[a] - map.x[b]);
-  const wanted = items.classes.indexOf(byId("map-class").value);
-  const bright = state.point >= 0 ? items.label[map.points[state.point]] : wanted;
-  const right = style.getPropertyValue("--right"), wrong = style.getPropertyValue("--wrong");
+  const canvas = byId("canvas"), { map: stored, neighbours } = analyses[state.run], { clientWidth: width, clientHeight: height } = canvas;
+  const pixelRatio = window.devicePixelRatio || 1, style = getComputedStyle(document.documentElement);
+  canvas.width = width * pixelRatio;
+  canvas.height = height * pixelRatio;
+  const context = canvas.getContext("2d");
+  context.scale(pixelRatio, pixelRatio);
+  const points = stored.projections[state.projection], extent = (axis) => Math.max(1, ...points.map((point) => 2 * Math.abs(point[axis] - 500)));
+  const scale = Math.min((width - 28) / extent(0), (height - 28) / extent(1));
+  map.items = stored.items;
+  map.x = points.map(([x]) => width / 2 + (x - 500) * scale);
+  map.y = points.map(([, y]) => height / 2 - (y - 500) * scale);
+  map.order = points.map((_, i) => i).sort((a, b) => map.x[a] - map.x[b]);
+  const chosen = items.class_names.indexOf(byId("map-class").value);
+  const highlighted = state.point >= 0 ? items.labels[map.items[state.point]] : chosen;
+  const rightColour = style.getPropertyValue("--right"), wrongColour = style.getPropertyValue("--wrong");
   const size = points.length > 1500 ? 2 : 3;
-  const draw = (at, radius) => {
-    const item = map.points[at];
-    const good = labelOf(found.near[item][0]) === labelOf(item);
-    pen.fillStyle = pen.strokeStyle = good ? right : wrong;
-    pen.beginPath();
-    if (good) { pen.arc(map.x[at], map.y[at], radius, 0, 7); pen.fill(); }
+  const drawPoint = (i, radius) => {
+    const item = map.items[i], right = labelOf(neighbours[item][0]) === labelOf(item);
+    context.fillStyle = context.strokeStyle = right ? rightColour : wrongColour;
+    context.beginPath();
+    if (right) { context.arc(map.x[i], map.y[i], radius, 0, 7); context.fill(); }
     else {
-      pen.moveTo(map.x[at] - radius, map.y[at] - radius); pen.lineTo(map.x[at] + radius, map.y[at] + radius);
-      pen.moveTo(map.x[at] - radius, map.y[at] + radius); pen.lineTo(map.x[at] + radius, map.y[at] - radius);
-      pen.stroke();
+      context.moveTo(map.x[i] - radius, map.y[i] - radius); context.lineTo(map.x[i] + radius, map.y[i] + radius);
+      context.moveTo(map.x[i] - radius, map.y[i] + radius); context.lineTo(map.x[i] + radius, map.y[i] - radius);
+      context.stroke();
     }
   };
-  pen.lineWidth = 1.4;
-  pen.globalAlpha = bright >= 0 ? 0.16 : 0.65;
-  points.forEach((_, at) => { if (items.label[map.points[at]] !== bright) draw(at, size); });
-  pen.globalAlpha = 1;
-  pen.lineWidth = 2.4;
-  points.forEach((_, at) => { if (items.label[map.points[at]] === bright) draw(at, size + 2); });
+  context.lineWidth = 1.4;
+  context.globalAlpha = highlighted >= 0 ? 0.16 : 0.65;
+  points.forEach((_, i) => { if (items.labels[map.items[i]] !== highlighted) drawPoint(i, size); });
+  context.globalAlpha = 1;
+  context.lineWidth = 2.4;
+  points.forEach((_, i) => { if (items.labels[map.items[i]] === highlighted) drawPoint(i, size + 2); });
   if (state.point >= 0) {
-    pen.strokeStyle = style.getPropertyValue("--ink");
-    pen.beginPath();
-    pen.arc(map.x[state.point], map.y[state.point], size + 7, 0, 7);
-    pen.stroke();
+    context.strokeStyle = style.getPropertyValue("--ink");
+    context.beginPath();
+    context.arc(map.x[state.point], map.y[state.point], size + 7, 0, 7);
+    context.stroke();
   }
 }
 
-function point(at) {
-  if (at === state.point) return;
-  state.point = at;
+function showPoint(index) {
+  if (index === state.point) return;
+  state.point = index;
   drawMap();
   const tip = byId("tip");
-  tip.hidden = at < 0;
-  if (at < 0) return;
-  tip.replaceChildren(tile(map.points[at]));
+  tip.hidden = index < 0;
+  if (index < 0) return;
+  tip.replaceChildren(tile(map.items[index]));
   tip.firstChild.tabIndex = -1;
-  const width = byId("canvas").clientWidth, height = byId("canvas").clientHeight;
-  tip.style.left = `${Math.min(Math.max(map.x[at] + 14, 4), width - 112)}px`;
-  tip.style.top = `${map.y[at] > height - 170 ? map.y[at] - 160 : map.y[at] + 14}px`;
+  const { clientWidth: width, clientHeight: height } = byId("canvas");
+  tip.style.left = `${Math.min(Math.max(map.x[index] + 14, 4), width - 112)}px`;
+  tip.style.top = `${map.y[index] > height - 170 ? map.y[index] - 160 : map.y[index] + 14}px`;
 }
 
-function nearest(event) {
+function nearestPoint(event) {
   const box = byId("canvas").getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
-  let best = -1, least = 20 ** 2;
-  map.x.forEach((px, at) => {
-    const far = (px - x) ** 2 + (map.y[at] - y) ** 2;
-    if (far < least) [best, least] = [at, far];
+  let nearest = -1, minDistance = 20 ** 2;
+  map.x.forEach((px, i) => {
+    const distance = (px - x) ** 2 + (map.y[i] - y) ** 2;
+    if (distance < minDistance) [nearest, minDistance] = [i, distance];
   });
-  return best;
+  return nearest;
 }
 
 function startMap() {
   const canvas = byId("canvas");
-  canvas.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") point(nearest(event)); });
-  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") point(-1); });
+  canvas.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") showPoint(nearestPoint(event)); });
+  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") showPoint(-1); });
   canvas.addEventListener("click", (event) => {
-    const at = nearest(event), again = at === state.point;
-    point(at);
-    // A finger has no way to hover: its first touch shows, its second chooses.
-    if (at >= 0 && (event.pointerType === "mouse" || again)) ask(map.points[at]);
+    const index = nearestPoint(event), again = index === state.point;
+    showPoint(index);
+    // Touch screens cannot hover: the first touch shows an image, the second selects it.
+    if (index >= 0 && (event.pointerType === "mouse" || again)) selectQuery(map.items[index]);
   });
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (step) {
       event.preventDefault();
-      const count = map.order.length, place = map.order.indexOf(state.point);
-      point(map.order[place < 0 ? (step > 0 ? 0 : count - 1) : (place + step + count) % count]);
-    } else if (event.key === "Enter" && state.point >= 0) ask(map.points[state.point]);
-    else if (event.key === "Escape") point(-1);
+      const count = map.order.length, position = map.order.indexOf(state.point);
+      showPoint(map.order[position < 0 ? (step > 0 ? 0 : count - 1) : (position + step + count) % count]);
+    } else if (event.key === "Enter" && state.point >= 0) selectQuery(map.items[state.point]);
+    else if (event.key === "Escape") showPoint(-1);
   });
-  canvas.addEventListener("blur", () => point(-1));
+  canvas.addEventListener("blur", () => showPoint(-1));
   byId("map-class").addEventListener("input", drawMap);
   new ResizeObserver(drawMap).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
 }
 
-// --- tables and lists -------------------------------------------------------------------------------------------------
+// --- tables and cards -------------------------------------------------------------------------------------------------
 
-function classes() {
+const card = (tiles, ...lines) => make("div", { class: "card" }, ...tiles, make("div", { class: "about" }, ...lines));
+const line = (...parts) => make("div", {}, ...parts);
+
+function showClasses() {
   table(byId("class-table"), [
-    ["class", (one) => items.classes[one.class], (one) => classCell(one.class)],
-    ["images", (one) => one.queries],
-    ["R@1", (one) => one["R@1"], (one) => percent(one["R@1"])],
-    ["MAP@R", (one) => one["MAP@R"], (one) => percent(one["MAP@R"])],
-    ["most taken for", (one) => one.taken_for === null ? "" : items.classes[one.taken_for],
-      (one) => one.taken_for === null ? "" : make("span", {}, named(items.classes[one.taken_for]), ` (${one.times})`)],
-  ], findings[state.run].classes, { search: byId("class-search"), more: byId("class-more"), sort: 2 });
+    ["class", (row) => items.class_names[row.class], (row) => classCell(row.class)],
+    ["queries", (row) => row.queries],
+    ["R@1", (row) => row["R@1"], (row) => percent(row["R@1"])],
+    ["MAP@R", (row) => row["MAP@R"], (row) => percent(row["MAP@R"])],
+    ["most confused with", (row) => row.confused_with === null ? "" : items.class_names[row.confused_with],
+      (row) => row.confused_with === null ? "" : make("span", {}, nameText(items.class_names[row.confused_with]), ` (${row.count})`)],
+  ], analyses[state.run].classes, { search: byId("class-search"), more: byId("class-more"), sort: 2 });
 }
 
-function confusions() {
-  const { pairs, hubs } = findings[state.run];
+function showConfusedPairs() {
+  const pairs = analyses[state.run].confused_pairs;
+  const showPair = (pair) => {
+    state.view = "pair";
+    state.pair = pairs.indexOf(pair);
+    showExamples();
+    byId("examples").scrollIntoView({ block: "start" });
+    byId("pair").focus({ preventScroll: true });
+  };
   table(byId("pair-table"), [
-    ["class", (one) => items.classes[one.class], (one) => classCell(one.class)],
-    ["taken for", (one) => items.classes[one.taken_for], (one) => classCell(one.taken_for)],
-    ["queries", (one) => one.count, (one) => make("button", { type: "button", class: "link", onclick: () => {
-      state.view = "pair";
-      state.pair = pairs.indexOf(one);
-      gallery();
-      byId("gallery").scrollIntoView({ block: "start" });
-      byId("pair").focus({ preventScroll: true });
-    } }, String(one.count))],
-    ["of the class, %", (one) => one.share, (one) => percent(one.share)],
-  ], pairs, { sort: 2, down: true, first: 30 });
-  byId("hubs").replaceChildren(...hubs.slice(0, 12).map(({ item, lists, wrong }) =>
-    make("div", { class: "card" }, tile(item), make("div", { class: "about" },
-      make("div", {}, named(className(item))), make("div", {}, `in ${lists} lists, ${wrong} of another class`), fileName(item)))));
+    ["class", (pair) => items.class_names[pair.class], (pair) => classCell(pair.class)],
+    ["confused with", (pair) => items.class_names[pair.confused_with], (pair) => classCell(pair.confused_with)],
+    ["queries", (pair) => pair.count, (pair) => make("button", { type: "button", class: "link", onclick: () => showPair(pair) }, String(pair.count))],
+    ["% of the class", (pair) => pair.share, (pair) => percent(pair.share)],
+  ], pairs, { more: byId("pair-more"), sort: 2, descending: true, limit: 12 });
 }
 
-function suspects() {
-  const found = findings[state.run].suspects;
-  byId("suspect-said").textContent = found.why ? found.why :
-    `About ${percent(found.share)} % of the labels of these images look wrong; among the first 100, ${found.expected} are to be expected. Look before you change one: a hard image looks like a wrong label.`;
-  listing(byId("suspect-list"), byId("suspect-more"), found.rows, (one) => [make("div", { class: "card" }, tile(one.item),
-    make("div", { class: "about" }, make("div", {}, "is ", named(className(one.item))), make("div", {}, "or ", named(items.classes[one.suggested]), "?"),
-      make("div", {}, `chance of being wrong ${percent(one.probability)} %`), fileName(one.item)))], 12);
+function showHubs() {
+  byId("hub-cards").replaceChildren(...analyses[state.run].hubs.slice(0, 12).map(({ item, occurrences, wrong_class }) =>
+    card([tile(item)], line(nameText(className(item))), line(`neighbour of ${occurrences} queries`), line(`${wrong_class} of another class`), fileName(item))));
 }
 
-function copies() {
-  listing(byId("copies"), byId("copies-more"), findings[0].copies.rows, ({ items: [a, b], similarity, exact }) =>
-    [make("div", { class: "card" }, tile(a), tile(b), make("div", { class: "about" },
-      make("div", {}, named(className(a))), make("div", {}, items.label[a] === items.label[b] ? "same class" : named(className(b))),
-      make("div", {}, exact ? "identical" : `cosine ${similarity.toFixed(3)}`)))], 12);
+function showLabelErrors() {
+  const { unavailable, share, expected, suspects } = analyses[state.run].label_errors;
+  byId("label-error-note").textContent = unavailable ? unavailable :
+    `An estimated ${percent(share)} % of the labels are wrong; about ${expected} errors are expected among the first 100 candidates. Check each image before you change its label: hard images look like label errors.`;
+  pagedList(byId("label-error-cards"), byId("label-error-more"), suspects, ({ item, suggested, probability }) => [card([tile(item)],
+    line("label: ", nameText(className(item))), line("suggested: ", nameText(items.class_names[suggested])),
+    line(`error probability ${percent(probability)} %`), fileName(item))], 12);
 }
 
-// --- runs against each other --------------------------------------------------------------------------------------
+function showDuplicates() {
+  pagedList(byId("duplicate-cards"), byId("duplicate-more"), analyses[0].near_duplicates.pairs, ({ items: [a, b], similarity, exact }) =>
+    [card([tile(a), tile(b)], line(nameText(className(a))), line(items.labels[a] === items.labels[b] ? "same class" : nameText(className(b))),
+      line(exact ? "identical" : `cosine ${similarity.toFixed(3)}`))], 12);
+}
 
-function rivals() {
-  const one = against[state.rival], second = state.rival + 1, letter = names[second].split(":")[0];
-  const options = [["mended", `mended by ${letter} (${one.mended.count})`], ["broken", `broken by ${letter} (${one.broken.count})`]];
-  choices(byId("changes"), options, state.change, (change) => { state.change = change; rivals(); });
-  listing(byId("changed"), byId("changed-more"), one[state.change].items, (item) => [row(item, 0, "A"), row(item, second, letter)], 5);
+// --- comparison of runs -----------------------------------------------------------------------------------------------
+
+function showComparison() {
+  const comparison = comparisons[state.comparison], second = state.comparison + 1, letter = names[second].split(":")[0];
+  const options = [["fixed", "Fixed"], ["broken", "Broken"]].map(([change, text]) => [change, `${text} by ${letter} (${comparison[change].count.toLocaleString("en")})`]);
+  choices(byId("change-choices"), options, state.change, (change) => { state.change = change; showComparison(); });
+  pagedList(byId("changed-rows"), byId("changed-more"), comparison[state.change].items, (item) => [queryRow(item, 0, "A"), queryRow(item, second, letter)], 5);
   table(byId("gain-table"), [
-    ["class", (each) => items.classes[each.class], (each) => classCell(each.class)],
-    ["images", (each) => each.queries],
-    ["A, R@1", (each) => each.before, (each) => percent(each.before)],
-    [`${letter}, R@1`, (each) => each.after, (each) => percent(each.after)],
-    ["gain", (each) => each.gain, (each) => `${each.gain > 0 ? "+" : ""}${percent(each.gain)}`],
-  ], one.classes, { search: byId("gain-search"), more: byId("gain-more"), sort: 4, down: true, first: 12 });
+    ["class", (row) => items.class_names[row.class], (row) => classCell(row.class)],
+    ["queries", (row) => row.queries],
+    ["A, R@1", (row) => row.before, (row) => percent(row.before)],
+    [`${letter}, R@1`, (row) => row.after, (row) => percent(row.after)],
+    ["gain", (row) => row.gain, (row) => `${row.gain > 0 ? "+" : ""}${percent(row.gain)}`],
+  ], comparison.classes, { search: byId("gain-search"), more: byId("gain-more"), sort: 4, descending: true, limit: 12 });
 }
 
 function showRun(run) {
-  if (state.point >= 0) point(-1);
+  if (state.point >= 0) showPoint(-1);
   state.run = run;
-  if (names.length > 1) choices(byId("runs"), names.map((name, at) => [String(at), name]), String(run), (at) => showRun(Number(at)));
+  if (names.length > 1) choices(byId("run-choices"), names.map((name, i) => [String(i), name]), String(run), (i) => showRun(Number(i)));
   document.querySelectorAll(".of-run").forEach((element) => { element.hidden = Number(element.dataset.run) !== run; });
   if (!items) return;
-  gallery();
-  showMap(state.kind);
-  classes();
-  confusions();
-  suspects();
+  showExamples();
+  showMap(state.projection);
+  showClasses();
+  showConfusedPairs();
+  showHubs();
+  showLabelErrors();
 }
 
 if (items) {
-  byId("class-names").append(...items.classes.map((name) => make("option", { value: name })));
-  byId("pair").onchange = (event) => { state.pair = Number(event.target.value); gallery(); };
-  byId("class-choice").oninput = (event) => { state.view = event.target.value ? "class" : "sure"; gallery(); };
-  arrows(byId("shown"));
+  byId("class-names").append(...items.class_names.map((name) => make("option", { value: name })));
+  byId("pair").onchange = (event) => { state.pair = Number(event.target.value); showExamples(); };
+  byId("class-choice").oninput = (event) => { state.view = event.target.value ? "class" : "confident_errors"; showExamples(); };
+  addArrowKeys(byId("query-rows"));
   startMap();
-  copies();
-  if (against.length) {
-    arrows(byId("changed"));
-    if (byId("rival")) byId("rival").onchange = (event) => { state.rival = Number(event.target.value); rivals(); };
-    rivals();
+  showDuplicates();
+  if (comparisons.length) {
+    addArrowKeys(byId("changed-rows"));
+    if (byId("compared-run")) byId("compared-run").onchange = (event) => { state.comparison = Number(event.target.value); showComparison(); };
+    showComparison();
   }
 }
 showRun(0);

@@ -1,0 +1,152 @@
+"""The evaluated images of a run with their embeddings, scores and nearest neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearkin._common.progress import Reporter
+from nearkin.data import sources
+from nearkin.data.images import Rows
+from nearkin.data.splits import make_split
+from nearkin.data.table import Table
+from nearkin.errors import DataError, RunError
+from nearkin.metrics.ranking import neighbours
+from nearkin.metrics.scores import Scores
+from nearkin.models.frozen import FrozenFeatures
+from nearkin.training.embedding_cache import load_embeddings, save_embeddings
+from nearkin.training.evaluation import embed_table, query_and_gallery_rows, score_embeddings
+from nearkin.training.factory import choose_device
+from nearkin.training.run import Run
+
+NEIGHBOURS = 8
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """Rows of the test or validation classes, as the best epoch of a run embeds them. Rows are indices into `table`.
+
+    Attributes:
+        split: "test", or "validation" for a run whose test classes are still sealed.
+        table: The rows, with the features of the untrained backbone where the run uses them.
+        emb: Embeddings [N, dim] of the best epoch.
+        queries: Rows used as queries: all, or those the dataset defines (In-Shop).
+        scores: Per-query metrics, in the order of `queries`.
+        neighbours: The nearest gallery rows [N, k] of each row, without the row itself.
+        similarities: Their cosine similarities [N, k].
+        root: The data folder.
+    """
+
+    split: str
+    table: Table = field(repr=False)
+    emb: Tensor = field(repr=False)
+    queries: Rows = field(repr=False)
+    scores: Scores = field(repr=False)
+    neighbours: Rows = field(repr=False)
+    similarities: Floats = field(repr=False)
+    root: Path | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def per_row(self, metric: str) -> Floats:
+        """Return the values [N] of a metric, NaN for rows that are only in the gallery.
+
+        Args:
+            metric: Name of a metric in `scores`.
+
+        Returns:
+            One value per row of `table`.
+        """
+        values = np.full(len(self), np.nan)
+        values[self.queries] = self.scores.per_query[metric]
+        return values
+
+    def row_name(self, row: int) -> str:
+        """Return a name that identifies a row: its path relative to the data folder, or its row number.
+
+        Files outside the data folder are named by their parent folder only: pages are shared, and the folders above
+        belong to this machine.
+
+        Args:
+            row: Index into `table`.
+
+        Returns:
+            The name.
+        """
+        if not self.table.paths:
+            return f"row {self.table.row_numbers[row]}"
+        path = self.table.paths[row]
+        base = self.root if self.root is not None and path.is_relative_to(self.root) else path.parent.parent
+        return path.relative_to(base).as_posix()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the rows have pixels, not only features."""
+        return self.table.images.shape[0] > 0
+
+
+def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
+    """Load what a finished run was evaluated on. Sealed test classes stay sealed.
+
+    Args:
+        run: A finished run.
+        reporter: Receives progress.
+
+    Returns:
+        The test rows, or the validation rows if the test classes are sealed, with cached or new embeddings.
+
+    Raises:
+        RunError: The run is not finished.
+        DataError: The data are missing or have changed, or there is nothing to show.
+    """
+    result = run.result
+    if result is None:
+        raise RunError(f"{run.path}: this run is not finished. Repeat its training command to resume it.")
+    recipe = run.recipe
+    table = sources.load(recipe.data, reporter)
+    if table.fingerprint != result["protocol"]["fingerprint"]:
+        raise DataError(f"{table.source}: the data have changed since this run.")
+    split, holdout = make_split(table, recipe.data)
+    tested = result["test"] is not None
+    part = holdout.open() if tested else split.val
+    if part is None:
+        raise DataError("the test classes are sealed, and there are no validation classes to show instead.")
+    name = "test" if tested else "validation"
+    frozen = part.features is not None or recipe.model.freeze == "backbone"
+    emb = None if frozen else load_embeddings(run, name, part)
+    if emb is None:
+        model = run.embedder().to(choose_device("auto"))
+        if part.features is None and frozen:
+            part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
+        emb = embed_table(model, part, reporter=reporter)
+        if not frozen:
+            save_embeddings(run, name, part, emb)
+    stored = run.path / "per_query.npz"
+    scores = Scores.load(stored) if tested and stored.exists() else score_embeddings(part, emb)
+    queries, _ = query_and_gallery_rows(part)
+    queries = np.arange(len(part)) if queries is None else queries
+    if not np.array_equal(scores.labels, part.labels[queries]):
+        raise DataError(f"{stored}: the stored values belong to other images.")
+    nearest, similarities = _nearest(part, emb)
+    root = recipe.data.root
+    folder = root.parent if root is not None and root.is_file() else root
+    return EvalData(name, part, emb, queries, scores, nearest, similarities, folder)
+
+
+def _nearest(part: Table, emb: Tensor) -> tuple[Rows, Floats]:
+    queries, gallery = query_and_gallery_rows(part)
+    if queries is None or gallery is None:
+        return neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))
+    k = min(NEIGHBOURS, len(gallery) - 1)
+    nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+    nearest[queries], similarities[queries] = neighbours(emb[queries], emb[gallery], k=k)
+    # Gallery rows too: on the page, any neighbour can become the query.
+    nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)
+    return gallery[nearest], similarities
