@@ -16,16 +16,7 @@ EXAMPLE = re.compile(r"^Examples?:\n", re.MULTILINE)
 
 
 def fence_doctests(text: str) -> str:
-    """Return the docstring with every doctest as a fenced block.
-
-    >>> print(fence_doctests("Add.\\n\\n>>> 1 + 1\\n2"))
-    Add.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    """
+    """Return the docstring with every doctest as a fenced block."""
 
     def fence(match: re.Match[str]) -> str:
         indent = match[1]
