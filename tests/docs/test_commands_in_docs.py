@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What a page leaves to the reader to fill in, as it is called in the folder of this test.
-NAMED = {"<the run it names>": "RUN", "studies/NAME": "studies/tiny"}
+NAMED = {"studies/NAME": "studies/tiny"}
 
 DOWNLOAD = "needs images or weights that are downloaded; its recipe is tested in test_recipes.py"
 SERVER = "a server; test_serve.py starts it and asks"
