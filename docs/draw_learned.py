@@ -1,6 +1,6 @@
 """Draw docs/images/learned.png: images of eight unseen classes, before and after training.
 
-    python docs/draw_learned.py RUN        # the run folder of `nearkin demo`
+python docs/draw_learned.py RUN        # the run folder of `nearkin demo`
 """
 
 from __future__ import annotations

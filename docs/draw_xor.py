@@ -1,6 +1,6 @@
 """Draw docs/images/xor.png: the XOR problem, after a linear metric and after a kernel metric.
 
-    python docs/draw_xor.py
+python docs/draw_xor.py
 """
 
 from __future__ import annotations

@@ -51,7 +51,14 @@ def section(entry: Loss) -> str:
             f"| `{key}` | {default} | {span or '-'} | {text} |" for key, default, span, text in settings_table(entry)
         ]
         lines.append("")
-    lines += ["```python", example(entry), "```", "", f"![Gradient of {entry.name} over similarity]({entry.name}.png)", ""]
+    lines += [
+        "```python",
+        example(entry),
+        "```",
+        "",
+        f"![Gradient of {entry.name}]({entry.name}.png)",
+        "",
+    ]
     return "\n".join(lines)
 
 
