@@ -1,9 +1,9 @@
-"""Write the pages under docs/losses from the registry: one page per family, one plot per loss.
+"""Write the pages under docs/losses from the registry: one page per family, one picture per loss.
 
-    python docs/generate.py             write pages and plots
-    python docs/generate.py --pages     write only the pages
+    python docs/generate.py             write pages and pictures
+    python docs/generate.py --pages     write the pages alone
 
-To change a page, edit the docstring or the decorator of the loss and run this again.
+The pages say nothing that the source does not: edit the docstring or the decorator of a loss, then run this.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TITLES = {
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every page by file name."""
+    """File name -> text, for every page."""
     families = {family: [entry for entry in LOSSES.values() if entry.family == family] for family in TITLES}
-    index = ["# Losses", "", "| loss | family | summary | cost |", "|---|---|---|---|"]
+    index = ["# Losses", "", "| loss | family | what it does | cost |", "|---|---|---|---|"]
     for family, entries in families.items():
         index += [f"| [`{e.name}`]({family}.md#{e.name}) | {family} | {e.summary} | {e.cost} |" for e in entries]
-    legend = "N batch size, C classes (C' with two samples in the batch), K centres, P positives, D dimensions"
-    index += ["", f"Cost of one batch: {legend}.", ""]
+    legend = "N batch, C classes (C' with two samples in the batch), K centres, P positives, D dimensions"
+    index += ["", f"{legend}; the cost of one batch.", ""]
     out = {"index.md": "\n".join(index)}
     for family, entries in families.items():
         head = [f"# {TITLES[family]}", "", f"{FAMILIES[family][0].upper()}{FAMILIES[family][1:]}.", ""]
@@ -41,29 +41,22 @@ def pages() -> dict[str, str]:
 
 
 def section(entry: Loss) -> str:
-    """Return the section of one loss."""
+    """One loss."""
     lines = [f"## {entry.name}", "", entry.summary, "", "```text", *textwrap.wrap(entry.formula, 110), "```", ""]
-    lines += [f"**Use.** {entry.use}", "", f"**Paper.** {entry.paper}. **Cost.** {entry.cost}."]
+    lines += [f"**When.** {entry.use}", "", f"**Paper.** {entry.paper}. **Cost.** {entry.cost}."]
     lines += [f"**Reduction.** {', '.join(entry.reductions)}.", ""]
     if entry.settings:
-        lines += ["| setting | default | search range | meaning |", "|---|---|---|---|"]
+        lines += ["| setting | default | search range | |", "|---|---|---|---|"]
         lines += [
             f"| `{key}` | {default} | {span or '-'} | {text} |" for key, default, span, text in settings_table(entry)
         ]
         lines.append("")
-    lines += [
-        "```python",
-        example(entry),
-        "```",
-        "",
-        f"![Gradient of {entry.name}]({entry.name}.png)",
-        "",
-    ]
+    lines += ["```python", example(entry), "```", "", f"![gradient of {entry.name}]({entry.name}.png)", ""]
     return "\n".join(lines)
 
 
 def example(entry: Loss) -> str:
-    """Return an example call as objective and as function."""
+    """How to call it, as objective and as function."""
     needs = ", num_classes=100, dim=512" if entry.inputs.params else ""
     return "\n".join(
         [

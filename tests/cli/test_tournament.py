@@ -253,6 +253,6 @@ def test_the_page_shows_what_is_computed():
         assert ("**" in line) == wrong
     pair = next(p for p in held.pairs if (p.first, p.second) == ("soft_triple", "multi_similarity"))
     assert f"about {pair.more_experiments} more experiments" in page
-    assert f"{sum(p.significant for p in held.pairs)} of the {len(held.pairs)} pairs are significant" in page
+    assert f"{sum(p.significant for p in held.pairs)} of the {len(held.pairs)} pairs are settled" in page
     picture = ROOT / "docs" / "images" / "critical_difference.png"
     assert picture.stat().st_size < 100_000

@@ -57,7 +57,8 @@ def test_relative_links_work():
 
 def test_files_that_pages_name_exist():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        for path in re.findall(r"`((?:nearkin|tests|docs|examples|benchmarks)/[\w./-]+)`", page.read_text("utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`(?:python )?((?:nearkin|tests|docs|examples|benchmarks)/[\w./-]+)", text):
             if "NAME" not in path and path != "nearkin/metrics/verification.py":  # planned
                 assert (ROOT / path).exists(), f"{page.name}: {path}"
 

@@ -1,4 +1,4 @@
-"""The code of docs/metrics.md and of the docstrings runs and gives the documented values."""
+"""The code of docs/metrics.md and of the docstrings runs and says what is claimed."""
 
 import doctest
 import re
