@@ -1,9 +1,9 @@
-# Every target works from a fresh clone: it makes .venv first if that is missing or out of date.
+# Every target works from a fresh clone: it creates .venv first if that is missing or out of date.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# One test process per core, each with one thread of its own. With COVERAGE=1 they also count which lines they run.
+# One single-threaded test process per core. COVERAGE=1 measures the line coverage.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
   $(if $(COVERAGE),--cov=nearkin --cov-report=)
 
@@ -12,45 +12,45 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## Make .venv and install nearkin with every extra (about 6 GB, most of it torch)
+setup: $(READY) ## Create .venv and install nearkin with all extras (about 6 GB, most of it torch)
 
-demo: setup    ## Train, judge and report on the built-in data: about two minutes on two cores
+demo: setup    ## Train, evaluate and report on built-in data (about two minutes on two cores)
 	$(BIN)/nearkin demo
 
-test: setup    ## Run the tests: about three minutes on two cores
+test: setup    ## Run the tests (about three minutes on two cores)
 	$(PYTEST) -m "not slow"
 
-slow: setup    ## Run the slow tests: kill -9, several processes, servers, exports
+slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow"
 
-lint: setup    ## Lint, check the format, the types and the layers of the package
+lint: setup    ## Check style, format, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: test slow lint ## What the continuous integration runs
+check: test slow lint ## Run everything that continuous integration runs
 
-docs: setup    ## Build the documentation into site/, after its generated pages
+docs: setup    ## Build the documentation into site/, including its generated pages
 	$(BIN)/python docs/generate.py --pages
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/mkdocs build --strict --quiet
 
-constraints: setup ## Pin the newest versions that fit pyproject.toml into constraints.txt
+constraints: setup ## Pin the newest versions allowed by pyproject.toml in constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
 
-clean:         ## Remove .venv and the caches of the tools (never runs/)
+clean:         ## Remove .venv and tool caches (never runs/)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# uv installs from its cache in seconds; plain pip does the same work where uv cannot be had.
+# uv installs from its cache in seconds; pip is the fallback.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "nearkin needs Python 3.11 or newer; got $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
-	  || { echo "Could not make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
-	@echo "Installing nearkin and its extras into $(VENV) (the first time downloads about 3 GB)"
+	  || { echo "Could not create a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	@echo "Installing nearkin with all extras into $(VENV) (the first time downloads about 3 GB)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv \
-	  || echo "uv could not be installed; going on with pip"
+	  || echo "uv could not be installed; using pip"
 	@if [ -x $(BIN)/uv ]; then \
 	  $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[all]'; \
 	else \

@@ -1,4 +1,4 @@
-"""Draw docs/images/xor.png: what a linear and a kernel metric make of the XOR problem.
+"""Draw docs/images/xor.png: the XOR problem, after a linear metric and after a kernel metric.
 
 python docs/draw_xor.py
 """
@@ -23,8 +23,8 @@ class Panel:
     quality: float  # MAP@R
 
 
-def make(count: int = 60, noise: float = 0.18, seed: int = 0) -> tuple[Any, Any]:
-    """Four clouds at the corners of a square; opposite corners are one class."""
+def make_xor(count: int = 60, noise: float = 0.18, seed: int = 0) -> tuple[Any, Any]:
+    """Return points and labels of four clouds at the corners of a square; opposite corners have the same class."""
     rng = np.random.default_rng(seed)
     corner = np.arange(4 * count) % 4
     centres = np.array([[-1, -1], [1, 1], [-1, 1], [1, -1]])
@@ -32,16 +32,16 @@ def make(count: int = 60, noise: float = 0.18, seed: int = 0) -> tuple[Any, Any]
 
 
 def compare() -> dict[str, Panel]:
-    """Learn on one draw, look at another; the kernel is (x . y + 1)^2, in whose space x1 * x2 is a direction."""
-    x, y = make(seed=0)
-    new, labels = make(seed=1)
+    """Train on one sample and show another. In the space of the kernel (x . y + 1)^2, x1 * x2 is a direction."""
+    x, y = make_xor(seed=0)
+    new, labels = make_xor(seed=1)
     linear = MetricLearner(form="A").fit(x, y)
     kernel = KernelMetricLearner("polynomial", degree=2, metric=MetricLearner(form="A", dim=2)).fit(x, y)
-    shown = {"input": new, "linear": linear.transform(new), "kernel": kernel.transform(new)}
-    titles = {"input": "input", "linear": "linear metric", "kernel": "metric in a polynomial kernel's space"}
+    embeddings = {"input": new, "linear": linear.transform(new), "kernel": kernel.transform(new)}
+    titles = {"input": "input", "linear": "linear metric", "kernel": "metric with a polynomial kernel"}
     return {
         name: Panel(titles[name], points, labels, nk.score(points, labels, similarity="euclidean")["MAP@R"])
-        for name, points in shown.items()
+        for name, points in embeddings.items()
     }
 
 
@@ -54,8 +54,8 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(9.6, 3.3), layout="constrained")
     for axis, panel in zip(axes, panels.values(), strict=True):
         for label, colour, marker in ((0, "#1f5fa8", "o"), (1, "#d9822b", "^")):
-            chosen = panel.points[panel.labels == label]
-            axis.scatter(chosen[:, 0], chosen[:, 1], s=16, c=colour, marker=marker, alpha=0.7, linewidths=0)
+            points = panel.points[panel.labels == label]
+            axis.scatter(points[:, 0], points[:, 1], s=16, c=colour, marker=marker, alpha=0.7, linewidths=0)
         axis.set_title(f"{panel.title}\nMAP@R {100 * panel.quality:.1f} %", fontsize=10)
         axis.set_aspect("equal", adjustable="datalim")
         axis.set_xticks([])

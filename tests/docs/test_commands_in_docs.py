@@ -1,7 +1,7 @@
-"""Every command that the documentation shows is run, in a folder where what it names is there.
+"""Every command in the documentation runs, in a folder that contains the files it names.
 
-What cannot be run here is listed with the reason; a command that is neither run nor listed fails the test, and so does
-a listed one that no page shows any more.
+Commands that cannot run here are listed with the reason. A command that is neither run nor listed fails the test, and
+so does a listed command that no page shows any more.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from nearkin.training.loop import fit
 pytestmark = pytest.mark.slow
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What a page leaves to the reader to fill in, as it is called in the folder of this test.
-NAMED = {"<the run it names>": "RUN", "studies/NAME": "studies/tiny"}
+# Placeholders in the pages -> names in the folder of this test.
+PLACEHOLDERS = {"studies/NAME": "studies/tiny"}
 
-DOWNLOAD = "needs images or weights that are downloaded; its recipe is tested in test_recipes.py"
-SERVER = "a server; test_serve.py starts it and asks"
-LONG = "takes minutes; run in the same form, smaller, by other tests"
-ELSEWHERE = {
+DOWNLOAD = "needs downloads; its recipe is tested in test_recipes.py"
+SERVER = "needs a running server; see test_serve.py"
+LONG = "takes minutes; other tests run a smaller version"
+NOT_RUN = {
     "make demo": LONG,
-    "make test": "this is it",
+    "make test": "would run this test",
     "nearkin bench run tiny": LONG,
     "nearkin bench run features --data features.npz": LONG,
     "nearkin data get cub --root data": DOWNLOAD,
@@ -47,16 +47,15 @@ ELSEWHERE = {
     "nearkin train thesis_proxy_anchor:cars:googlenet:64 --data data": DOWNLOAD,
     "nearkin tune glyphs_small --losses proxy_anchor multi_similarity --trials 20 --out tuned": LONG,
     "nearkin tune --data features.npz --losses all --workers 2 --out tuned": LONG,
-    "nearkin doctor --distributed": "test_distributed.py runs the same check",
-    "torchrun --nproc-per-node 4 -m nearkin train glyphs_small": "test_torchrun.py runs two processes",
+    "nearkin doctor --distributed": "tested in test_distributed.py",
+    "torchrun --nproc-per-node 4 -m nearkin train glyphs_small": "tested with two processes in test_torchrun.py",
 }
-BEGINNINGS = {
+NOT_RUN_PREFIXES = {
     "curl ": SERVER,
     "nearkin serve ": SERVER,
     "python3 -c ": SERVER,
-    "nearkin tune cub_lite ": "needs a PostgreSQL server or a cluster; test_tune.py has both in small form",
+    "nearkin tune cub_lite ": "needs a PostgreSQL server or a cluster; see test_tune.py",
 }
-STORES = "qdrant:// and pgvector:// need their servers; test_index_stores.py has them"
 
 
 def commands() -> list[tuple[str, str]]:
@@ -69,13 +68,14 @@ def commands() -> list[tuple[str, str]]:
 
 
 def runs_here(command: str) -> bool:
-    listed = command in ELSEWHERE or command.startswith(tuple(BEGINNINGS))
+    listed = command in NOT_RUN or command.startswith(tuple(NOT_RUN_PREFIXES))
+    # Vector databases need their servers; see test_stores.py.
     return not listed and "qdrant://" not in command and "pgvector://" not in command
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, photo_folder):
-    """A folder with everything that the pages name."""
+def docs_folder(tmp_path_factory, photo_folder):
+    """A folder with all files that the pages name."""
     here = tmp_path_factory.mktemp("docs")
     shutil.copytree(photo_folder, here / "photos")
     (here / "photos" / "class 0").rename(here / "photos" / "robin")
@@ -84,8 +84,8 @@ def place(tmp_path_factory, photo_folder):
 
         Image.open(path).convert("RGB").save(path.with_suffix(".jpg"))
         path.unlink()
-    for name, taken in (("new.jpg", "robin/00.jpg"), ("old.jpg", "robin/01.jpg")):
-        shutil.copy(here / "photos" / taken, here / name)
+    for name, source in (("new.jpg", "robin/00.jpg"), ("old.jpg", "robin/01.jpg")):
+        shutil.copy(here / "photos" / source, here / name)
     files = sorted(path for path in (here / "photos").rglob("*.*") if path.is_file())
     rows = [f"{path.relative_to(here)},{path.parent.name}" for path in files]
     (here / "photos.csv").write_text("\n".join(["path,label", *rows]) + "\n")
@@ -112,36 +112,36 @@ def place(tmp_path_factory, photo_folder):
     return here
 
 
-def test_every_command_runs(place, monkeypatch):
-    monkeypatch.chdir(place)
-    shown = commands()
-    assert len(shown) > 60
-    for page, command in shown:
+def test_every_command_runs(docs_folder, monkeypatch):
+    monkeypatch.chdir(docs_folder)
+    all_commands = commands()
+    assert len(all_commands) > 60
+    for page, command in all_commands:
         if not runs_here(command):
             continue
-        for asked, filled in NAMED.items():
-            command = command.replace(asked, filled)
-        words = shlex.split(command)
-        assert words[0] == "nearkin", f"{page}: {command}"
-        code, said = outcome(words[1:])
-        # `data check` says by 1 that something is off, which is so with pictures of 24 pixels.
-        allowed = (0, 1) if words[1:3] == ["data", "check"] else (0,)
-        assert code in allowed, f"{page}: {command}\n{said}"
+        for placeholder, name in PLACEHOLDERS.items():
+            command = command.replace(placeholder, name)
+        argv = shlex.split(command)
+        assert argv[0] == "nearkin", f"{page}: {command}"
+        code, output = run_command(argv[1:])
+        # `data check` exits with 1 if it finds a problem, and images of 24 pixels are one.
+        allowed = (0, 1) if argv[1:3] == ["data", "check"] else (0,)
+        assert code in allowed, f"{page}: {command}\n{output}"
 
 
-def outcome(words: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and what it printed."""
+def run_command(argv: list[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            cli.main(words)
-        except SystemExit as stopped:
-            return int(stopped.code or 0), out.getvalue()
+            cli.main(argv)
+        except SystemExit as exit_:
+            return int(exit_.code or 0), out.getvalue()
     return 0, out.getvalue()
 
 
-def test_what_is_listed_as_run_elsewhere_is_shown_somewhere():
-    shown = {command for _, command in commands()}
-    assert set(ELSEWHERE) <= shown
-    for beginning in BEGINNINGS:
-        assert any(command.startswith(beginning) for command in shown), beginning
+def test_every_exception_is_still_in_the_documentation():
+    documented = {command for _, command in commands()}
+    assert set(NOT_RUN) <= documented
+    for prefix in NOT_RUN_PREFIXES:
+        assert any(command.startswith(prefix) for command in documented), prefix
