@@ -7,8 +7,8 @@ def default_workers(workers: int, device: str) -> int:
     """Return the number of training runs at a time.
 
     Args:
-        workers: The number asked for; 0 chooses one per GPU when training uses GPUs, else one per core.
-        device: The device asked for, for example "auto" or "cuda:1".
+        workers: The number requested; 0 chooses one per GPU when training uses GPUs, else one per core.
+        device: The device requested, for example "auto" or "cuda:1".
 
     Returns:
         At least 1.
@@ -33,7 +33,7 @@ def worker_device(device: str, worker: int) -> str:
     """Return the device of a worker.
 
     Args:
-        device: The device asked for.
+        device: The device requested.
         worker: Index of the worker.
 
     Returns:

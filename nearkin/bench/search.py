@@ -262,7 +262,7 @@ def _claim_folder(search: Search) -> None:
 
 
 def _num_trials(studies: Mapping[str, Study], trials: int | None) -> int:
-    """Return the trials per loss: as asked for, else those of the existing search, else the default."""
+    """Return the trials per loss: as requested, else those of the existing search, else the default."""
     from optuna.trial import TrialState
 
     existing: int = max(study.user_attrs.get("trials", 0) for study in studies.values())

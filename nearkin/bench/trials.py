@@ -44,7 +44,7 @@ class Outcome:
         run: Absolute path of the evaluated run folder.
         test: Metric -> mean on the test classes, as a fraction.
         intervals: Metric -> 95 % interval over test classes.
-        yardstick: Baseline -> R@1 on the test classes before training.
+        baselines: Baseline -> R@1 on the test classes before training.
         val: R@1 on the validation classes at the chosen epoch.
         epoch: The chosen epoch.
         seconds: Run time including loading and evaluation; for a resumed trial only since it was resumed.
@@ -57,7 +57,7 @@ class Outcome:
     run: str | None = None
     test: dict[str, float] | None = None
     intervals: dict[str, list[float]] | None = None
-    yardstick: dict[str, float] | None = None
+    baselines: dict[str, float] | None = None
     val: float | None = None
     epoch: int | None = None
     seconds: float = 0.0
@@ -201,7 +201,12 @@ class StudyFolder:
         return {id: outcome for id, outcome in outcomes.items() if outcome is not None}
 
     def write(self, trial: Trial, outcome: Outcome) -> None:
-        """Store the outcome of a trial."""
+        """Store the outcome of a trial.
+
+        Args:
+            trial: The trial.
+            outcome: Its outcome.
+        """
         atomic_write(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
         if outcome.status == "done":
             (self.path / "trials" / f"{trial.id}.begun").unlink(missing_ok=True)
@@ -332,7 +337,7 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
         run=str(run.path.resolve()),
         test={name: value["mean"] for name, value in test["trained"].items()},
         intervals={name: value["interval"] for name, value in test["trained"].items()},
-        yardstick={name: values["R@1"]["mean"] for name, values in test.items() if name != "trained"},
+        baselines={name: values["R@1"]["mean"] for name, values in test.items() if name != "trained"},
         val=selected.result["val_R@1"],
         epoch=selected.result["protocol"]["epoch"],
         seconds=time.monotonic() - start,

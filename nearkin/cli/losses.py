@@ -15,10 +15,10 @@ class LossesArgs:
 
     nearkin losses
 
-    nearkin losses multi_similarity --picture gradient.png
+    nearkin losses multi_similarity --figure gradient.png
     """
 
-    picture: Path | None = None
+    figure: Path | None = None
     """Plot the gradient of the loss over the similarity of a positive and a negative pair, as a PNG file."""
 
 
@@ -30,8 +30,8 @@ def run(argv: list[str]) -> None:
     """
     name = argv[:1] if argv and not argv[0].startswith("-") else []
     args = parse(LossesArgs, argv[len(name) :], "nearkin losses [NAME]")
-    if args.picture is not None and not name:
-        raise ConfigError("--picture: no loss given. Example: nearkin losses triplet --picture triplet.png.")
+    if args.figure is not None and not name:
+        raise ConfigError("--figure: no loss given. Example: nearkin losses triplet --figure triplet.png.")
     from nearkin.report.losses import explain, list_losses
 
-    print(explain(name[0], args.picture) if name else list_losses())
+    print(explain(name[0], args.figure) if name else list_losses())

@@ -81,7 +81,7 @@ CATALOGUE: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of problem.
+    """One type of problem.
 
     Attributes:
         kind: A key of `CATALOGUE`.

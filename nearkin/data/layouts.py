@@ -70,7 +70,7 @@ def read_cars(root: Path) -> Listing:
         paths = tuple(root / str(path) for path in rows["relative_im_path"])
         labels = rows["class"].astype(np.int64) - 1
         corners = np.stack([rows[f"bbox_{c}"].astype(np.int64) for c in ("x1", "y1", "x2", "y2")], axis=1)
-    except Exception as error:  # the reader may raise any exception on another kind of file
+    except Exception as error:  # the reader may raise any exception on any other file
         raise DataError(f"{root / 'cars_annos.mat'}: not the official annotation file ({error}).") from None
     _check_range(labels, len(names), root / "cars_annos.mat")
     return Listing(

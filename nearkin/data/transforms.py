@@ -44,25 +44,25 @@ class Augment:
 
     Attributes:
         paper: Whose recipe it is.
-        stored: Shorter side at which images are stored for an input of `shown` (the papers' resize, often 256).
-        shown: Input size (the papers' crop, often 224).
+        resize_size: Shorter side at which images are stored for an input of `crop_size` (often 256).
+        crop_size: Input size in the paper (often 224).
         train: Training transform: (image, draws, side) -> [C, side, side].
-        view: Evaluation transform: (image, side) -> [C, side, side].
+        evaluate: Evaluation transform: (image, side) -> [C, side, side].
     """
 
     paper: str
-    stored: int
-    shown: int
+    resize_size: int
+    crop_size: int
     train: Callable[[Tensor, Draws, int], Tensor]
-    view: Callable[[Tensor, int], Tensor]
+    evaluate: Callable[[Tensor, int], Tensor]
 
     def stored_side(self, side: int) -> int:
         """Return the shorter side at which to store images for a model input of `side`."""
-        return -(-side * self.stored // self.shown)
+        return -(-side * self.resize_size // self.crop_size)
 
     def input_side(self, stored: int) -> int:
         """Return the model input for images stored at this shorter side; the inverse of `stored_side`."""
-        return stored * self.shown // self.stored
+        return stored * self.crop_size // self.resize_size
 
     def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return the (channels, height, width) of the model input for images stored in this shape."""
@@ -74,7 +74,7 @@ class Augment:
     @property
     def evaluates_center_square(self) -> bool:
         """Whether evaluation uses the center square, which `Images.read` returns directly."""
-        return self.view is square
+        return self.evaluate is square
 
 
 AUGMENTS: Registry[Augment] = Registry("augmentation")
@@ -423,7 +423,7 @@ def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, work
     side = augment.input_side(images.shape[1])
 
     def batch(rows: Rows) -> list[Callable[[], Tensor]]:
-        return _batch_tasks(lambda i: augment.view(whole_of(images, int(rows[i])), side), rows, images, side)
+        return _batch_tasks(lambda i: augment.evaluate(whole_of(images, int(rows[i])), side), rows, images, side)
 
     yield from prefetch((batch(rows) for rows in plan), workers=workers)
 

@@ -219,18 +219,19 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Composite over `transparent_over`; centre-crop a side that is more than `most_aspect` times the other;
-        # downscale to `shorter_side` (never upscale); centre-crop to `shown` of every `stored` pixels; scale to `side`.
-        "cut": {
+        # Composite over `background`; centre-crop a side longer than `max_aspect` times the other; downscale to
+        # `shorter_side` (never upscale); centre-crop to `crop_size` of every `resize_size` pixels; resize to
+        # `image_size`.
+        "preprocessing": {
             "augment": model.augment,
-            "transparent_over": "white",
-            "most_aspect": MAX_ASPECT,
-            "side": side,
+            "background": "white",
+            "max_aspect": MAX_ASPECT,
+            "image_size": side,
             "shorter_side": augment.stored_side(side),
-            "stored": augment.stored,
-            "shown": augment.shown,
-            "squeezed": bool(getattr(augment.view, "keywords", {}).get("squeezed")),
-            "boxes": run is not None and run.recipe.data.crop_to_boxes,
+            "resize_size": augment.resize_size,
+            "crop_size": augment.crop_size,
+            "squash": bool(getattr(augment.evaluate, "keywords", {}).get("squash")),
+            "crop_to_boxes": run is not None and run.recipe.data.crop_to_boxes,
         },
         "model": model.config_dict()["model"],
         "fingerprint": model.fingerprint(),

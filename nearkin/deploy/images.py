@@ -26,4 +26,4 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
     """
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]
-    return augment.view(read_image(source, augment.stored_side(side), box=box, channels=channels), side)
+    return augment.evaluate(read_image(source, augment.stored_side(side), box=box, channels=channels), side)

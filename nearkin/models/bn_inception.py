@@ -130,6 +130,7 @@ class BNInception(Backbone):
             self.add_module(f"{spec.name}_bn", nn.BatchNorm2d(spec.out_channels))
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the last feature map of a batch of images."""
         return self.forward_levels(images)["high"]
 
     def forward_levels(self, images: Tensor) -> dict[str, Tensor]:

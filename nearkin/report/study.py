@@ -188,7 +188,7 @@ def mean_baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
     values: dict[str, dict[str, list[float]]] = {}
     outcomes = folder.outcomes()
     for trial in folder.trials:
-        baselines = outcomes[trial.id].yardstick if trial.id in outcomes else None
+        baselines = outcomes[trial.id].baselines if trial.id in outcomes else None
         for name, value in (baselines or {}).items():
             values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
     return {name: {e: float(np.mean(v)) for e, v in by_experiment.items()} for name, by_experiment in values.items()}

@@ -201,7 +201,12 @@ class Run:
             atomic_write(target, json.dumps(nan_to_none(result), indent=2, allow_nan=False))
 
     def fail(self, reason: str, **details: Any) -> None:
-        """Write failed.json."""
+        """Write failed.json.
+
+        Args:
+            reason: Why the run failed.
+            **details: Further JSON values, for example the epoch and the files of the batch.
+        """
         if not self.is_writer:
             return
         target = self.path / "failed.json"

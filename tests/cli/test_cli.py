@@ -46,7 +46,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["evaluate", "none.npz"], "none.npz"),
         (["report", "."], "not a run folder"),
         (["losses", "tripplet"], "Did you mean 'triplet'?"),
-        (["losses", "--picture", "x.png"], "--picture: no loss given"),
+        (["losses", "--figure", "x.png"], "--figure: no loss given"),
         (["demo", "more"], "more: no such argument"),
     ],
 )
@@ -140,7 +140,7 @@ def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "losses")
     assert code == 0
     assert all(name in out for name in LOSSES)
-    code, out, _ = run(capsys, "losses", "proxy_anchor", "--picture", tmp_path / "p.png")
+    code, out, _ = run(capsys, "losses", "proxy_anchor", "--figure", tmp_path / "p.png")
     assert code == 0
     assert "alpha" in out
     assert "Kim" in out
@@ -182,7 +182,7 @@ def test_evaluate_prints_the_metrics_that_a_run_stored(capsys, tmp_path, photo_f
     assert "the run stored k = 1 2 4 8" in err
 
 
-@pytest.mark.parametrize("args", [["evaluate", "f.npz", "--out"], ["losses", "triplet", "--picture"]])
+@pytest.mark.parametrize("args", [["evaluate", "f.npz", "--out"], ["losses", "triplet", "--figure"]])
 def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path, monkeypatch, args):
     monkeypatch.chdir(tmp_path)
     np.savez("f.npz", features=np.eye(4), labels=[0, 0, 1, 1])

@@ -141,7 +141,7 @@ def test_files_and_stores_have_the_same_embeddings(photos, augment):
     from_store = model.embed(store, batch_size=7)
     assert torch.equal(model.embed(paths, batch_size=7), from_store)
     assert torch.equal(model.embed([Image.open(path) for path in paths], batch_size=7), from_store)
-    inputs = torch.stack([chosen.view(store.whole(row), 28) for row in range(20)])
+    inputs = torch.stack([chosen.evaluate(store.whole(row), 28) for row in range(20)])
     assert torch.equal(model.embed(inputs, batch_size=7), from_store)
 
 

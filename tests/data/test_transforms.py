@@ -101,7 +101,7 @@ def test_evaluation_crops_match_the_papers(name, height, width):
     whole = make_image(height, width)
     augment = AUGMENTS[name]
     assert (augment.stored_side(shown), augment.input_side(256)) == (256, shown)
-    seen = augment.view(whole, shown)
+    seen = augment.evaluate(whole, shown)
     if name in {"ce_cub", "ce_inshop", "thesis"}:
         assert torch.equal(seen, F.center_crop(whole, [shown, shown]))
     else:  # squashed to 256 x 256 first; ours interpolates once, the papers' code twice
@@ -122,7 +122,7 @@ def test_every_augmentation_returns_its_shape_for_any_image(name):
                 result = augment.train(make_image(height, width, channels), row, 56)
                 assert result.shape == (channels, 56, 56)
                 assert result.dtype == torch.uint8
-        assert augment.view(make_image(height, width), 56).shape == (3, 56, 56)
+        assert augment.evaluate(make_image(height, width), 56).shape == (3, 56, 56)
 
 
 def test_crop_areas_of_each_paper():
@@ -218,7 +218,7 @@ def test_images_of_a_few_pixels_can_be_cropped(name):
     rows = [draws(), *([edge] * NUM_DRAWS for edge in (0.0, 0.999)), *random_draws(0, 0, 0, 100).tolist()]
     for height, width in ((1, 1), (1, 4), (4, 1), (2, 2), (3, 3)):
         tiny = make_image(height, width)
-        assert augment.view(tiny, 8).shape == (3, 8, 8)
+        assert augment.evaluate(tiny, 8).shape == (3, 8, 8)
         for row in rows:
             assert augment.train(tiny, row, 8).shape == (3, 8, 8)
 

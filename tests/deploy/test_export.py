@@ -65,7 +65,7 @@ def run_example(model: Path | None) -> dict:
     """Run the example on a file and return its names; without a file, only its preprocessing."""
     code = example().replace("birds.onnx", str(model))
     if model is None:
-        code = "\n".join(line for line in code.splitlines() if not line.startswith(("session =", "how =")))
+        code = "\n".join(line for line in code.splitlines() if not line.startswith(("session =", "config =")))
     names: dict = {}
     exec(compile(code, "docs/export.md", "exec"), names)
     return names
@@ -98,16 +98,16 @@ def test_metadata_are_in_the_file_and_next_to_it(onnx_file, run, photo_folder):
     assert inside == beside
     assert checked["on"] == "24 validation images of the run"
     assert checked["largest_difference"] < 1e-5
-    assert inside["cut"] == {
+    assert inside["preprocessing"] == {
         "augment": "light",
-        "transparent_over": "white",
-        "most_aspect": 4,
-        "side": 24,
+        "background": "white",
+        "max_aspect": 4,
+        "image_size": 24,
         "shorter_side": 24,
-        "stored": 1,
-        "shown": 1,
-        "squeezed": False,
-        "boxes": False,
+        "resize_size": 1,
+        "crop_size": 1,
+        "squash": False,
+        "crop_to_boxes": False,
     }
     assert inside["model"]["backbone"] == "small_conv"
     assert inside["fingerprint"] == nk.load(run).fingerprint()
@@ -133,7 +133,7 @@ def test_the_torch_program_reproduces_the_run(run, tmp_path, photo_folder):
     assert "images of a folder" in str(exported)
     inside = {"nearkin.json": ""}
     program = torch.export.load(exported.path, extra_files=inside).module()
-    assert json.loads(inside["nearkin.json"])["cut"]["side"] == 24
+    assert json.loads(inside["nearkin.json"])["preprocessing"]["image_size"] == 24
     pixels = torch.randint(0, 256, (5, 3, 24, 24), dtype=torch.uint8)
     torch.testing.assert_close(program(pixels).detach(), nk.load(run).embed(pixels), atol=1e-6, rtol=0)
 
@@ -214,7 +214,7 @@ def test_both_formats_agree_with_the_model_on_200_photos(lite0, lite0_file, pixe
 @needs_cub
 def test_the_example_reproduces_our_pixels_within_rounding(lite0, lite0_file, photos, pixels):
     names = run_example(lite0_file)
-    off = np.abs(np.stack([names["cut"](path) for path in photos]).astype(int) - pixels.numpy())
+    off = np.abs(np.stack([names["preprocess"](path) for path in photos]).astype(int) - pixels.numpy())
     print(f"pixels: {(off == 0).mean():.2%} equal, largest difference {off.max()}")
     assert off.max() <= 2
     assert (off == 0).mean() > 0.9
@@ -226,13 +226,13 @@ def test_the_example_reproduces_our_pixels_within_rounding(lite0, lite0_file, ph
 def test_the_example_reproduces_every_preprocessing(augment, tmp_path):
     model = Embedder(ModelConfig(backbone="small_conv", width=4, dim=8), (3, 56, 56), augment=augment)
     names = run_example(None)
-    names["how"] = export_metadata(model)["cut"]
+    names["config"] = export_metadata(model)["preprocessing"]
     rng = np.random.default_rng(0)
     sizes = [(90, 60), (60, 90), (56, 56), (301, 200), (40, 33), (900, 120), (61, 500)]
     for size, channels in [*((size, 3) for size in sizes), ((90, 60), 4), ((900, 120), 4)]:  # 4: transparent
         smooth = Image.fromarray(rng.integers(0, 256, (7, 9, channels)).astype(np.uint8))
         smooth.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "p.png")
-        example_pixels = names["cut"](tmp_path / "p.png").astype(int)
+        example_pixels = names["preprocess"](tmp_path / "p.png").astype(int)
         expected = model_input(model, tmp_path / "p.png").numpy().astype(int)
         assert example_pixels.shape == expected.shape
         assert np.abs(example_pixels - expected).mean() < 0.5, size

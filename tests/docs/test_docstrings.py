@@ -1,4 +1,7 @@
-"""Public functions and classes document their arguments and results in Google style."""
+"""Public functions and classes document their arguments and results in Google style.
+
+A method with at most one argument needs no sections: one line that says what it does is enough.
+"""
 
 import dataclasses
 import inspect
@@ -54,6 +57,8 @@ def missing(thing) -> list[str]:
         own_init = vars(thing).get("__init__")
         needs = dataclasses.is_dataclass(thing) or (inspect.isfunction(own_init) and parameters(own_init))
         return ["Args or Attributes"] if needs and not has_section(doc, "Args", "Attributes") else []
+    if "." in thing.__qualname__ and len(parameters(thing)) < 2:
+        return []
     lacks = []
     if parameters(thing) and not has_section(doc, "Args"):
         lacks.append("Args")

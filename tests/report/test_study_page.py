@@ -48,7 +48,7 @@ def test_the_page_has_the_results_of_the_trials(study, tmp_path, capsys):
         assert cells[key]["mean"] == pytest.approx(np.mean(values))
         assert cells[key]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(stored["failures"]) == 4
-    starts = [study.outcome(t).yardstick["raw backbone"] for t in study.trials if t.size == 8 and t.method != NASTY]
+    starts = [study.outcome(t).baselines["raw backbone"] for t in study.trials if t.size == 8 and t.method != NASTY]
     assert stored["baselines"]["raw backbone"]["clouds & <b>more</b> 8"] == pytest.approx(100 * np.mean(starts))
     last = stored["leader_comparisons"][-1]
     leader, other = stored["standings"][0]["method"], last["method"]
