@@ -22,7 +22,7 @@ nearkin {version}: train embeddings, evaluate them on unseen classes, search wit
   nearkin demo                 train, evaluate and report on built-in data (two minutes on two CPU cores)
   nearkin train [RECIPE]       train with a named recipe, a .toml file, or --data FOLDER (or .csv) with your images
   nearkin evaluate PATH        retrieval metrics of a run or of a features.npz, with confidence intervals
-  nearkin report RUN [RUN]     one self-contained HTML page for a run, or for a comparison of runs
+  nearkin report RUN [RUN ...] one self-contained HTML page for a run, or for a comparison of runs
   nearkin index RUN FOLDER     embed images with a run's model and make them searchable
   nearkin search DIR IMAGE     nearest images in an index, or "unknown"
   nearkin serve DIR            web page and JSON API to search an index by image
@@ -30,12 +30,16 @@ nearkin {version}: train embeddings, evaluate them on unseen classes, search wit
   nearkin data list|check|get  list benchmarks, check images and labels, download a benchmark
   nearkin losses [NAME]        list the available losses, or explain one
   nearkin tune [RECIPE]        tune hyperparameters of losses on validation classes, with equal trial budgets
-  nearkin bench run STUDY      compare methods under one protocol over seeds, resumable (also: plan, status)
+  nearkin bench run STUDY      compare methods under one protocol over seeds, resumable (also: plan, status, work)
   nearkin tournament STUDY     rank methods over experiments and test which differences are significant
   nearkin doctor               versions, devices, optional dependencies, known issues
 
 Run `nearkin COMMAND --help` for details.
 """
+
+# OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
+# training several times as soon as another process needs a core. For GNU's and LLVM's implementation.
+_OPENMP_WAIT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
 # Each is a module in this folder with a function `run(argv)`.
 COMMANDS = (
@@ -63,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The arguments; by default those of the process.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    for name, value in _OPENMP_WAIT.items():
+        os.environ.setdefault(name, value)
     if not args or args[0] in {"-h", "--help", "help"}:
         print(HELP.format(version=__version__), end="")
         return

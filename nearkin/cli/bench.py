@@ -25,11 +25,11 @@ class StudyArgs:
     out: Path | None = None
     """Folder of the study; default: studies/NAME, with the name of the study."""
     losses: tuple[str, ...] = ()
-    """Only these methods."""
+    """Run only these losses or methods of the study."""
     sizes: tuple[int, ...] = ()
-    """These embedding sizes instead of the study's."""
+    """Embedding sizes, instead of those of the study."""
     seeds: tuple[int, ...] = ()
-    """These seeds instead of the study's; more can be added later, finished trials are kept."""
+    """Seeds, instead of those of the study; you can add more later without repeating finished trials."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PlanArgs(StudyArgs):
     """
 
     tflops: float | None = None
-    """Estimate for a device with this speed instead of this machine."""
+    """Estimate for a device with this throughput in TFLOP/s, instead of this machine."""
     workers: int = 0
-    """Trials at a time; 0: one per GPU, or one per core without a GPU."""
+    """Number of parallel trials; 0: one per GPU, or one per core without a GPU."""
     full: bool = False
     """List every trial instead of one line per experiment."""
 
@@ -61,7 +61,7 @@ class RunArgs(StudyArgs):
     """
 
     runs: Path = Path("runs")
-    """Folder of the run folders; studies share it."""
+    """Folder that contains the run folders; studies share it."""
     workers: int = 0
     """Worker processes; 0: one per GPU, or one per core without a GPU."""
     device: str = "auto"
@@ -81,7 +81,7 @@ class WorkArgs:
     """
 
     runs: Path = Path("runs")
-    """Folder of the run folders; the same for all workers."""
+    """Folder that contains the run folders; the same for all workers."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
     detached: bool = False

@@ -34,7 +34,7 @@ class DataCheckArgs:
     json: Path | None = None
     """Write the full report, with every case, to this file."""
     cases: int = 3
-    """How many cases of each problem to print."""
+    """Maximum number of cases to print for each problem."""
     quiet: bool = False
     """Print only the report."""
 

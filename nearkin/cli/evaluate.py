@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluateArgs:
-    """Print retrieval metrics in percent, with 95 % intervals over classes.
+    """Print retrieval metrics in percent, with 95 % confidence intervals over classes.
 
     nearkin evaluate features.npz           (arrays `features` [N, D] and `labels` [N])
 
@@ -23,7 +23,7 @@ class EvaluateArgs:
     """
 
     ks: tuple[int, ...] = ()
-    """The k of R@k and nDCG@k; by default 1 2 4 8, for a run those that it stored."""
+    """Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run the stored ones."""
     out: Path | None = None
     """Write the metrics of every query to this .npz file."""
 

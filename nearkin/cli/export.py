@@ -28,7 +28,7 @@ class ExportArgs:
     to: Literal["onnx", "torch"]
     """onnx: for ONNX Runtime and others. torch: a torch.export program (.pt2)."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """File to write; its metadata go next to it, as FILE.json."""
+    """File to write; its metadata are written next to it, to FILE.json."""
     images: Path | None = None
     """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
     quiet: bool = False

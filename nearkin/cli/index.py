@@ -55,11 +55,11 @@ class IndexArgs:
     prune: bool = False
     """Remove items whose files are gone or no longer listed."""
     already_cut: bool = False
-    """For a run trained on images cropped to boxes: these images are already cropped."""
+    """For a run trained on images cropped to bounding boxes: state that these images are already cropped."""
     calibrate: bool = False
     """Set the similarity below which a query is unknown, using indexed classes that were not trained on."""
     false_accept: float | None = None
-    """For --calibrate: target rate of unknown queries that are called known; by default 0.01."""
+    """For --calibrate: target false-accept rate (unknown queries accepted as known); by default 0.01."""
     choose_rerank: bool = False
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
     assume_unseen: bool = False
@@ -67,7 +67,7 @@ class IndexArgs:
     hnsw: bool = False
     """Build an HNSW graph for approximate search (needs faiss) and print its measured recall."""
     hnsw_from: int = HNSW_FROM
-    """For --hnsw: smallest number of items to build it for; fewer are searched exactly."""
+    """For --hnsw: minimum number of items for a graph; smaller indexes are searched exactly."""
     store: str | None = None
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
     batch_size: int = 128

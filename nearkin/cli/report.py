@@ -31,7 +31,7 @@ class ReportArgs:
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """File of the page; by default report.html in the folder of the (first) run or of the study."""
     tsne: bool = False
-    """Add a t-SNE map to the PCA map; takes about a minute for a few thousand images."""
+    """Add a t-SNE projection to the map (PCA is always there); takes about a minute for a few thousand images."""
     figures: Path | None = None
     """Write figures as PNG and SVG to this folder."""
     tables: Path | None = None

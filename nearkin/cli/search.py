@@ -22,7 +22,7 @@ AT_LEAST = 0.99
 
 @dataclass(frozen=True)
 class SearchArgs:
-    """Find the nearest indexed images of each image, indexed item or vector.
+    """Find the nearest indexed images for each query: an image, an indexed item or a vector.
 
     nearkin search photos.index new.jpg other.jpg -k 5 --sheet found.png
 
@@ -36,17 +36,17 @@ class SearchArgs:
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """Number of neighbours."""
     item: tuple[str, ...] = ()
-    """Query by indexed items, given by their ids; an item does not find itself."""
+    """Query by indexed items, given by their ids; an item is excluded from its own results."""
     vector: tuple[Path, ...] = ()
     """Query by vectors in .npy files, [D] or [N, D]."""
     sheet: Path | None = None
-    """Draw queries and neighbours as a PNG file."""
+    """Save queries and neighbours as a contact sheet (PNG)."""
     json: bool = False
     """Print JSON instead of tables."""
     duplicates: bool = False
     """List pairs of near-duplicate items."""
     at_least: float | None = None
-    """For --duplicates: lowest cosine of a listed pair; by default 0.99."""
+    """For --duplicates: minimum cosine similarity of a listed pair; by default 0.99."""
     exact: bool = False
     """Ignore the graph and the re-ranking of the index."""
     rerank: str | None = None

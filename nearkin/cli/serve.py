@@ -31,22 +31,22 @@ class ServeArgs:
     port: int = 8000
     """Port; 0 chooses a free one."""
     token_file: Path | None = None
-    """File whose first line is the token required for data (Authorization: Bearer). Or set NEARKIN_TOKEN."""
+    """File whose first line is the token that clients must send (Authorization: Bearer). Or set NEARKIN_TOKEN."""
     allow_host: tuple[str, ...] = ()
     """Additional accepted host names, for example behind a proxy. Only a server on a loopback address restricts host
     names by default."""
     workers: int = 2
     """Images processed in parallel."""
     upload_bytes: int = 20_000_000
-    """Largest upload."""
+    """Maximum size of an upload in bytes."""
     pixels: int = 50_000_000
-    """Largest image, width times height."""
+    """Maximum number of pixels of an image (width times height)."""
     upload_seconds: float = 20.0
-    """Time limit for an upload to arrive."""
+    """Time limit in seconds for receiving an upload."""
     work_seconds: float = 30.0
-    """Time limit for a response."""
+    """Time limit in seconds for a response, including time in the queue."""
     waiting: int = 64
-    """Concurrent requests; further ones get status 503."""
+    """Maximum number of concurrent requests; further ones get status 503."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
     device: str = "auto"

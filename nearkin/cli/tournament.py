@@ -27,9 +27,9 @@ class TournamentArgs:
     out: Path | None = None
     """Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG)."""
     alpha: float = 0.05
-    """Significance level: the probability of any false positive."""
+    """Significance level (family-wise error rate)."""
     draws: int = 10_000
-    """Bootstrap samples of the experiments."""
+    """Number of bootstrap samples of the experiments."""
     seed: int = 0
     """Seed of the bootstrap."""
     pairs: bool = False

@@ -35,7 +35,8 @@ class TrainArgs:
     folder_default, folder_finetune, features_default, from_scratch, cub_lite; from papers: ice_cub, ice_cars, ice_sop,
     ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS or thesis_LOSS:DATA:NETWORK:SIZE.
 
-    --weights FILE and --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
+    --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE and
+    --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
 
     Set hyperparameters of the loss with --loss.SETTING VALUE (see: nearkin losses NAME), of the miner with
     --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
@@ -52,7 +53,7 @@ class TrainArgs:
     loss: str = "proxy_anchor"
     """Name of the loss; `nearkin losses` lists them."""
     miner: str | None = None
-    """Name of the miner, for pair losses; none for no miner."""
+    """Miner, for pair losses: hard, semihard, multi_similarity, distance_weighted, random, all, or none."""
     memory: int = 0
     """Size of the cross-batch memory: embeddings of earlier batches used as extra references (pair losses only)."""
     seed: int = 0

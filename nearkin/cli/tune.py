@@ -34,8 +34,8 @@ class TuneArgs:
 
     nearkin tune thesis_proxy_anchor --data CUB_200_2011 --mode thesis_grid --out grid
 
-    RECIPE and its flags are those of nearkin train (see its --help): --data, --train.epochs, --model.dim ... Searched
-    are lr, class_lr and the ranges that each loss declares (nearkin losses NAME). The test classes stay sealed.
+    RECIPE and its flags are those of nearkin train (see its --help): --data, --train.epochs, --model.dim ... The search
+    covers lr, class_lr and the settings of each loss (ranges: nearkin losses NAME). The test classes stay sealed.
 
     Run the same command again to resume a search, to join a running one, or to print the results; on another machine
     with the same --storage it adds workers. A failed trial is counted and shown, never scored.
@@ -46,19 +46,19 @@ class TuneArgs:
     losses: tuple[str, ...] = ()
     """Losses by name, or all; default: the recipe's loss."""
     trials: int | None = None
-    """Trials per loss; default: 20, or those of the existing search. More extend it, fewer shorten it."""
+    """Trials per loss; default: 20, or as in the existing search, which a larger number extends."""
     mode: Literal["optuna", "thesis_grid"] = "optuna"
     """optuna: sample the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
     prune: bool = True
     """Stop trials whose validation R@1 is below the median of earlier trials at the same epoch (optuna only)."""
     shorten: float | None = None
-    """Share of the recipe's epochs that a trial trains; default: 1, with thesis_grid 0.25."""
+    """Fraction of the recipe's epochs to train in each trial; default: 1, or 0.25 with thesis_grid."""
     workers: int = 1
-    """Processes on this machine, or jobs of a cluster; 0 only prints the progress of the search."""
+    """Worker processes on this machine, or cluster jobs; 0 only prints the progress of the search."""
     storage: str | None = None
     """postgresql+psycopg://USER@HOST/DATABASE for workers on several machines; default: a journal file in --out."""
     launch: Literal["here", "slurm", "local"] = "here"
-    """slurm: submit the workers as cluster jobs; local: run the same jobs on this machine, as a test."""
+    """here: workers are processes; slurm: workers are cluster jobs; local: run the same jobs here, as a test."""
     slurm: Slurm = field(default_factory=Slurm)
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""

@@ -43,7 +43,7 @@ class DataConfig:
     root: Path | None = field(default=None, metadata=_NOT_IN_KEY)
     """Folder of the benchmark or of the class folders, a .csv or .parquet table, or an .npz file of features."""
     image_size: int = 64
-    """Side of the model's input in pixels; glyphs have their own size."""
+    """Height and width of the input images in pixels; glyphs have a fixed size."""
     skip_broken: bool = False
     """Skip images that cannot be read, with a warning, instead of stopping."""
     allow_missing: bool = field(default=False, metadata=_NOT_IN_KEY)
@@ -73,7 +73,7 @@ class DataConfig:
     fold: int = 0
     """Index of the validation fold, from 0."""
     select_on: Literal["validation", "test"] = "validation"
-    """Classes that select the epoch. test, as in most papers, inflates the scores, and the result is marked."""
+    """Classes that select the epoch. test (as in most papers) inflates the scores; the result is labelled as such."""
     split_seed: int = 0
     """Seed of the class split; use the same one for all runs you compare."""
 
@@ -209,7 +209,7 @@ class TrainConfig:
     head_lr: float | None = None
     """Peak learning rate of the head; by default lr. New layers on a pretrained backbone often use ten times lr."""
     class_lr: float | None = None
-    """Peak learning rate of proxies and other class parameters; by default the one the loss recommends."""
+    """Peak learning rate of proxies and other class parameters; None uses the one the loss recommends."""
     weight_decay: float = 1e-4
     """Weight decay; not applied to biases, norms and other 1-D parameters."""
     class_decay: bool = False
@@ -221,15 +221,15 @@ class TrainConfig:
     step_epochs: int = 10
     """Epochs between decays of the step schedule."""
     step_factor: float = 0.1
-    """Factor of each decay of the step schedule."""
+    """Factor by which each decay of the step schedule multiplies the learning rate."""
     frozen_epochs: int = 0
     """Epochs at the start in which the backbone is frozen: only the head and the class parameters train."""
     clip_norm: float = 10.0
-    """Clip the gradient to this norm; 0 turns clipping off."""
+    """Maximum gradient norm (clipping); 0 turns clipping off."""
     micro_batch_size: int = 0
     """Images per forward pass, to save memory (the gradient stays that of the whole batch); 0: the whole batch."""
     ema: float = 0.0
-    """Decay of a moving average of the weights, which is evaluated and saved (e.g. 0.999); 0 turns it off."""
+    """Decay of an exponential moving average of the weights, e.g. 0.999, which is evaluated and saved; 0: off."""
     patience: int = 0
     """Early stopping: stop after this many epochs without improvement on the validation classes; 0 turns it off."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
