@@ -21,7 +21,7 @@ def run_without_posix(tmp_path):
 
     def run(code: str) -> str:
         command = [sys.executable, "-c", textwrap.dedent(code)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

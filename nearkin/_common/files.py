@@ -70,9 +70,9 @@ def temporary_path(target: Path) -> Iterator[Path]:
     try:
         yield temporary
     except OSError as error:
-        if error.filename in (None, temporary, str(temporary)):
-            error.filename, error.filename2 = str(target), None
-        raise
+        if error.errno is None or error.filename not in (None, temporary, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         with suppress(OSError):
             _remove(temporary)
