@@ -1,1 +1,1 @@
-"""Shared internals: atomic files and locks, progress, registries, lazy exports. Nothing here is public."""
+"""Shared internals: atomic files and locks, processes, progress, registries, lazy exports. Nothing here is public."""

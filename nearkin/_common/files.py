@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
+import platform
+import re
+import shutil
 import threading
+import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from nearkin._common.processes import is_alive
+
+# NAME.<machine>-<process id>-<thread id>.tmp
+_TEMPORARY = re.compile(r".+\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9]+\.tmp")
+_FOREIGN_AGE = 24 * 3600.0  # seconds after which a temporary file of another machine is taken for abandoned
+_REPLACE_SECONDS = 5.0  # how long Windows may refuse to replace a file that another program is reading
 
 
 def atomic_write(target: Path, content: str | bytes) -> None:
@@ -19,22 +30,113 @@ def atomic_write(target: Path, content: str | bytes) -> None:
         target: The file; its folder must exist.
         content: Bytes, or text to be encoded as UTF-8.
     """
-    temporary = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
+    with atomic_file(target) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_file(target: Path, *, keep: Path | None = None) -> Iterator[Path]:
+    """Replace a file in one step when the block ends; if it raises, the old file stays.
+
+    Args:
+        target: The file; its folder must exist.
+        keep: Where the previous file is moved, if there is one.
+
+    Yields:
+        The path to write to. The block must close the file.
+    """
+    with temporary_path(target) as temporary:
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        temporary.replace(target)
+        if keep is not None and target.exists():
+            replace_file(target, keep)
+        replace_file(temporary, target)
+
+
+@contextmanager
+def temporary_path(target: Path) -> Iterator[Path]:
+    """Reserve a name next to `target` for a file or folder, which is deleted when the block ends unless it was moved.
+
+    `remove_leftovers` recognises the name if the process is killed. Errors about it name `target` instead.
+
+    Args:
+        target: What the file or folder will become.
+
+    Yields:
+        The path; nothing is created.
+    """
+    temporary = target.with_name(f"{target.name}.{_machine()}-{os.getpid()}-{threading.get_native_id()}.tmp")
+    try:
+        yield temporary
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, temporary, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            _remove(temporary)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename a file over another; on Windows wait for programs that have the other one open.
+
+    Args:
+        source: The new file.
+        target: The file to replace.
+    """
+    deadline = time.monotonic() + (_REPLACE_SECONDS if os.name == "nt" else 0.0)
+    while True:
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.05)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files and folders of killed processes, never those of a process that is alive.
+
+    Args:
+        folder: The folder; need not exist.
+    """
+    with suppress(OSError):
+        for path in folder.iterdir():
+            found = _TEMPORARY.fullmatch(path.name)
+            if found is None:
+                continue
+            with suppress(OSError):
+                if found["machine"] == _machine():
+                    abandoned = not is_alive(int(found["pid"]))
+                else:
+                    abandoned = time.time() - path.stat().st_mtime > _FOREIGN_AGE
+                if abandoned:
+                    _remove(path)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a name is one of `temporary_path`."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def _machine() -> str:
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Lock a file until the block ends.
 
-    The kernel releases the lock when the process ends, so a killed process leaves no stale lock.
+    The operating system releases the lock when the process ends, so a killed process leaves no stale lock.
 
     Args:
         path: The lock file; created if missing.
@@ -42,14 +144,32 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
     Yields:
         Whether the lock was acquired; always True with `wait`.
+
+    Raises:
+        OSError: The file cannot be opened, or its drive has no locks.
     """
-    with open(path, "w") as file:
+    from filelock import lock_descriptor, unlock_descriptor
+
+    with open(path, "ab") as file:
+        acquired = lock_descriptor(file.fileno(), blocking=wait)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+            yield acquired
+        finally:
+            if acquired:
+                unlock_descriptor(file.fileno())
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on this file, which need not be writable.
+
+    Args:
+        path: An existing lock file.
+    """
+    from filelock import lock_descriptor
+
+    # A network drive locks only files that are open for writing.
+    with open(path, "rb+" if os.access(path, os.W_OK) else "rb") as file:
+        return not lock_descriptor(file.fileno(), blocking=False)
 
 
 def nan_to_none(value: Any) -> Any:

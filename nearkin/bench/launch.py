@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter
 from nearkin.bench.machine import threads_for, worker_device
 from nearkin.errors import ConfigError, ProcessLostError, UserError, import_extra
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from nearkin.bench.tune import Search
 
 INTERRUPTED = 130  # exit code of a worker stopped by Ctrl-C
@@ -88,8 +89,9 @@ def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool
         return
     spawn = multiprocessing.get_context("spawn")
     threads = threads_for(workers)
+    stop_receiver, stop_sender = spawn.Pipe(duplex=False)
     processes = [
-        spawn.Process(target=_run_child, args=(Worker(search, worker_device(device, k), quiet, threads),))
+        spawn.Process(target=_run_child, args=(Worker(search, worker_device(device, k), quiet, threads), stop_receiver))
         for k in range(workers)
     ]
     try:
@@ -98,9 +100,7 @@ def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool
         for process in processes:
             process.join()
     except KeyboardInterrupt:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGINT)  # writes its checkpoint, then exits
+        stop_sender.close()  # every worker writes its checkpoint, then exits
         for process in processes:
             if process.pid is not None:
                 process.join()
@@ -118,10 +118,11 @@ def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool
         print(f"{failed} of {workers} workers failed; the others completed their trials", file=sys.stderr)
 
 
-def _run_child(worker: Worker) -> None:
-    os.setsid()  # Ctrl-C reaches only the parent, which forwards it once: a second one would interrupt the checkpoint
+def _run_child(worker: Worker, stop: Connection) -> None:
+    # Ctrl-C reaches only the parent, which forwards it once: a second one would interrupt the checkpoint.
+    ignore_terminal_interrupts()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    interrupt_after(stop.recv)  # until the parent closes its end or dies
     try:
         worker()
     except UserError as error:
@@ -129,13 +130,6 @@ def _run_child(worker: Worker) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _stop_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def submit(

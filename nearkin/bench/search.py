@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearkin._common.files import atomic_write
+from nearkin._common.files import atomic_write, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.bench import grid_search
 from nearkin.bench.search_space import Settings, apply, defaults, recipe_for_loss, space
@@ -247,6 +247,7 @@ def _claim_folder(search: Search) -> None:
     file = search.out / "search.json"
     try:
         search.out.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(search.out)
         if file.exists():
             name = json.loads(file.read_text(encoding="utf-8"))["name"]
         else:

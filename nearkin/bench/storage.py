@@ -7,11 +7,10 @@ for a dead one, and run a trial twice, so that the budget would not be exact.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,17 +135,15 @@ class _JournalLock:
     """A lock that is released with its process; Optuna's own outlives a killed process by half a minute."""
 
     def __init__(self, journal: Path, lock: Path) -> None:
-        self._journal, self._lock = journal, lock
-        self._descriptor = -1
+        self._journal, self._lock, self._held = journal, lock, ExitStack()
 
     def acquire(self) -> bool:
-        self._descriptor = os.open(self._lock, os.O_CREAT | os.O_WRONLY)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self._held.enter_context(file_lock(self._lock, wait=True))
         self._drop_partial_line()
         return True
 
     def release(self) -> None:
-        os.close(self._descriptor)
+        self._held.close()
 
     def _drop_partial_line(self) -> None:
         """Drop an incomplete last line, left by a killed writer: the next line would be appended to it."""

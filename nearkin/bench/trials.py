@@ -12,7 +12,6 @@ waits for the rest in case their worker dies. An interrupted trial resumes from 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nearkin._common.files import atomic_write, file_lock
+from nearkin._common.files import atomic_write, file_lock, is_locked, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
@@ -138,6 +137,8 @@ class StudyFolder:
         text = study.to_toml()
         try:
             (path / "trials").mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path)
+            remove_leftovers(path / "trials")
             if not study_file.exists():
                 atomic_write(study_file, text)
         except OSError as error:
@@ -220,14 +221,7 @@ class StudyFolder:
 
     def running(self) -> set[str]:
         """Return the ids of the trials that some process is running."""
-        running = set()
-        for lock in (self.path / "trials").glob("*.lock"):
-            with open(lock, "rb") as file:  # read-only and shared: works without write access, does not block workers
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    running.add(lock.stem)
-        return running
+        return {lock.stem for lock in (self.path / "trials").glob("*.lock") if is_locked(lock)}
 
     @contextmanager
     def claim(self, trial: Trial) -> Iterator[bool]:

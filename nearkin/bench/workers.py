@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from nearkin._common.processes import interrupt_after
 from nearkin._common.progress import Reporter, format_duration
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.machine import threads_for, worker_device
@@ -91,7 +91,7 @@ def run_worker(folder: StudyFolder, runs: Path, device: str, *, detached: bool =
     # A shell ignores SIGINT in background jobs; a worker must receive it to stop with a checkpoint.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not detached:
-        threading.Thread(target=_stop_with_parent, daemon=True).start()
+        interrupt_after(_wait_for_parent)
     work(folder, runs, device=device, reporter=Reporter(quiet=True))
 
 
@@ -158,7 +158,9 @@ def _start(folder: StudyFolder, runs: Path, device: str, workers: int) -> Worker
         stderr=stderr,
         stdout=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # Ctrl-C reaches only this process, which then stops the workers one by one
+        # Ctrl-C reaches only this process, which then stops the workers one by one.
+        start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
     )
     return Worker(process, stderr)
 
@@ -166,14 +168,13 @@ def _start(folder: StudyFolder, runs: Path, device: str, workers: int) -> Worker
 def _stop(worker: Worker) -> None:
     """Ask a worker to write its checkpoint and exit; kill it after a minute."""
     process = worker.process
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
     assert process.stdin is not None
     process.stdin.close()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     worker.stderr.close()
 
 
@@ -185,9 +186,8 @@ def _error_message(worker: Worker) -> str:
     return error if prefix else text.rpartition("\n")[2] or "no error message."
 
 
-def _stop_with_parent() -> None:
+def _wait_for_parent() -> None:
     # Returns when the parent closes the pipe or dies. Not through sys.stdin: a thread that waits in its buffer makes
     # Python abort when the worker exits first, and an ordinary error would look like a kill.
     while os.read(0, 1):
         pass
-    os.kill(os.getpid(), signal.SIGINT)

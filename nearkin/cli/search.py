@@ -149,7 +149,7 @@ def label_of(index: Index, path: Path) -> Any:
     """
     if index.root is not None:
         resolved = path.resolve()
-        name = str(resolved.relative_to(index.root)) if resolved.is_relative_to(index.root) else str(resolved)
+        name = resolved.relative_to(index.root).as_posix() if resolved.is_relative_to(index.root) else str(resolved)
         if name in index:
             return index.labels[index.row_of(name)]
     folder = path.resolve().parent.name

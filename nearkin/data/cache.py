@@ -16,14 +16,13 @@ is checked when a process first reads it; a damaged image is decoded from its fi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -33,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nearkin._common.files import atomic_file, file_lock, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.data import reading
 from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
@@ -210,7 +210,7 @@ def cache_key(files: FileImages) -> str:
             size_and_time = (status.st_size, status.st_mtime_ns)
         except OSError:  # reported later as a file that cannot be read
             size_and_time = (-1, -1)
-        digest.update(os.fsencode(path.relative_to(common)) + b"\0" + repr(size_and_time).encode())
+        digest.update(os.fsencode(path.relative_to(common).as_posix()) + b"\0" + repr(size_and_time).encode())
     if files.boxes is not None:
         digest.update(np.ascontiguousarray(files.boxes, np.float64).tobytes())
     return digest.hexdigest()[:20]
@@ -226,7 +226,11 @@ def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: R
         return images
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _file_lock(path.with_suffix(".lock"), reporter):
+        with ExitStack() as stack:
+            lock = path.with_suffix(".lock")
+            if not stack.enter_context(file_lock(lock)):
+                reporter.info("cache: another process is building it; waiting")
+                stack.enter_context(file_lock(lock, wait=True))
             images = _open_valid(path, files, reporter)  # another process may have built it meanwhile
             if images is None:
                 _build(path, files, limit_gb, reporter)
@@ -261,21 +265,13 @@ def _open_valid(path: Path, files: FileImages, reporter: Reporter) -> CachedImag
 
 def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> None:
     """Decode every file and write the cache under a temporary name, then rename it."""
+    remove_leftovers(path.parent)
     _check_size(path.parent, files, limit_gb, reporter)
-    for leftover in path.parent.glob(f"{path.stem}.*.part"):  # of a killed process; we have the lock
-        leftover.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.part")
-    try:
-        with open(temporary, "wb") as out:
-            index = _write_pixels(out, files, reporter)
-            encoded = json.dumps(index).encode()
-            trailer = [len(encoded).to_bytes(8), zlib.crc32(encoded).to_bytes(8), _MAGIC]
-            out.write(encoded + b"".join(trailer))
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(path) as temporary, open(temporary, "wb") as out:
+        index = _write_pixels(out, files, reporter)
+        encoded = json.dumps(index).encode()
+        trailer = [len(encoded).to_bytes(8), zlib.crc32(encoded).to_bytes(8), _MAGIC]
+        out.write(encoded + b"".join(trailer))
 
 
 def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> None:
@@ -381,18 +377,6 @@ def _pixel_counter(files: FileImages) -> Callable[[int], int]:
         return height * width
 
     return count
-
-
-@contextmanager
-def _file_lock(path: Path, reporter: Reporter) -> Iterator[None]:
-    """Lock this file; the lock of a killed process is released automatically."""
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            reporter.info("cache: another process is building it; waiting")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 # --- unreadable files ------------------------------------------------------------------------------------------------

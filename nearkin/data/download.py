@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import ProgressBar, Reporter
 from nearkin.errors import DataError
 
@@ -256,7 +257,7 @@ def _read_state(part: Path) -> dict[str, str]:
 
 def _write_state(part: Path, url: str, validator: str | None) -> None:
     state = {"url": url} | ({"validator": validator} if validator and not validator.startswith("W/") else {})
-    _state_file(part).write_text(json.dumps(state), encoding="utf-8")
+    atomic_write(_state_file(part), json.dumps(state))
 
 
 def _discard(part: Path) -> None:

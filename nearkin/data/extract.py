@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from nearkin._common.files import remove_leftovers, temporary_path
 from nearkin._common.progress import Reporter
 from nearkin.errors import DataError
 
@@ -60,21 +60,21 @@ def extract(archive: Path, target: Path, reporter: Reporter) -> list[Path]:
         for top in tops:
             if os.path.lexists(target / top):
                 raise DataError(f"{target / top}: already exists. Move it away, then unpack {archive.name} again.")
+        remove_leftovers(target)
         _check_space(archive, target, sum(m.size for m in members))
-        staging = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target)).resolve()
         try:
-            with reporter.track(f"unpacking {archive.name}", len(members), unit="file") as bar:
-                for member in members:
-                    _write(member, staging, open_entry)
-                    bar.advance()
-            for top in tops:
-                (staging / top).rename(target / top)
+            with temporary_path(target.resolve() / ".unpacking") as staging:
+                staging.mkdir(mode=0o700)
+                with reporter.track(f"unpacking {archive.name}", len(members), unit="file") as bar:
+                    for member in members:
+                        _write(member, staging, open_entry)
+                        bar.advance()
+                for top in tops:
+                    (staging / top).rename(target / top)
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
             raise DataError(f"{archive}: is damaged ({error}); nothing was unpacked. Download it again.") from None
         except OSError as error:
             raise DataError(f"{archive}: cannot be unpacked into {target} ({error}).") from None
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
     return [target / top for top in tops]
 
 

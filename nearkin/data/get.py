@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearkin._common.files import atomic_file, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.data.download import Checksums, check_file, download
 from nearkin.data.extract import extract, is_archive
@@ -129,6 +129,6 @@ def _unpack(archive: Archive, file: Path, root: Path, checksums: Checksums, repo
         raise DataError(f"{file}: not a tar or zip archive. Remove it and download it again.")
     else:
         target.mkdir(parents=True, exist_ok=True)
-        temporary = target / f".{archive.name}.{os.getpid()}"
-        shutil.copyfile(file, temporary)
-        temporary.replace(target / archive.name)
+        remove_leftovers(target)
+        with atomic_file(target / archive.name) as temporary:
+            shutil.copyfile(file, temporary)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._common.files import atomic_file, remove_leftovers
 from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
 from nearkin.errors import MissingExtraError, import_extra
@@ -217,11 +218,8 @@ def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArr
 
 
 def _write_cache(path: Path, pixels: NDArray[Any], labels: NDArray[Any], names: NDArray[Any]) -> None:
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.npz")
-    try:
+    with contextlib.suppress(OSError):  # without the cache, the next load takes ten seconds longer
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(temporary, pixels=pixels, labels=labels, names=names)
-        temporary.replace(path)
-    except OSError:  # without the cache, the next load takes ten seconds longer
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        remove_leftovers(path.parent)
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
+            np.savez_compressed(file, pixels=pixels, labels=labels, names=names)

@@ -75,7 +75,7 @@ class Listing:
 
     def shown(self, path: Path) -> str:
         """Return a path as messages show it: relative to `root` if possible."""
-        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
     def take(self, rows: NDArray[np.int64]) -> Listing:
         """Return a listing of these rows; labels and class names stay the same."""

@@ -13,7 +13,6 @@ import copy
 import io
 import json
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin._common.files import atomic_write
+from nearkin._common.files import atomic_file, atomic_write, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data.reading import MAX_ASPECT
@@ -164,28 +163,25 @@ def export(
     reporter.info("tracing the model")
     with _silence_exporters():
         program = trace(network)
-        temp = out.with_name(f".{out.name}.{os.getpid()}.part{out.suffix}")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            if to == "onnx":
-                reporter.info("converting it to ONNX")
-                write_onnx(program, temp, metadata)
-            else:
-                # Via memory: on a full disk torch's own writer terminates the process.
-                extra_files = {f"{METADATA_KEY}.json": json.dumps(metadata)}
-                torch.export.save(program, buffer := io.BytesIO(), extra_files=extra_files)
-                temp.write_bytes(buffer.getbuffer())
-            reporter.info(f"comparing the file with the model on {checks.what}")
-            difference = largest_difference(model, temp, to, checks.pixels)
-            temp.replace(out)
+            remove_leftovers(out.parent)
+            with atomic_file(out) as temporary:
+                if to == "onnx":
+                    reporter.info("converting it to ONNX")
+                    write_onnx(program, temporary, metadata)
+                else:
+                    # Via memory: on a full disk torch's own writer terminates the process.
+                    extra_files = {f"{METADATA_KEY}.json": json.dumps(metadata)}
+                    torch.export.save(program, buffer := io.BytesIO(), extra_files=extra_files)
+                    temporary.write_bytes(buffer.getbuffer())
+                reporter.info(f"comparing the file with the model on {checks.what}")
+                difference = largest_difference(model, temporary, to, checks.pixels)
             metadata["checked"] = {"on": checks.what, "largest_difference": difference}
             metadata_path = out.with_name(f"{out.name}.json")
             atomic_write(metadata_path, json.dumps(metadata, indent=1))
         except OSError as error:
             raise RunError(f"{out}: cannot write the model ({error.strerror or error}).") from None
-        finally:
-            if out.parent.is_dir():
-                temp.unlink(missing_ok=True)
     return Exported(out, metadata_path, metadata, difference, checks)
 
 

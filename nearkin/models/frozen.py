@@ -114,14 +114,13 @@ def _write(path: Path, rows: Rows, features: NDArray[np.float32]) -> None:
         (path, size, [row.tobytes() for row in features]),
         (path.with_suffix(".crc"), 4, [_checksum(row.view(np.uint8)).to_bytes(4, "little") for row in features]),
     ):
-        descriptor = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
+        target.touch()
+        with open(target, "rb+") as file:
             for row, value in zip(rows.tolist(), values, strict=True):
-                if os.pwrite(descriptor, value, row * width) != width:
-                    raise OSError(28, "No space left on device")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                file.seek(row * width)
+                file.write(value)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _checksum(raw: NDArray[np.uint8]) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from nearkin._common.files import atomic_file
 from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
@@ -90,14 +89,11 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
 
 
 def _save(sheet: Any, out: Path) -> None:
-    temp = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(temp, "PNG")
-        temp.replace(out)
+        with atomic_file(out) as temporary:
+            sheet.save(temporary, "PNG")
     except OSError as error:
-        with suppress(OSError):
-            temp.unlink()
         raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
 def _hide_folders(text: str, run: Run) -> str:
     """Remove the folders of this machine from an error message: pages are shared."""
     for path in filter(None, (run.recipe.data.root, run.path)):
-        text = text.replace(f"{path.parent}/", "")
+        text = text.replace(f"{path.parent}{os.sep}", "")
     return text
 
 

@@ -6,7 +6,7 @@ import base64
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,11 +221,8 @@ def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[t
 
 def _shareable_toml(folder: StudyFolder) -> str:
     """Return the study file without the folders of this machine: pages are shared."""
-    text = folder.study.to_toml()
-    for dataset in folder.study.datasets:
-        if dataset.root is not None:
-            text = text.replace(str(dataset.root), dataset.root.name)
-    return text
+    datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
+    return replace(folder.study, datasets=datasets).to_toml()
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearkin._common.files import atomic_write
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.errors import DataError
@@ -178,7 +179,7 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            atomic_write(folder / name, text)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
     written = [folder / name for name in texts]

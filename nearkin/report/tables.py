@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nearkin._common.files import atomic_write
 from nearkin.errors import RunError
 from nearkin.report.page import Report, percent
 from nearkin.report.study_tables import Grid, latex, markdown
@@ -55,7 +56,7 @@ def write_tables(report: Report, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            atomic_write(folder / name, text)
     except OSError as error:
         raise RunError(
             f"{folder}: cannot write the tables ({error.strerror}). Choose another folder with --tables."

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin._common.files import atomic_write, file_lock, nan_to_none, none_to_nan
+from nearkin._common.files import atomic_file, atomic_write, file_lock, nan_to_none, none_to_nan, remove_leftovers
 from nearkin._common.version import __version__
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunBusyError, RunError
@@ -143,6 +143,7 @@ class Run:
                 acquired = stack.enter_context(file_lock(self.path / "lock"))
             if not acquired:
                 raise RunBusyError(f"{self.path}: another process is training this run. Wait for it or stop it.")
+            remove_leftovers(self.path)
             yield
 
     def log(self, **event: Any) -> None:
@@ -150,7 +151,7 @@ class Run:
         if not self.is_writer:
             return
         path = self.path / "events.jsonl"
-        with _write_errors(path), open(path, "a", encoding="utf-8") as file:
+        with _write_errors(path), open(path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(nan_to_none(event), allow_nan=False) + "\n")
 
     def events_size(self) -> int:
@@ -178,18 +179,16 @@ class Run:
         if not self.is_writer:
             return
         target = self.path / name
-        temporary = target.with_name(f"{name}.tmp")
         try:
-            with open(temporary, "wb") as file:
+            with (
+                atomic_file(target, keep=self.path / keep if keep else None) as temporary,
+                open(temporary, "wb") as file,
+            ):
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            if keep is not None and target.exists():
-                target.replace(self.path / keep)
-            temporary.replace(target)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            temporary.unlink(missing_ok=True)
-            raise RunError(f"{target}: cannot write the checkpoint ({error}). The previous one is intact.") from None
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
+            reason = getattr(cause, "strerror", None) or error
+            raise RunError(f"{target}: cannot write the checkpoint ({reason}). The previous one is intact.") from None
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json, which marks the run as complete."""

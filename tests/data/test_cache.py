@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.limits import leftover_of_a_killed_process
 from PIL import Image
 
 from nearkin._common.progress import Reporter
@@ -164,7 +165,7 @@ def test_a_cache_above_the_limit_or_the_free_space_is_rejected_in_advance(photos
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DataError, match=r"has 0\.00 MB free.\nFree some space"):
         open_images(files, folder=folder, reporter=quiet)
-    assert not list(folder.glob("*.pixels")) + list(folder.glob("*.part"))
+    assert not list(folder.glob("*.pixels*"))
 
 
 def run_python(code: str, **kwargs) -> subprocess.Popen:
@@ -207,14 +208,13 @@ print("sum", sum(int(store.whole(row).sum()) for row in range(len(store))))
     files = FileImages(photos, 24)
     assert sums == {f"sum {sum(int(files.whole(row).sum()) for row in range(25))}"}, ends
     assert sorted(out.count("decoded") for out, _ in ends) == [0, 25]
-    assert not list(folder.glob("*.part"))
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_the_partial_file_of_a_killed_process_is_removed(photos, folder, quiet):
     files = FileImages(photos, 24)
     folder.mkdir()
-    leftover = folder / f"{cache_key(files)}.4242.part"
-    leftover.write_bytes(b"half")
+    leftover = leftover_of_a_killed_process(folder / f"{cache_key(files)}.pixels")
     open_images(files, folder=folder, reporter=quiet)
     assert not leftover.exists()
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import resource
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 from helpers.archives import left_over, make_tar, make_zip
+from helpers.limits import max_file_size
 from PIL import Image
 
 from nearkin import cli
@@ -297,13 +297,8 @@ def test_a_root_that_cannot_be_written_is_an_error(server, packed_cub, tmp_path,
 
 def test_a_full_disk_during_a_download_is_an_error(server, tmp_path, quiet):
     archive = Archive("data.bin", creates="cub", urls=(server.url("data.bin"),))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-    try:
-        with pytest.raises(DataError, match=r"cannot be written \(File too large\)"):
-            get_benchmark(replace(BENCHMARKS["cub"], archives=(archive,)), tmp_path, reporter=quiet)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with max_file_size(300_000), pytest.raises(DataError, match=r"cannot be written \(File too large\)"):
+        get_benchmark(replace(BENCHMARKS["cub"], archives=(archive,)), tmp_path, reporter=quiet)
 
 
 def test_the_command(packed_cub, tmp_path, capsys, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.indexing import index, photos, run, same  # noqa: F401  (fixtures)
+from helpers.limits import max_file_size
 from helpers.paths import ROOT, SHARED
 from helpers.small_runs import make_run
 from PIL import Image
@@ -300,12 +300,12 @@ def test_a_run_on_features_is_rejected(photos, tmp_path):
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
-def start(run: Path, photos: Path, out: Path, **options) -> subprocess.Popen:
+def start(run: Path, photos: Path, out: Path) -> subprocess.Popen:
     """Start the command in a child process, with small batches."""
     code = "import sys; from nearkin.cli.index import run; run(sys.argv[1:])"
     flags = ["--quiet", "--batch-size", "4", "--device", "cpu"]
     command = [sys.executable, "-c", code, str(run), str(photos), "-o", str(out), *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
@@ -391,11 +391,9 @@ def test_a_full_disk_keeps_the_old_index_and_the_journal(run, index, photos, tmp
     for c in range(5):
         for i in range(20):
             shutil.copy(photos / f"class {c}" / "00.png", photos / f"class {c}" / f"new {i}.png")
-
-    def limit_file_size():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
-
-    _, output = start(run, photos, tmp_path / "index", preexec_fn=limit_file_size).communicate(timeout=120)
+    with max_file_size(9_000):
+        process = start(run, photos, tmp_path / "index")
+    _, output = process.communicate(timeout=120)
     assert "cannot write the index (File too large). The previous index is intact." in output
     assert same(nk.Index.load(tmp_path / "index"), before)
     built, output = index(photos)
@@ -405,12 +403,12 @@ def test_a_full_disk_keeps_the_old_index_and_the_journal(run, index, photos, tmp
 
 def test_a_file_system_without_locks(index, photos, monkeypatch):
     """The error must not blame another process."""
-    from nearkin._common import files as shared
+    fcntl = pytest.importorskip("fcntl", reason="needs POSIX locks")
 
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(shared.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(DataError, match="cannot write the index \\(No locks available\\)"):
         index(photos)
 

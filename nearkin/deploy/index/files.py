@@ -21,14 +21,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import file_lock
+from nearkin._common.files import atomic_write, file_lock, is_temporary, remove_leftovers, replace_file, temporary_path
 from nearkin.deploy.index.manifest import RESTORE_HINT, Manifest, StoredFile
 from nearkin.errors import DataError
 
@@ -37,7 +37,6 @@ _MAX_RETRIES = 10  # reads of a missing file before it is reported missing
 _BLOCK_BYTES = 1 << 24  # hashed at a time
 # Only files with these names are ever deleted.
 _DATA_FILE = re.compile(r"(vectors-[0-9a-f]{16}\.npy|items-[0-9a-f]{16}\.json|hnsw-[0-9a-f]{16}\.faiss)")
-_TEMP_FILE = re.compile(r"(vectors|items|hnsw|manifest)-[0-9]+\.part")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -228,23 +227,32 @@ def write_file(folder: Path, stem: str, suffix: str, chunks: Iterable[bytes | me
     Returns:
         The entry for the manifest.
     """
-    temp = folder / f"{stem}-{os.getpid()}.part"
     digest = hashlib.sha256()
     size = 0
     try:
-        with open(temp, "wb") as file:
-            for chunk in chunks:
-                digest.update(chunk)
-                file.write(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        stored = StoredFile(f"{stem}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
-        temp.replace(folder / stored.name)
+        with temporary_path(folder / stem) as temporary:
+            with open(temporary, "wb") as file:
+                for chunk in chunks:
+                    digest.update(chunk)
+                    file.write(chunk)
+                    size += len(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            stored = StoredFile(f"{stem}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
+            if not _is_intact(folder, stored):  # Windows does not replace a file that is in use
+                replace_file(temporary, folder / stored.name)
     except OSError as error:
-        temp.unlink(missing_ok=True)
         raise write_error(folder, error) from None
     return stored
+
+
+def _is_intact(folder: Path, stored: StoredFile) -> bool:
+    """Return whether the folder has this file already."""
+    try:
+        verify_file(folder, stored)
+    except (FileNotFoundError, DataError):
+        return False
+    return True
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -254,23 +262,17 @@ def commit(folder: Path, manifest: Manifest) -> None:
         folder: The index, locked by `lock_index`.
         manifest: The new state, whose files are written already.
     """
-    temp = folder / f"manifest-{os.getpid()}.part"
     try:
-        with open(temp, "w", encoding="utf-8") as file:
-            file.write(manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
         _fsync_folder(folder)  # the data files must be on disk before the manifest that names them
-        temp.replace(folder / "manifest.json")
+        atomic_write(folder / "manifest.json", manifest.to_json())
         _fsync_folder(folder)
     except OSError as error:
-        temp.unlink(missing_ok=True)
         raise write_error(folder, error) from None
     remove_stale_files(folder, manifest)
 
 
 def remove_stale_files(folder: Path, manifest: Manifest | None) -> None:
-    """Delete data files that the manifest does not name, and temporary files of killed processes.
+    """Delete data files that the manifest does not name.
 
     Args:
         folder: The index.
@@ -278,11 +280,14 @@ def remove_stale_files(folder: Path, manifest: Manifest | None) -> None:
     """
     current = {stored.name for stored in manifest.files.values()} if manifest is not None else set()
     for path in folder.iterdir():
-        if (_DATA_FILE.fullmatch(path.name) and path.name not in current) or _TEMP_FILE.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+        if _DATA_FILE.fullmatch(path.name) and path.name not in current:
+            with suppress(PermissionError):  # Windows does not delete a file that is in use
+                path.unlink(missing_ok=True)
 
 
 def _fsync_folder(folder: Path) -> None:
+    if os.name == "nt":  # where folders cannot be opened
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -308,8 +313,8 @@ def lock_index(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in folder.iterdir()}
-            others = sorted(n for n in names - {"lock"} if not _DATA_FILE.fullmatch(n) and not _TEMP_FILE.fullmatch(n))
+            names = {path.name for path in folder.iterdir() if not is_temporary(path)}
+            others = sorted(name for name in names - {"lock"} if not _DATA_FILE.fullmatch(name))
             if others and not names & {"manifest.json", "journal"}:
                 raise DataError(f"{folder}: contains other files ({others[0]}). Use a separate folder for the index.")
             if "manifest.json" in names:
@@ -319,6 +324,7 @@ def lock_index(folder: Path) -> Iterator[None]:
             raise write_error(folder, error) from None
         if not locked:
             raise DataError(f"{folder}: another process is writing this index. Wait for it to finish, or stop it.")
+        remove_leftovers(folder)
         yield
 
 

@@ -236,7 +236,7 @@ class Index:
         if self.root is None or os.path.isabs(path) or self.root == Path.cwd():
             return path
         absolute = Path(os.path.abspath(path))
-        return str(absolute.relative_to(self.root) if absolute.is_relative_to(self.root) else absolute)
+        return absolute.relative_to(self.root).as_posix() if absolute.is_relative_to(self.root) else str(absolute)
 
     def search(self, query: Any, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """Find the nearest items of an image or vector.

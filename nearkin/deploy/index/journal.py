@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nearkin._common.files import atomic_write
 from nearkin.deploy.index.files import write_error
 from nearkin.deploy.index.provenance import FileStamp
 from nearkin.deploy.index.search import Vectors
@@ -60,7 +61,7 @@ class Journal:
         end = self._recover()
         try:
             if end == 0:
-                self.path.write_text(self._header, encoding="ascii")
+                atomic_write(self.path, self._header)
             elif end < self.path.stat().st_size:
                 os.truncate(self.path, end)
         except OSError as error:

@@ -59,7 +59,7 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
     paths = list_image_files(source, [], unreadable)
     if not paths:
         raise DataError(f"{source}: no images found. Expected image files, or one folder per class.")
-    parts_by_name = {str(path.relative_to(source)): path.relative_to(source).parts for path in paths}
+    parts_by_name = {path.relative_to(source).as_posix(): path.relative_to(source).parts for path in paths}
     folders = {parts[0] for parts in parts_by_name.values() if len(parts) > 1}
     # Below train/ and test/, class folders are one level deeper. An image outside class folders has no label.
     depth = 1 if len(folders) >= 2 and all(part_name(folder) in PARTS for folder in folders) else 0

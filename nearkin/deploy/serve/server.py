@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"--host {host}: invalid address ({error.strerror}).") from None
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name != "nt":  # where it would allow two servers on one port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(128)
     except OSError as error:

@@ -1,0 +1,58 @@
+"""Process control that differs between POSIX and Windows."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine is running; True if in doubt."""
+    if sys.platform == "win32":  # where os.kill(pid, 0) would end the process
+        import ctypes
+
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        kernel.OpenProcess.restype = ctypes.c_void_p
+        handle = ctypes.c_void_p(kernel.OpenProcess(0x100000, False, pid))  # SYNCHRONIZE
+        if not handle:
+            return ctypes.get_last_error() != 87  # ERROR_INVALID_PARAMETER: no such process
+        try:
+            return kernel.WaitForSingleObject(handle, 0) != 0  # WAIT_OBJECT_0: it has ended
+        finally:
+            kernel.CloseHandle(handle)
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
+def ignore_terminal_interrupts() -> None:
+    """Stop receiving Ctrl-C from the terminal; the parent process still does, and decides what to do."""
+    if sys.platform == "win32":
+        import ctypes
+
+        ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(None, True)
+    elif hasattr(os, "setsid"):
+        os.setsid()
+
+
+def interrupt_after(wait: Callable[[], object]) -> None:
+    """Interrupt the main thread, as Ctrl-C would, once `wait` returns in a thread.
+
+    Args:
+        wait: Blocks until this process should stop, for example until a pipe is closed.
+    """
+
+    def run() -> None:
+        with suppress(EOFError, OSError):
+            wait()
+        _thread.interrupt_main()
+
+    threading.Thread(target=run, daemon=True).start()
