@@ -76,7 +76,7 @@ def environment_table() -> RichTable:
         missing = [name for name, installed in packages.items() if installed is None]
         new = [f"{name} {installed}" for name, installed in packages.items() if name not in listed]
         listed |= set(packages)
-        status = f"not installed. Run: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
+        status = f"missing: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
         table.add_row(f"{extra}: {job}", status)
     issues = known_issues()
     for issue in issues:
