@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## Create .venv and install nearkin with all extras (about 6 GB, most of it torch)
+setup: $(READY) ## Create .venv and install nearkin for development (about 6 GB, most of it torch)
 
 demo: setup    ## Train, evaluate and report on built-in data (about two minutes on two cores)
 	$(BIN)/nearkin demo
@@ -48,12 +48,12 @@ $(READY): pyproject.toml constraints.txt
 	  || { echo "nearkin needs Python 3.11 or newer; got $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "Could not create a virtual environment. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
-	@echo "Installing nearkin with all extras into $(VENV) (the first time downloads about 3 GB)"
+	@echo "Installing nearkin for development into $(VENV) (the first time downloads about 3 GB)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv \
 	  || echo "uv could not be installed; using pip"
 	@if [ -x $(BIN)/uv ]; then \
-	  $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[all]'; \
+	  $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'; \
 	else \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'; \
 	fi
 	@touch $(READY)

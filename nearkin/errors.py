@@ -18,7 +18,7 @@ and how to fix it, in one or two lines. Bugs of ours are plain `assert`s.
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -110,7 +110,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
         MissingExtraError: The package is not installed; the message says how to install it.
 
     Example:
-        >>> import_extra("json", extra="vision").__name__
+        >>> import_extra("json", extra="images").__name__
         'json'
     """
     try:
@@ -119,4 +119,23 @@ def import_extra(module: str, extra: str) -> ModuleType:
         package = module.partition(".")[0]
         if error.name != package:
             raise
-        raise MissingExtraError(f"{package} is not installed. Run: pip install 'nearkin[{extra}]'") from None
+        raise _missing(package, extra) from None
+
+
+def require_extra(extra: str, *packages: str) -> None:
+    """Check that packages of an extra are installed, without importing them.
+
+    Args:
+        extra: The extra of nearkin that installs them and everything else that the caller needs.
+        *packages: The packages, by the names that are imported.
+
+    Raises:
+        MissingExtraError: One is not installed; the message says how to install the extra.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise _missing(package, extra)
+
+
+def _missing(package: str, extra: str) -> MissingExtraError:
+    return MissingExtraError(f"{package} is not installed. Run: pip install 'nearkin[{extra}]'")

@@ -151,7 +151,7 @@ def submit(
         ConfigError: There is no SLURM on this machine.
         ProcessLostError: A local job failed.
     """
-    submitit: Any = import_extra("submitit", "bench")
+    submitit: Any = import_extra("submitit", extra="bench")
     try:
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)
     except RuntimeError as error:

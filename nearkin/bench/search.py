@@ -148,7 +148,7 @@ def plan(
     Raises:
         ConfigError: An option is invalid, or `out` belongs to another search.
     """
-    optuna: Any = import_extra("optuna", "bench")
+    optuna: Any = import_extra("optuna", extra="bench")
     _check_options(recipe, trials, mode)
     search = _unnamed_search(recipe, Path(out), losses, mode, storage, prune, shorten)
     search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))

@@ -96,7 +96,7 @@ def open_storage(address: str) -> Iterator[SharedStorage]:
         ConfigError: The database cannot be reached.
         RunError: The journal cannot be used, or the connection was lost.
     """
-    optuna: Any = import_extra("optuna", "bench")
+    optuna: Any = import_extra("optuna", extra="bench")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with (_postgres if is_database(address) else _journal)(address) as opened:
         yield opened
@@ -157,7 +157,7 @@ class _JournalLock:
 
 @contextmanager
 def _postgres(address: str) -> Iterator[SharedStorage]:
-    psycopg: Any = import_extra("psycopg", "bench")
+    psycopg: Any = import_extra("psycopg", extra="bench")
     from optuna.exceptions import StorageInternalError
     from optuna.storages import RDBStorage, get_storage
     from sqlalchemy.exc import SQLAlchemyError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin.cli._arguments import leading, parse, show
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
@@ -118,6 +118,7 @@ def plan(argv: list[str]) -> None:
     prog = "nearkin bench plan STUDY"
     target, flags = leading(argv, "the name of a study or a .toml file", prog, PlanArgs)
     args = parse(PlanArgs, flags, prog)
+    require_extra("bench", "scipy")
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     from nearkin.bench.estimates import Estimate
@@ -138,6 +139,7 @@ def run_study(argv: list[str]) -> None:
     prog = "nearkin bench run STUDY"
     target, flags = leading(argv, "the name of a study or a .toml file", prog, RunArgs)
     args = parse(RunArgs, flags, prog)
+    require_extra("bench", "scipy")
     from nearkin._common.progress import Reporter
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.trials import StudyFolder
@@ -166,6 +168,7 @@ def work(argv: list[str]) -> None:
     prog = "nearkin bench work FOLDER"
     target, flags = leading(argv, "the folder of a study", prog, WorkArgs)
     args = parse(WorkArgs, flags, prog)
+    require_extra("bench", "scipy")
     from nearkin.bench.trials import StudyFolder
     from nearkin.bench.workers import run_worker
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from nearkin.cli._arguments import leading, parse, show
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def data_check(argv: list[str]) -> None:
     """Run `nearkin data check`."""
     target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
     args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
+    require_extra("images", "PIL")
     from nearkin._common.progress import Reporter
     from nearkin.data.check import check_target
     from nearkin.data.findings import write_json

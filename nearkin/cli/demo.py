@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearkin.cli._arguments import parse, show
+from nearkin.errors import require_extra
 
 NEXT = """\
 Try next
@@ -35,6 +36,7 @@ def run(argv: list[str]) -> None:
         argv: The flags.
     """
     args = parse(DemoArgs, argv, "nearkin demo")
+    require_extra("images", "PIL", "jinja2", "matplotlib")
     from nearkin._common.progress import Reporter
     from nearkin.report.page import write_page
     from nearkin.report.text import headline, result_table

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
 from rich.table import Table as RichTable
@@ -21,6 +21,16 @@ from nearkin.cli._arguments import parse, show
 if TYPE_CHECKING:
     from nearkin.training.distributed_check import GradientCheck
 
+# The extras for users, in the order of docs/install.md.
+JOBS = {
+    "images": "train, report, search",
+    "bench": "studies, tuning",
+    "serve": "web server",
+    "export": "ONNX files",
+    "stores": "large collections",
+    "tensorboard": "tracker",
+    "wandb": "tracker",
+}
 _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
 
 
@@ -60,12 +70,14 @@ def environment_table() -> RichTable:
     table.add_row("torch", torch.__version__)
     table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
     table.add_row("devices", ", ".join(devices()))
-    for extra, (installed, missing) in sorted(extras().items()):
-        if missing:
-            status = f"missing: {', '.join(missing)}  (pip install 'nearkin[{extra}]')"
-        else:
-            status = f"installed: {', '.join(installed)}"
-        table.add_row(f"extra {extra}", status)
+    listed: set[str] = set()
+    for extra, job in JOBS.items():
+        packages = extra_packages(extra)
+        missing = [name for name, installed in packages.items() if installed is None]
+        new = [f"{name} {installed}" for name, installed in packages.items() if name not in listed]
+        listed |= set(packages)
+        status = f"missing: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
+        table.add_row(f"{extra}: {job}", status)
     issues = known_issues()
     for issue in issues:
         table.add_row(Text("! known issue", style="bold red"), issue)
@@ -120,20 +132,16 @@ def devices() -> list[str]:
     return names
 
 
-def extras() -> dict[str, tuple[list[str], list[str]]]:
-    """Return the packages of each extra as (installed with version, missing), read from the package metadata."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for requirement in metadata("nearkin").get_all("Requires-Dist") or []:
-        name, _, condition = requirement.partition(";")
-        if "extra ==" not in condition or name.startswith("nearkin") or "'all'" in condition.replace('"', "'"):
-            continue
-        extra = condition.partition("extra ==")[2].strip().strip("'\"")
-        package = re.split(r"[\[<>=!~ ]", name.strip(), maxsplit=1)[0]
-        installed, missing = found.setdefault(extra, ([], []))
-        try:
-            installed.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            missing.append(package)
+def extra_packages(extra: str) -> dict[str, str | None]:
+    """Return the packages of an extra with their installed versions, None if missing, read from our own metadata."""
+    found: dict[str, str | None] = {}
+    for requirement in requires("nearkin") or []:
+        if re.search(rf"extra == ['\"]{extra}['\"]", requirement):
+            package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                found[package] = None
     return found
 
 

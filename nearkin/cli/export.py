@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from nearkin.cli._arguments import leading, parse
+from nearkin.errors import require_extra
 
 EXPORT = "nearkin export RUN --to onnx|torch -o FILE"
 
@@ -39,6 +40,9 @@ def run(argv: list[str]) -> None:
     """Run `nearkin export`."""
     target, flags = leading(argv, "a run folder", EXPORT, ExportArgs)
     args = parse(ExportArgs, flags, EXPORT)
+    require_extra("export", "PIL")
+    if args.to == "onnx":
+        require_extra("export", "onnxscript", "onnxruntime")
     from nearkin._common.progress import Reporter
     from nearkin.deploy.export import export_run
 

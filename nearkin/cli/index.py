@@ -11,7 +11,7 @@ import tyro
 
 from nearkin.cli._arguments import leading, parse
 from nearkin.cli._models import load_model
-from nearkin.errors import ConfigError, import_extra
+from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
@@ -86,6 +86,7 @@ def run(argv: list[str]) -> None:
     args = parse(IndexArgs, flags, INDEX)
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
+    require_extra("stores" if args.store else "images", "PIL")
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.builder import update_index
     from nearkin.deploy.index.files import lock_index
@@ -145,7 +146,7 @@ def _check_flags(args: IndexArgs, items: int) -> None:
     if args.false_accept is not None:
         check_rate(args.false_accept, "--false-accept")
     if args.hnsw and items >= args.hnsw_from:
-        import_extra("faiss", extra="graph")
+        require_extra("stores", "faiss")
 
 
 def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, reporter: Reporter) -> Iterator[str]:

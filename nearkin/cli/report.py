@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from nearkin.cli._arguments import leading, parse
-from nearkin.errors import ConfigError, RunError
+from nearkin.errors import ConfigError, RunError, require_extra
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ def run(argv: list[str]) -> None:
     while rest and not rest[0].startswith("-"):
         targets.append(rest.pop(0))
     args = parse(ReportArgs, rest, prog)
+    require_extra("images", "PIL", "jinja2")
+    if args.figures is not None:
+        require_extra("images", "matplotlib")
+    if args.tsne:
+        require_extra("bench", "sklearn")
     from nearkin._common.progress import Reporter
     from nearkin.report.figures import write_figures
     from nearkin.report.page import build_report, write_report
@@ -76,6 +81,7 @@ def run(argv: list[str]) -> None:
 
 
 def _report_study(args: ReportArgs) -> None:
+    require_extra("bench", "scipy", "jinja2")
     from nearkin.report.study import build_study_report, write_study_page
     from nearkin.report.study_figures import write_study_figures
 

@@ -11,7 +11,7 @@ import tyro
 
 from nearkin.cli._arguments import leading, parse, show
 from nearkin.cli._models import load_model, run_of
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
     from nearkin.deploy.index.index import Index, SearchResult
@@ -64,6 +64,8 @@ def run(argv: list[str]) -> None:
     folder, flags = leading(argv, "an index folder", SEARCH, SearchArgs)
     args = parse(SearchArgs, flags, SEARCH)
     _check_flags(args)
+    if args.images or args.sheet is not None:
+        require_extra("stores" if args.store else "images", "PIL")
     if args.duplicates:
         print(*_duplicates(folder, args), sep="\n")
         return

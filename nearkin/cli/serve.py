@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nearkin.cli._arguments import leading, parse
 from nearkin.cli._models import load_model, run_of
-from nearkin.errors import ConfigError, import_extra
+from nearkin.errors import ConfigError, require_extra
 
 SERVE = "nearkin serve DIR"
 
@@ -57,8 +57,7 @@ def run(argv: list[str]) -> None:
     """Run `nearkin serve`."""
     folder, flags = leading(argv, "an index folder", SERVE, ServeArgs)
     args = parse(ServeArgs, flags, SERVE)
-    for module in ("starlette", "uvicorn"):
-        import_extra(module, extra="serve")
+    require_extra("serve", "starlette", "uvicorn", "PIL")
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits

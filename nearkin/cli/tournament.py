@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearkin.cli._arguments import leading, parse, show
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, require_extra
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def run(argv: list[str]) -> None:
     prog = "nearkin tournament papers|STUDY|FILE"
     target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
     args = parse(TournamentArgs, flags, prog)
+    require_extra("bench", "scipy")
     from nearkin.bench.papers import thesis_results
     from nearkin.bench.summary import summarize
     from nearkin.bench.tournament import read_results, run_tournament

@@ -12,7 +12,7 @@ from typing import Literal
 
 from nearkin.cli._arguments import parse, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, Scalar, TrainConfig
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, require_extra
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def run(argv: list[str]) -> None:
         argv: An optional recipe, and flags.
     """
     recipe, args = parse_train(argv)
+    if recipe.data.source != "features":
+        require_extra("images", "PIL")
     from nearkin._common.progress import Reporter
     from nearkin.report.text import headline, result_table
     from nearkin.training.loop import fit

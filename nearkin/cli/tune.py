@@ -14,7 +14,7 @@ from nearkin.bench.storage import is_database, without_password
 from nearkin.cli._arguments import parse, show
 from nearkin.cli.train import TrainArgs, parse_train
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,6 +138,7 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
             raise ConfigError(f"{flag}: no such setting.{hint} See: nearkin tune --help.")
     if args.workers < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {args.workers}.")
+    require_extra("bench", "optuna")
     recipe, _ = parse_train([*recipe_name, *rest, *(["--quiet"] if args.quiet else [])])
     return recipe, args
 

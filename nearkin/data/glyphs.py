@@ -51,7 +51,7 @@ def load(*, seed: int = 0, cache: Path | None = None) -> Table:
     Raises:
         MissingExtraError: If Pillow or matplotlib is not installed.
     """
-    import_extra("PIL.Image", extra="vision")
+    import_extra("PIL.Image", extra="images")
     _font_folder()  # even a cache needs matplotlib: its key contains the version
     target = (cache or cache_dir()) / f"glyphs-{_cache_key(seed)}.npz"
     stored = _read_cache(target)
@@ -128,7 +128,7 @@ def _font_folder() -> Path:
     # Not imported: that takes most of a second, and only the font files are needed.
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or spec.origin is None:
-        raise MissingExtraError("glyphs: needs matplotlib's fonts. Run: pip install 'nearkin[report]'")
+        raise MissingExtraError("glyphs: needs matplotlib's fonts. Run: pip install 'nearkin[images]'")
     return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
 
 

@@ -77,7 +77,7 @@ def inspect_image(path: Path) -> ImageInfo:
     except OSError as error:  # a loop of links, a folder named like an image, a disk error
         return ImageInfo("broken_link" if is_link else "unreadable", error.strerror or str(error), is_link)
     digest = hashlib.sha256(content).digest()
-    image_module, ops = import_extra("PIL.Image", extra="vision"), import_extra("PIL.ImageOps", extra="vision")
+    image_module, ops = import_extra("PIL.Image", extra="images"), import_extra("PIL.ImageOps", extra="images")
     width = height = 0
     try:
         with _no_pixel_limit(image_module):
@@ -128,7 +128,7 @@ def _to_grey(image: Any) -> Any:
         low, high = float(values.min()), float(values.max())
         scaled = (values - low) * (255 / (high - low) if high > low else 0.0)
         exif = image.getexif()
-        image = import_extra("PIL.Image", extra="vision").fromarray(scaled.astype(np.uint8))
+        image = import_extra("PIL.Image", extra="images").fromarray(scaled.astype(np.uint8))
         image.getexif().update(exif)
     return image.convert("L")
 

@@ -124,7 +124,7 @@ def read_size(path: Path | str) -> tuple[int, int]:
         with open(path, "rb") as file:
             size = _sniff(file.read(1 << 16)).size
         if size is None:
-            with import_extra("PIL.Image", extra="vision").open(path) as image:
+            with import_extra("PIL.Image", extra="images").open(path) as image:
                 size = image.size
     except Exception as error:
         raise DataError(f"{path}: cannot be read as an image ({_reason(error)}).") from None
@@ -199,7 +199,7 @@ def _decode(source: Any, side: int, box: Box | None, decoder: Decoder) -> tuple[
             return vision.decode_image(torch.from_numpy(data), rgb, apply_exif_orientation=True), 1.0
         except RuntimeError:
             pass  # Pillow reads some files that torchvision cannot, and otherwise gives the reason
-    image = import_extra("PIL.Image", extra="vision").open(io.BytesIO(data.tobytes()))
+    image = import_extra("PIL.Image", extra="images").open(io.BytesIO(data.tobytes()))
     width, height = image.size
     if excess >= _MIN_DRAFT_FACTOR:
         image.draft("RGB", (int(2 * width / excess), int(2 * height / excess)))
@@ -212,7 +212,7 @@ def _from_pillow(image: Any) -> Tensor:
         raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS / 1e6:.0f} million")
     image.load()  # a PNG may store its EXIF after the pixels
     if image.getexif().get(EXIF_ORIENTATION, 1) != 1:  # exif_transpose would copy an upright image
-        image = import_extra("PIL.ImageOps", extra="vision").exif_transpose(image)
+        image = import_extra("PIL.ImageOps", extra="images").exif_transpose(image)
     if image.mode == "F":
         raise ValueError(FLOAT_PIXELS)
     if image.mode.startswith("I"):  # 16 bits; Pillow's conversion would clip everything above 255

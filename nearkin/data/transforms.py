@@ -202,7 +202,7 @@ def color_jitter(image: Tensor, draws: Draws, *, strength: float, hue: float = 0
             gray = _to_grayscale(pixels)
             pixels = pixels.mul_(saturation).add_(gray, alpha=1 - saturation).clamp_(0, 255)
         elif step == 3 and hue and len(pixels) == 3:
-            adjust_hue = import_extra("torchvision.transforms.v2.functional", extra="vision").adjust_hue
+            adjust_hue = import_extra("torchvision.transforms.v2.functional", extra="images").adjust_hue
             pixels = adjust_hue(pixels.div_(255), hue * (2 * draws[30] - 1)).mul_(255)
     return pixels.round_().to(torch.uint8)
 

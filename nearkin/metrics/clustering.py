@@ -154,9 +154,8 @@ def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: 
     installed = [name for name in ("faiss", "sklearn") if importlib.util.find_spec(name)]
     chosen = next(iter(installed), None) if backend == "auto" else backend
     if chosen not in installed:
-        raise MissingExtraError(
-            "k-means needs faiss or scikit-learn. Run: pip install faiss-cpu, or pip install scikit-learn"
-        )
+        extra = "stores" if backend == "faiss" else "bench"
+        raise MissingExtraError(f"k-means needs faiss or scikit-learn. Run: pip install 'nearkin[{extra}]'")
     if chosen == "faiss":
         import faiss
 

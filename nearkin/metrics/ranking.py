@@ -193,7 +193,7 @@ def _choose_backend(problem: RankingProblem, path: str, budget: int) -> str:
         raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
     on_cpu = problem.query.x.device.type == "cpu"
     if path == "numba":
-        import_extra("numba", extra="fast")
+        import_extra("numba", extra="images")
         if not on_cpu:
             raise ConfigError("path: 'numba' runs on the CPU. Move the vectors with .cpu(), or use path='torch'.")
     if path != "auto":

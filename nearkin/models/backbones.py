@@ -47,7 +47,7 @@ def check_backbone(name: str) -> None:
     """
     if name in BACKBONES or name == "none":
         return
-    timm = import_extra("timm", extra="vision")
+    timm = import_extra("timm", extra="images")
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         known = [*BACKBONES, *timm.list_models()]
@@ -139,7 +139,7 @@ class TorchvisionBackbone(Backbone):
 def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
     """Build torchvision's ResNet-50."""
     _check_rgb("resnet50", in_channels)
-    network = import_extra("torchvision.models", extra="vision").resnet50()
+    network = import_extra("torchvision.models", extra="images").resnet50()
     layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
     backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
     backbone.pixel_norm = IMAGENET_NORM
@@ -149,7 +149,7 @@ def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
 def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     """Build torchvision's GoogLeNet."""
     _check_rgb("googlenet", in_channels)
-    network = import_extra("torchvision.models", extra="vision").googlenet(aux_logits=False, init_weights=False)
+    network = import_extra("torchvision.models", extra="images").googlenet(aux_logits=False, init_weights=False)
     layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
     backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
     # Its weights were trained in TensorFlow on pixels from -1 to 1. torchvision's `transform_input` converts ImageNet
@@ -183,7 +183,7 @@ class TimmBackbone(Backbone):
 
     def __init__(self, name: str, in_channels: int) -> None:
         super().__init__()
-        timm = import_extra("timm", extra="vision")
+        timm = import_extra("timm", extra="images")
         check_backbone(name)
         self.network = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
         self.num_features = int(self.network.num_features)

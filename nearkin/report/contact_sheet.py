@@ -62,8 +62,8 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
     columns = max(len(row.hits) for row in rows)
     if columns > MAX_COLUMNS:
         raise DataError(f"sheet: the limit is {MAX_COLUMNS} neighbours. Request fewer with -k.")
-    pil = import_extra("PIL.Image", extra="vision")
-    draw_on = import_extra("PIL.ImageDraw", extra="vision").Draw
+    pil = import_extra("PIL.Image", extra="images")
+    draw_on = import_extra("PIL.ImageDraw", extra="images").Draw
     step, height = TILE + 2 * EDGE + GAP, TILE + 2 * EDGE + TEXT + GAP
     width = 2 * MARGIN + step + (GUTTER + columns * step if columns else 0) - GAP
     sheet = pil.new("RGB", (max(width, 320), 2 * MARGIN + len(rows) * height - GAP), PAPER)
@@ -104,7 +104,7 @@ def _draw_tile(sheet: Any, draw: Any, left: int, top: int, image: Any, edge: str
         if image is None:
             raise DataError("vector")
         pixels = square(read_image(image, TILE), TILE)
-        sheet.paste(import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
+        sheet.paste(import_extra("PIL.Image", extra="images").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
     except DataError:
         draw.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")
         text = "vector" if image is None else "cannot read file"
@@ -176,7 +176,7 @@ def font(size: int, bold: bool = False) -> Any:
     Returns:
         A PIL font.
     """
-    module = import_extra("PIL.ImageFont", extra="vision")
+    module = import_extra("PIL.ImageFont", extra="images")
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:
         name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"

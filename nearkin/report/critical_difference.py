@@ -35,8 +35,8 @@ def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 1
         raise DataError("The diagram needs at least two experiments in which every method has a value.")
     if path.suffix.lower() not in {".png", ".svg"}:
         raise DataError(f"{path}: expected a .png or .svg file, got '{path.suffix}'.")
-    figure_class = import_extra("matplotlib.figure", extra="report").Figure
-    rc_context = import_extra("matplotlib", extra="report").rc_context
+    figure_class = import_extra("matplotlib.figure", extra="images").Figure
+    rc_context = import_extra("matplotlib", extra="images").rc_context
     # A fixed salt and no date: the same tournament gives the same file.
     with rc_context({"svg.hashsalt": "nearkin", "font.size": 10, "font.family": "sans-serif"}):
         figure = _draw(figure_class, tournament)

@@ -68,8 +68,8 @@ def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, 
     Raises:
         RunError: The folder cannot be written.
     """
-    figure_class = import_extra("matplotlib.figure", extra="report").Figure
-    rc_context = import_extra("matplotlib", extra="report").rc_context
+    figure_class = import_extra("matplotlib.figure", extra="images").Figure
+    rc_context = import_extra("matplotlib", extra="images").rc_context
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     Returns:
         The sprite sheet.
     """
-    image_module = import_extra("PIL.Image", extra="report")
+    image_module = import_extra("PIL.Image", extra="images")
     side = next(side for max_images, side in THUMBNAIL_SIZES if len(rows) <= max_images)
     columns = math.ceil(math.sqrt(len(rows)))
     num_rows = math.ceil(len(rows) / columns)

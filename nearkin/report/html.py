@@ -28,7 +28,7 @@ def render_template(
     Returns:
         The HTML.
     """
-    jinja2 = import_extra("jinja2", extra="report")
+    jinja2 = import_extra("jinja2", extra="images")
     loader = jinja2.PackageLoader("nearkin.report", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters

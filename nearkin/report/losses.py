@@ -223,8 +223,8 @@ def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
         path: The file to write.
         dpi: Resolution.
     """
-    import_extra("matplotlib", extra="report").use("Agg")
-    pyplot = import_extra("matplotlib.pyplot", extra="report")
+    import_extra("matplotlib", extra="images").use("Agg")
+    pyplot = import_extra("matplotlib.pyplot", extra="images")
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     for curve, colour in zip(gradient_curves(name), ("#1b7837", "#c51b7d"), strict=True):
         axes.plot(curve.sim.numpy(), curve.grad.numpy(), color=colour, label=curve.label)

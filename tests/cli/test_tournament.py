@@ -20,7 +20,7 @@ from nearkin.report import study_tables
 from nearkin.report.critical_difference import draw_critical_difference
 
 pytest.importorskip("scipy", reason="the extra bench is not installed")
-pytest.importorskip("matplotlib", reason="the extra report is not installed")
+pytest.importorskip("matplotlib", reason="the extra images is not installed")
 
 ODD = "a_b & 50% [red] | #1 $x$"
 

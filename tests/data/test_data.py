@@ -72,7 +72,7 @@ def test_glyphs_are_redrawn_if_the_cache_is_damaged_or_not_writable(tmp_path, mo
 def test_glyphs_need_matplotlib(tmp_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
-    with pytest.raises(MissingExtraError, match=r"matplotlib's fonts. Run: pip install 'nearkin\[report\]'"):
+    with pytest.raises(MissingExtraError, match=r"matplotlib's fonts. Run: pip install 'nearkin\[images\]'"):
         glyphs.load(cache=tmp_path)
 
 

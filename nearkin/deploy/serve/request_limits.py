@@ -263,7 +263,7 @@ def check_image(data: bytes, limits: RequestLimits) -> None:
     Raises:
         RequestRejected: If it is not a supported image, or has too many pixels.
     """
-    pil = import_extra("PIL.Image", extra="vision")
+    pil = import_extra("PIL.Image", extra="serve")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about large images, which are rejected below

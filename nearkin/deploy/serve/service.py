@@ -170,7 +170,7 @@ class Service:
         except (DataError, MemoryError, ValueError):  # ValueError: an id that is not a valid path
             return None
         buffer = io.BytesIO()
-        image = import_extra("PIL.Image", extra="vision").fromarray(pixels.permute(1, 2, 0).numpy())
+        image = import_extra("PIL.Image", extra="serve").fromarray(pixels.permute(1, 2, 0).numpy())
         image.save(buffer, "JPEG", quality=85)
         with self._lock:
             self._thumbnails[row] = buffer.getvalue()
