@@ -386,8 +386,9 @@ def test_memory_is_bounded(server):
     allowed = server.peak_memory() - before
     print(f"bombs cost {rejected / MB:.0f} MB, the largest allowed images {allowed / MB:.0f} MB at peak")
     assert rejected < 60 * MB
-    # Two workers, each with RGBA (4 bytes per pixel), composite (3), transposed for scaling (3), and some overhead.
-    assert allowed < 2 * 25 * 15 * MB
+    # Two workers, each with RGBA (4 bytes per pixel), composite (3), transposed for scaling (3) and some overhead, and
+    # the strip that is being converted.
+    assert allowed < 2 * (25 * 12 + 150) * MB
 
 
 def test_concurrent_requests_succeed_while_health_responds(server):
