@@ -23,7 +23,7 @@ class ServeArgs:
 
     nearkin serve photos.index --host 0.0.0.0 --token-file token.txt
 
-    The API is described at /openapi.json. Stop the server with Ctrl-C. Restart it after the index has changed.
+    The API is described at /docs. Stop the server with Ctrl-C. Restart it after the index has changed.
     """
 
     host: str = "127.0.0.1"
@@ -40,13 +40,13 @@ class ServeArgs:
     upload_bytes: int = 20_000_000
     """Maximum size of an upload in bytes."""
     pixels: int = 50_000_000
-    """Maximum number of pixels of an image (width times height)."""
+    """Maximum number of pixels of a JPEG (width times height); of other formats half as many."""
     upload_seconds: float = 20.0
     """Time limit in seconds for receiving an upload."""
     work_seconds: float = 30.0
     """Time limit in seconds for a response, including time in the queue."""
     waiting: int = 64
-    """Maximum number of concurrent requests; further ones get status 503."""
+    """Maximum number of requests being processed or queued; further ones get status 503."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
     device: str = "auto"
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
     """Run `nearkin serve`."""
     folder, flags = leading(argv, "an index folder", SERVE, ServeArgs)
     args = parse(ServeArgs, flags, SERVE)
-    require_extra("serve", "starlette", "uvicorn", "PIL")
+    require_extra("serve", "fastapi", "fastapi_swagger", "python_multipart", "uvicorn", "PIL")
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits
@@ -87,11 +87,9 @@ def run(argv: list[str]) -> None:
     if not loopback and token is None:
         print("nearkin: other machines can access this server without a token (--token-file).", file=sys.stderr)
 
-    def on_ready() -> None:
-        print(f"serving {len(service.index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
-
+    print(f"serving {len(index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
     try:
-        serve_until_stopped(make_app(service), sock, on_ready)
+        serve_until_stopped(make_app(service), sock)
     finally:
         service.close()
     print("stopped")

@@ -117,6 +117,12 @@ def test_info_and_health(server):
     assert server.request("GET", "/health")[2] == {"status": "ok"}
 
 
+def test_head_is_get_without_its_body(server):
+    for path in ("/", "/health", "/docs", "/items/thumbnail?id=class%200/1.png"):
+        (status, headers, body), (_, expected, _) = server.request("HEAD", path), server.request("GET", path)
+        assert (status, body, headers["content-length"]) == (200, b"", expected["content-length"])
+
+
 def test_a_calibrated_index_reports_unknown_queries(served, tmp_path):
     from starlette.testclient import TestClient
 
@@ -215,7 +221,7 @@ def test_data_require_the_token(locked):
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
             assert "token" in body["error"]
     assert locked.request("POST", "/search", random_image(), JPEG)[0] == 401
-    for path in ("/", "/health", "/openapi.json"):
+    for path in ("/", "/health", "/openapi.json", "/docs", "/docs/swagger-ui.css"):
         assert locked.request("GET", path)[0] == 200
     for scheme in ("Bearer", "bearer"):
         right = {"Authorization": f"{scheme} {TOKEN}"}
@@ -353,7 +359,7 @@ def test_the_commands_in_serve_md_work(locked, tmp_path):
     (tmp_path / "new.jpg").write_bytes(random_image())
     (tmp_path / "token.txt").write_text(TOKEN)
     requests = [line for line in commands if line.startswith("curl")]
-    assert len(requests) == 5
+    assert len(requests) == 6
     for line in requests:
         # As written, except for the address, the item name and the token of this server.
         line = line.replace("http://127.0.0.1:8000/", locked.url).replace("robin/00.jpg", "class 0/0.png")

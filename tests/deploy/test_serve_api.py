@@ -24,27 +24,22 @@ from helpers.serving import random_image
 images = [random_image(name, size) for name in FORMATS for size in ((1, 1), (40, 30), (3, 700))]
 for content_type in TYPES:
     schemathesis.openapi.media_type(content_type, st.sampled_from(images))
+schemathesis.openapi.format("binary", st.sampled_from(images))  # the file of a form
 """
 
 
-def test_routes_and_document_agree(served):
-    import nearkin as nk
-    from nearkin.deploy.serve.app import Service, make_app
-
-    service = Service(nk.Index.load(served.folder))
-    try:
-        app = make_app(service).app
-        routes = {route.path: route.methods - {"HEAD"} for route in app.routes}
-        documented = {path: {method.upper() for method in operations} for path, operations in document(app).items()}
-        assert documented == routes
-    finally:
-        service.close()
-
-
-def document(app):
-    from starlette.testclient import TestClient
-
-    return TestClient(app).get("/openapi.json").json()["paths"]
+def test_the_document_describes_all_addresses(server, locked):
+    parameters = {"/items": ["offset", "limit", "step"], "/items/neighbours": ["id", "k"], "/search": ["k"]}
+    parameters |= {"/items/thumbnail": ["id"], "/": [], "/health": [], "/info": []}
+    for running in (server, locked):
+        paths = running.request("GET", "/openapi.json")[2]["paths"]
+        given = {
+            path: [p["name"] for p in op.get("parameters", [])] for path, ops in paths.items() for op in ops.values()
+        }
+        assert given == parameters
+        protected = {path for path, operations in paths.items() for op in operations.values() if "security" in op}
+        assert protected == ({*parameters} - {"/", "/health"} if running is locked else set())
+    assert "multipart/form-data" in paths["/search"]["post"]["requestBody"]["content"]
 
 
 @pytest.mark.parametrize("needs_token", [False, True])

@@ -186,3 +186,18 @@ def test_the_page_requires_the_token(locked, chromium):
         page.locator("#grid a").first.click()
         expect_neighbours(page, "class 0", 12)
         wait_for_images(page)
+
+
+def test_the_api_description_works_offline(locked, chromium):
+    """`browsing` fails on requests to other servers and on violations of the page's policy."""
+    with browsing(locked, chromium, width=1100) as page:
+        page.goto(f"{locked.url}docs")
+        page.locator(".authorize").first.click()
+        page.fill(".modal-ux input", TOKEN)
+        page.click(".modal-ux button.authorize")
+        page.click(".modal-ux button.btn-done")
+        page.click("#operations-default-info_info_get")
+        page.click("#operations-default-info_info_get .try-out__btn")
+        page.click("#operations-default-info_info_get .execute")
+        page.wait_for_selector(".live-responses-table")
+        assert '"classes": 4' in page.locator(".live-responses-table").inner_text()

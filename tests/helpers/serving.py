@@ -27,14 +27,6 @@ from helpers.small_runs import make_run
 
 JPEG = {"Content-Type": "image/jpeg"}
 TOKEN = "correct-horse-battery-staple"
-# With a shorter header timeout than the real one, to keep tests fast.
-LAUNCH = """
-import sys
-from nearkin import cli
-from nearkin.deploy.serve import server
-server.HEADER_TIMEOUT = 1.5
-cli.main(["serve", *sys.argv[1:]])
-"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class Server:
 
 def launch(*flags: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, *flags],
+        [sys.executable, "-m", "nearkin", "serve", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,11 +1,4 @@
-"""The ASGI application of `nearkin serve`: a web page and a JSON API.
-
-    GET  /                 the page: drop, paste or choose an image, see its neighbours, continue from any of them
-    POST /search?k=10      neighbours of the image in the body
-    GET  /items/neighbours?id=ID&k=10    neighbours of an indexed item
-    GET  /items/thumbnail?id=ID          a small JPEG of it
-    GET  /items?offset=0&limit=50&step=1 list of indexed items
-    GET  /info  /health  /openapi.json
+"""The ASGI application of `nearkin serve`: a web page and a JSON API, described at /docs and /openapi.json.
 
 Images are read and embedded in worker threads, so that the server stays responsive.
 """
@@ -13,23 +6,34 @@ Images are read and embedded in worker threads, so that the server stays respons
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import re
 
-from starlette.applications import Starlette
+from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from nearkin.deploy.serve.middleware import SecurityMiddleware, error_response
-from nearkin.deploy.serve.openapi import openapi_document
-from nearkin.deploy.serve.request_limits import RequestRejected, integer, parse_query, read_upload, upload_size
-from nearkin.deploy.serve.service import Service
+from nearkin._common.version import __version__
+from nearkin.deploy.serve.middleware import SecurityMiddleware, content_security_policy, error_response
+from nearkin.deploy.serve.models import Error, Health, Id, Info, Items, ItemSearchResponse, SearchResponse
+from nearkin.deploy.serve.request_limits import FORM_TYPE, TYPES
+from nearkin.deploy.serve.service import Service, shorten
+from nearkin.errors import did_you_mean
 
 __all__ = ["Service", "make_app"]
 
-DEFAULT_K, DEFAULT_LIMIT, MAX_LIMIT = 10, 50, 500  # neighbours and items per response
+DEFAULT_K, DEFAULT_LIMIT, MAX_LIMIT, MAX_OFFSET = 10, 50, 500, 10**9  # neighbours and items per response
+REJECTED = (
+    "Rejected: 400 a parameter is missing, unknown or out of range; 401 wrong token; 404 no such item, or no image of "
+    "it; 408 the upload timed out; 413 too many bytes or pixels; 415 unsupported Content-Type; 422 not an image."
+)
+BUSY = "Too many concurrent requests, or the request timed out. Try again after Retry-After seconds."
+FORM = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
+UPLOAD = {"content": {type: {"schema": FORM if type == FORM_TYPE else {}} for type in (*TYPES, FORM_TYPE)}}
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -41,90 +45,117 @@ def make_app(service: Service) -> ASGIApp:
     Returns:
         The application, for any ASGI server.
     """
-    limits = service.limits
-    document = openapi_document(
-        limits, k=DEFAULT_K, limit=DEFAULT_LIMIT, max_limit=MAX_LIMIT, needs_token=service.token is not None
+    app = FastAPI(
+        title="nearkin serve",
+        version=__version__,
+        description="Find the nearest indexed images of an image or of an indexed item.",
+        docs_url=None,  # FastAPI's own page loads Swagger UI from a CDN
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: _on_rejected, Exception: _on_error},
     )
-    k_parser = {"k": integer(1, limits.neighbours)}
-    id_parser = {"id": lambda name, value: value}
-    page_parsers = {"offset": integer(0, 10**9), "limit": integer(1, MAX_LIMIT), "step": integer(1, 10**9)}
+    data = APIRouter(
+        dependencies=[Depends(_check_parameters)],
+        responses={"4XX": {"model": Error, "description": REJECTED}, 503: {"model": Error, "description": BUSY}},
+    )
+    if service.token is not None:  # SecurityMiddleware checks it; this describes it
+        data.dependencies.append(Depends(HTTPBearer(auto_error=False)))
+    k_query = Query(DEFAULT_K, ge=1, le=service.limits.neighbours, description="Number of neighbours.")
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(service.page, headers={"Content-Security-Policy": service.page_policy})
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> Response:
+        """The web page."""
+        return _html(service.page)
 
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+    @app.get("/health")
+    async def health() -> Health:
+        """Health check."""
+        return Health()
 
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(document)
+    @data.get("/info")
+    async def info() -> Info:
+        """Size of the index, threshold and limits."""
+        return service.info()
 
-    async def info(request: Request) -> Response:
-        parse_query(request, {})
-        return JSONResponse(service.info())
+    @data.post("/search", openapi_extra={"requestBody": {"required": True, **UPLOAD}})
+    async def search(request: Request, k: int = k_query) -> SearchResponse:
+        """Nearest items of an image."""
+        async with service.uploads.read(request) as image:
+            return await service.run(service.search_image, image, k)
 
-    async def search(request: Request) -> Response:
-        query = parse_query(request, k_parser)
-        with service.limiter.acquire(upload_size(request, limits)):
-            data = await read_upload(request, limits)
-            return JSONResponse(await service.run(service.search_image, data, query.get("k", DEFAULT_K)))
+    @data.get("/items")
+    async def items(
+        offset: int = Query(0, ge=0, le=MAX_OFFSET, description="Items to skip."),
+        limit: int = Query(DEFAULT_LIMIT, ge=1, le=MAX_LIMIT, description="Largest number of items."),
+        step: int = Query(1, ge=1, le=MAX_OFFSET, description="Take every step-th item, for a sample of the index."),
+    ) -> Items:
+        """Items of the index."""
+        return service.list_items(offset, limit, step)
 
-    async def items(request: Request) -> Response:
-        query = parse_query(request, page_parsers)
-        return JSONResponse(
-            service.list_items(query.get("offset", 0), query.get("limit", DEFAULT_LIMIT), query.get("step", 1))
-        )
+    @data.get("/items/neighbours")
+    async def neighbours(id: Id, k: int = k_query) -> ItemSearchResponse:
+        """Nearest other items of an item."""
+        return await service.run(service.search_item, service.row_of(id), k)
 
-    async def neighbours(request: Request) -> Response:
-        query = parse_query(request, id_parser | k_parser)
-        row = _row(query)
-        with service.limiter.acquire():
-            return JSONResponse(await service.run(service.search_item, row, query.get("k", DEFAULT_K)))
-
-    async def thumbnail(request: Request) -> Response:
-        row = _row(parse_query(request, id_parser))
-        with service.limiter.acquire():
-            jpeg = await service.run(service.thumbnail, row)
-        if jpeg is None:
-            raise RequestRejected(404, "The image file of this item is missing or cannot be read.")
+    @data.get("/items/thumbnail", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
+    async def thumbnail(request: Request, id: Id) -> Response:
+        """Centre crop of an item's image, as a small JPEG."""
+        jpeg = await service.run(service.thumbnail, service.row_of(id))
         # Revalidated each time: another index with other images may be served under the same address.
         headers = {"Cache-Control": "private, no-cache", "ETag": f'"{hashlib.sha256(jpeg).hexdigest()[:32]}"'}
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         return Response(jpeg, media_type="image/jpeg", headers=headers)
 
-    def _row(query: dict[str, Any]) -> int:
-        if "id" not in query:
-            raise RequestRejected(400, "id: required, the name of an item.")
-        return service.row_of(query["id"])
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        page = get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="nearkin serve",
+            swagger_js_url="docs/swagger-ui-bundle.js",
+            swagger_css_url="docs/swagger-ui.css",
+            swagger_favicon_url="data:,",
+        )
+        return _html(bytes(page.body).decode())
 
-    routes = [
-        Route("/", page),
-        Route("/health", health),
-        Route("/openapi.json", openapi),
-        Route("/info", info),
-        Route("/search", search, methods=["POST"]),
-        Route("/items", items),
-        Route("/items/neighbours", neighbours),
-        Route("/items/thumbnail", thumbnail),
-    ]
-    app = Starlette(
-        routes=routes,
-        exception_handlers={RequestRejected: _on_rejected, HTTPException: _on_no_route, Exception: _on_error},
-    )
-    app.router.redirect_slashes = False
+    app.include_router(data)
+    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
     return SecurityMiddleware(app, service.hosts, service.token)
 
 
+async def _check_parameters(request: Request) -> None:
+    """Check query parameters against the OpenAPI document, more strictly than FastAPI and with one-sentence errors."""
+    operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
+    known = {parameter["name"]: parameter for parameter in operation.get("parameters", ())}
+    given = request.query_params
+    for name in given:
+        if name not in known:
+            raise HTTPException(
+                400, f"Unknown parameter '{shorten(name)}'.{did_you_mean(name, known) if known else ''}"
+            )
+        if len(given.getlist(name)) > 1:
+            raise HTTPException(400, f"{name}: given more than once.")
+        value, schema = given[name], known[name]["schema"]
+        if "maximum" in schema:
+            low, high = schema["minimum"], schema["maximum"]
+            if not re.fullmatch(r"[0-9]{1,12}", value) or not low <= int(value) <= high:
+                raise HTTPException(400, f"{name}: expected an integer from {low} to {high}, got '{shorten(value)}'.")
+    for name, parameter in known.items():
+        if parameter["required"] and name not in given:
+            raise HTTPException(400, f"{name}: required, {parameter['description']}")
+
+
+def _html(page: str) -> Response:
+    return HTMLResponse(page, headers={"Content-Security-Policy": content_security_policy(page)})
+
+
 async def _on_rejected(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRejected)
-    return error_response(error)
-
-
-async def _on_no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow", "")
-    message = f"Method not allowed. Use {allowed}." if allowed else "Not found. See /openapi.json."
-    return JSONResponse({"error": message}, error.status_code, headers=dict(error.headers or {}))
+    if error.detail == "Not Found":
+        error.detail = "Not found. See /docs."
+    elif error.detail == "Method Not Allowed":
+        error.detail = f"Method not allowed. Use {(error.headers or {})['Allow']}."
+    return error_response(error)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -10,22 +11,21 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin.deploy.serve.request_limits import RequestRejected, drain
-
-PUBLIC_PATHS = {"/", "/health", "/openapi.json"}  # reveal nothing about the index, so they need no token
+PUBLIC_PATHS = re.compile(r"/|/health|/openapi\.json|/docs(/.*)?")  # reveal nothing about the index: no token needed
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+MAX_DRAIN_BYTES, MAX_DRAIN_SECONDS = 64_000_000, 2.0
 
 
 class SecurityMiddleware:
-    """Check host name and token, set security headers, and drain the uploads of rejected requests.
-
-    Args:
-        app: The application to protect.
-        hosts: Accepted host names; None accepts any.
-        token: Bearer token required for data; None requires none.
-    """
+    """Check host name and token (None accepts any), set security headers, drain the uploads of rejected requests."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, token: str | None) -> None:
         self.app, self.hosts, self.token = app, hosts, token
@@ -49,9 +49,7 @@ class SecurityMiddleware:
         async def secured_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 response_headers = MutableHeaders(scope=message)
-                response_headers["X-Content-Type-Options"] = "nosniff"
-                response_headers["Referrer-Policy"] = "no-referrer"
-                response_headers["Cross-Origin-Resource-Policy"] = "same-origin"
+                response_headers.update(SECURITY_HEADERS)
                 response_headers.setdefault("Cache-Control", "no-store")
                 if unread:
                     response_headers["Connection"] = "close"
@@ -64,46 +62,43 @@ class SecurityMiddleware:
 
         rejection = self._check(headers, scope["path"])
         app = self.app if rejection is None else error_response(rejection)
+        if scope["method"] == "HEAD":  # as GET; the server omits the body
+            scope = {**scope, "method": "GET"}
         await app(scope, tracked_receive, secured_send)
 
-    def _check(self, headers: Headers, path: str) -> RequestRejected | None:
+    def _check(self, headers: Headers, path: str) -> HTTPException | None:
         if self.hosts is not None and host_name(headers.get("host", "")) not in self.hosts:
-            return RequestRejected(421, "Unknown host name. Allow it with --allow-host.")
-        if self.token is not None and path not in PUBLIC_PATHS:
+            return HTTPException(421, "Unknown host name. Allow it with --allow-host.")
+        if self.token is not None and not PUBLIC_PATHS.fullmatch(path):
             scheme, _, token = headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(token.strip().encode("latin-1"), self.token.encode())
             if scheme.lower() != "bearer" or not matches:
-                return RequestRejected(
-                    401, "A valid token is required: Authorization: Bearer TOKEN.", WWW_Authenticate="Bearer"
-                )
+                message = "A valid token is required: Authorization: Bearer TOKEN."
+                return HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
         return None
 
 
-def error_response(error: RequestRejected) -> Response:
-    """Convert a rejection to a JSON response.
+async def drain(receive: Receive) -> None:
+    """Discard the rest of a rejected upload: closing a socket with unread data may hide the response from a client."""
+    left = MAX_DRAIN_BYTES
+    try:
+        async with asyncio.timeout(MAX_DRAIN_SECONDS):
+            while left > 0:
+                message = await receive()
+                if not message.get("more_body"):
+                    return
+                left -= len(message["body"])
+    except TimeoutError:
+        return
 
-    Args:
-        error: The rejection.
 
-    Returns:
-        A response with body {"error": message}.
-    """
-    return JSONResponse({"error": error.message}, error.status, headers=error.headers)
+def error_response(error: HTTPException) -> Response:
+    """Convert a rejection to a JSON response."""
+    return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
 
 
 def host_name(host: str) -> str:
-    """Return the host name of a Host header without its port.
-
-    Args:
-        host: The header's value.
-
-    Returns:
-        The name in lower case; empty if it is invalid.
-
-    Example:
-        >>> host_name("LocalHost:8000"), host_name("[::1]:80")
-        ('localhost', '::1')
-    """
+    """Return the host name of a Host header in lower case and without its port; empty if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -111,23 +106,12 @@ def host_name(host: str) -> str:
 
 
 def content_security_policy(page: str) -> str:
-    """Return a Content-Security-Policy that allows only the page's inline script and style, and this server.
-
-    Args:
-        page: HTML text.
-
-    Returns:
-        The header's value.
-    """
-    script, style = (
-        " ".join(f"'sha256-{_sha256(block)}'" for block in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))
-        for tag in ("script", "style")
+    """Return a Content-Security-Policy that allows the page's inline script and style, and files of this server."""
+    blocks = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", page, re.DOTALL)
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'" for block in blocks
     )
     return (
-        f"default-src 'none'; script-src {script}; style-src {style}; img-src blob: data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src 'self' {hashes}; style-src 'self' {hashes}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""Validation of requests to `nearkin serve`: size, duration, parameters and image formats.
+"""Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images.
 
 A request is rejected as early as possible: by its headers before the body is read, by the image header before the image
 is decoded. Every rejection is a status code and one sentence, which never contains a path of this machine.
@@ -9,61 +9,37 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.types import Message
 
 from nearkin.data.reading import MAX_PIXELS
-from nearkin.errors import ConfigError, did_you_mean, import_extra
+from nearkin.errors import ConfigError, import_extra
 
 # Accepted Content-Types, and Pillow's names of the accepted formats. The content decides, not the declared type.
 TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp", "image/tiff", "application/octet-stream")
+FORM_TYPE = "multipart/form-data"
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
-MAX_DRAIN_BYTES, MAX_DRAIN_SECONDS = 64_000_000, 2.0
-
-
-class RequestRejected(Exception):
-    """An error response.
-
-    Args:
-        status: HTTP status code.
-        message: One sentence for the client.
-        headers: Further response headers, with _ for -.
-    """
-
-    def __init__(self, status: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+MAX_JPEG_SCANS = 100  # a progressive JPEG has about 10; each scan goes through all pixels again
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request, and on all concurrent requests together.
+    """Limits per request, and on all concurrent requests together."""
 
-    Attributes:
-        upload_bytes: Largest upload.
-        pixels: Largest image, width times height.
-        upload_seconds: Time limit for an upload to arrive.
-        work_seconds: Time limit for a response.
-        waiting: Concurrent requests; further ones get status 503.
-        buffered_uploads: Full-size uploads in memory at once; proportionally more smaller ones.
-        neighbours: Largest k.
-    """
-
-    upload_bytes: int = 20_000_000
-    pixels: int = 50_000_000
-    upload_seconds: float = 20.0
-    work_seconds: float = 30.0
-    waiting: int = 64
-    buffered_uploads: int = 8
-    neighbours: int = 200
+    upload_bytes: int = 20_000_000  # largest upload
+    pixels: int = 50_000_000  # largest JPEG, width times height; other formats half of it
+    upload_seconds: float = 20.0  # for an upload to arrive
+    work_seconds: float = 30.0  # for a response, once the upload has arrived
+    waiting: int = 64  # requests being processed or waiting for it; further ones get status 503
+    buffered_uploads: int = 8  # full-size uploads in memory at once; proportionally more smaller ones
+    neighbours: int = 200  # largest k
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -75,194 +51,76 @@ class RequestLimits:
             )
 
 
-class ConcurrencyLimiter:
-    """Count concurrent requests and the memory of their uploads.
+def too_busy() -> HTTPException:
+    """Return the rejection of a request that exceeds the limits on concurrent requests."""
+    return HTTPException(503, "Too many concurrent requests. Try again later.", {"Retry-After": "1"})
 
-    Args:
-        limits: When to reject.
-    """
+
+class UploadReader:
+    """Read uploads within the limits. Only bytes that have arrived count, so slow uploads do not block others."""
 
     def __init__(self, limits: RequestLimits) -> None:
-        self.limits = limits
-        self.active_requests = self.buffered_bytes = 0
+        self.limits, self.buffered_bytes = limits, 0
 
-    @contextmanager
-    def acquire(self, upload_bytes: int = 0) -> Iterator[None]:
-        """Count a request while the block runs.
-
-        Args:
-            upload_bytes: Memory reserved for its upload.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            RequestRejected: With status 503 if a limit is exceeded.
-        """
-        max_bytes = self.limits.buffered_uploads * self.limits.upload_bytes
-        if self.active_requests >= self.limits.waiting or self.buffered_bytes + upload_bytes > max_bytes:
-            raise RequestRejected(503, "Too many concurrent requests. Try again later.", Retry_After="1")
-        self.active_requests += 1
-        self.buffered_bytes += upload_bytes
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the image file in the body of a request, and count its memory while the block runs."""
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type not in (*TYPES, FORM_TYPE):
+            got = f"'{content_type[:60]}'" if content_type else "none"
+            raise HTTPException(
+                415, f"Send the image file as a form or as the body, with Content-Type {', '.join(TYPES)}; got {got}."
+            )
+        length = request.headers.get("content-length", "0")  # absent if chunked: counted while it is read
+        if not re.fullmatch(r"[0-9]+", length) or int(length) > self.limits.upload_bytes:
+            raise self._too_large()
+        body = bytearray()
         try:
-            yield
+            await self._receive(request, body)
+            data = await _file_in_form(request, bytes(body)) if content_type == FORM_TYPE else bytes(body)
+            if not data:
+                raise HTTPException(422, "The upload is empty.")
+            yield data
         finally:
-            self.active_requests -= 1
-            self.buffered_bytes -= upload_bytes
+            self.buffered_bytes -= len(body)
 
-
-# --- requests --------------------------------------------------------------------------------------------------------
-
-
-def upload_size(request: Request, limits: RequestLimits) -> int:
-    """Check the headers of an upload.
-
-    Args:
-        request: The request.
-        limits: Its limits.
-
-    Returns:
-        How many bytes the upload may have.
-
-    Raises:
-        RequestRejected: If it is too large or of an unsupported Content-Type.
-    """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in TYPES:
-        got = f"'{content_type[:60]}'" if content_type else "none"
-        raise RequestRejected(415, f"Send the image file as the body, with Content-Type {', '.join(TYPES)}; got {got}.")
-    length = request.headers.get("content-length")
-    if length is None:  # chunked: counted while it is read
-        return limits.upload_bytes
-    if not re.fullmatch(r"[0-9]+", length) or int(length) > limits.upload_bytes:
-        raise _too_large(limits)
-    return int(length)
-
-
-async def read_upload(request: Request, limits: RequestLimits) -> bytes:
-    """Read the body of a request.
-
-    Args:
-        request: The request.
-        limits: Its limits.
-
-    Returns:
-        The body.
-
-    Raises:
-        RequestRejected: If it is empty, too large, too slow or incomplete.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(limits.upload_seconds):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limits.upload_bytes:
-                    raise _too_large(limits)
-                chunks.append(chunk)
-    except TimeoutError:
-        raise RequestRejected(408, f"The upload did not arrive within {limits.upload_seconds:g} seconds.") from None
-    except ClientDisconnect:
-        raise RequestRejected(400, "The upload was interrupted.") from None
-    if not size:
-        raise RequestRejected(422, "The upload is empty.")
-    return b"".join(chunks)
-
-
-def _too_large(limits: RequestLimits) -> RequestRejected:
-    return RequestRejected(413, f"The upload is larger than {limits.upload_bytes / 1e6:g} MB. Send a smaller image.")
-
-
-async def drain(receive: Receive) -> None:
-    """Read and discard the rest of a rejected upload, within bounds.
-
-    Closing a socket with unread data resets it, and some clients then never see the response.
-
-    Args:
-        receive: ASGI callable of the request.
-    """
-    left, deadline = MAX_DRAIN_BYTES, time.monotonic() + MAX_DRAIN_SECONDS
-    while left > 0:
+    async def _receive(self, request: Request, body: bytearray) -> None:
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            async with asyncio.timeout(self.limits.upload_seconds):
+                async for chunk in request.stream():
+                    body += chunk
+                    self.buffered_bytes += len(chunk)
+                    if len(body) > self.limits.upload_bytes:
+                        raise self._too_large()
+                    if self.buffered_bytes > self.limits.buffered_uploads * self.limits.upload_bytes:
+                        raise too_busy()
         except TimeoutError:
-            return
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return
-        left -= len(message.get("body", b""))
+            message = f"The upload did not arrive within {self.limits.upload_seconds:g} seconds."
+            raise HTTPException(408, message) from None
+        except ClientDisconnect:
+            raise HTTPException(400, "The upload was interrupted.") from None
+
+    def _too_large(self) -> HTTPException:
+        megabytes = self.limits.upload_bytes / 1e6
+        return HTTPException(413, f"The upload is larger than {megabytes:g} MB. Send a smaller image.")
 
 
-def parse_query(request: Request, parsers: Mapping[str, Callable[[str, str], Any]]) -> dict[str, Any]:
-    """Parse the query parameters of a request.
+async def _file_in_form(request: Request, body: bytes) -> bytes:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
 
-    Args:
-        request: The request.
-        parsers: A function (name, value) -> parsed value for each allowed parameter.
-
-    Returns:
-        The parsed values.
-
-    Raises:
-        RequestRejected: If a parameter is unknown, repeated or invalid.
-    """
-    parsed: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
-        if name not in parsers:
-            hint = did_you_mean(name, parsers) if parsers else ""
-            raise RequestRejected(400, f"Unknown parameter '{shorten(name)}'.{hint}")
-        if name in parsed:
-            raise RequestRejected(400, f"{name}: given more than once.")
-        parsed[name] = parsers[name](name, value)
-    return parsed
-
-
-def integer(low: int, high: int) -> Callable[[str, str], int]:
-    """Return a parser of integers for `parse_query`.
-
-    Args:
-        low: Smallest allowed value.
-        high: Largest allowed value.
-
-    Returns:
-        The parser.
-    """
-
-    def parse(name: str, value: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", value) or not low <= int(value) <= high:
-            raise RequestRejected(400, f"{name}: expected an integer from {low} to {high}, got '{shorten(value)}'.")
-        return int(value)
-
-    return parse
-
-
-def shorten(text: str, max_length: int = 80) -> str:
-    """Shorten client input for an error message, and replace surrogates that UTF-8 cannot encode.
-
-    Args:
-        text: What the client sent.
-        max_length: Number of characters to keep.
-
-    Returns:
-        The text.
-    """
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= max_length else f"{text[:max_length]}…"
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
+    try:
+        async with Request(request.scope, receive).form(max_files=1, max_fields=10) as form:
+            file = form.get("file")
+            if isinstance(file, UploadFile):
+                return await file.read()
+    except HTTPException as error:
+        raise HTTPException(422, f"The form cannot be read: {error.detail}") from None
+    raise HTTPException(422, "The form has no file named 'file'. Send it as curl -F file=@image.jpg does.")
 
 
 def check_image(data: bytes, limits: RequestLimits) -> None:
-    """Check format and size of an image by its header, without decoding it.
-
-    Args:
-        data: The uploaded file.
-        limits: Of the request.
-
-    Raises:
-        RequestRejected: If it is not a supported image, or has too many pixels.
-    """
+    """Check format and size of an image by its header, without decoding it, to bound the time that takes."""
     pil = import_extra("PIL.Image", extra="serve")
     try:
         with warnings.catch_warnings():
@@ -270,10 +128,14 @@ def check_image(data: bytes, limits: RequestLimits) -> None:
             with pil.open(io.BytesIO(data), formats=FORMATS) as image:
                 width, height = image.size
     except pil.DecompressionBombError:
-        raise RequestRejected(413, f"The image has more than {limits.pixels / 1e6:g} million pixels.") from None
+        raise HTTPException(413, f"The image has more than {limits.pixels / 1e6:g} million pixels.") from None
     except Exception:  # decoders raise arbitrary exceptions on damaged files
-        raise RequestRejected(422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image.") from None
-    if width * height > limits.pixels:
-        raise RequestRejected(
-            413, f"The image has {width:,} x {height:,} pixels, more than {limits.pixels / 1e6:g} million."
-        )
+        raise HTTPException(422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image.") from None
+    # Only a JPEG can be decoded at reduced size: other formats take ten times as long per pixel.
+    is_jpeg = data.startswith(b"\xff\xd8")
+    max_pixels = limits.pixels if is_jpeg else limits.pixels // 2
+    if width * height > max_pixels:
+        message = f"The image has {width:,} x {height:,} pixels, more than {max_pixels / 1e6:g} million."
+        raise HTTPException(413, f"{message} Send a smaller one{'' if is_jpeg else ', or a JPEG'}.")
+    if is_jpeg and data.count(b"\xff\xda") > MAX_JPEG_SCANS:
+        raise HTTPException(422, f"The JPEG has more than {MAX_JPEG_SCANS} scans. Save it again.")
