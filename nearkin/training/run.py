@@ -181,7 +181,7 @@ class Run:
         temporary = target.with_name(f"{name}.tmp")
         try:
             with open(temporary, "wb") as file:
-                torch.save(state, file)
+                torch.save(_to_cpu(state), file)
                 file.flush()
                 os.fsync(file.fileno())
             if keep is not None and target.exists():
@@ -252,6 +252,17 @@ def environment() -> dict[str, Any]:
         "packages": packages,
         "commit": _commit(),
     }
+
+
+def _to_cpu(value: Any) -> Any:
+    """Move the tensors of a checkpoint to the CPU: one written on a GPU or XLA is to be read on any machine."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(entry) for key, entry in value.items()}
+    return [_to_cpu(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _commit() -> str | None:
