@@ -7,7 +7,13 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
   $(if $(COVERAGE),--cov=nearkin --cov-report=)
 
-.PHONY: help setup demo test slow lint check docs constraints clean
+# A second device on any machine: XLA on the CPU, which has its own torch. -O0 halves the time, most of it compilation.
+DEVICE_VENV  := .venv-device
+DEVICE_TORCH := torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
+XLA_ON_CPU   := DEVICE=xla PJRT_DEVICE=CPU \
+  XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
+
+.PHONY: help setup demo test slow device lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,11 +23,14 @@ setup: $(READY) ## Create .venv and install nearkin for development (about 6 GB,
 demo: setup    ## Train, evaluate and report on built-in data (about two minutes on two cores)
 	$(BIN)/nearkin demo
 
-test: setup    ## Run the tests (about three minutes on two cores)
+test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda or mps adds tests/device
 	$(PYTEST) -m "not slow"
 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow"
+
+device: $(DEVICE_VENV)/.ready ## Run tests/device on a second device, XLA on the CPU (installs 7 GB into .venv-device)
+	OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(DEVICE_VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal tests/device
 
 lint: setup    ## Check style, format, types and layers
 	$(BIN)/ruff check .
@@ -29,7 +38,7 @@ lint: setup    ## Check style, format, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: test slow lint ## Run everything that continuous integration runs
+check: test slow device lint ## Run everything that continuous integration runs
 
 docs: setup    ## Build the documentation into site/, including its generated pages
 	$(BIN)/python docs/generate.py --pages
@@ -39,8 +48,8 @@ docs: setup    ## Build the documentation into site/, including its generated pa
 constraints: setup ## Pin the newest versions allowed by pyproject.toml in constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
 
-clean:         ## Remove .venv and tool caches (never runs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:         ## Remove .venv, .venv-device and tool caches (never runs/)
+	rm -rf $(VENV) $(DEVICE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv installs from its cache in seconds; pip is the fallback.
 $(READY): pyproject.toml constraints.txt
@@ -57,3 +66,13 @@ $(READY): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'; \
 	fi
 	@touch $(READY)
+
+# --no-deps: XLA needs an older torch than nearkin may ask for. Everything else has the pinned versions.
+$(DEVICE_VENV)/.ready: $(READY) Makefile
+	@echo "Installing torch with XLA into $(DEVICE_VENV)"
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(DEVICE_VENV)
+	@grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(DEVICE_VENV)/constraints.txt
+	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --constraint $(DEVICE_VENV)/constraints.txt \
+	  $(DEVICE_TORCH) timm pillow numba numpy rich safetensors scikit-learn tomli-w tyro pytest pytest-xdist
+	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --no-deps --editable .
+	@touch $@

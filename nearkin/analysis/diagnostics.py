@@ -24,7 +24,7 @@ from torch import Tensor
 from nearkin.analysis import information
 from nearkin.analysis.hardness import hubness
 from nearkin.errors import ConfigError, DataError
-from nearkin.ops.geometry import ZERO_LENGTH, distances, gram, unit
+from nearkin.ops.geometry import ZERO_LENGTH, distances, gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_batch, pair_up
 
 SAMPLE = 1000  # rows; docs/diagnostics.md has the time
@@ -214,7 +214,8 @@ def effective_rank(rows: Tensor) -> float:
         >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 6)
         2.0
     """
-    x = rows.double() - rows.double().mean(0)
+    x = where_float64_exists(rows).double()
+    x = x - x.mean(0)
     total = float(x.square().sum())
     if total <= len(x) * (16 * torch.finfo(torch.float64).eps) ** 2:  # only rounding of the mean
         return 1.0

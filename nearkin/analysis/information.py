@@ -22,7 +22,7 @@ from torch import Tensor
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
-from nearkin.ops.geometry import full_precision
+from nearkin.ops.geometry import full_precision, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
 from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
 
@@ -204,7 +204,7 @@ def label_entropy(labels: Tensor | Sequence[int]) -> float:
         >>> round(label_entropy(torch.tensor([0, 0, 1, 1])), 4)
         0.6931
     """
-    share = torch.unique(as_labels(labels), return_counts=True)[1].double() / len(labels)
+    share = torch.unique(as_labels(labels).cpu(), return_counts=True)[1].double() / len(labels)
     return abs(float((share * share.log()).sum()))
 
 
@@ -224,7 +224,7 @@ def feature_entropy(emb: Tensor, *, literal: bool = False) -> float:
     n, dim = emb.shape
     if n < 2:
         return math.nan
-    x = emb.detach().double()
+    x = where_float64_exists(emb.detach()).double()
     distance = torch.nn.functional.pdist(x)
     if bool((distance < 1e-12).any()):
         warnings.warn("feature_entropy: coincident features, distance clamped to 1e-12", stacklevel=2)
@@ -262,7 +262,7 @@ def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float
         The cross entropy in nats.
     """
     emb, labels = as_batch(emb, labels)
-    scatter = _scatter(emb.detach().double(), labels)
+    scatter = _scatter(where_float64_exists(emb.detach()).double(), where_float64_exists(labels))
     return float(scatter.mean()) / 2 + emb.shape[1] / 2 * math.log(2 * math.pi)
 
 

@@ -264,7 +264,7 @@ def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Rep
     Raises:
         UserError: An error that would stop every trial: no data, no disk space, no device, a missing package.
     """
-    from nearkin.training.factory import choose_device
+    from nearkin.training.device import choose_device
 
     choose_device(device)  # fail here rather than in every trial
     finished = 0

@@ -51,7 +51,7 @@ def work(search: Search, *, device: str = "auto", reporter: Reporter | None = No
     """
     from optuna.exceptions import UpdateFinishedTrialError
 
-    from nearkin.training.factory import choose_device
+    from nearkin.training.device import choose_device
 
     choose_device(device)  # fail here rather than in every trial
     reporter = reporter or Reporter()

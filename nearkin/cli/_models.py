@@ -23,7 +23,7 @@ def load_model(run: str | Path, device: str) -> Embedder:
         The model on that device.
     """
     from nearkin.models.embedder import load
-    from nearkin.training.factory import choose_device
+    from nearkin.training.device import choose_device
 
     return load(run).to(choose_device(device))
 

@@ -146,7 +146,7 @@ def run_study(argv: list[str]) -> None:
     from nearkin.bench.workers import run_workers
     from nearkin.data import sources
     from nearkin.report.study_overview import plan_totals, write_report_files
-    from nearkin.training.factory import choose_device
+    from nearkin.training.device import choose_device
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)

@@ -187,7 +187,7 @@ def _base_recipe(arguments: _Arguments) -> Recipe:
 def _choose_recipe(source: str, root: Path, flags: list[str]) -> tuple[Recipe, str]:
     """Choose a recipe for the data and the device, and say why."""
     from nearkin.training.auto_recipe import choose_recipe
-    from nearkin.training.factory import choose_device
+    from nearkin.training.device import choose_device
 
     data = DataConfig(
         source=source,

@@ -182,7 +182,7 @@ def distance_weighted(
         cutoff: Distances below this are clamped to it: very near negatives are noisy.
         limit: Negatives beyond this have no loss and are not drawn.
         dim: Embedding dimensions, if `p.dim` is None.
-        generator: Random generator; torch's default generator if None.
+        generator: Random generator, of any device; torch's default generator if None.
 
     Returns:
         One positive and one negative pair per anchor.
@@ -225,7 +225,7 @@ def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
 
     Args:
         p: The pairs.
-        generator: Random generator; torch's default generator if None.
+        generator: Random generator, of any device; torch's default generator if None.
 
     Returns:
         One positive and one negative pair per anchor that has both.
@@ -240,7 +240,8 @@ def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Te
     """Draw one column by weight in each selected row; 0 in the others."""
     column = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
     if rows.any():
-        column[rows] = torch.multinomial(weight[rows], 1, generator=generator).squeeze(1)
+        device = generator.device if generator else weight.device
+        column[rows] = torch.multinomial(weight[rows].to(device), 1, generator=generator).squeeze(1).to(column.device)
     return column
 
 

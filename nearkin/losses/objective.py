@@ -251,7 +251,8 @@ class Objective(nn.Module):
             self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64))
 
     def _update_memory(self, emb: Tensor, labels: Tensor) -> None:
-        emb, labels = emb[-self.memory_size :], labels[-self.memory_size :]
+        first = max(0, len(emb) - self.memory_size)  # not [-size:]: some devices refuse a start before the first row
+        emb, labels = emb[first:], labels[first:]
         if self.memory_emb.dtype != emb.dtype:  # the memory follows the model
             self.memory_emb = self.memory_emb.to(emb.dtype)
         filled, start = self.memory_state.tolist()

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError, did_you_mean
+from nearkin.ops.geometry import where_float64_exists
 
 SIMILARITIES = ("cosine", "euclidean")
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
@@ -76,8 +77,7 @@ def as_matrix(values: Any, name: str) -> Tensor:
         raise DataError(f"{name}: nothing to rank, got shape {shape}.")
     if x.is_complex():
         raise DataError(f"{name}: expected real numbers, got {x.dtype}.")
-    if x.device.type == "mps":
-        x = x.cpu()  # MPS has no float64
+    x = where_float64_exists(x)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     elif x.dtype not in (torch.float32, torch.float64):

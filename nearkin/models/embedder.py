@@ -210,7 +210,7 @@ class Embedder(nn.Module):
         """
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode(), which some devices (XLA) do not support
     def _run_batches(
         self, function: Any, images: ImageInput, batch_size: int, reporter: Reporter | None, width: int
     ) -> Tensor:

@@ -6,6 +6,7 @@ coincident points. Second derivatives are not defined.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from nearkin.errors import DataError
 ZERO_LENGTH = 1e-12
 
 
-def full_precision(like: Tensor) -> torch.autocast:
+def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast: a cosine in bfloat16 has two digits.
 
     Args:
@@ -27,7 +28,14 @@ def full_precision(like: Tensor) -> torch.autocast:
     Returns:
         The context manager.
     """
-    return torch.autocast(like.device.type, enabled=False)
+    device_type = like.device.type
+    # torch refuses to disable what a device does not have.
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+
+
+def where_float64_exists(x: Tensor) -> Tensor:
+    """Return x, moved to the CPU if its device has no float64 (MPS)."""
+    return x.cpu() if x.device.type == "mps" else x
 
 
 def raise_if_not_finite(x: Tensor) -> None:

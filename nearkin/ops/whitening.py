@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.ops.geometry import check_finite, full_precision
+from nearkin.ops.geometry import check_finite, full_precision, where_float64_exists
 from nearkin.ops.pairs import as_batch
 
 _BLOCK = 8192  # rows in float64 at a time
@@ -55,7 +55,7 @@ def within_class_whitening(
         inverse = (vectors * scale) @ vectors.T
         # The covariance of the whitened data, without a second pass over them.
         axes = _leading_axes(inverse @ total @ inverse, dim or features.shape[1])
-        return _affine_map(mean, axes.T @ inverse, features.dtype)
+        return _affine_map(mean, axes.T @ inverse, features)
 
 
 def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage:
     with torch.no_grad(), full_precision(features):
         mean, covariance, _ = _covariances(features, single_class, "covariance_whitening")
         scale, axes = _inverse_roots(covariance, shrinkage)
-        return _affine_map(mean, (axes * scale).flip(1)[:, :dim].T, features.dtype)
+        return _affine_map(mean, (axes * scale).flip(1)[:, :dim].T, features)
 
 
 def _leading_axes(covariance: Tensor, dim: int) -> Tensor:
@@ -110,11 +110,11 @@ def _leading_axes(covariance: Tensor, dim: int) -> Tensor:
     return torch.cat([leading, torch.linalg.qr(rest).Q], dim=1)
 
 
-def _affine_map(mean: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _affine_map(mean: Tensor, weight: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and bias of x -> weight @ (x - mean), with reproducible signs: each row's largest entry is > 0."""
     top = weight.gather(1, weight.abs().argmax(1, keepdim=True))
     weight = weight * torch.where(top < 0, -1.0, 1.0)
-    return weight.to(dtype), (-weight @ mean).to(dtype)
+    return weight.to(like), (-weight @ mean).to(like)
 
 
 def _check(features: Tensor, dim: int | None, shrinkage: float) -> None:
@@ -137,6 +137,7 @@ def _inverse_roots(covariance: Tensor, shrinkage: float) -> tuple[Tensor, Tensor
 
 def _covariances(features: Tensor, labels: Tensor, caller: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean [F], the covariance within classes and the total covariance [F, F], in float64."""
+    features, labels = where_float64_exists(features), where_float64_exists(labels)
     _, index, counts = torch.unique(labels, return_inverse=True, return_counts=True)
     if len(counts) == len(labels):
         raise DataError(

@@ -9,8 +9,9 @@ from nearkin._common.lazy import lazy_exports
 if TYPE_CHECKING:
     from nearkin.training import distributed, recipes, run_key
     from nearkin.training.auto_recipe import choose_recipe
+    from nearkin.training.device import choose_device
     from nearkin.training.evaluation import evaluate, evaluate_final
-    from nearkin.training.factory import choose_device, make_model, make_objective
+    from nearkin.training.factory import make_model, make_objective
     from nearkin.training.loop import fit
     from nearkin.training.run import Run
 
@@ -34,7 +35,8 @@ __getattr__, __dir__ = lazy_exports(
         "auto_recipe": ("choose_recipe",),
         "distributed": ("distributed",),
         "evaluation": ("evaluate", "evaluate_final"),
-        "factory": ("choose_device", "make_model", "make_objective"),
+        "device": ("choose_device",),
+        "factory": ("make_model", "make_objective"),
         "loop": ("fit",),
         "recipes": ("recipes",),
         "run": ("Run",),

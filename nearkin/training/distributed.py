@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from nearkin.data.samplers import rank_share
 from nearkin.errors import ConfigError, DataError, ProcessLostError
 from nearkin.ops.pairs import as_labels
+from nearkin.training.device import seed_device
 
 T = TypeVar("T")
 
@@ -362,7 +363,7 @@ def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
 
 
 @contextmanager
-def fork_rng(*numbers: int) -> Iterator[None]:
+def fork_rng(*numbers: int, device: torch.device | str = "cpu") -> Iterator[None]:
     """Seed torch's random numbers with these integers inside the block, and restore the generator afterwards.
 
     With (seed, epoch, step) around an objective, every rank draws the same dropout mask and the same random pairs, and
@@ -370,6 +371,7 @@ def fork_rng(*numbers: int) -> Iterator[None]:
 
     Args:
         *numbers: For example seed, epoch and step.
+        device: A device other than a CPU or CUDA device, to be seeded as well; its generator is not restored.
 
     Returns:
         A context manager.
@@ -387,6 +389,7 @@ def fork_rng(*numbers: int) -> Iterator[None]:
         torch.default_generator.manual_seed(seed)
         if gpus:
             torch.cuda.manual_seed(seed)
+        seed_device(torch.device(device), seed)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Build what a recipe names: model, objective, initial features, device."""
+"""Build what a recipe names: model, objective, initial features."""
 
 from __future__ import annotations
 
@@ -127,23 +127,3 @@ def warn_about_few_positives(recipe: Recipe, train: Table) -> str:
         f"warning: {recipe.loss.name} needs positives, and only {fraction:.0%} of the images have one in their batch; "
         f"try --train.samples-per-class {suggested}"
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """Return a usable device.
-
-    Args:
-        name: "cpu", "cuda", "cuda:1", "mps", or "auto" for a GPU if there is one.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: It cannot be used here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device '{name}' cannot be used here ({str(error).splitlines()[0]}). Try cpu.") from None

@@ -25,6 +25,7 @@ from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
+from nearkin.training.device import choose_device, end_step
 from nearkin.training.distributed import (
     any_rank,
     broadcast_object,
@@ -37,7 +38,6 @@ from nearkin.training.distributed import (
 )
 from nearkin.training.evaluation import describe_protocol, embed_table, evaluate_final, score_embeddings
 from nearkin.training.factory import (
-    choose_device,
     initial_features,
     make_model,
     make_objective,
@@ -100,7 +100,7 @@ def fit(
     Args:
         recipe: Data, model, loss and training settings.
         runs: Folder that holds the run folders.
-        device: "cpu", "cuda", "cuda:1", "mps", or "auto" for a GPU if there is one.
+        device: "cpu", "cuda", "cuda:1", "mps", another device of torch, or "auto" for a GPU if there is one.
         final: False leaves the test classes sealed, as a hyper-parameter search must. Calling again with True
             evaluates them.
         trackers: "tensorboard" and "wandb": where the metrics of each epoch are logged as well.
@@ -294,6 +294,7 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
                 raise failed_step(s, rows, error, epoch=epoch + 1) from None
             if s.ema_model is not None:
                 update_ema(s.ema_model, s.model, config.ema, step)
+            end_step(s.device)
             state.record_step(loss)
             bar.advance(note=f"loss {state.mean_loss:.3f}")
 

@@ -184,7 +184,7 @@ class Run:
                 atomic_file(target, keep=self.path / keep if keep else None) as temporary,
                 open(temporary, "wb") as file,
             ):
-                torch.save(state, file)
+                torch.save(_to_cpu(state), file)
         except (OSError, RuntimeError) as error:
             cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
             reason = getattr(cause, "strerror", None) or error
@@ -251,6 +251,17 @@ def environment() -> dict[str, Any]:
         "packages": packages,
         "commit": _commit(),
     }
+
+
+def _to_cpu(value: Any) -> Any:
+    """Move the tensors of a checkpoint to the CPU: one written on a GPU or XLA is to be read on any machine."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(entry) for key, entry in value.items()}
+    return [_to_cpu(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _commit() -> str | None:

@@ -62,7 +62,7 @@ def backward(
     micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]
 
     def embed(inputs: Tensor, index: int) -> Tensor:
-        with fork_rng(*rng_key, 1 + rank(), index), autocast(batch.device, config.precision):
+        with fork_rng(*rng_key, 1 + rank(), index, device=batch.device), autocast(batch.device, config.precision):
             return forward(inputs).float() if config.precision != "fp32" else forward(inputs)
 
     if len(micro_batches) == 1:
@@ -87,7 +87,7 @@ def compute_loss(objective: Objective, emb: Tensor, labels: Tensor, rng_key: Rng
     if bad_rows or (world_size() > 1 and not all_emb.detach().isfinite().all()):
         # Checked here because an objective would report such embeddings as bad input from the caller.
         raise NonFiniteError("the embeddings", bad_rows)
-    with fork_rng(*rng_key):
+    with fork_rng(*rng_key, device=emb.device):
         loss: Tensor = objective(all_emb, all_labels)
     if not loss.isfinite():
         raise NonFiniteError("the loss")
