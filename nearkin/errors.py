@@ -53,12 +53,7 @@ class TrainingFailedError(UserError):
 
 
 class TrainingStoppedError(UserError):
-    """A callback, `fit(on_epoch_end=...)`, stopped the run early.
-
-    Args:
-        path: The run folder.
-        reason: Why the run was stopped.
-    """
+    """A callback, `fit(on_epoch_end=...)`, stopped the run early."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -76,13 +71,6 @@ class MissingExtraError(UserError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggest the known name nearest to a misspelt one.
 
-    Args:
-        name: The name as given.
-        known: The valid names.
-
-    Returns:
-        A sentence that starts with a space, or an empty string when no name is near.
-
     Example:
         >>> did_you_mean("proxyanchor", ["proxy_anchor", "triplet"])
         " Did you mean 'proxy_anchor'?"
@@ -99,16 +87,6 @@ def _normalized(name: str) -> str:
 def import_extra(module: str, extra: str) -> ModuleType:
     """Import a module of an optional dependency.
 
-    Args:
-        module: The module's full name.
-        extra: The extra of nearkin that installs it.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingExtraError: The package is not installed; the message says how to install it.
-
     Example:
         >>> import_extra("json", extra="images").__name__
         'json'
@@ -123,15 +101,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def require_extra(extra: str, *packages: str) -> None:
-    """Check that packages of an extra are installed, without importing them.
-
-    Args:
-        extra: The extra of nearkin that installs them and everything else that the caller needs.
-        *packages: The packages, by the names that are imported.
-
-    Raises:
-        MissingExtraError: One is not installed; the message says how to install the extra.
-    """
+    """Check that packages of an extra are installed, without importing them."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise _missing(package, extra)

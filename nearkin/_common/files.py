@@ -24,27 +24,14 @@ _REPLACE_SECONDS = 5.0  # how long Windows may refuse to replace a file that ano
 
 
 def atomic_write(target: Path, content: str | bytes) -> None:
-    """Replace a file in one step, so that a crash leaves the old content or the new, never a part.
-
-    Args:
-        target: The file; its folder must exist.
-        content: Bytes, or text to be encoded as UTF-8.
-    """
+    """Replace a file in one step, so that a crash leaves the old content or the new, never a part."""
     with atomic_file(target) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_file(target: Path, *, keep: Path | None = None) -> Iterator[Path]:
-    """Replace a file in one step when the block ends; if it raises, the old file stays.
-
-    Args:
-        target: The file; its folder must exist.
-        keep: Where the previous file is moved, if there is one.
-
-    Yields:
-        The path to write to. The block must close the file.
-    """
+    """Replace a file in one step when the block ends; if it raises, the old file stays."""
     with temporary_path(target) as temporary:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -59,12 +46,6 @@ def temporary_path(target: Path) -> Iterator[Path]:
     """Reserve a name next to `target` for a file or folder, which is deleted when the block ends unless it was moved.
 
     `remove_leftovers` recognises the name if the process is killed. Errors about it name `target` instead.
-
-    Args:
-        target: What the file or folder will become.
-
-    Yields:
-        The path; nothing is created.
     """
     temporary = target.with_name(f"{target.name}.{_machine()}-{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
@@ -79,12 +60,7 @@ def temporary_path(target: Path) -> Iterator[Path]:
 
 
 def replace_file(source: Path, target: Path) -> None:
-    """Rename a file over another; on Windows wait for programs that have the other one open.
-
-    Args:
-        source: The new file.
-        target: The file to replace.
-    """
+    """Rename a file over another; on Windows wait for programs that have the other one open."""
     deadline = time.monotonic() + (_REPLACE_SECONDS if os.name == "nt" else 0.0)
     while True:
         try:
@@ -97,11 +73,7 @@ def replace_file(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files and folders of killed processes, never those of a process that is alive.
-
-    Args:
-        folder: The folder; need not exist.
-    """
+    """Delete the temporary files and folders of killed processes, never those of a process that is alive."""
     with suppress(OSError):
         for path in folder.iterdir():
             found = _TEMPORARY.fullmatch(path.name)
@@ -137,16 +109,6 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Lock a file until the block ends.
 
     The operating system releases the lock when the process ends, so a killed process leaves no stale lock.
-
-    Args:
-        path: The lock file; created if missing.
-        wait: Block until the lock is free.
-
-    Yields:
-        Whether the lock was acquired; always True with `wait`.
-
-    Raises:
-        OSError: The file cannot be opened, or its drive has no locks.
     """
     from filelock import lock_descriptor, unlock_descriptor
 
@@ -160,11 +122,7 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on this file, which need not be writable.
-
-    Args:
-        path: An existing lock file.
-    """
+    """Return whether a process holds the lock on this file, which need not be writable."""
     from filelock import lock_descriptor
 
     # A network drive locks only files that are open for writing.
@@ -174,12 +132,6 @@ def is_locked(path: Path) -> bool:
 
 def nan_to_none(value: Any) -> Any:
     """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples.
-
-    Args:
-        value: Nested plain values.
-
-    Returns:
-        The same values; tuples become lists.
 
     Example:
         >>> nan_to_none({"interval": (0.5, math.nan)})
@@ -193,14 +145,7 @@ def nan_to_none(value: Any) -> Any:
 
 
 def none_to_nan(value: Any) -> Any:
-    """Undo `nan_to_none`, for data in which only numbers can be None.
-
-    Args:
-        value: Nested plain values, as read from JSON.
-
-    Returns:
-        The same values with NaN for None.
-    """
+    """Undo `nan_to_none`, for data in which only numbers can be None. Returns the same values with NaN for None."""
     if isinstance(value, dict):
         return {key: none_to_nan(v) for key, v in value.items()}
     if isinstance(value, list):

@@ -12,14 +12,6 @@ def lazy_exports(package: str, exports: Mapping[str, Sequence[str]]) -> tuple[Ca
     """Make `__getattr__` and `__dir__` for a package that imports its exports on first use.
 
     Importing such a package costs nothing, so `nearkin --help` stays fast and the losses never import torchvision.
-
-    Args:
-        package: The package's `__name__`.
-        exports: Modules, relative to the package, and the names each provides. A module that lists its own last name
-            is itself the export.
-
-    Returns:
-        `__getattr__` and `__dir__`, to be assigned in the package's `__init__`.
     """
     modules = {name: f"{package}.{module}" for module, names in exports.items() for name in names}
 

@@ -44,11 +44,7 @@ def ignore_terminal_interrupts() -> None:
 
 
 def interrupt_after(wait: Callable[[], object]) -> None:
-    """Interrupt the main thread, as Ctrl-C would, once `wait` returns in a thread.
-
-    Args:
-        wait: Blocks until this process should stop, for example until a pipe is closed.
-    """
+    """Interrupt the main thread, as Ctrl-C would, once `wait` returns in a thread."""
 
     def run() -> None:
         with suppress(EOFError, OSError):

@@ -30,12 +30,7 @@ class ProgressBar:
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Record completed units.
-
-        Args:
-            count: Units completed since the last call.
-            note: Text shown after the rate.
-        """
+        """Record completed units."""
         self.done += count
         now = time.monotonic()
         rate = self.done / max(now - self._start, 1e-9)
@@ -49,12 +44,7 @@ class ProgressBar:
 
 
 class Reporter:
-    """Prints messages and progress.
-
-    Args:
-        quiet: Print nothing.
-        out: Where to print; by default standard error.
-    """
+    """Prints messages and progress."""
 
     def __init__(self, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self.quiet = quiet
@@ -68,16 +58,7 @@ class Reporter:
 
     @contextmanager
     def track(self, label: str, total: int, unit: str = "it") -> Iterator[ProgressBar]:
-        """Show the progress of a task while the block runs.
-
-        Args:
-            label: What the task does.
-            total: Units in all.
-            unit: Name of one unit, for the rate.
-
-        Yields:
-            The bar to `advance`.
-        """
+        """Show the progress of a task while the block runs. Yields the bar to `advance`."""
         if self.quiet or not self._console.is_terminal:
             yield ProgressBar(label, total, unit, None if self.quiet else self._out, None)
             return
@@ -94,12 +75,7 @@ class Reporter:
 
 
 class Pace:
-    """Rate and remaining time of work that spans several progress bars.
-
-    Args:
-        done: Units completed before this process started; they do not count towards the rate.
-        total: Units in all.
-    """
+    """Rate and remaining time of work that spans several progress bars."""
 
     def __init__(self, *, done: int, total: int) -> None:
         self.done, self.total = done, total
@@ -122,12 +98,6 @@ class Pace:
 
 def format_duration(seconds: float) -> str:
     """Format a duration for people.
-
-    Args:
-        seconds: The duration.
-
-    Returns:
-        Whole seconds, minutes or hours.
 
     Example:
         >>> format_duration(8.2), format_duration(95), format_duration(3700), format_duration(200000)

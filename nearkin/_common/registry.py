@@ -14,9 +14,6 @@ T = TypeVar("T")
 class Registry(Mapping[str, T], Generic[T]):
     """A mapping from names to components that rejects duplicates and suggests the nearest name on a miss.
 
-    Args:
-        category: What is registered, in the singular, for error messages: "loss", "backbone".
-
     Example:
         >>> losses = Registry[int]("loss")
         >>> losses.add("triplet", 3)
@@ -33,18 +30,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
-        """Register an item.
-
-        Args:
-            name: Its name, not yet taken.
-            item: The item.
-
-        Returns:
-            The item.
-
-        Raises:
-            KeyError: The name is taken.
-        """
+        """Register an item."""
         if name in self._items:
             raise KeyError(f"a {self.category} named {name!r} is already registered")
         self._items[name] = item
@@ -68,26 +54,12 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 def to_python_scalar(value: Any) -> Any:
-    """Convert a 0-dim tensor or NumPy number to a Python number.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The number; any other value unchanged.
-    """
+    """Convert a 0-dim tensor or NumPy number to a Python number. Returns the number; any other value unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def is_number(value: object, number_type: type) -> bool:
     """Return whether a value is an integer or a finite number; booleans are neither.
-
-    Args:
-        value: Any value.
-        number_type: int accepts integers only; any other type accepts every finite number.
-
-    Returns:
-        Whether the value is such a number.
 
     Example:
         >>> is_number(2, float), is_number(2.0, int), is_number(True, int)

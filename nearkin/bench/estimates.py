@@ -33,26 +33,14 @@ EVALUATION_OVERHEAD = 2.0  # seconds per trial and 6,000 test images: ranking, i
 
 @dataclass(frozen=True)
 class DatasetSize:
-    """Number of images of a data source, and the shape of one image.
+    """Number of images of a data source, and the shape of one image."""
 
-    Attributes:
-        num_images: Images in all splits.
-        shape: (channels, height, width); features are (features, 1, 1).
-    """
-
-    num_images: int
-    shape: tuple[int, int, int]
+    num_images: int  # images in all splits
+    shape: tuple[int, int, int]  # (channels, height, width); features are (features, 1, 1)
 
 
 class Estimate:
-    """Estimated time and disk space of each trial.
-
-    Args:
-        trials: The trials of the study.
-        outcomes: Outcomes so far, by trial id; finished ones calibrate the estimate.
-        workers: Trials that run at a time on this machine.
-        tflops: Speed of another device in TFLOP/s; by default this machine is measured.
-    """
+    """Estimated time and disk space of each trial."""
 
     def __init__(
         self, trials: list[Trial], outcomes: Mapping[str, Outcome], *, workers: int = 1, tflops: float | None = None
@@ -70,15 +58,7 @@ class Estimate:
         return self._seconds[trial.id]
 
     def bytes(self, trial: Trial, *, keep_models: bool) -> float:
-        """Estimate the disk space that a finished trial takes.
-
-        Args:
-            trial: The trial.
-            keep_models: Whether its weights are kept.
-
-        Returns:
-            Bytes.
-        """
+        """Estimate the disk space that a finished trial takes."""
         size = dataset_size(trial.recipe.data)
         weights = 4 * count_parameters(trial.recipe.model, size.shape)
         per_query = 40 * size.num_images / 2  # compressed, about 20 metrics
@@ -102,17 +82,7 @@ class Estimate:
 
 
 def dataset_size(data: DataConfig) -> DatasetSize:
-    """Return the size of a recipe's data without decoding any image.
-
-    Args:
-        data: The data section of a recipe.
-
-    Returns:
-        The size; for benchmarks the published counts, whether or not the files are on disk.
-
-    Raises:
-        DataError: The source contains no images.
-    """
+    """Return the size of a recipe's data without decoding any image."""
     return _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
 
 
@@ -145,16 +115,7 @@ def _image_shape(shape: Any) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """Count the floating-point operations of one image, on meta tensors.
-
-    Args:
-        model: The model section of a recipe.
-        shape: (channels, height, width) of the input.
-
-    Returns:
-        Operations needed once per image (a frozen backbone, whose features are cached), and operations of every
-        forward pass.
-    """
+    """Count the floating-point operations of one image, on meta tensors."""
     from torch.utils.flop_counter import FlopCounterMode
 
     network = _meta_model(model, shape)
@@ -169,15 +130,7 @@ def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float,
 
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
-    """Count the parameters of a model.
-
-    Args:
-        model: The model section of a recipe.
-        shape: (channels, height, width) of the input.
-
-    Returns:
-        The number of parameters, frozen ones included.
-    """
+    """Count the parameters of a model. Returns the number of parameters, frozen ones included."""
     return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 
@@ -188,14 +141,7 @@ def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
 
 @functools.lru_cache(maxsize=1)
 def measure_speed(workers: int) -> float:
-    """Measure the speed of a plain matrix product on this machine.
-
-    Args:
-        workers: Processes that share the machine.
-
-    Returns:
-        Floating-point operations per second of one worker, the best of five products.
-    """
+    """Measure the speed of a plain matrix product on this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side = 4096 if device == "cuda" else 768
     a = torch.randn(side, side, device=device)

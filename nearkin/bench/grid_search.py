@@ -39,30 +39,15 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One trial of the grid search.
+    """One trial of the grid search."""
 
-    Attributes:
-        setting: The setting that is varied.
-        value: Its value.
-        first: Number of the first trial that varies this setting.
-    """
-
-    setting: str
+    setting: str  # the setting that is varied
     value: Scalar
-    first: int
+    first: int  # number of the first trial that varies this setting
 
 
 def grid_points(loss: str) -> list[GridPoint]:
     """Return all trials of a loss, in order.
-
-    Args:
-        loss: A loss with a grid.
-
-    Returns:
-        One point per trial.
-
-    Raises:
-        ConfigError: The thesis has no grid for this loss.
 
     Example:
         >>> len(grid_points("proxy_anchor")), grid_points("proxy_anchor")[11]
@@ -78,15 +63,7 @@ def grid_points(loss: str) -> list[GridPoint]:
 
 
 def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
-    """Return the base recipe of the grid search of a loss.
-
-    Args:
-        recipe: The recipe of the search.
-        loss: A loss with a grid.
-
-    Returns:
-        The recipe with this loss; multi_similarity also gets its miner, whose epsilon is searched.
-    """
+    """Return the base recipe of the grid search of a loss."""
     base = recipe_for_loss(recipe, loss)
     if loss == "multi_similarity" and (base.miner is None or base.miner.name != "multi_similarity"):
         return replace(base, miner=ComponentConfig("multi_similarity"))
@@ -94,18 +71,7 @@ def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
 
 
 def trial_settings(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
-    """Return the settings of a trial: its grid point, and the best value of each setting searched before.
-
-    Args:
-        recipe: The recipe of the search.
-        loss: A loss with a grid.
-        number: Number of the trial.
-        scores: Scores of all trials before the first one of this setting; None for a trial without a score. Ties go to
-            the current value of a setting, then to the first on the grid.
-
-    Returns:
-        Setting -> value.
-    """
+    """Return the settings of a trial: its grid point, and the best value of each setting searched before."""
     points = grid_points(loss)
     point = points[number]
     best = _initial_settings(recipe, loss)

@@ -41,19 +41,12 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Worker:
-    """`tune.work` as a picklable callable for another process.
-
-    Attributes:
-        search: The search.
-        device: Device to train on.
-        quiet: Report nothing.
-        threads: Threads of torch; 0 keeps the default.
-    """
+    """`tune.work` as a picklable callable for another process."""
 
     search: Search
-    device: str = "auto"
-    quiet: bool = False
-    threads: int = 0
+    device: str = "auto"  # device to train on
+    quiet: bool = False  # report nothing
+    threads: int = 0  # threads of torch; 0 keeps the default
 
     def __call__(self) -> None:
         from nearkin.bench.tune import work
@@ -72,18 +65,7 @@ class Worker:
 
 
 def run_local(search: Search, workers: int, *, device: str = "auto", quiet: bool = False) -> None:
-    """Run a search in this process, or in several that share this machine's cores and GPUs.
-
-    Args:
-        search: The search.
-        workers: Number of processes.
-        device: Device to train on; several workers share the GPUs.
-        quiet: Report nothing.
-
-    Raises:
-        ProcessLostError: All workers failed.
-        KeyboardInterrupt: Stopped by Ctrl-C, after the checkpoints are written.
-    """
+    """Run a search in this process, or in several that share this machine's cores and GPUs."""
     if workers == 1:
         Worker(search, device, quiet)()
         return
@@ -135,22 +117,7 @@ def _run_child(worker: Worker, stop: Connection) -> None:
 def submit(
     search: Search, workers: int, slurm: Slurm, *, cluster: Literal["slurm", "local"] = "slurm", device: str = "auto"
 ) -> list[str]:
-    """Submit workers as jobs.
-
-    Args:
-        search: The search.
-        workers: Number of jobs.
-        slurm: Resources of a job.
-        cluster: "slurm"; or "local" to run the jobs on this machine and wait for them.
-        device: Device to train on.
-
-    Returns:
-        The job ids.
-
-    Raises:
-        ConfigError: There is no SLURM on this machine.
-        ProcessLostError: A local job failed.
-    """
+    """Submit workers as jobs."""
     submitit: Any = import_extra("submitit", extra="bench")
     try:
         executor = submitit.AutoExecutor(folder=search.out / "jobs", cluster=cluster)

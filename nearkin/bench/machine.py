@@ -6,13 +6,6 @@ from __future__ import annotations
 def default_workers(workers: int, device: str) -> int:
     """Return the number of training runs at a time.
 
-    Args:
-        workers: The number requested; 0 chooses one per GPU when training uses GPUs, else one per core.
-        device: The device requested, for example "auto" or "cuda:1".
-
-    Returns:
-        At least 1.
-
     Example:
         >>> default_workers(3, "cpu")
         3
@@ -30,15 +23,7 @@ def threads_for(workers: int) -> int:
 
 
 def worker_device(device: str, worker: int) -> str:
-    """Return the device of a worker.
-
-    Args:
-        device: The device requested.
-        worker: Index of the worker.
-
-    Returns:
-        For "auto" and "cuda" the GPU whose turn it is; any other device unchanged.
-    """
+    """Return the device of a worker."""
     if device not in ("auto", "cuda"):
         return device
     count = _num_gpus()

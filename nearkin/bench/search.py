@@ -32,29 +32,17 @@ DEFAULT_TRIALS = 20  # per loss
 
 @dataclass(frozen=True)
 class Search:
-    """Everything that workers need; identical on every machine except for `out` and the location of the data.
+    """Everything that workers need; identical on every machine except for `out` and the location of the data."""
 
-    Attributes:
-        name: Contains a hash of everything that affects a result, so that searches in one database never mix.
-        recipe: What every trial starts from, with the shortened number of epochs.
-        losses: The losses to search.
-        trials: Trials per loss; 0 in the mode thesis_grid.
-        mode: "optuna" or "thesis_grid".
-        prune: Whether to stop unpromising trials early.
-        full_epochs: Number of epochs of the original recipe.
-        out: Folder of the search.
-        address: Address of the shared storage.
-    """
-
-    name: str
-    recipe: Recipe
-    losses: tuple[str, ...]
-    trials: int
-    mode: Mode
-    prune: bool
-    full_epochs: int
-    out: Path
-    address: str
+    name: str  # contains a hash of everything that affects a result, so that searches in one database never mix
+    recipe: Recipe  # what every trial starts from, with the shortened number of epochs
+    losses: tuple[str, ...]  # the losses to search
+    trials: int  # trials per loss; 0 in the mode thesis_grid
+    mode: Mode  # "optuna" or "thesis_grid"
+    prune: bool  # whether to stop unpromising trials early
+    full_epochs: int  # number of epochs of the original recipe
+    out: Path  # folder of the search
+    address: str  # address of the shared storage
 
     def budget(self, loss: str) -> int:
         """Return the number of trials of a loss."""
@@ -77,33 +65,19 @@ class Search:
 
 @dataclass(frozen=True)
 class Standing:
-    """Progress and best trial of one loss.
-
-    Attributes:
-        loss: The loss.
-        done: Trials with a score.
-        pruned: Trials that were stopped early.
-        failed: Trials that failed.
-        left: Trials that are not finished.
-        best: Validation R@1 of the best trial.
-        interval: Its 95 % interval over validation classes.
-        classes: Number of validation classes.
-        settings: Settings of the best trial.
-        trial: Number of the best trial.
-        reasons: Why trials failed.
-    """
+    """Progress and best trial of one loss."""
 
     loss: str
-    done: int
-    pruned: int
-    failed: int
-    left: int
-    best: float | None = None
-    interval: tuple[float, float] | None = None
-    classes: int = 0
-    settings: Settings | None = None
-    trial: int | None = None
-    reasons: tuple[str, ...] = ()
+    done: int  # trials with a score
+    pruned: int  # trials that were stopped early
+    failed: int  # trials that failed
+    left: int  # trials that are not finished
+    best: float | None = None  # validation R@1 of the best trial
+    interval: tuple[float, float] | None = None  # its 95 % interval over validation classes
+    classes: int = 0  # number of validation classes
+    settings: Settings | None = None  # settings of the best trial
+    trial: int | None = None  # number of the best trial
+    reasons: tuple[str, ...] = ()  # why trials failed
 
     @property
     def budget(self) -> int:
@@ -288,29 +262,13 @@ def _enqueue_trials(search: Search, loss: str, study: Study) -> None:
 
 
 def load_trials(search: Search, loss: str, shared: SharedStorage) -> list[FrozenTrial]:
-    """Load the Optuna trials of a loss, up to its budget.
-
-    Args:
-        search: The search.
-        loss: One of its losses.
-        shared: The open storage.
-
-    Returns:
-        Trials by number.
-    """
+    """Load the Optuna trials of a loss, up to its budget."""
     study = shared.storage.get_study_id_from_name(search.study(loss))
     return shared.storage.get_all_trials(study, deepcopy=False)[: search.budget(loss)]
 
 
 def standings(search: Search) -> list[Standing]:
-    """Return progress and best trial of each loss.
-
-    Args:
-        search: The search.
-
-    Returns:
-        The losses, best validation R@1 first.
-    """
+    """Return progress and best trial of each loss."""
     with open_storage(search.address) as shared:
         unsorted = [_standing(loss, load_trials(search, loss, shared)) for loss in search.losses]
     return sorted(unsorted, key=lambda standing: -1.0 if standing.best is None else standing.best, reverse=True)
@@ -344,15 +302,7 @@ def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
 
 
 def write_recipes(search: Search, results: Sequence[Standing]) -> dict[str, Path]:
-    """Write the best trial of each loss as LOSS.toml, a recipe for `nearkin train`.
-
-    Args:
-        search: The search.
-        results: From `standings`.
-
-    Returns:
-        Loss -> file, for losses with a best trial.
-    """
+    """Write the best trial of each loss as LOSS.toml, a recipe for `nearkin train`."""
     written: dict[str, Path] = {}
     with open_storage(search.address) as shared, shared.lock(f"{search.name}/recipes", True):
         for standing in results:

@@ -22,16 +22,7 @@ LR_FACTOR = 10.0  # learning rates are searched from a tenth of the recipe's to 
 
 
 def recipe_for_loss(recipe: Recipe, loss: str) -> Recipe:
-    """Return the recipe with another loss.
-
-    Args:
-        recipe: The base recipe.
-        loss: A registered loss.
-
-    Returns:
-        The recipe itself for its own loss; otherwise a copy with the default settings of `loss` and without miner and
-        memory.
-    """
+    """Return the recipe with another loss."""
     if loss == recipe.loss.name:
         return recipe
     return replace(recipe, loss=ComponentConfig(LOSSES[loss].name), miner=None, memory=0)
@@ -39,16 +30,6 @@ def recipe_for_loss(recipe: Recipe, loss: str) -> Recipe:
 
 def space(recipe: Recipe, loss: str) -> dict[str, Range]:
     """Return the search space of a loss.
-
-    Args:
-        recipe: The base recipe.
-        loss: A registered loss.
-
-    Returns:
-        Setting -> range: what the loss declares, `train.lr`, and `train.class_lr` if the loss has class parameters.
-
-    Raises:
-        ConfigError: A value of the recipe lies outside a range that cannot be widened.
 
     Example:
         >>> {name: str(range_) for name, range_ in space(Recipe(), "proxy_anchor").items()}
@@ -69,15 +50,7 @@ def space(recipe: Recipe, loss: str) -> dict[str, Range]:
 
 
 def defaults(recipe: Recipe, loss: str) -> Settings:
-    """Return the settings of the first trial.
-
-    Args:
-        recipe: The base recipe.
-        loss: A registered loss.
-
-    Returns:
-        The settings of `space` with the values of the recipe, or the loss's defaults.
-    """
+    """Return the settings of the first trial."""
     known = {**LOSSES[loss].settings, **recipe_for_loss(recipe, loss).loss.settings}
     values: Settings = {f"loss.{name}": known[name] for name in LOSSES[loss].space}
     values["train.lr"] = recipe.train.lr
@@ -96,16 +69,7 @@ def _widen(range_: Range, value: Scalar, name: str) -> Range:
 
 
 def apply(recipe: Recipe, loss: str, settings: Mapping[str, Scalar]) -> Recipe:
-    """Build the recipe of a trial.
-
-    Args:
-        recipe: The base recipe.
-        loss: A registered loss.
-        settings: The settings of the trial.
-
-    Returns:
-        The recipe with the settings applied. A separate learning rate of the head keeps its ratio to `train.lr`.
-    """
+    """Build the recipe of a trial."""
     base = recipe_for_loss(recipe, loss)
     sections: dict[str, Settings] = {"loss": {}, "miner": {}, "train": {}}
     for name, value in settings.items():
@@ -123,16 +87,7 @@ def apply(recipe: Recipe, loss: str, settings: Mapping[str, Scalar]) -> Recipe:
 
 
 def suggest(trial: Trial, name: str, range_: Range) -> Scalar:
-    """Let Optuna choose a value within a declared range.
-
-    Args:
-        trial: The Optuna trial; one that is resumed returns the value it already has.
-        name: The setting.
-        range_: Its range.
-
-    Returns:
-        The value.
-    """
+    """Let Optuna choose a value within a declared range."""
     if range_.kind == "choice":
         value: Scalar = trial.suggest_categorical(name, range_.options)
         return value

@@ -28,33 +28,17 @@ _KEEP_ALIVE = "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_ke
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A worker's connection to the shared state.
+    """A worker's connection to the shared state."""
 
-    Attributes:
-        storage: Optuna's storage.
-        lock: `lock(name, wait)` is a context manager that returns whether this worker has the lock; with `wait` it
-            blocks until it does.
-        check: Raises if locks may have been lost.
-    """
-
-    storage: BaseStorage
+    storage: BaseStorage  # optuna's storage
+    # `lock(name, wait)` is a context manager that returns whether this worker has the lock; with `wait` it blocks until
+    # it does
     lock: Callable[[str, bool], AbstractContextManager[bool]]
-    check: Callable[[], object]
+    check: Callable[[], object]  # raises if locks may have been lost
 
 
 def storage_address(storage: str | None, out: Path) -> str:
-    """Resolve --storage.
-
-    Args:
-        storage: A PostgreSQL URL or the path of a journal file; by default a journal in `out`.
-        out: Folder of the search.
-
-    Returns:
-        A PostgreSQL URL as SQLAlchemy reads it, or an absolute path.
-
-    Raises:
-        ConfigError: Unsupported or malformed URL.
-    """
+    """Resolve --storage. Returns a PostgreSQL URL as SQLAlchemy reads it, or an absolute path."""
     if storage is None:
         return str((out / "search.journal").resolve())
     scheme, separator, rest = storage.partition("://")
@@ -84,18 +68,7 @@ def is_database(address: str) -> bool:
 
 @contextmanager
 def open_storage(address: str) -> Iterator[SharedStorage]:
-    """Open the storage of a search; create it if it does not exist.
-
-    Args:
-        address: From `storage_address`.
-
-    Yields:
-        The storage, until the block ends.
-
-    Raises:
-        ConfigError: The database cannot be reached.
-        RunError: The journal cannot be used, or the connection was lost.
-    """
+    """Open the storage of a search; create it if it does not exist. Yields the storage, until the block ends."""
     optuna: Any = import_extra("optuna", extra="bench")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with (_postgres if is_database(address) else _journal)(address) as opened:

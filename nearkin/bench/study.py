@@ -45,17 +45,11 @@ _SECTIONS = ("data", "model", "loss", "miner", "train")
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of a study.
+    """A dataset of a study."""
 
-    Attributes:
-        name: Its name in tables.
-        source: As in a recipe.
-        root: As in a recipe; relative to the study file.
-    """
-
-    name: str
-    source: str
-    root: Path | None = None
+    name: str  # its name in tables
+    source: str  # as in a recipe
+    root: Path | None = None  # as in a recipe; relative to the study file
 
 
 @dataclass(frozen=True)
@@ -348,13 +342,6 @@ class Study:
 
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested values.
-
-    Args:
-        values: Nested values.
-        change: Values that take precedence.
-
-    Returns:
-        A merged copy.
 
     Example:
         >>> merge({"train": {"lr": 1.0, "epochs": 2}}, {"train": {"epochs": 5}})

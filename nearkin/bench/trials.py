@@ -34,58 +34,31 @@ POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial.
+    """The outcome of a trial."""
 
-    Attributes:
-        id: Id of the trial.
-        status: "done" or "failed".
-        reason: Why it failed.
-        run: Absolute path of the evaluated run folder.
-        test: Metric -> mean on the test classes, as a fraction.
-        intervals: Metric -> 95 % interval over test classes.
-        baselines: Baseline -> R@1 on the test classes before training.
-        val: R@1 on the validation classes at the chosen epoch.
-        epoch: The chosen epoch.
-        seconds: Run time including loading and evaluation; for a resumed trial only since it was resumed.
-        label: The protocol label.
-    """
-
-    id: str
-    status: str
-    reason: str | None = None
-    run: str | None = None
-    test: dict[str, float] | None = None
-    intervals: dict[str, list[float]] | None = None
-    baselines: dict[str, float] | None = None
-    val: float | None = None
-    epoch: int | None = None
-    seconds: float = 0.0
-    label: str = ""
+    id: str  # id of the trial
+    status: str  # "done" or "failed"
+    reason: str | None = None  # why it failed
+    run: str | None = None  # absolute path of the evaluated run folder
+    test: dict[str, float] | None = None  # metric -> mean on the test classes, as a fraction
+    intervals: dict[str, list[float]] | None = None  # metric -> 95 % interval over test classes
+    baselines: dict[str, float] | None = None  # baseline -> R@1 on the test classes before training
+    val: float | None = None  # R@1 on the validation classes at the chosen epoch
+    epoch: int | None = None  # the chosen epoch
+    seconds: float = 0.0  # run time including loading and evaluation; for a resumed trial only since it was resumed
+    label: str = ""  # the protocol label
 
 
 @dataclass(frozen=True)
 class StartedTrial:
-    """A record made when a trial first starts, to distinguish the run that it creates from existing ones.
+    """A record made when a trial first starts, to distinguish the run that it creates from existing ones."""
 
-    Attributes:
-        command: The command line of the worker.
-        runs: Names of the run folders that existed.
-    """
-
-    command: list[str]
-    runs: list[str]
+    command: list[str]  # the command line of the worker
+    runs: list[str]  # names of the run folders that existed
 
     @staticmethod
     def record(file: Path, runs: Path) -> StartedTrial:
-        """Write the record, or read it if the trial is resumed.
-
-        Args:
-            file: The .begun file of the trial.
-            runs: Folder of the run folders.
-
-        Returns:
-            The record.
-        """
+        """Write the record, or read it if the trial is resumed."""
         if not file.exists():
             atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
         return StartedTrial(**json.loads(file.read_text(encoding="utf-8")))
@@ -250,20 +223,7 @@ class StudyFolder:
 
 
 def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
-    """Run trials until every one has an outcome.
-
-    Args:
-        folder: The study.
-        runs: Folder of the run folders.
-        device: Device to train on.
-        reporter: Unused; the parent process reports progress.
-
-    Returns:
-        The number of trials that this worker ran.
-
-    Raises:
-        UserError: An error that would stop every trial: no data, no disk space, no device, a missing package.
-    """
+    """Run trials until every one has an outcome. Returns the number of trials that this worker ran."""
     from nearkin.training.device import choose_device
 
     choose_device(device)  # fail here rather than in every trial
@@ -287,20 +247,7 @@ def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Rep
 
 
 def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Outcome:
-    """Train and evaluate one trial.
-
-    Args:
-        trial: The trial.
-        folder: The study.
-        runs: Folder of the run folders.
-        device: Device to train on.
-
-    Returns:
-        The outcome. Errors of this trial make it "failed".
-
-    Raises:
-        UserError: An error that would stop every trial.
-    """
+    """Train and evaluate one trial. Returns the outcome. Errors of this trial make it "failed"."""
     start = time.monotonic()
     protocol = folder.study.protocol
     started = StartedTrial.record(folder.path / "trials" / f"{trial.id}.begun", runs)

@@ -39,16 +39,7 @@ POLL_INTERVAL = 1.0  # seconds between checks of trials that other workers run
 
 
 def work(search: Search, *, device: str = "auto", reporter: Reporter | None = None) -> None:
-    """Run trials until none is left; wait for those of other workers, in case one of them dies.
-
-    Args:
-        search: The search, from `plan`.
-        device: Device to train on.
-        reporter: Where progress is reported.
-
-    Raises:
-        UserError: An error that would stop every trial: no data, no disk space, no device, a lost connection.
-    """
+    """Run trials until none is left; wait for those of other workers, in case one of them dies."""
     from optuna.exceptions import UpdateFinishedTrialError
 
     from nearkin.training.device import choose_device
@@ -102,21 +93,7 @@ def _is_ready(search: Search, loss: str, number: int, shared: SharedStorage) -> 
 
 
 def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, device: str) -> str:
-    """Train one trial until it has a score, is pruned or fails, and record that.
-
-    Args:
-        search: The search.
-        loss: The loss.
-        number: Number of the trial.
-        shared: The open storage.
-        device: Device to train on.
-
-    Returns:
-        A message about the outcome.
-
-    Raises:
-        UserError: An error that would stop every trial.
-    """
+    """Train one trial until it has a score, is pruned or fails, and record that."""
     from optuna.trial import TrialState
 
     from nearkin.training.loop import fit

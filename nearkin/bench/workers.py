@@ -31,17 +31,6 @@ def run_workers(
 
     A killed worker is replaced. When this process dies, its workers see their standard input close, write a checkpoint
     and stop.
-
-    Args:
-        folder: The study.
-        runs: Folder of the run folders.
-        estimate: Estimated run times, for the time left.
-        workers: Number of processes.
-        device: Device to train on; several workers share the GPUs.
-        reporter: Where progress is reported.
-
-    Raises:
-        RunError: A worker stopped with an error, or workers were killed too often.
     """
     monitor = ProgressMonitor(folder, estimate, reporter)
     if not monitor.remaining:
@@ -80,14 +69,7 @@ def run_workers(
 
 
 def run_worker(folder: StudyFolder, runs: Path, device: str, *, detached: bool = False) -> None:
-    """Run trials in this process, as a worker.
-
-    Args:
-        folder: The study.
-        runs: Folder of the run folders.
-        device: Device to train on.
-        detached: Continue when standard input closes; otherwise stop, as on Ctrl-C, with the parent process.
-    """
+    """Run trials in this process, as a worker."""
     # A shell ignores SIGINT in background jobs; a worker must receive it to stop with a checkpoint.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not detached:
@@ -97,12 +79,6 @@ def run_worker(folder: StudyFolder, runs: Path, device: str, *, detached: bool =
 
 class ProgressMonitor:
     """Reports outcomes of a study as they appear, with the time left.
-
-    Args:
-        folder: The study.
-        estimate: Estimated run times.
-        reporter: Where progress is reported.
-
     Attributes:
         remaining: Trial id -> trial, for trials without an outcome.
     """

@@ -12,20 +12,7 @@ T = TypeVar("T")
 
 
 def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
-    """Parse flags into a dataclass.
-
-    Args:
-        args_type: The dataclass; its docstring and those of its fields are the help text.
-        argv: The flags.
-        prog: The command, for help and errors.
-        default: Default values; by default those of the dataclass.
-
-    Returns:
-        The parsed flags.
-
-    Raises:
-        ConfigError: An unknown flag, with the nearest known one.
-    """
+    """Parse flags into a dataclass."""
     import tyro
 
     defaults = {} if default is None else {"default": default}
@@ -49,20 +36,7 @@ def _flag_names(args_type: type, prefix: str = "--") -> list[str]:
 
 
 def leading(argv: list[str], what: str, prog: str, args_type: type) -> tuple[str, list[str]]:
-    """Split off the required first argument.
-
-    Args:
-        argv: The arguments.
-        what: What the first argument is, for the error.
-        prog: The command, for help and errors.
-        args_type: The flags of the command, for --help.
-
-    Returns:
-        The first argument, and the rest.
-
-    Raises:
-        ConfigError: The argument is missing.
-    """
+    """Split off the required first argument."""
     if argv and argv[0] in {"-h", "--help"}:
         parse(args_type, argv, prog)
     if not argv or argv[0].startswith("-"):
@@ -71,11 +45,7 @@ def leading(argv: list[str], what: str, prog: str, args_type: type) -> tuple[str
 
 
 def show(*parts: object) -> None:
-    """Print tables and lines, in colour on a terminal. Brackets in names are not read as markup.
-
-    Args:
-        *parts: Strings and rich tables.
-    """
+    """Print tables and lines, in colour on a terminal. Brackets in names are not read as markup."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_model(run: str | Path, device: str) -> Embedder:
-    """Load the model of a run.
-
-    Args:
-        run: The run folder.
-        device: Device name, or "auto".
-
-    Returns:
-        The model on that device.
-    """
+    """Load the model of a run. Returns the model on that device."""
     from nearkin.models.embedder import load
     from nearkin.training.device import choose_device
 
@@ -29,17 +21,7 @@ def load_model(run: str | Path, device: str) -> Embedder:
 
 
 def run_of(index: Index) -> str:
-    """Return the run folder whose model built an index.
-
-    Args:
-        index: The index.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: If the index records none, or it does not exist.
-    """
+    """Return the run folder whose model built an index."""
     run = None if index.model_info is None else index.model_info.run
     if run is None:
         raise ConfigError("the index records no run folder. Pass it with --run RUN.")

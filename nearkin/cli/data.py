@@ -59,11 +59,7 @@ class GetArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin data`.
-
-    Args:
-        argv: Arguments after `data`.
-    """
+    """Run `nearkin data`."""
     actions = {"list": data_list, "check": data_check, "get": data_get}
     if argv[:1] in ([], ["-h"], ["--help"]):
         print("usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (see --help of each)")

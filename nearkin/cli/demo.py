@@ -30,11 +30,7 @@ class DemoArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin demo`.
-
-    Args:
-        argv: The flags.
-    """
+    """Run `nearkin demo`."""
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
     from nearkin._common.progress import Reporter

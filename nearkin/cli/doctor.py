@@ -44,11 +44,7 @@ class DoctorArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin doctor`.
-
-    Args:
-        argv: The flags.
-    """
+    """Run `nearkin doctor`."""
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.distributed:
         from nearkin._common.progress import Reporter
@@ -87,14 +83,7 @@ def environment_table() -> RichTable:
 
 
 def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:
-    """Tabulate the gradient differences of a distributed check.
-
-    Args:
-        rows: The checked cases.
-
-    Returns:
-        A table of the largest differences per loss, and the conclusion in words.
-    """
+    """Tabulate the gradient differences of a distributed check."""
     from nearkin.training.distributed_check import TOLERANCE
 
     def largest(values: Sequence[float | None]) -> str:

@@ -29,11 +29,7 @@ class EvaluateArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin evaluate`.
-
-    Args:
-        argv: Path and flags.
-    """
+    """Run `nearkin evaluate`."""
     target, flags = leading(argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs)
     args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
     from nearkin.metrics.scores import score_file

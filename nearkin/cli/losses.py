@@ -23,11 +23,7 @@ class LossesArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin losses`.
-
-    Args:
-        argv: An optional name, and flags.
-    """
+    """Run `nearkin losses`."""
     name = argv[:1] if argv and not argv[0].startswith("-") else []
     args = parse(LossesArgs, argv[len(name) :], "nearkin losses [NAME]")
     if args.figure is not None and not name:

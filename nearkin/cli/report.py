@@ -43,11 +43,7 @@ class ReportArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin report`.
-
-    Args:
-        argv: Run folders and flags.
-    """
+    """Run `nearkin report`."""
     prog = "nearkin report RUN [RUN ...]"
     if any(word == "--study" or word.startswith("--study=") for word in argv):
         _report_study(parse(ReportArgs, argv, "nearkin report --study STUDY"))

@@ -107,21 +107,13 @@ def _check_flags(args: SearchArgs) -> None:
 
 @dataclass(frozen=True)
 class Query:
-    """One query.
+    """One query."""
 
-    Attributes:
-        title: Shown above its results.
-        image: Its file, or None for a vector.
-        vector: [D].
-        label: Its class, if known.
-        row: Its row, if it is an indexed item.
-    """
-
-    title: str
-    image: Path | None
-    vector: Any
-    label: Any = None
-    row: int | None = None
+    title: str  # shown above its results
+    image: Path | None  # its file, or None for a vector
+    vector: Any  # [D]
+    label: Any = None  # its class, if known
+    row: int | None = None  # its row, if it is an indexed item
 
 
 def _queries(index: Index, args: SearchArgs) -> list[Query]:
@@ -140,15 +132,7 @@ def _queries(index: Index, args: SearchArgs) -> list[Query]:
 
 
 def label_of(index: Index, path: Path) -> Any:
-    """Guess the class of a query image.
-
-    Args:
-        index: The index.
-        path: The image file.
-
-    Returns:
-        The label of the item if the file is indexed, else the name of its folder if that is a class, else None.
-    """
+    """Guess the class of a query image."""
     if index.root is not None:
         resolved = path.resolve()
         name = resolved.relative_to(index.root).as_posix() if resolved.is_relative_to(index.root) else str(resolved)

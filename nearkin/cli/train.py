@@ -64,11 +64,7 @@ class TrainArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin train`.
-
-    Args:
-        argv: An optional recipe, and flags.
-    """
+    """Run `nearkin train`."""
     recipe, args = parse_train(argv)
     if recipe.data.source != "features":
         require_extra("images", "PIL")
@@ -101,17 +97,7 @@ class _Arguments:
 
 
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
-    """Build the recipe of `nearkin train`.
-
-    Args:
-        argv: An optional recipe, and flags.
-
-    Returns:
-        The recipe changed by the flags, and the flags.
-
-    Raises:
-        ConfigError: An unknown recipe or flag, a missing value, or miner settings without a miner.
-    """
+    """Build the recipe of `nearkin train`. Returns the recipe changed by the flags, and the flags."""
     arguments = _split_arguments(argv)
     base = _base_recipe(arguments)
     defaults = TrainArgs(

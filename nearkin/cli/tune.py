@@ -108,17 +108,7 @@ def run(argv: list[str]) -> None:
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
-    """Parse the command line of `nearkin tune`.
-
-    Args:
-        argv: The arguments after `nearkin tune`.
-
-    Returns:
-        The recipe to start from, parsed as `nearkin train` does, and the flags of the search.
-
-    Raises:
-        ConfigError: An unknown or misplaced flag.
-    """
+    """Parse the command line of `nearkin tune`."""
     import tyro
 
     argv = list(argv)
@@ -165,14 +155,7 @@ def _budget(search: Search) -> str:
 
 
 def results_table(results: Sequence[Standing]) -> Table:
-    """Build the table of results.
-
-    Args:
-        results: The standings of its losses.
-
-    Returns:
-        The best trial of each loss with its interval and settings, and how its trials ended.
-    """
+    """Build the table of results."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -209,16 +192,7 @@ def _format(value: object) -> str:
 
 
 def footer(search: Search, results: Sequence[Standing], written: dict[str, Path]) -> list[str]:
-    """Build the lines below the table.
-
-    Args:
-        search: The search.
-        results: The standings of its losses.
-        written: Loss -> recipe file.
-
-    Returns:
-        Why trials failed, and the commands that train the best settings.
-    """
+    """Build the lines below the table. Returns why trials failed, and the commands that train the best settings."""
     lines = [f"{s.loss}: {s.failed} of {s.budget} trials failed (first: {s.reasons[0]})" for s in results if s.reasons]
     if written:
         lines.append("to train the best settings of a loss and evaluate them once on the sealed test classes:")

@@ -18,19 +18,7 @@ T = TypeVar("T")
 
 
 def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Read a TOML file and parse its values.
-
-    Args:
-        path: The file.
-        what: What the file is, for error messages: "recipe", "study".
-        parse: Turns the values into the result.
-
-    Returns:
-        The result of `parse`.
-
-    Raises:
-        ConfigError: The file cannot be read, is not TOML, or `parse` rejects it. The message starts with the path.
-    """
+    """Read a TOML file and parse its values."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -49,18 +37,6 @@ def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: 
     """Build a frozen dataclass from plain values.
 
     A nested dataclass with its own `from_dict(values, name)` is built by that method.
-
-    Args:
-        cls: The dataclass.
-        values: Its fields by name; nested dataclasses as nested mappings.
-        prefix: What precedes a field's name in error messages: "" at the top level, "model." in a section.
-        suggest: Gives the hint for an unknown key from (prefix, key); by default the nearest field of `cls`.
-
-    Returns:
-        The instance.
-
-    Raises:
-        ConfigError: A key is unknown or a value has the wrong type.
     """
     assert dataclasses.is_dataclass(cls)
     hints = typing.get_type_hints(cls)
@@ -110,13 +86,6 @@ def to_plain_dict(config: Any, *, keyed_only: bool = False) -> dict[str, Any]:
     """Turn a dataclass into nested plain values, as TOML and JSON hold them.
 
     A nested dataclass with its own `to_dict()` is converted by that method.
-
-    Args:
-        config: A dataclass instance.
-        keyed_only: Leave out fields that cannot change a result (metadata `in_key=False`).
-
-    Returns:
-        Values by field name; fields that are None are left out.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):

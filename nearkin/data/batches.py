@@ -20,17 +20,6 @@ def training_inputs(
     """Yield the batches plan[start:] of an epoch.
 
     Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one.
-
-    Args:
-        table: The training images or features.
-        plan: Rows of each batch, from `Sampler.epoch`.
-        recipe: Its data and train sections choose the augmentation.
-        epoch: Epoch number.
-        start: First step.
-        first: Index of this rank's first row in the global batch.
-
-    Returns:
-        An iterator over batches: uint8 images [B, C, side, side] or float features [B, D].
     """
     if table.features is not None:
         yield from _feature_batches(table, plan, recipe, epoch=epoch, start=start, first=first)

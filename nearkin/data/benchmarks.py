@@ -35,53 +35,31 @@ class Counts:
 
 @dataclass(frozen=True)
 class Archive:
-    """A file to download.
+    """A file to download."""
 
-    Attributes:
-        name: File name.
-        creates: What unpacking it creates, relative to --root.
-        urls: Addresses, tried in order; empty if it can only be requested by hand.
-        sha256: None if no trustworthy one is published; `nearkin data get` then prints the one it got.
-        md5: Detects damage, not forgery; independent public loaders have pinned these values for years.
-        extract_to: Folder, relative to --root, to which it is unpacked or copied.
-    """
-
-    name: str
-    creates: str
-    urls: tuple[str, ...] = ()
-    sha256: str | None = None
-    md5: str | None = None
-    extract_to: str = "."
+    name: str  # file name
+    creates: str  # what unpacking it creates, relative to --root
+    urls: tuple[str, ...] = ()  # addresses, tried in order; empty if it can only be requested by hand
+    sha256: str | None = None  # none if no trustworthy one is published; `nearkin data get` then prints the one it got
+    md5: str | None = None  # detects damage, not forgery; independent public loaders have pinned these values for years
+    extract_to: str = "."  # folder, relative to --root, to which it is unpacked or copied
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark in its official layout.
+    """A benchmark in its official layout."""
 
-    Attributes:
-        name: Name in recipes and commands.
-        title: Name in the literature.
-        parts: Official numbers of images and classes of each part.
-        folder: Folder that its archive creates.
-        marker_files: Files in that folder that identify the layout; any one of them suffices.
-        image_folder: Folder of the images in that folder, for messages.
-        archives: Files to download.
-        homepage: Where people find it.
-        terms: Terms of use.
-        read_layout: Lists the files and labels of an unpacked folder.
-        allow_class_folders: Whether the form with one folder per class, as others redistribute it, is read as well.
-    """
-
-    name: str
-    title: str
-    parts: Mapping[str, Counts]
-    folder: str
-    marker_files: tuple[str, ...]
-    image_folder: str
-    archives: tuple[Archive, ...]
-    homepage: str
-    terms: str
-    read_layout: Callable[[Path], Listing] = field(repr=False)
+    name: str  # name in recipes and commands
+    title: str  # name in the literature
+    parts: Mapping[str, Counts]  # official numbers of images and classes of each part
+    folder: str  # folder that its archive creates
+    marker_files: tuple[str, ...]  # files in that folder that identify the layout; any one of them suffices
+    image_folder: str  # folder of the images in that folder, for messages
+    archives: tuple[Archive, ...]  # files to download
+    homepage: str  # where people find it
+    terms: str  # terms of use
+    read_layout: Callable[[Path], Listing] = field(repr=False)  # lists the files and labels of an unpacked folder
+    # whether the form with one folder per class, as others redistribute it, is read as well
     allow_class_folders: bool = False
 
     @property
@@ -93,14 +71,7 @@ class Benchmark:
         return Counts(sum(c.images for c in self.parts.values()), train_classes + max(eval_classes, default=0))
 
     def find(self, root: Path) -> Path | None:
-        """Find the folder with the official files.
-
-        Args:
-            root: That folder or its parent.
-
-        Returns:
-            The folder, or None.
-        """
+        """Find the folder with the official files."""
         candidates = (root, root / self.folder)
         for folder in candidates:
             if any((folder / name).exists() for name in self.marker_files):
@@ -110,18 +81,7 @@ class Benchmark:
         return None
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
-        """List all images with their official part.
-
-        Args:
-            root: The benchmark's folder or its parent.
-            allow_missing: Record a difference from the official counts in `notes` instead of raising an error.
-
-        Returns:
-            The listing.
-
-        Raises:
-            DataError: If the benchmark is not found, or its counts differ from the official ones.
-        """
+        """List all images with their official part. Returns the listing."""
         if root is None:
             raise DataError(
                 f"{self.name}: give its folder with --data.root DIR, or download it: nearkin data get {self.name}."
@@ -140,15 +100,7 @@ class Benchmark:
         return replace(listing, notes=(*listing.notes, mismatch)) if mismatch else listing
 
     def count_mismatch(self, listing: Listing, folder: Path) -> str:
-        """Describe how the files on disk differ from the official counts.
-
-        Args:
-            listing: The files on disk.
-            folder: The benchmark's folder.
-
-        Returns:
-            One sentence, or an empty string if the counts match.
-        """
+        """Describe how the files on disk differ from the official counts."""
         actual = count_parts(listing)
         if actual == dict(self.parts):
             return ""
@@ -170,14 +122,7 @@ class Benchmark:
 
 
 def count_parts(listing: Listing) -> dict[str, Counts]:
-    """Count the images and classes of each part.
-
-    Args:
-        listing: A listing with parts.
-
-    Returns:
-        Counts by name of the part.
-    """
+    """Count the images and classes of each part."""
     assert listing.part is not None
     counts = {}
     for part in np.unique(listing.part):

@@ -48,19 +48,12 @@ _MIN_FREE_BYTES = 256 * 2**20  # left free on the disk
 
 @dataclass(frozen=True)
 class Opened:
-    """A store of readable images.
+    """A store of readable images."""
 
-    Attributes:
-        images: The store.
-        kept: Rows of the given files that it contains.
-        broken: The other rows, with the reasons.
-        digests: SHA-256 of each file in `kept` when the cache was built; None without a cache.
-    """
-
-    images: Images
-    kept: Rows
-    broken: dict[int, str]
-    digests: list[bytes] | None
+    images: Images  # the store
+    kept: Rows  # rows of the given files that it contains
+    broken: dict[int, str]  # the other rows, with the reasons
+    digests: list[bytes] | None  # SHA-256 of each file in `kept` when the cache was built; None without a cache
 
 
 def open_images(
@@ -72,23 +65,7 @@ def open_images(
     on_broken: OnBroken = "stop",
     reporter: Reporter | None = None,
 ) -> Opened:
-    """Open image files through a cache, which is built if missing.
-
-    Args:
-        files: The files.
-        cache: Whether to use a cache.
-        folder: Folder of the caches; by default in the user's cache folder ($NEARKIN_CACHE).
-        limit_gb: Maximum size of a new cache.
-        on_broken: "stop" raises an error that names the unreadable files, "skip" skips and reports them. Without a
-            cache, "stop" raises on the first use of such a file, and "skip" decodes every file once to find them.
-        reporter: Reports the progress and what is skipped.
-
-    Returns:
-        The store and which files it contains.
-
-    Raises:
-        DataError: If files cannot be read, or the cache does not fit on the disk or within `limit_gb`.
-    """
+    """Open image files through a cache, which is built if missing."""
     reporter = reporter or Reporter(quiet=True)
     rows = np.arange(len(files))
     if not cache:
@@ -107,16 +84,7 @@ def open_images(
 
 
 class CachedImages:
-    """Images of a cache file; damaged ones are read from `files`.
-
-    Args:
-        path: The cache file.
-        files: The files it was built from.
-        reporter: Reports damaged images.
-
-    Raises:
-        ValueError: If the file is not a complete cache.
-    """
+    """Images of a cache file; damaged ones are read from `files`."""
 
     def __init__(self, path: Path, files: FileImages, reporter: Reporter) -> None:
         self.path, self.files, self.workers, self.shape = path, files, files.workers, files.shape
@@ -165,14 +133,7 @@ class CachedImages:
         return view
 
     def damaged(self, rows: Rows | None = None) -> list[int]:
-        """Verify checksums.
-
-        Args:
-            rows: Rows of the cache file; all if None.
-
-        Returns:
-            The rows whose pixels are damaged.
-        """
+        """Verify checksums. Returns the rows whose pixels are damaged."""
         indices = np.arange(len(self.heights)) if rows is None else rows
         return [int(index) for index in indices if not self._intact(index, self._pixels(index))]
 
@@ -191,14 +152,7 @@ def default_folder() -> Path:
 
 
 def cache_key(files: FileImages) -> str:
-    """Hash everything that could change a pixel. Moving the whole folder keeps the key, touching a file does not.
-
-    Args:
-        files: The files.
-
-    Returns:
-        20 hexadecimal digits.
-    """
+    """Hash everything that could change a pixel. Moving the whole folder keeps the key, touching a file does not."""
     paths = [Path(os.path.abspath(path)) for path in files.paths]
     common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     digest = hashlib.sha256()

@@ -55,14 +55,7 @@ def check_target(target: str, root: Path, reporter: Reporter) -> Report:
 
 
 def check_features(table: Table) -> Report:
-    """Check precomputed features: classes, names, parts and duplicate vectors.
-
-    Args:
-        table: A table of features.
-
-    Returns:
-        The findings.
-    """
+    """Check precomputed features: classes, names, parts and duplicate vectors. Returns the findings."""
     assert table.features is not None
     rows = tuple(Path(f"row {r}") for r in range(len(table)))
     listing = Listing(table.source, Path(), rows, table.labels, table.class_names, table.part)
@@ -71,15 +64,7 @@ def check_features(table: Table) -> Report:
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
-    """Read every file of a listing once and report all problems.
-
-    Args:
-        listing: The files and their labels.
-        reporter: Shows the progress.
-
-    Returns:
-        The findings.
-    """
+    """Read every file of a listing once and report all problems. Returns the findings."""
     infos = inspect_images(listing.paths, reporter, listing.source)
     cases = {
         **_check_listing(listing),
@@ -170,12 +155,6 @@ def _classes_without_gallery(listing: Listing) -> list[str]:
 
 def normalize_class_name(name: str) -> str:
     """Normalize case, spacing and Unicode form, so that spellings of one class compare equal.
-
-    Args:
-        name: A class name.
-
-    Returns:
-        The normalized name.
 
     Example:
         >>> normalize_class_name("Blue  Jay") == normalize_class_name("blue_jay ")

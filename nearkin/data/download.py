@@ -27,15 +27,10 @@ _RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 @dataclass(frozen=True)
 class Checksums:
-    """Expected checksums of a file.
+    """Expected checksums of a file."""
 
-    Attributes:
-        sha256: Hexadecimal SHA-256, or None if unknown.
-        md5: Hexadecimal MD5, or None if unknown.
-    """
-
-    sha256: str | None = None
-    md5: str | None = None
+    sha256: str | None = None  # hexadecimal SHA-256, or None if unknown
+    md5: str | None = None  # hexadecimal MD5, or None if unknown
 
 
 def download(
@@ -50,19 +45,6 @@ def download(
 
     The bytes go to TARGET.part, which a later call resumes, and are renamed to `target` once they are complete and the
     checksums match.
-
-    Args:
-        urls: Mirrors, tried in order.
-        target: The file to write.
-        checksums: Expected checksums.
-        reporter: Shows the progress.
-        retry_delay: Seconds before the first retry.
-
-    Returns:
-        The SHA-256 of the file.
-
-    Raises:
-        DataError: If no mirror works.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -99,15 +81,7 @@ class _ChecksumMismatch:
 
 
 def verify(file: Path, checksums: Checksums) -> str | _ChecksumMismatch:
-    """Compare a file with its expected checksums.
-
-    Args:
-        file: The file.
-        checksums: Expected checksums.
-
-    Returns:
-        The SHA-256, or which checksum does not match.
-    """
+    """Compare a file with its expected checksums. Returns the SHA-256, or which checksum does not match."""
     hashes = {"sha256": hashlib.sha256(), "md5": hashlib.md5(usedforsecurity=False)}
     with open(file, "rb") as stream:
         while block := stream.read(2**20):
@@ -121,18 +95,7 @@ def verify(file: Path, checksums: Checksums) -> str | _ChecksumMismatch:
 
 
 def check_file(file: Path, checksums: Checksums) -> str:
-    """Verify a file that the user provided.
-
-    Args:
-        file: The file.
-        checksums: Expected checksums.
-
-    Returns:
-        The SHA-256.
-
-    Raises:
-        DataError: If the file cannot be read or a checksum does not match.
-    """
+    """Verify a file that the user provided. Returns the SHA-256."""
     try:
         digest = verify(file, checksums)
     except OSError as error:

@@ -38,17 +38,6 @@ def extract(archive: Path, target: Path, reporter: Reporter) -> list[Path]:
 
     All names are checked before the first byte is written: absolute names, "..", links to the outside and devices are
     rejected. Files are written to a temporary folder and moved once all are complete; nothing is ever overwritten.
-
-    Args:
-        archive: A tar or zip file.
-        target: The folder to unpack into; created if missing.
-        reporter: Shows the progress.
-
-    Returns:
-        The new files and folders at the top level of `target`.
-
-    Raises:
-        DataError: If the archive is unsafe or damaged, would overwrite something, or does not fit on the disk.
     """
     with _open_archive(archive) as (members, open_entry):
         for member in members:

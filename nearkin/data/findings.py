@@ -81,44 +81,27 @@ CATALOGUE: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One type of problem.
+    """One type of problem."""
 
-    Attributes:
-        kind: A key of `CATALOGUE`.
-        level: How bad it is.
-        title: What it is; reads after the number of cases.
-        advice: What to do.
-        cases: Every instance.
-    """
-
-    kind: str
-    level: Level
-    title: str
-    advice: str
-    cases: tuple[str, ...] = field(repr=False)
+    kind: str  # a key of `CATALOGUE`
+    level: Level  # how bad it is
+    title: str  # what it is; reads after the number of cases
+    advice: str  # what to do
+    cases: tuple[str, ...] = field(repr=False)  # every instance
 
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        source: Name of the source.
-        root: Its folder.
-        images: Number of images.
-        classes: Number of classes.
-        parts: Numbers of images and classes of each part; empty if the source has no parts.
-        fingerprint: That of the table, so that a result can be matched to it; None if some files cannot be read.
-        findings: Most severe first.
-    """
-
-    source: str
-    root: str
+    source: str  # name of the source
+    root: str  # its folder
     images: int
     classes: int
-    parts: dict[str, dict[str, int]]
+    parts: dict[str, dict[str, int]]  # numbers of images and classes of each part; empty if the source has no parts
+    # that of the table, so that a result can be matched to it; None if some files cannot be read
     fingerprint: str | None
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # most severe first
 
     @property
     def ok(self) -> bool:
@@ -145,15 +128,7 @@ class Report:
 
 
 def write_json(report: Report, file: Path) -> None:
-    """Write a report as JSON.
-
-    Args:
-        report: The report.
-        file: Where to; missing folders are created.
-
-    Raises:
-        DataError: If the file cannot be written.
-    """
+    """Write a report as JSON."""
     text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -20,21 +20,7 @@ if TYPE_CHECKING:  # the registry imports torch, which --help must not wait for
 def get_dataset(
     name: str, root: Path, *, files: Sequence[Path] = (), sha256: str | None = None, reporter: Reporter | None = None
 ) -> str:
-    """Download and unpack a benchmark, and check its counts.
-
-    Args:
-        name: Name of the benchmark.
-        root: Folder in which the benchmark's own folder is created.
-        files: Archives on disk, to use instead of downloading.
-        sha256: Expected SHA-256, for a benchmark with one archive.
-        reporter: Shows the progress.
-
-    Returns:
-        One line about the result.
-
-    Raises:
-        DataError: If the benchmark cannot be downloaded or unpacked, or its counts are wrong.
-    """
+    """Download and unpack a benchmark, and check its counts. Returns one line about the result."""
     from nearkin.data.benchmarks import BENCHMARKS
 
     return get_benchmark(BENCHMARKS[name], root, files=files, sha256=sha256, reporter=reporter)
@@ -48,18 +34,7 @@ def get_benchmark(
     sha256: str | None = None,
     reporter: Reporter | None = None,
 ) -> str:
-    """Do the same as `get_dataset` for a `Benchmark` object.
-
-    Args:
-        benchmark: The benchmark.
-        root: As for `get_dataset`.
-        files: As for `get_dataset`.
-        sha256: As for `get_dataset`.
-        reporter: As for `get_dataset`.
-
-    Returns:
-        One line about the result.
-    """
+    """Do the same as `get_dataset` for a `Benchmark` object. Returns one line about the result."""
     reporter = reporter or Reporter()
     reporter.info(f"{benchmark.title}: {benchmark.terms} ({benchmark.homepage})")
     if sha256 and len(benchmark.archives) > 1:

@@ -39,18 +39,7 @@ _FONT_SIZE = 56  # pixels; larger than SIZE so that distorted edges stay smooth
 
 
 def load(*, seed: int = 0, cache: Path | None = None) -> Table:
-    """Load the glyph images from the cache, or draw them, which takes about ten seconds.
-
-    Args:
-        seed: Seed of the distortions.
-        cache: Cache folder; by default the user's cache folder ($NEARKIN_CACHE).
-
-    Returns:
-        A table of grey images.
-
-    Raises:
-        MissingExtraError: If Pillow or matplotlib is not installed.
-    """
+    """Load the glyph images from the cache, or draw them, which takes about ten seconds."""
     import_extra("PIL.Image", extra="images")
     _font_folder()  # even a cache needs matplotlib: its key contains the version
     target = (cache or cache_dir()) / f"glyphs-{_cache_key(seed)}.npz"
@@ -70,14 +59,7 @@ def load(*, seed: int = 0, cache: Path | None = None) -> Table:
 
 
 def draw(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.str_]]:
-    """Draw every character in every font.
-
-    Args:
-        seed: Seed of the distortions.
-
-    Returns:
-        Pixels [N, 1, SIZE, SIZE], labels [N] and class names [C].
-    """
+    """Draw every character in every font. Returns pixels [N, 1, SIZE, SIZE], labels [N] and class names [C]."""
     fonts = _fonts()
     names = distinct_characters()
     rng = np.random.default_rng(seed)

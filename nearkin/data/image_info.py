@@ -25,31 +25,18 @@ HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any b
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """Properties of one image file.
+    """Properties of one image file."""
 
-    Attributes:
-        error: broken_link, no_permission, unreadable or too_many_pixels; empty if the image can be used.
-        reason: The error in words.
-        is_link: Whether the file is a symbolic link.
-        digest: SHA-256 of its content.
-        width: Width as stored.
-        height: Height as stored.
-        mode: Pillow's mode, for example RGB or CMYK.
-        rotated: Whether EXIF says that it is stored rotated or flipped.
-        hash: Perceptual hash.
-        thumb: Grey thumbnail [16, 16].
-    """
-
-    error: str = ""
-    reason: str = ""
-    is_link: bool = False
-    digest: bytes = b""
-    width: int = 0
-    height: int = 0
-    mode: str = ""
-    rotated: bool = False
-    hash: int = 0
-    thumb: NDArray[np.uint8] | None = field(default=None, repr=False)
+    error: str = ""  # broken_link, no_permission, unreadable or too_many_pixels; empty if the image can be used
+    reason: str = ""  # the error in words
+    is_link: bool = False  # whether the file is a symbolic link
+    digest: bytes = b""  # SHA-256 of its content
+    width: int = 0  # width as stored
+    height: int = 0  # height as stored
+    mode: str = ""  # pillow's mode, for example RGB or CMYK
+    rotated: bool = False  # whether EXIF says that it is stored rotated or flipped
+    hash: int = 0  # perceptual hash
+    thumb: NDArray[np.uint8] | None = field(default=None, repr=False)  # grey thumbnail [16, 16]
 
     @property
     def pixels(self) -> int:
@@ -58,14 +45,7 @@ class ImageInfo:
 
 
 def inspect_image(path: Path) -> ImageInfo:
-    """Read and decode one file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its properties. A file that cannot be used is described by `error`, never raised.
-    """
+    """Read and decode one file."""
     is_link = path.is_symlink()
     try:
         content = path.read_bytes()
@@ -101,16 +81,7 @@ def inspect_image(path: Path) -> ImageInfo:
 
 
 def inspect_images(paths: Sequence[Path], reporter: Reporter, name: str) -> list[ImageInfo]:
-    """Read and decode files with a progress bar.
-
-    Args:
-        paths: The files.
-        reporter: Shows the progress.
-        name: What is checked, for the progress bar.
-
-    Returns:
-        The properties of each file, in order.
-    """
+    """Read and decode files with a progress bar. Returns the properties of each file, in order."""
     infos = []
     with reporter.track(f"checking {name}", len(paths), unit="img") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about unusual metadata, one line per file

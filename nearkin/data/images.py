@@ -24,12 +24,9 @@ class Images(Protocol):
 
     A store may also define `whole(row) -> uint8 [channels, h, w]`, the uncropped image that random crops are taken
     from. `whole_of` works for every store.
-
-    Attributes:
-        shape: (channels, height, width) of the images that `read` returns.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
 
     def __len__(self) -> int: ...
 
@@ -43,26 +40,14 @@ class Images(Protocol):
 
 
 def whole_of(images: Images, row: int) -> Tensor:
-    """Read one image, uncropped if the store provides that.
-
-    Args:
-        images: The store.
-        row: Index of the image.
-
-    Returns:
-        The image as uint8 [channels, h, w].
-    """
+    """Read one image, uncropped if the store provides that. Returns the image as uint8 [channels, h, w]."""
     if hasattr(images, "whole"):
         return images.whole(row)  # type: ignore[no-any-return]
     return images.read(np.array([row]))[0]
 
 
 class ArrayImages:
-    """Images in memory.
-
-    Args:
-        pixels: uint8 [N, channels, height, width].
-    """
+    """Images in memory."""
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
@@ -87,17 +72,6 @@ class FileImages:
     """Image files, decoded on every access.
 
     A file that cannot be read raises a `DataError` that names it; `cache.open_images` can skip such files instead.
-
-    Args:
-        paths: One path per image; str, Path or anything else that `read_image` accepts.
-        side: `read` returns the center square at this size; `whole` the full image with its shorter side at most this.
-        boxes: [N, 4] bounding boxes as x, y, width, height in pixels of the upright image; images are cropped to them.
-        channels: 3 (RGB) or 1 (grey).
-        workers: Decoding threads (decoders release the GIL); 0 means one per core. Does not affect the pixels.
-        decoder: "auto" (torchvision for JPEG, otherwise Pillow) or "pillow".
-
-    Raises:
-        DataError: If `boxes` has the wrong shape.
     """
 
     def __init__(
@@ -142,17 +116,7 @@ class FileImages:
 
 
 def file_digest(path: Path) -> bytes:
-    """Return the SHA-256 of a file, which identifies an image independently of its name and scaling.
-
-    Args:
-        path: The file.
-
-    Returns:
-        32 bytes.
-
-    Raises:
-        DataError: If the file cannot be read.
-    """
+    """Return the SHA-256 of a file, which identifies an image independently of its name and scaling."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
@@ -163,15 +127,7 @@ def file_digest(path: Path) -> bytes:
 
 
 def stack_squares(images: Any, rows: Rows) -> Tensor:
-    """Stack the center squares of a store that defines `whole`.
-
-    Args:
-        images: A store with `whole`, `shape` and `workers`.
-        rows: Which images.
-
-    Returns:
-        uint8 [len(rows), channels, side, side].
-    """
+    """Stack the center squares of a store that defines `whole`. Returns uint8 [len(rows), channels, side, side]."""
     squares = empty_batch(len(rows), *images.shape)
 
     def fill(index: int) -> None:

@@ -13,14 +13,7 @@ from nearkin.errors import DataError, import_extra
 
 
 def read_cub(root: Path) -> Listing:
-    """List CUB: images.txt and image_class_labels.txt joined by image number, and bounding_boxes.txt if present.
-
-    Args:
-        root: The unpacked folder.
-
-    Returns:
-        The listing, with the papers' split as parts.
-    """
+    """List CUB: images.txt and image_class_labels.txt joined by image number, and bounding_boxes.txt if present."""
     files = dict(_pairs(root / "images.txt"))
     classes = dict(_pairs(root / "image_class_labels.txt"))
     names = [name for _, name in sorted((_to_int(k, root / "classes.txt"), v) for k, v in _pairs(root / "classes.txt"))]
@@ -49,12 +42,6 @@ def read_cars(root: Path) -> Listing:
 
     The class folders may be split into train/ and test/ (the classification split); the folders of one class are then
     merged.
-
-    Args:
-        root: The unpacked folder.
-
-    Returns:
-        The listing, with the papers' split as parts.
     """
     if not (root / "cars_annos.mat").is_file():
         if (root / "car_ims").is_dir():
@@ -86,14 +73,7 @@ def read_cars(root: Path) -> Listing:
 
 
 def read_sop(root: Path) -> Listing:
-    """List SOP: Ebay_train.txt and Ebay_test.txt with a header line and image_id, class_id, super_class_id, path.
-
-    Args:
-        root: The unpacked folder.
-
-    Returns:
-        The listing, with the official split as parts and the product categories as groups.
-    """
+    """List SOP: Ebay_train.txt and Ebay_test.txt with a header line and image_id, class_id, super_class_id, path."""
     rows: list[tuple[int, str, str]] = []  # class id, path, part
     for part, file in (("train", root / "Ebay_train.txt"), ("test", root / "Ebay_test.txt")):
         for line in _lines(file)[1:]:
@@ -114,14 +94,7 @@ def read_sop(root: Path) -> Listing:
 
 
 def read_inshop(root: Path) -> Listing:
-    """List In-Shop: Eval/list_eval_partition.txt with a count, a header, and image_name, item_id, evaluation_status.
-
-    Args:
-        root: The unpacked folder.
-
-    Returns:
-        The listing, with train, query and gallery as parts and the clothing categories as groups.
-    """
+    """List In-Shop: Eval/list_eval_partition.txt with a count, a header, and image_name, item_id, evaluation_status."""
     file = next(p for p in (root / "Eval" / "list_eval_partition.txt", root / "list_eval_partition.txt") if p.exists())
     rows = []
     for line in _lines(file)[2:]:
@@ -144,15 +117,7 @@ def read_inshop(root: Path) -> Listing:
 
 
 def first_half(labels: NDArray[np.int64], num_classes: int) -> NDArray[np.str_]:
-    """The papers' split: the first half of the classes is for training, the rest for testing.
-
-    Args:
-        labels: [N].
-        num_classes: Number of classes.
-
-    Returns:
-        "train" or "test" for each row [N].
-    """
+    """The papers' split: the first half of the classes is for training, the rest for testing."""
     return np.where(labels < num_classes // 2, "train", "test")
 
 

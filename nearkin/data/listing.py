@@ -36,39 +36,23 @@ PART_ALIASES = {"training": "train", "valid": "val", "validation": "val", "dev":
 
 @dataclass(frozen=True)
 class Listing:
-    """Files with labels, as a source lists them. Row i is `paths[i]` of class `class_names[labels[i]]`.
+    """Files with labels, as a source lists them. Row i is `paths[i]` of class `class_names[labels[i]]`."""
 
-    Attributes:
-        source: Name of the source.
-        root: Messages show paths relative to this folder.
-        paths: The image files.
-        labels: int64 [N], indices into class_names.
-        class_names: [C].
-        part: As in `Table`.
-        groups: As in `Table`.
-        boxes: As in `Table`.
-        empty: Classes that the source names but that have no images.
-        unlabelled: Images outside any class folder.
-        ignored: Files among the images without an image suffix.
-        unopened: Folders that could not be opened.
-        missing: Files that the source lists but that do not exist; never in `paths`.
-        notes: What readers of the scores must know.
-    """
-
-    source: str
-    root: Path
-    paths: tuple[Path, ...] = field(repr=False)
-    labels: NDArray[np.int64] = field(repr=False)
-    class_names: tuple[str, ...] = field(repr=False)
-    part: NDArray[np.str_] | None = field(default=None, repr=False)
-    groups: NDArray[np.str_] | None = field(default=None, repr=False)
-    boxes: NDArray[np.int64] | None = field(default=None, repr=False)
-    empty: tuple[str, ...] = ()
-    unlabelled: tuple[Path, ...] = ()
-    ignored: tuple[Path, ...] = ()
-    unopened: tuple[Path, ...] = ()
+    source: str  # name of the source
+    root: Path  # messages show paths relative to this folder
+    paths: tuple[Path, ...] = field(repr=False)  # the image files
+    labels: NDArray[np.int64] = field(repr=False)  # int64 [N], indices into class_names
+    class_names: tuple[str, ...] = field(repr=False)  # [C]
+    part: NDArray[np.str_] | None = field(default=None, repr=False)  # as in `Table`
+    groups: NDArray[np.str_] | None = field(default=None, repr=False)  # as in `Table`
+    boxes: NDArray[np.int64] | None = field(default=None, repr=False)  # as in `Table`
+    empty: tuple[str, ...] = ()  # classes that the source names but that have no images
+    unlabelled: tuple[Path, ...] = ()  # images outside any class folder
+    ignored: tuple[Path, ...] = ()  # files among the images without an image suffix
+    unopened: tuple[Path, ...] = ()  # folders that could not be opened
+    # files that the source lists but that do not exist; never in `paths`
     missing: tuple[Path, ...] = field(default=(), repr=False)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what readers of the scores must know
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -98,12 +82,6 @@ class Listing:
 def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Convert class names to labels.
 
-    Args:
-        names: Class name of each row.
-
-    Returns:
-        int64 labels [N] and the sorted class names [C]. If all are non-negative integers, they are sorted by value.
-
     Example:
         >>> encode_labels(["10", "9", "10"])
         (array([1, 0, 1]), ('9', '10'))
@@ -125,17 +103,7 @@ def _numeric_key(digits: str) -> tuple[int, str, str]:
 
 
 def list_folder(root: Path) -> Listing:
-    """List the images of `root/CLASS/...`, or of `root/train/CLASS/...` and `root/test/CLASS/...`.
-
-    Args:
-        root: The folder.
-
-    Returns:
-        The images with their class folder as label.
-
-    Raises:
-        DataError: If the folder does not exist, cannot be opened, or has fewer than two classes.
-    """
+    """List the images of `root/CLASS/...`, or of `root/train/CLASS/...` and `root/test/CLASS/...`."""
     if not root.is_dir():
         raise DataError(f"{root}: no such folder. Expected a folder with one folder of images per class.")
     try:
@@ -179,14 +147,7 @@ def list_folder(root: Path) -> Listing:
 
 
 def part_name(word: str) -> str:
-    """Return our name of a part: "Validation" is "val". An unknown one is returned in lower case.
-
-    Args:
-        word: A folder name or table value.
-
-    Returns:
-        A name out of `PARTS` if known.
-    """
+    """Return our name of a part: "Validation" is "val". An unknown one is returned in lower case."""
     word = word.strip().lower()
     return PART_ALIASES.get(word, word)
 
@@ -200,16 +161,7 @@ def _has_image_suffix(path: Path) -> bool:
 
 
 def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) -> list[Path]:
-    """List the image files below a folder, following links. Broken links are listed too, so that they are reported.
-
-    Args:
-        folder: The folder.
-        ignored: Files without an image suffix are appended here.
-        unopened: Folders that cannot be opened are appended here.
-
-    Returns:
-        The image files, sorted within each folder.
-    """
+    """List the image files below a folder, following links. Broken links are listed too, so that they are reported."""
     images: list[Path] = []
     visited: set[str] = set()
     for top, subfolders, files in os.walk(
@@ -237,18 +189,6 @@ def list_table(
 
     Columns: path and label; optionally part (or split), group, and x, y, w, h of a box in pixels. Paths are relative
     to the file that lists them.
-
-    Args:
-        path: The file or folder.
-        path_column: Name of the path column; by default path, file_name or similar.
-        label_column: Name of the label column; by default label, class or similar.
-        fewest: Minimum number of classes; training needs two.
-
-    Returns:
-        The existing files; the others are in `missing`.
-
-    Raises:
-        DataError: If the file cannot be read or is malformed.
     """
     if path.is_dir():
         files = metadata_files(path)
@@ -279,14 +219,7 @@ def list_table(
 
 
 def metadata_files(root: Path) -> list[Path]:
-    """Find the metadata.csv of a Hugging Face-style folder.
-
-    Args:
-        root: The folder.
-
-    Returns:
-        Its own metadata.csv, or those of its part folders; empty if there are none.
-    """
+    """Find the metadata.csv of a Hugging Face-style folder."""
     if (root / "metadata.csv").is_file():
         return [root / "metadata.csv"]
     return sorted(p for p in root.glob("*/metadata.csv") if part_name(p.parent.name) in PARTS)
@@ -394,18 +327,7 @@ def _parquet_strings(column: Any, name: str, file: Path) -> list[str]:
 
 
 def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
-    """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split.
-
-    Args:
-        words: Part of each row.
-        path: The file, for the error message.
-
-    Returns:
-        Names out of `PARTS` [N].
-
-    Raises:
-        DataError: If a part is unknown.
-    """
+    """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split."""
     parts = [part_name(word) for word in words]
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:

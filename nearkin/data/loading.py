@@ -29,16 +29,7 @@ def available_cores() -> int:
 
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) -> Iterator[list[R]]:
-    """Apply a function to all items in threads and yield the results in order, in chunks.
-
-    Args:
-        work: Called once per item.
-        items: The inputs.
-        workers: Number of threads; 0 means one per core.
-
-    Returns:
-        An iterator over lists of consecutive results.
-    """
+    """Apply a function to all items in threads and yield the results in order, in chunks."""
     chunks = [items[start : start + _CHUNK_SIZE] for start in range(0, len(items), _CHUNK_SIZE)]
     if len(chunks) <= 1:  # not worth a thread
         yield from ([work(item) for item in chunk] for chunk in chunks)
@@ -51,17 +42,7 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int =
 
 
 def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, depth: int = 2) -> Iterator[R]:
-    """Run jobs ahead of their use in threads.
-
-    Args:
-        jobs: Each job is a sequence of tasks that may run in parallel.
-        workers: Number of threads; 0 means one per core.
-        depth: Jobs submitted beyond the one being waited for, which bounds memory.
-
-    Returns:
-        An iterator over the result of each job's first task, in order. An exception in a task is raised when its job's
-        turn comes.
-    """
+    """Run jobs ahead of their use in threads."""
     num_threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", initializer=_use_one_torch_thread)
     pending: deque[list[Future[R]]] = deque()
@@ -88,14 +69,6 @@ def _use_one_torch_thread() -> None:
 
 
 def empty_batch(*shape: int) -> Tensor:
-    """Allocate a uint8 batch in channels-last layout, as decoders produce it and convolutions prefer it.
-
-    Args:
-        *shape: B, C, H, W.
-
-    Returns:
-        An uninitialised tensor that any thread may write to. (One created under inference_mode could be written to
-        only by the thread that created it.)
-    """
+    """Allocate a uint8 batch in channels-last layout, as decoders produce it and convolutions prefer it."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)

@@ -24,12 +24,6 @@ _BUCKET_ROWS = 2048  # rows of a bucket compared at once, which bounds memory
 def dhash(grey: NDArray[np.uint8]) -> int:
     """Compute the dHash of a 9 x 8 (width x height) grey image.
 
-    Args:
-        grey: uint8 [8, 9].
-
-    Returns:
-        A 64-bit integer.
-
     Example:
         >>> dhash(np.tile(np.arange(9, dtype=np.uint8), (8, 1))) == 2**64 - 1
         True
@@ -40,14 +34,7 @@ def dhash(grey: NDArray[np.uint8]) -> int:
 
 
 def hash_image(image: Any) -> tuple[int, NDArray[np.uint8]]:
-    """Compute the hash and the thumbnail of an image.
-
-    Args:
-        image: A PIL image in mode L.
-
-    Returns:
-        The 64-bit hash and a uint8 [16, 16] thumbnail.
-    """
+    """Compute the hash and the thumbnail of an image. Returns the 64-bit hash and a uint8 [16, 16] thumbnail."""
     from PIL import Image
 
     box = Image.Resampling.BOX
@@ -59,13 +46,6 @@ def near_pairs(hashes: NDArray[np.uint64], max_hamming: int = MAX_HAMMING) -> ND
 
     The hashes are cut into max_hamming + 1 bands. Two hashes within the distance share at least one band, so only rows
     that share a band are compared. Remove blank images first (`is_flat`): their hashes agree without meaning anything.
-
-    Args:
-        hashes: uint64 [N].
-        max_hamming: Maximum number of differing bits, 0 to 15.
-
-    Returns:
-        int64 [P, 2] with rows i < j, sorted.
     """
     assert 0 <= max_hamming <= 15
     values, inverse = np.unique(hashes, return_inverse=True)
@@ -81,29 +61,14 @@ def near_pairs(hashes: NDArray[np.uint64], max_hamming: int = MAX_HAMMING) -> ND
 
 
 def is_flat(thumbs: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which thumbnails have too little contrast to be compared.
-
-    Args:
-        thumbs: uint8 [N, 16, 16].
-
-    Returns:
-        bool [N].
-    """
+    """Return which thumbnails have too little contrast to be compared."""
     std = thumbs.reshape(len(thumbs), THUMB_SIZE * THUMB_SIZE).std(axis=1, dtype=np.float32)
     flat: NDArray[np.bool_] = std < MIN_STD
     return flat
 
 
 def confirm_pairs(pairs: NDArray[np.int64], thumbs: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Keep the pairs whose thumbnails correlate.
-
-    Args:
-        pairs: int64 [P, 2].
-        thumbs: uint8 [N, 16, 16].
-
-    Returns:
-        The confirmed pairs, in order.
-    """
+    """Keep the pairs whose thumbnails correlate. Returns the confirmed pairs, in order."""
     confirmed = []
     for chunk in np.array_split(pairs, max(1, len(pairs) // 65_536)):
         a, b = (thumbs[chunk[:, i]].reshape(len(chunk), THUMB_SIZE * THUMB_SIZE).astype(np.float64) for i in (0, 1))

@@ -44,19 +44,6 @@ def read_image(
     """Read an image and shrink it so that its shorter side is at most `side`.
 
     A smaller image is not enlarged, which would only cost space.
-
-    Args:
-        source: A path, the bytes of a file, or a PIL image.
-        side: Maximum length of the shorter side.
-        box: Crop to this x, y, width, height first.
-        channels: 3 (RGB) or 1 (grey).
-        decoder: "auto" (torchvision for JPEG, otherwise Pillow) or "pillow".
-
-    Returns:
-        uint8 [channels, h, w] with the original aspect ratio, at most 4:1.
-
-    Raises:
-        DataError: If the file is missing, damaged or not an image; the message names it.
     """
     assert channels in (1, 3)
     try:
@@ -75,15 +62,7 @@ def read_image(
 
 
 def square(whole: Tensor, side: int) -> Tensor:
-    """Crop the center square of an image and resize it.
-
-    Args:
-        whole: uint8 [C, h, w].
-        side: Output size.
-
-    Returns:
-        uint8 [C, side, side].
-    """
+    """Crop the center square of an image and resize it. Returns uint8 [C, side, side]."""
     height, width = whole.shape[1:]
     short = min(height, width)
     top, left = round((height - short) / 2), round((width - short) / 2)
@@ -92,16 +71,7 @@ def square(whole: Tensor, side: int) -> Tensor:
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize with antialiased bilinear interpolation, as Pillow does.
-
-    Args:
-        pixels: uint8 [C, h, w].
-        height: Output height.
-        width: Output width.
-
-    Returns:
-        uint8 [C, height, width].
-    """
+    """Resize with antialiased bilinear interpolation, as Pillow does. Returns uint8 [C, height, width]."""
     if pixels.shape[1:] == (height, width):
         return pixels
     resized = F.interpolate(pixels[None], size=(height, width), mode="bilinear", antialias=True, align_corners=False)
@@ -109,17 +79,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def read_size(path: Path | str) -> tuple[int, int]:
-    """Read the size of an image from its header, in tens of microseconds.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Width and height as stored, before EXIF orientation.
-
-    Raises:
-        DataError: If the file is missing or not an image.
-    """
+    """Read the size of an image from its header, in tens of microseconds."""
     try:
         with open(path, "rb") as file:
             size = _sniff(file.read(1 << 16)).size
@@ -132,17 +92,7 @@ def read_size(path: Path | str) -> tuple[int, int]:
 
 
 def stored_shape(width: int, height: int, side: int, *, box: Box | None = None) -> tuple[int, int]:
-    """Compute the size that `read_image` returns for an upright image of this size.
-
-    Args:
-        width: Width of the file's image.
-        height: Height of the file's image.
-        side: Maximum length of the shorter side.
-        box: Crop to this x, y, width, height first.
-
-    Returns:
-        Height and width.
-    """
+    """Compute the size that `read_image` returns for an upright image of this size. Returns height and width."""
     if box is not None:
         left, top, right, bottom = _clip_box(box, width, height)
         width, height = max(0, right - left), max(0, bottom - top)
@@ -154,12 +104,6 @@ def decoder_name(decoder: Decoder = "auto") -> str:
     """Return names and versions of the decoders in use.
 
     It is part of the cache key, because decoders may differ in the last bit.
-
-    Args:
-        decoder: As for `read_image`.
-
-    Returns:
-        For example "torchvision-0.22.0 pillow-11.2.1".
     """
     names = ["torchvision", "pillow"] if decoder == "auto" and _torchvision_io() is not None else ["pillow"]
     return " ".join(f"{name}-{_version(name)}" for name in names)

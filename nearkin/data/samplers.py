@@ -19,17 +19,11 @@ Rows = NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """Batches of row indices, epoch by epoch.
+    """Batches of row indices, epoch by epoch."""
 
-    Attributes:
-        batches_per_epoch: Number of batches in every epoch.
-        batch_size: Actual global batch size; below the requested one if there are too few images or classes.
-        share: This rank's rows of a global batch.
-    """
-
-    batches_per_epoch: int
-    batch_size: int
-    share: slice
+    batches_per_epoch: int  # number of batches in every epoch
+    batch_size: int  # actual global batch size; below the requested one if there are too few images or classes
+    share: slice  # this rank's rows of a global batch
 
     def epoch(self, number: int) -> list[Rows]:
         """Return all batches of this epoch, in order."""
@@ -158,13 +152,6 @@ def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
     A batch takes at most one group of a class, so B batches use min(num_groups[c], B) groups of class c. The last batch
     may be short.
 
-    Args:
-        num_groups: Number of groups of each class [C].
-        classes_per_batch: Groups per batch.
-
-    Returns:
-        The number of batches.
-
     Example:
         >>> longest_epoch(np.array([3, 3, 3, 3]), classes_per_batch=2)
         6
@@ -179,14 +166,6 @@ def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
 
 def rank_share(count: int, rank: int, world_size: int) -> slice:
     """Return a rank's contiguous share of `count` rows; shares differ in length by at most one.
-
-    Args:
-        count: Number of rows.
-        rank: This process.
-        world_size: Number of processes.
-
-    Returns:
-        The slice of this rank's rows.
 
     Example:
         >>> [rank_share(7, rank, 3) for rank in range(3)]

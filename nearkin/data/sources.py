@@ -65,18 +65,7 @@ def load(data: DataConfig, reporter: Reporter) -> Table:
 
 
 def list_source(data: DataConfig) -> Listing:
-    """List the files and labels of a source without decoding any image.
-
-    Args:
-        data: The data section of a recipe.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: If the source is unknown.
-        DataError: If it is incomplete or malformed.
-    """
+    """List the files and labels of a source without decoding any image. Returns the listing."""
     if data.source in BENCHMARKS:
         return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
     if data.source == "folder":
@@ -104,12 +93,6 @@ def detect_source(path: Path) -> str:
 
     A benchmark is recognised by its official files, a table by its suffix or its metadata.csv, features by their
     suffix; everything else is a folder.
-
-    Args:
-        path: A file or folder.
-
-    Returns:
-        A name out of `SOURCES`.
     """
     if path.suffix.lower() in TABLE_SUFFIXES and not path.is_dir():
         return "table"
@@ -122,19 +105,7 @@ def detect_source(path: Path) -> str:
 
 
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
-    """Open the listed images as a table.
-
-    Args:
-        listing: The files and their labels.
-        data: The data section of a recipe.
-        reporter: Reports what is skipped.
-
-    Returns:
-        The table, without classes that have no images.
-
-    Raises:
-        DataError: If files or folders cannot be read and `data.skip_broken` is not set.
-    """
+    """Open the listed images as a table. Returns the table, without classes that have no images."""
     if data.crop_to_boxes and listing.boxes is None:
         raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
     if listing.unopened and not data.skip_broken:
@@ -175,17 +146,7 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
 
 
 def images_of(paths: Sequence[Path], data: DataConfig, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
-    """Open image files as a store, at the size that the recipe's augmentation crops from.
-
-    Args:
-        paths: The files.
-        data: The data section of a recipe.
-        reporter: Reports the progress and what is skipped.
-        boxes: Crop each image to this x, y, width, height [N, 4].
-
-    Returns:
-        The store and which files it contains.
-    """
+    """Open image files as a store, at the size that the recipe's augmentation crops from."""
     side = AUGMENTS[data.augment].stored_side(data.image_size)
     return open_images(
         FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.num_workers),
@@ -208,18 +169,7 @@ def fingerprint(
     part: NDArray[np.str_] | None = None,
     boxes: NDArray[np.int64] | None = None,
 ) -> str:
-    """Hash everything about the data that can change a score.
-
-    Args:
-        contents: Digest of each image, or the bytes of the features, in order.
-        labels: [N].
-        class_names: [C].
-        part: [N].
-        boxes: [N, 4].
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Hash everything about the data that can change a score. Returns 16 hexadecimal digits."""
     digest = hashlib.sha256(repr(tuple(class_names)).encode())
     digest.update(np.ascontiguousarray(labels, np.int64).tobytes())
     digest.update(b"" if part is None else "\n".join(part.tolist()).encode())

@@ -85,14 +85,7 @@ def make_split(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
 
 
 def has_positives(table: Table) -> bool:
-    """Return whether any query has another image of its class among all images, or in the gallery if there is one.
-
-    Args:
-        table: The images to evaluate.
-
-    Returns:
-        False if nothing can be evaluated.
-    """
+    """Return whether any query has another image of its class among all images, or in the gallery if there is one."""
     if {"query", "gallery"} <= set(table.parts):
         query, gallery = (table.labels[table.part == part] for part in ("query", "gallery"))
         return bool(np.isin(query, gallery).any())
@@ -136,18 +129,6 @@ def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, s
     """Assign whole classes at random to training, validation and test.
 
     Validation and test get at least two classes each, because with one class every neighbour is correct.
-
-    Args:
-        table: All images.
-        val_fraction: Fraction of the classes to validate on.
-        test_fraction: Fraction of the classes to test on.
-        seed: Seed of the assignment.
-
-    Returns:
-        The training and validation classes, and the sealed test classes.
-
-    Raises:
-        DataError: If there are too few classes.
     """
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_fraction * len(order)))
@@ -169,19 +150,7 @@ def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, s
 
 
 def hold_out(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
-    """Seal a random fraction of the classes for testing; the rest is for `kfold` or `fixed`.
-
-    Args:
-        table: All images.
-        test_fraction: Fraction of the classes to test on.
-        seed: Seed of the assignment.
-
-    Returns:
-        The remaining classes, and the sealed test classes.
-
-    Raises:
-        DataError: If there are too few classes.
-    """
+    """Seal a random fraction of the classes for testing; the rest is for `kfold` or `fixed`."""
     order = np.random.default_rng(seed).permutation(table.num_classes)
     num_test = max(2, round(test_fraction * len(order)))
     if len(order) < 6:
@@ -196,17 +165,7 @@ def hold_out(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, H
 
 
 def half_half(table: Table) -> tuple[Table, Holdout]:
-    """The papers' split: the source's test part if it has one, else the second half of the classes.
-
-    Args:
-        table: All images.
-
-    Returns:
-        The training classes, and the sealed test classes.
-
-    Raises:
-        DataError: If there are too few classes.
-    """
+    """The papers' split: the source's test part if it has one, else the second half of the classes."""
     if set(table.parts) & set(EVAL_PARTS):
         return official(table)
     if table.num_classes < 6:
@@ -218,17 +177,7 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
 
 
 def official(table: Table) -> tuple[Table, Holdout]:
-    """The parts that the source defines, provided that no class is in both training and test.
-
-    Args:
-        table: All images, with parts.
-
-    Returns:
-        The training classes, and the sealed test classes.
-
-    Raises:
-        DataError: If a class is in both, or there are too few classes.
-    """
+    """The parts that the source defines, provided that no class is in both training and test."""
     assert table.part is not None
     is_test = np.isin(table.part, EVAL_PARTS)
     train_classes, test_classes = np.unique(table.labels[~is_test]), np.unique(table.labels[is_test])
@@ -248,19 +197,7 @@ def official(table: Table) -> tuple[Table, Holdout]:
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
-    """Split the training classes into disjoint folds; each fold validates once while the others train.
-
-    Args:
-        table: The training classes, as `half_half` or `official` return them; never the test classes.
-        folds: Number of folds.
-        seed: Seed of the assignment.
-
-    Returns:
-        One split per fold.
-
-    Raises:
-        DataError: If there are fewer than two classes per fold.
-    """
+    """Split the training classes into disjoint folds; each fold validates once while the others train."""
     if table.num_classes < 2 * folds:
         raise DataError(
             f"{table.source}: {table.num_classes} classes are too few for {folds} folds; each fold needs two classes. "
@@ -282,18 +219,6 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     """Split the training classes once at random, or use the source's validation part if it has one.
 
     Validation scores of different ratios are not comparable: they search among different numbers of classes.
-
-    Args:
-        table: The training classes, as `half_half` or `official` return them; never the test classes.
-        ratio: Fraction of the classes to train on (0.7, 0.8, 0.9, 0.95); the rest validates.
-        seed: Seed of the assignment.
-
-    Returns:
-        The split.
-
-    Raises:
-        ConfigError: If `ratio` is not between 0 and 1.
-        DataError: If there are too few classes.
     """
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio: expected a fraction between 0 and 1, got {ratio}.")

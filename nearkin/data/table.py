@@ -17,12 +17,7 @@ PARTS = ("train", "val", "test", "query", "gallery")  # the parts that a source 
 
 
 class NoImages:
-    """Placeholder for the images of a table of features; reading from it raises a `DataError`.
-
-    Args:
-        source: Name for the error message.
-        count: Number of rows.
-    """
+    """Placeholder for the images of a table of features; reading from it raises a `DataError`."""
 
     def __init__(self, source: str, count: int) -> None:
         self.source, self.count = source, count

@@ -40,21 +40,13 @@ CropBox = tuple[int, int, int, int]  # top, left, height, width
 
 @dataclass(frozen=True)
 class Augment:
-    """Training and evaluation transforms of one recipe.
+    """Training and evaluation transforms of one recipe."""
 
-    Attributes:
-        paper: Whose recipe it is.
-        resize_size: Shorter side at which images are stored for an input of `crop_size` (often 256).
-        crop_size: Input size in the paper (often 224).
-        train: Training transform: (image, draws, side) -> [C, side, side].
-        evaluate: Evaluation transform: (image, side) -> [C, side, side].
-    """
-
-    paper: str
-    resize_size: int
-    crop_size: int
-    train: Callable[[Tensor, Draws, int], Tensor]
-    evaluate: Callable[[Tensor, int], Tensor]
+    paper: str  # whose recipe it is
+    resize_size: int  # shorter side at which images are stored for an input of `crop_size` (often 256)
+    crop_size: int  # input size in the paper (often 224)
+    train: Callable[[Tensor, Draws, int], Tensor]  # training transform: (image, draws, side) -> [C, side, side]
+    evaluate: Callable[[Tensor, int], Tensor]  # evaluation transform: (image, side) -> [C, side, side]
 
     def stored_side(self, side: int) -> int:
         """Return the shorter side at which to store images for a model input of `side`."""
@@ -84,16 +76,7 @@ AUGMENTS: Registry[Augment] = Registry("augmentation")
 
 
 def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
-    """Crop an image and resize the crop: torchvision's resized_crop.
-
-    Args:
-        image: uint8 [C, h, w].
-        box: Top, left, height, width.
-        side: Output size.
-
-    Returns:
-        uint8 [C, side, side].
-    """
+    """Crop an image and resize the crop: torchvision's resized_crop. Returns uint8 [C, side, side]."""
     top, left, height, width = box
     return resize(image[:, top : top + height, left : left + width], side, side)
 
@@ -102,16 +85,6 @@ def random_crop_box(
     height: int, width: int, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> CropBox:
     """Draw the box of torchvision's RandomResizedCrop.
-
-    Args:
-        height: Height of the image.
-        width: Width of the image.
-        draws: Random numbers of the image.
-        scale: Range of the box's area as a fraction of the image's.
-        ratio: Range of the box's aspect ratio.
-
-    Returns:
-        Top, left, height, width.
 
     Example:
         >>> random_crop_box(100, 200, [0.0] * 32, scale=(0.25, 1.0), ratio=(1.0, 1.0))
@@ -133,18 +106,7 @@ def random_crop_box(
 
 
 def center_crop_box(height: int, width: int, *, resize_size: int, crop_size: int, squash: bool) -> CropBox:
-    """Compute the box of resize-then-center-crop in an image of any size.
-
-    Args:
-        height: Height of the image.
-        width: Width of the image.
-        resize_size: Size to which the papers resize the shorter side, or both sides if squash.
-        crop_size: Size of their center crop.
-        squash: Whether they resize to a square, ignoring the aspect ratio.
-
-    Returns:
-        Top, left, height, width.
-    """
+    """Compute the box of resize-then-center-crop in an image of any size. Returns top, left, height, width."""
     if squash:
         margin = round((resize_size - crop_size) / 2)
         return unsquash_box((margin, margin, crop_size, crop_size), resize_size, height, width)
@@ -153,17 +115,7 @@ def center_crop_box(height: int, width: int, *, resize_size: int, crop_size: int
 
 
 def unsquash_box(box: CropBox, square_side: int, height: int, width: int) -> CropBox:
-    """Map a box in an image squashed to a square back to the image itself.
-
-    Args:
-        box: Top, left, height, width in the squashed image.
-        square_side: Side of the squashed image.
-        height: Height of the image.
-        width: Width of the image.
-
-    Returns:
-        Top, left, height, width; at least one pixel, even in an image so small that the box would round to its edge.
-    """
+    """Map a box in an image squashed to a square back to the image itself."""
     top, left, h, w = box
     first_row = min(round(top * height / square_side), height - 1)
     first_column = min(round(left * width / square_side), width - 1)
@@ -180,15 +132,6 @@ def color_jitter(image: Tensor, draws: Draws, *, strength: float, hue: float = 0
     """Jitter brightness, contrast, saturation and hue in random order: torchvision's ColorJitter.
 
     Computed in float and rounded once; torchvision rounds down after each step.
-
-    Args:
-        image: uint8 [1 or 3, h, w].
-        draws: Random numbers of the image.
-        strength: Maximum relative change of brightness, contrast and saturation.
-        hue: Maximum shift of the hue, as a fraction of the color circle.
-
-    Returns:
-        uint8 of the same shape.
     """
     pixels = image.float()
     brightness, contrast, saturation = (1 + strength * (2 * draws[27 + i] - 1) for i in range(3))
@@ -253,18 +196,7 @@ def random_resized_crop(
 
 
 def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, crop_size: int) -> Tensor:
-    """Random crop of fixed size from the squashed image, and random horizontal flip.
-
-    Args:
-        image: uint8 [C, h, w].
-        draws: Random numbers of the image.
-        side: Output size.
-        resize_size: Side of the square to which the image is squashed.
-        crop_size: Side of the crop in that square.
-
-    Returns:
-        uint8 [C, side, side].
-    """
+    """Random crop of fixed size from the squashed image, and random horizontal flip. Returns uint8 [C, side, side]."""
     height, width = image.shape[1:]
     top, left = (int((resize_size - crop_size + 1) * draws[i]) for i in (20, 21))
     box = unsquash_box((top, left, crop_size, crop_size), resize_size, height, width)
@@ -272,18 +204,7 @@ def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, cro
 
 
 def center_crop(image: Tensor, side: int, *, resize_size: int, crop_size: int, squash: bool) -> Tensor:
-    """Resize and center crop for evaluation, in one interpolation.
-
-    Args:
-        image: uint8 [C, h, w].
-        side: Output size.
-        resize_size: As for `center_crop_box`.
-        crop_size: As for `center_crop_box`.
-        squash: As for `center_crop_box`.
-
-    Returns:
-        uint8 [C, side, side].
-    """
+    """Resize and center crop for evaluation, in one interpolation. Returns uint8 [C, side, side]."""
     box = center_crop_box(*image.shape[1:], resize_size=resize_size, crop_size=crop_size, squash=squash)
     return resized_crop(image, box, side)
 
@@ -294,17 +215,7 @@ def no_augmentation(image: Tensor, draws: Draws, side: int) -> Tensor:
 
 
 def random_shift(image: Tensor, draws: Draws, side: int, *, max_shift: float = 1 / 8) -> Tensor:
-    """Random shift of the center square with reflected edges, and random horizontal flip.
-
-    Args:
-        image: uint8 [C, h, w].
-        draws: Random numbers of the image.
-        side: Output size.
-        max_shift: Maximum shift as a fraction of the side.
-
-    Returns:
-        uint8 [C, side, side].
-    """
+    """Random shift of the center square with reflected edges, and random horizontal flip."""
     pixels = random_hflip(square(image, side), draws)
     reach = int(max_shift * side)
     dy, dx = (int((2 * reach + 1) * draws[i]) - reach for i in (20, 21))
@@ -350,17 +261,7 @@ _add("mpa", "Multi-Proxy Anchor", random_resized_crop, squash=True)
 
 
 def random_draws(seed: int, epoch: int, step: int, count: int) -> Tensor:
-    """Draw the random numbers of one batch; the same on every machine for the same arguments.
-
-    Args:
-        seed: Seed of the run.
-        epoch: Epoch number.
-        step: Step within the epoch.
-        count: Number of images.
-
-    Returns:
-        float64 [count, NUM_DRAWS] in [0, 1).
-    """
+    """Draw the random numbers of one batch; the same on every machine for the same arguments."""
     [state] = np.random.SeedSequence((seed, epoch, step)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state) >> 1)  # manual_seed takes 63 bits everywhere
     return torch.rand(count, NUM_DRAWS, generator=generator, dtype=torch.float64)
@@ -406,17 +307,7 @@ def training_batches(
 
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
-    """Yield batches with the evaluation transform, prefetched in threads.
-
-    Args:
-        images: The store.
-        plan: Rows of each batch.
-        augment: The augmentation.
-        workers: Number of threads; 0 means one per core.
-
-    Returns:
-        An iterator over uint8 [B, C, side, side].
-    """
+    """Yield batches with the evaluation transform, prefetched in threads."""
     if augment.evaluates_center_square and not hasattr(images, "whole"):  # in memory already
         yield from (images.read(rows) for rows in plan)
         return

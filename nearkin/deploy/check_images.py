@@ -28,33 +28,15 @@ _RANDOM_IMAGES = 16
 
 @dataclass(frozen=True)
 class CheckImages:
-    """Images to compare on.
+    """Images to compare on."""
 
-    Attributes:
-        pixels: uint8 [N, C, H, W].
-        what: Description for the metadata of the exported file; names no path.
-        note: Addition to it for the terminal.
-    """
-
-    pixels: Tensor
-    what: str
-    note: str = ""
+    pixels: Tensor  # uint8 [N, C, H, W]
+    what: str  # description for the metadata of the exported file; names no path
+    note: str = ""  # addition to it for the terminal
 
 
 def check_images_from_folder(model: Embedder, folder: Path, max_images: int = MAX_IMAGES) -> CheckImages:
-    """Read images of a folder, evenly spaced in its listing.
-
-    Args:
-        model: The exported model.
-        folder: Searched recursively; unreadable files are skipped.
-        max_images: How many to read.
-
-    Returns:
-        The images.
-
-    Raises:
-        DataError: If none can be read.
-    """
+    """Read images of a folder, evenly spaced in its listing."""
     if not folder.is_dir():
         raise DataError(f"--images {folder}: no such folder.")
     paths = list_image_files(folder, [], [])
@@ -65,16 +47,7 @@ def check_images_from_folder(model: Embedder, folder: Path, max_images: int = MA
 
 
 def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) -> CheckImages:
-    """Read validation images of a run (training images if it has none), or fall back to random images.
-
-    Args:
-        model: The exported model.
-        run: Its run, if any.
-        reporter: Shows progress.
-
-    Returns:
-        The images.
-    """
+    """Read validation images of a run (training images if it has none), or fall back to random images."""
     if run is None:
         return random_check_images(model, "the folder records no data")
     try:
@@ -93,15 +66,7 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
 
 
 def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
-    """Generate images of random pixels.
-
-    Args:
-        model: The exported model.
-        reason: Why there are no real images, for the terminal.
-
-    Returns:
-        The images.
-    """
+    """Generate images of random pixels."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (_RANDOM_IMAGES, *model.image_shape), dtype=torch.uint8, generator=generator)
     return CheckImages(pixels, f"{len(pixels)} random images", f" ({reason.rstrip('.')})" if reason else "")

@@ -53,21 +53,13 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported file.
+    """An exported file."""
 
-    Attributes:
-        path: The file.
-        metadata_path: The JSON file next to it.
-        metadata: Its content.
-        difference: Largest difference of any vector element from the model's.
-        checks: The images on which that was measured.
-    """
-
-    path: Path
-    metadata_path: Path
-    metadata: dict[str, Any]
-    difference: float
-    checks: CheckImages
+    path: Path  # the file
+    metadata_path: Path  # the JSON file next to it
+    metadata: dict[str, Any]  # its content
+    difference: float  # largest difference of any vector element from the model's
+    checks: CheckImages  # the images on which that was measured
 
     def __str__(self) -> str:
         shape = " x ".join(str(n) for n in self.metadata["input"]["shape"][1:])
@@ -80,11 +72,7 @@ class Exported:
 
 
 class ExportModel(nn.Module):
-    """The exported network: uint8 pixels [B, C, H, W] in, vectors out.
-
-    Args:
-        model: Copied to the CPU.
-    """
+    """The exported network: uint8 pixels [B, C, H, W] in, vectors out."""
 
     def __init__(self, model: Embedder) -> None:
         super().__init__()
@@ -136,22 +124,7 @@ def export(
     run: Run | None = None,
     reporter: Reporter | None = None,
 ) -> Exported:
-    """Export a model, and write its metadata next to it. Nothing is saved if the file does not reproduce the model.
-
-    Args:
-        model: The model.
-        to: "onnx" or "torch".
-        out: The file to write, ending in .onnx or .pt2.
-        checks: Images to compare file and model on; by default random ones.
-        run: The run of the model, for the metadata.
-        reporter: Shows progress.
-
-    Returns:
-        The exported file.
-
-    Raises:
-        RunError: If the file cannot be written, or differs from the model.
-    """
+    """Export a model, and write its metadata next to it. Nothing is saved if the file does not reproduce the model."""
     _check_takes_images(model)
     _check_target(to, out)
     for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
@@ -186,16 +159,7 @@ def export(
 
 
 def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Describe what is needed to use the file without nearkin.
-
-    Args:
-        model: The model.
-        run: Its run, for the training classes.
-        reporter: Shows progress.
-
-    Returns:
-        JSON values.
-    """
+    """Describe what is needed to use the file without nearkin. Returns JSON values."""
     reporter = reporter or Reporter(quiet=True)
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
@@ -236,14 +200,7 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
 
 
 def trace(network: ExportModel) -> torch.export.ExportedProgram:
-    """Trace a network with a dynamic batch size.
-
-    Args:
-        network: The network.
-
-    Returns:
-        Its graph.
-    """
+    """Trace a network with a dynamic batch size. Returns its graph."""
     sample = torch.zeros((2, *network.model.image_shape), dtype=torch.uint8)  # a batch of 1 would become a constant
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(network, (sample,), dynamic_shapes={"images": {0: batch}})
@@ -255,13 +212,7 @@ def trace(network: ExportModel) -> torch.export.ExportedProgram:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, Any]) -> None:
-    """Convert a traced network to ONNX.
-
-    Args:
-        program: From `trace`.
-        path: The file to write.
-        metadata: Stored in the file under the key "nearkin".
-    """
+    """Convert a traced network to ONNX."""
     weights = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     if weights > MAX_ONNX_BYTES:
         raise ConfigError(
@@ -288,20 +239,7 @@ def _name_batch_dim(values: list[Any], batch: Any) -> None:
 
 
 def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) -> float:
-    """Compare an exported file with its model.
-
-    Args:
-        model: The model.
-        path: The exported file.
-        to: Its format.
-        pixels: uint8 [N, C, H, W].
-
-    Returns:
-        The largest difference of any vector element.
-
-    Raises:
-        RunError: If it exceeds MAX_DIFFERENCE.
-    """
+    """Compare an exported file with its model. Returns the largest difference of any vector element."""
     run_file = load_exported(path, to)
     largest = 0.0
     # In batches of several sizes, 1 included, to check that the batch size is dynamic.
@@ -322,15 +260,7 @@ def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) 
 
 
 def load_exported(path: Path, to: Target) -> Any:
-    """Load an exported file with the runtime its users will use.
-
-    Args:
-        path: The file.
-        to: Its format.
-
-    Returns:
-        A function from uint8 [B, C, H, W] to vectors [B, D].
-    """
+    """Load an exported file with the runtime its users will use."""
     if to == "onnx":
         session = import_extra("onnxruntime", extra="export").InferenceSession(
             str(path), providers=["CPUExecutionProvider"]

@@ -15,14 +15,6 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
     """Return the pixels that `model.embed` would pass to the network.
 
     Runs in the calling thread, so several threads can preprocess images in parallel.
-
-    Args:
-        model: Its image shape and augmentation determine the crop.
-        source: A path, a PIL image, or the bytes of an image file.
-        box: Crop to (x, y, width, height) first.
-
-    Returns:
-        uint8 [C, H, W].
     """
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]

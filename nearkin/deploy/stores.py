@@ -31,22 +31,12 @@ _NAMESPACE = uuid.UUID("6f0f8f2e-6f6b-4c0e-9f61-6e6561726b69")  # Qdrant needs U
 
 
 class Store(Protocol):
-    """Interface of a vector store.
+    """Interface of a vector store."""
 
-    Attributes:
-        name: Its URL without secrets.
-    """
-
-    name: str
+    name: str  # its URL without secrets
 
     def write(self, ids: Sequence[str], vectors: Vectors, payload: Sequence[Payload]) -> None:
-        """Insert or replace items.
-
-        Args:
-            ids: Item ids.
-            vectors: [n, D].
-            payload: At least {"label": ...} per item.
-        """
+        """Insert or replace items."""
         ...
 
     def search(self, vector: Vectors, k: int) -> list[Hit]:
@@ -95,12 +85,6 @@ def open_store(url: str, dim: int, model: str) -> Store:
 def without_secrets(url: str) -> str:
     """Remove passwords and keys from a store URL, so that it can be shown and saved.
 
-    Args:
-        url: A store URL.
-
-    Returns:
-        The URL without secrets.
-
     Example:
         >>> without_secrets("pgvector://me:secret@db/photos?table=birds&password=secret")
         'pgvector://me@db/photos?table=birds'
@@ -142,15 +126,7 @@ def _check_compatible(name: str, store_dim: int, dim: int, store_model: str | No
 
 
 class QdrantStore:
-    """A Qdrant collection.
-
-    Args:
-        client: A `qdrant_client.QdrantClient`; local ones (in memory or in a folder) work too.
-        collection: Its name; created if needed.
-        dim: Number of dimensions per vector.
-        model: Fingerprint of the model that makes the vectors.
-        name: Shown in messages.
-    """
+    """A Qdrant collection."""
 
     def __init__(self, client: Any, collection: str, dim: int, model: str, name: str = "qdrant") -> None:
         self._models = import_extra("qdrant_client.models", extra="stores")
@@ -226,15 +202,7 @@ def _open_qdrant(url: str, dim: int, model: str) -> QdrantStore:
 
 
 class PgvectorStore:
-    """A PostgreSQL table with the pgvector extension.
-
-    Args:
-        connection: An autocommitting `psycopg.Connection`.
-        table: Its name; created if needed.
-        dim: Number of dimensions per vector.
-        model: Fingerprint of the model that makes the vectors.
-        name: Shown in messages.
-    """
+    """A PostgreSQL table with the pgvector extension."""
 
     def __init__(self, connection: Any, table: str, dim: int, model: str, name: str = "pgvector") -> None:
         if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", table):

@@ -23,35 +23,19 @@ from nearkin.ops.reductions import exp_
 
 @dataclass(frozen=True, eq=False)
 class ToClasses:
-    """Samples [N] against classes [C], each with one or several centres [K].
+    """Samples [N] against classes [C], each with one or several centres [K]."""
 
-    Attributes:
-        sim: [N, C] or [N, C, K] cosines to proxies, or the logits of a linear head.
-        labels: [N] int64 in 0..C-1.
-        proxies: [C, D] or [C, K, D] unit proxies, for losses that also compare proxies with each other.
-        own: [N] a further term of each sample and its own class (center: squared distance; pce: product with the
-            class sum).
-        probs: [N, C] class probabilities without gradient (pce).
-    """
-
-    sim: Tensor
-    labels: Tensor
+    sim: Tensor  # [N, C] or [N, C, K] cosines to proxies, or the logits of a linear head
+    labels: Tensor  # [N] int64 in 0..C-1
+    # [C, D] or [C, K, D] unit proxies, for losses that also compare proxies with each other
     proxies: Tensor | None = None
+    # [N] a further term of each sample and its own class (center: squared distance; pce: product with the class sum)
     own: Tensor | None = None
-    probs: Tensor | None = None
+    probs: Tensor | None = None  # [N, C] class probabilities without gradient (pce)
 
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    """Compute the cosines between embeddings and proxies.
-
-    Args:
-        emb: Embeddings [N, D].
-        labels: Labels [N] in 0..C-1.
-        proxies: Proxies [C, D] or [C, K, D] of any length.
-
-    Returns:
-        Cosines [N, C] or [N, C, K], and the unit proxies.
-    """
+    """Compute the cosines between embeddings and proxies."""
     emb, labels = as_batch(emb, labels)
     check_range(labels, len(proxies))
     check_width(emb, proxies, "proxies")
@@ -67,17 +51,7 @@ def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Ten
 
 
 def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
-    """Compute the logits of a linear head on embeddings that are not normalised.
-
-    Args:
-        emb: Embeddings [N, D].
-        labels: Labels [N] in 0..C-1.
-        weight: [C, D].
-        bias: [C].
-
-    Returns:
-        Logits [N, C].
-    """
+    """Compute the logits of a linear head on embeddings that are not normalised. Returns logits [N, C]."""
     emb, labels = as_batch(emb, labels)
     check_range(labels, len(weight))
     check_width(emb, weight, "weight")
@@ -87,12 +61,7 @@ def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, b
 
 
 def check_range(labels: Tensor, num_classes: int) -> None:
-    """Raise DataError if a label is not in 0..num_classes-1.
-
-    Args:
-        labels: [N] int64.
-        num_classes: Number of classes.
-    """
+    """Raise DataError if a label is not in 0..num_classes-1."""
     low, high = (int(v) for v in torch.aminmax(labels))
     if low < 0 or high >= num_classes:
         raise DataError(
@@ -102,13 +71,7 @@ def check_range(labels: Tensor, num_classes: int) -> None:
 
 
 def check_width(emb: Tensor, params: Tensor, name: str) -> None:
-    """Raise DataError if embeddings and parameters have different dimensions.
-
-    Args:
-        emb: Embeddings [N, D].
-        params: Class parameters [.., D].
-        name: Name of the parameters, for the message.
-    """
+    """Raise DataError if embeddings and parameters have different dimensions."""
     if params.shape[-1] != emb.shape[1]:
         raise DataError(f"{name}: expected {emb.shape[1]} dimensions, as the embeddings have, got {params.shape[-1]}.")
 
@@ -133,30 +96,12 @@ HEAD = Inputs(
 
 
 def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute, per sample, the similarity to its class and the log-sum-exp over all other classes.
-
-    Args:
-        sim: Similarities [N, C].
-        labels: Labels [N].
-        scale: Factor on the similarities in the sum.
-
-    Returns:
-        Similarity to the own class [N], and log sum exp(scale * sim) over the other classes [N].
-    """
+    """Compute, per sample, the similarity to its class and the log-sum-exp over all other classes."""
     return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
 
 
 def own_and_other_samples(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and per class the log-sum-exp over samples of other classes.
-
-    Args:
-        sim: Similarities [N, C].
-        labels: Labels [N].
-        scale: Factor on the similarities in the sum.
-
-    Returns:
-        Similarity to the own class [N], and log sum exp(scale * sim) over the samples of other classes [C].
-    """
+    """Compute each sample's similarity to its class, and per class the log-sum-exp over samples of other classes."""
     return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
 
 
@@ -183,15 +128,7 @@ class _OwnAndOthers(torch.autograd.Function):
 
 
 def log1p_sum_exp_per_class(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log(1 + sum of exp(x) over the samples of a class) for every class in the batch.
-
-    Args:
-        x: One value per sample [N].
-        labels: Labels [N].
-
-    Returns:
-        The values [P], and the P classes in the batch.
-    """
+    """Compute log(1 + sum of exp(x) over the samples of a class) for every class in the batch."""
     present, index = torch.unique(labels, return_inverse=True)
     top = torch.zeros(len(present), dtype=x.dtype, device=x.device)
     top = top.scatter_reduce(0, index, x.detach(), "amax")  # starts at 0: the zero logit
@@ -200,15 +137,7 @@ def log1p_sum_exp_per_class(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_similarity(sim: Tensor, gamma: float) -> Tensor:
-    """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma).
-
-    Args:
-        sim: Similarities to the centres [N, C, K].
-        gamma: Temperature over the centres.
-
-    Returns:
-        Similarities to the classes [N, C].
-    """
+    """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma)."""
     return _SoftMaximum.apply(sim, gamma)  # type: ignore[no-any-return]
 
 

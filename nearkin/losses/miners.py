@@ -77,27 +77,13 @@ _SETTING_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 @miner
 def all_(p: Pairs) -> Pairs:
-    """Select all pairs.
-
-    Args:
-        p: The pairs.
-
-    Returns:
-        The same pairs.
-    """
+    """Select all pairs."""
     return p
 
 
 @miner
 def hard(p: Pairs) -> Pairs:
-    """Select, per anchor, the least similar positive and the most similar negative.
-
-    Args:
-        p: The pairs.
-
-    Returns:
-        One triplet per anchor that has both.
-    """
+    """Select, per anchor, the least similar positive and the most similar negative."""
     row, column, sim, farthest = _farthest_positive(p)
     none = p.sim.shape[1]
     positive = torch.full_like(farthest, none, dtype=torch.int64)
@@ -112,13 +98,6 @@ def multi_similarity(p: Pairs, *, epsilon: float = 0.1) -> Pairs:
     """Select negatives within epsilon of the farthest positive, and positives within epsilon of the nearest negative.
 
     Wang et al. 2019. For each anchor the two sets are both empty or both non-empty.
-
-    Args:
-        p: The pairs.
-        epsilon: Tolerance, in cosine.
-
-    Returns:
-        The selected pairs.
     """
     nearest = _negative_sim(p).amax(1)
     row, column, sim, farthest = _farthest_positive(p)
@@ -134,14 +113,6 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
 
     The negatives are binned between the sorted positives; the best one for a positive is the largest of the nearest
     non-empty bin below it. Time N M log P; only the returned triplets are enumerated.
-
-    Args:
-        p: The pairs.
-        band: Select only triplets whose negative is less than this below the positive (the FaceNet rule: set it to the
-            margin of the loss). The others have zero loss, but count in the mean.
-
-    Returns:
-        At most one triplet per positive pair.
     """
     r = rank_positives(p.sim, p.positives)
     columns = torch.arange(p.sim.shape[1], device=p.sim.device)
@@ -176,16 +147,6 @@ def distance_weighted(
 
     Wu et al. 2017. On the sphere most negatives are at distance 1.41; weights inverse to that density favour near ones.
     An anchor without a negative nearer than `limit` is skipped.
-
-    Args:
-        p: The pairs.
-        cutoff: Distances below this are clamped to it: very near negatives are noisy.
-        limit: Negatives beyond this have no loss and are not drawn.
-        dim: Embedding dimensions, if `p.dim` is None.
-        generator: Random generator, of any device; torch's default generator if None.
-
-    Returns:
-        One positive and one negative pair per anchor.
     """
     probability = distance_weights(p, cutoff=cutoff, limit=limit, dim=dim)
     rows = p.pos.any(1) & (probability.sum(1) > 0)
@@ -195,20 +156,7 @@ def distance_weighted(
 
 
 def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: int | None = None) -> Tensor:
-    """Compute the probability of each negative in `distance_weighted`.
-
-    Args:
-        p: The pairs.
-        cutoff: Distances below this are clamped to it.
-        limit: Negatives beyond this have probability 0.
-        dim: Embedding dimensions, if `p.dim` is None.
-
-    Returns:
-        [N, M]; a row without an eligible negative is 0.
-
-    Raises:
-        ConfigError: The embedding dimensions are unknown.
-    """
+    """Compute the probability of each negative in `distance_weighted`."""
     dim = dim or p.dim
     if dim is None:
         raise ConfigError("miner distance_weighted: the embedding dimensions are unknown. Pass dim=...")
@@ -221,15 +169,7 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
 
 @miner
 def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
-    """Select, per anchor, one positive and one negative, each drawn uniformly.
-
-    Args:
-        p: The pairs.
-        generator: Random generator, of any device; torch's default generator if None.
-
-    Returns:
-        One positive and one negative pair per anchor that has both.
-    """
+    """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
     pos = _one_per_row(p.pos, _draw(p.pos.to(p.sim.dtype), rows, generator), rows)
     neg = _one_per_row(p.neg, _draw(p.neg.to(p.sim.dtype), rows, generator), rows)

@@ -246,16 +246,7 @@ def _transpose(tile: Any, out: Any) -> None:
 
 
 def count_numba(problem: RankingProblem, budget: int, progress: Progress | None) -> Iterator[PartialRanking]:
-    """Count the items above every relevant item, for all queries at once.
-
-    Args:
-        problem: What to rank.
-        budget: Extra memory in bytes.
-        progress: Called with the fraction done.
-
-    Yields:
-        The tie groups of all queries, as a single part.
-    """
+    """Count the items above every relevant item, for all queries at once."""
     queries = problem.order if problem.single_set else np.argsort(problem.codes, kind="stable")
     bound32, bound64 = (bound.cpu().numpy()[queries] for bound in problem.query.error_bounds(problem.gallery))
     row, position = problem.relevant_pairs(queries)

@@ -18,16 +18,7 @@ _MAX_LOOP = 16  # relevant items per query up to which comparing with each in tu
 
 
 def count_torch(problem: RankingProblem, budget: int, progress: Progress | None) -> Iterator[PartialRanking]:
-    """Count the items above every relevant item, one block of queries at a time.
-
-    Args:
-        problem: What to rank.
-        budget: Extra memory in bytes.
-        progress: Called with the fraction done.
-
-    Yields:
-        The tie groups of a block of queries.
-    """
+    """Count the items above every relevant item, one block of queries at a time."""
     device = problem.query.x.device
     gallery = GalleryMatrix(problem.gallery, problem.order, torch.float64, budget // 2)
     _, error_bound = problem.query.error_bounds(problem.gallery)

@@ -29,31 +29,18 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class RankingProblem:
-    """Validated input. Gallery positions are in class order, so that a class is a range of columns.
+    """Validated input. Gallery positions are in class order, so that a class is a range of columns."""
 
-    Attributes:
-        query: Query vectors.
-        gallery: Gallery vectors.
-        single_set: The query is the gallery; an item is never ranked for itself.
-        codes: [Q] class of each query.
-        classes: [C] distinct labels.
-        order: [G] gallery row at each position.
-        class_start: [C + 1] first position of each class.
-        similarity: "cosine" or "euclidean".
-        query_group: [Q] group of each query, or None.
-        position_group: [G] group of the item at each position, or None.
-    """
-
-    query: VectorSet
-    gallery: VectorSet
-    single_set: bool
-    codes: Ints
-    classes: NDArray[Any]
-    order: Ints
-    class_start: Ints
-    similarity: str
-    query_group: Ints | None
-    position_group: Ints | None
+    query: VectorSet  # query vectors
+    gallery: VectorSet  # gallery vectors
+    single_set: bool  # the query is the gallery; an item is never ranked for itself
+    codes: Ints  # [Q] class of each query
+    classes: NDArray[Any]  # [C] distinct labels
+    order: Ints  # [G] gallery row at each position
+    class_start: Ints  # [C + 1] first position of each class
+    similarity: str  # "cosine" or "euclidean"
+    query_group: Ints | None  # [Q] group of each query, or None
+    position_group: Ints | None  # [G] group of the item at each position, or None
 
     @property
     def max_pairs(self) -> int:
@@ -77,38 +64,23 @@ class RankingProblem:
 
 @dataclass(frozen=True)
 class PartialRanking:
-    """The tie groups of some queries, as counted by a backend. Arrays as in Ranking.
+    """The tie groups of some queries, as counted by a backend. Arrays as in Ranking."""
 
-    Attributes:
-        queries: [n] queries.
-        counts: [n] tie groups per query.
-        above: [T] items strictly nearer than the group.
-        relevant: [T] relevant items in the group.
-        size: [T] items in the group.
-    """
-
-    queries: Ints
-    counts: Ints
-    above: Ints
-    relevant: Ints
-    size: Ints
+    queries: Ints  # [n] queries
+    counts: Ints  # [n] tie groups per query
+    above: Ints  # [T] items strictly nearer than the group
+    relevant: Ints  # [T] relevant items in the group
+    size: Ints  # [T] items in the group
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Tie groups of relevant items, against which the other items are counted. Nearest first within a row.
+    """Tie groups of relevant items, against which the other items are counted. Nearest first within a row."""
 
-    Attributes:
-        counts: [rows] groups per row.
-        key: [T] key of the group.
-        sample: [T] position of one relevant item of the group.
-        relevant: [T] relevant items in the group.
-    """
-
-    counts: Ints
-    key: Floats
-    sample: Ints
-    relevant: Ints
+    counts: Ints  # [rows] groups per row
+    key: Floats  # [T] key of the group
+    sample: Ints  # [T] position of one relevant item of the group
+    relevant: Ints  # [T] relevant items in the group
 
 
 def make_problem(
@@ -182,12 +154,6 @@ def _encode_groups(groups: Any, g_groups: Any, queries: int, items: int | None) 
 
 def parse_bytes(memory: str | int) -> int:
     """Parse a size such as "512MB", "1.5GB" or a number of bytes.
-
-    Args:
-        memory: The size, at least 1 MB.
-
-    Returns:
-        The number of bytes.
 
     Example:
         >>> parse_bytes("1GB")

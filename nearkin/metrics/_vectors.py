@@ -53,18 +53,7 @@ def check_similarity(name: str) -> str:
 
 
 def as_matrix(values: Any, name: str) -> Tensor:
-    """Convert to a finite, contiguous [N, D] float32 or float64 tensor on the same device.
-
-    Args:
-        values: Array, tensor or nested list.
-        name: What error messages call it.
-
-    Returns:
-        The tensor [N, D]; integers become float64, half precision becomes float32.
-
-    Raises:
-        DataError: Not a matrix of real, finite numbers, or empty.
-    """
+    """Convert to a finite, contiguous [N, D] float32 or float64 tensor on the same device."""
     try:
         x = values.detach() if isinstance(values, Tensor) else _as_tensor(np.asarray(values))
     except (TypeError, ValueError) as error:
@@ -105,20 +94,7 @@ def _as_tensor(values: NDArray[Any]) -> Tensor:
 
 
 def as_labels(values: Any, length: int, name: str, of: str) -> NDArray[Any]:
-    """Convert labels to a 1-D array of integers or strings, exact for integers of any size.
-
-    Args:
-        values: Array, tensor or list of N labels.
-        length: Expected N.
-        name: What error messages call the labels.
-        of: What error messages call the labelled rows.
-
-    Returns:
-        The labels [N]; integers too large for int64 as dtype object.
-
-    Raises:
-        DataError: Neither integers nor strings, or not N of them.
-    """
+    """Convert labels to a 1-D array of integers or strings, exact for integers of any size."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     labels = np.asarray(values)
@@ -152,14 +128,6 @@ def encode(first: NDArray[Any], second: NDArray[Any] | None, name: str) -> tuple
     """Encode one or two label arrays as indices into one array of distinct labels.
 
     Distinct labels are matched as Python objects: NumPy would join int64 and uint64 as float64 and confuse large ids.
-
-    Args:
-        first: Labels [N], from `as_labels`.
-        second: Labels [M], or None.
-        name: What error messages call them.
-
-    Returns:
-        Codes [N], codes [M] (those of `first` again without `second`), and the distinct labels, those of `first` first.
     """
     names, codes = np.unique(first, return_inverse=True)
     codes = codes.astype(np.int64)
@@ -186,13 +154,6 @@ def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
 
     Rows are hashed by integer arithmetic on their bits, which cannot depend on the order in which a library sums, and
     rows of equal hash are compared in full.
-
-    Args:
-        sets: One or two tensors [N, D] of the same dtype.
-        zero_masks: Per set [N] bool: rows that count as identical to each other whatever they hold.
-
-    Returns:
-        Per set the ids [N].
     """
     width = sets[0].shape[1]
     factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
@@ -221,29 +182,17 @@ def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
 
 @dataclass(frozen=True)
 class VectorSet:
-    """A set of vectors prepared for products with another set of the same geometry.
+    """A set of vectors prepared for products with another set of the same geometry."""
 
-    Attributes:
-        x: [N, D] the input vectors.
-        row_scale: [N] float64 factor that turns x into z: 1 / norm (0 for zero vectors), or a common power of two.
-        pow2: [N] float64 power of two that brings x near 1, so that exact sums neither overflow nor underflow.
-        centre: [D] float64, the subtracted mean.
-        scale: Power of two that brings the centred vectors near 1.
-        bias: [N] float64, b of the scaled centred vectors.
-        norm: [N] float64, lengths of the scaled centred vectors.
-        cosine: Whether the similarity is the cosine.
-        row_id: [N] equal for identical rows.
-    """
-
-    x: Tensor
-    row_scale: Tensor
-    pow2: Tensor
-    centre: Tensor
-    scale: float
-    bias: Tensor
-    norm: Tensor
-    cosine: bool
-    row_id: Ints
+    x: Tensor  # [N, D] the input vectors
+    row_scale: Tensor  # [N] float64 factor that turns x into z: 1 / norm (0 for zero vectors), or a common power of two
+    pow2: Tensor  # [N] float64 power of two that brings x near 1, so that exact sums neither overflow nor underflow
+    centre: Tensor  # [D] float64, the subtracted mean
+    scale: float  # power of two that brings the centred vectors near 1
+    bias: Tensor  # [N] float64, b of the scaled centred vectors
+    norm: Tensor  # [N] float64, lengths of the scaled centred vectors
+    cosine: bool  # whether the similarity is the cosine
+    row_id: Ints  # [N] equal for identical rows
 
     def __len__(self) -> int:
         return len(self.x)
@@ -284,14 +233,7 @@ class VectorSet:
 
 
 class GalleryMatrix:
-    """The gallery side of the product, cached if it fits `budget` bytes, otherwise rebuilt block by block.
-
-    Args:
-        vectors: The gallery.
-        order: [G] gallery rows in the order of the matrix.
-        dtype: Of the matrix.
-        budget: Bytes that the cached matrix may take.
-    """
+    """The gallery side of the product, cached if it fits `budget` bytes, otherwise rebuilt block by block."""
 
     def __init__(self, vectors: VectorSet, order: Ints, dtype: torch.dtype, budget: int) -> None:
         self._vectors, self._dtype = vectors, dtype
@@ -319,16 +261,7 @@ class GalleryMatrix:
 
 
 def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[VectorSet, VectorSet]:
-    """Build the query and gallery vectors of one geometry.
-
-    Args:
-        query: [N, D], from `as_matrix`.
-        gallery: [M, D] of the same dtype and device, or None if the query is the gallery.
-        similarity: "cosine" or "euclidean".
-
-    Returns:
-        Query and gallery; the same object twice without a gallery.
-    """
+    """Build the query and gallery vectors of one geometry."""
     cosine = similarity == "cosine"
     sets = [query] if gallery is None else [query, gallery]
     pow2s, row_scales, zero_masks = [], [], []
@@ -404,15 +337,6 @@ def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Fl
     another order differ in the last bit. Near 0 a cosine distance has few correct digits left, so it is rounded to a
     multiple of 2^-80, about 8e-25: parallel vectors get exactly 0. The value is the same for (j, i). Identical rows
     give identical values by construction, and are computed once.
-
-    Args:
-        query: Query vectors.
-        gallery: Gallery vectors.
-        i: [P] rows of the query.
-        j: [P] rows of the gallery.
-
-    Returns:
-        The distances [P].
     """
     pair = query.row_id[i] * (int(gallery.row_id.max()) + 1) + gallery.row_id[j]
     _, index, inverse = np.unique(pair, return_index=True, return_inverse=True)

@@ -160,18 +160,7 @@ def rank(
 def count_hits(
     problem: RankingProblem, budget: int, path: str, progress: Progress | None, verbose: bool | None
 ) -> Iterator[PartialRanking]:
-    """Count with the chosen backend, some queries at a time.
-
-    Args:
-        problem: What to rank.
-        budget: Extra memory in bytes.
-        path: "auto", "numba" or "torch".
-        progress: Called with the fraction done.
-        verbose: Print the plan; None does so for large problems.
-
-    Returns:
-        An iterator over the tie groups of some queries.
-    """
+    """Count with the chosen backend, some queries at a time."""
     backend = _choose_backend(problem, path, budget)
     pairs = len(problem.query) * len(problem.gallery)
     if verbose or (verbose is None and pairs >= 10**9):
@@ -322,15 +311,7 @@ def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints)
 
 
 def assemble(problem: RankingProblem, parts: list[PartialRanking]) -> Ranking:
-    """Merge partial rankings into one, with the queries in ascending order.
-
-    Args:
-        problem: What was ranked.
-        parts: Tie groups of disjoint sets of queries.
-
-    Returns:
-        The ranking of all queries in `parts`.
-    """
+    """Merge partial rankings into one, with the queries in ascending order."""
     queries = np.concatenate([p.queries for p in parts])
     ordered = np.sort(queries)
     index = np.searchsorted(ordered, queries)
@@ -361,13 +342,7 @@ def count_singletons_and_ties(ranking: Ranking) -> tuple[int, int]:
 
 
 def data_notes(problem: RankingProblem, singletons: int, tied: int) -> Iterator[str]:
-    """Yield what a reader of the scores should know about the data.
-
-    Args:
-        problem: What was ranked.
-        singletons: Queries without a relevant item.
-        tied: Queries with ties between relevant and other items.
-    """
+    """Yield what a reader of the scores should know about the data."""
     if singletons:
         yield f"{singletons:,} of {len(problem.query):,} queries have no relevant item."
     row_id = problem.gallery.row_id

@@ -35,13 +35,6 @@ SINGLETONS = ("auto", "exclude", "zero")  # conventions for queries without rele
 def recall(r: Ranking, k: int) -> Floats:
     """Compute R@k: whether a relevant item is among the first k; under ties the probability of it.
 
-    Args:
-        r: A ranking.
-        k: Number of ranks.
-
-    Returns:
-        One value per query [Q].
-
     Example:
         >>> from nearkin import rank
         >>> recall(rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"]), k=1).tolist()
@@ -55,42 +48,17 @@ def recall(r: Ranking, k: int) -> Floats:
 
 
 def precision(r: Ranking, k: int) -> Floats:
-    """Compute P@k: relevant items among the first k, divided by k.
-
-    Args:
-        r: A ranking.
-        k: Number of ranks.
-
-    Returns:
-        One value per query [Q].
-    """
+    """Compute P@k: relevant items among the first k, divided by k. Returns one value per query [Q]."""
     return _expected_hits(_check_k(r, k), np.full(len(r), k)) / k
 
 
 def r_precision(r: Ranking) -> Floats:
-    """Compute R-precision: relevant items among the first R, divided by R.
-
-    Args:
-        r: A ranking.
-
-    Returns:
-        One value per query [Q], NaN without relevant items.
-    """
+    """Compute R-precision: relevant items among the first R, divided by R."""
     return _divide(_expected_hits(r, r.total), r.total)
 
 
 def mean_average_precision(r: Ranking, k: int | str = "R", denominator: str = "min(k,R)") -> Floats:
-    """Compute MAP@k: the sum of P@i over the ranks i <= k of relevant items, divided by the denominator.
-
-    Args:
-        r: A ranking.
-        k: Number of ranks, or "R" for the query's own number of relevant items.
-        denominator: "min(k,R)" (the usual one), "k", "R", or "hits" (relevant items found in the first k, so that
-            items never found do not count against the query).
-
-    Returns:
-        One value per query [Q], NaN without relevant items.
-    """
+    """Compute MAP@k: the sum of P@i over the ranks i <= k of relevant items, divided by the denominator."""
     if denominator not in DENOMINATORS:
         raise ConfigError(f"denominator: expected one of {', '.join(DENOMINATORS)}; got {denominator!r}.")
     total = r.total
@@ -107,28 +75,13 @@ def mean_average_precision(r: Ranking, k: int | str = "R", denominator: str = "m
 
 
 def average_precision(r: Ranking) -> Floats:
-    """Compute the average precision over the whole ranking.
-
-    Args:
-        r: A ranking.
-
-    Returns:
-        One value per query [Q], NaN without relevant items.
-    """
+    """Compute the average precision over the whole ranking."""
     depth = np.full(len(r), int(r.items.max(initial=1)))
     return _divide(_sum_per_query(r, _precision_sums(r, depth)), r.total)
 
 
 def ndcg(r: Ranking, k: int) -> Floats:
-    """Compute nDCG@k: discounted gain of the relevant items in the first k, divided by the best possible.
-
-    Args:
-        r: A ranking.
-        k: Number of ranks.
-
-    Returns:
-        One value per query [Q], NaN without relevant items.
-    """
+    """Compute nDCG@k: discounted gain of the relevant items in the first k, divided by the best possible."""
     gain = _cumulative(1.0 / np.log2(np.arange(2, int(r.items.max(initial=1)) + 2)))
     inside = _ranks_inside(_check_k(r, k), np.full(len(r), k))
     per_group = r.relevant / r.size * (gain[r.above + inside] - gain[r.above])
@@ -139,14 +92,7 @@ def ndcg(r: Ranking, k: int) -> Floats:
 
 
 def reciprocal_rank(r: Ranking) -> Floats:
-    """Compute the reciprocal rank of the first relevant item.
-
-    Args:
-        r: A ranking.
-
-    Returns:
-        One value per query [Q], NaN without relevant items.
-    """
+    """Compute the reciprocal rank of the first relevant item."""
     has_relevant, above, relevant, size = _first_group(r)
     out = np.full(len(r), np.nan)
     out[has_relevant] = _map_unique(_expected_reciprocal, above, relevant, size)
@@ -174,14 +120,6 @@ def check_singletons(singletons: str) -> None:
 def evaluate_metric(r: Ranking, name: str, singletons: str = "auto") -> Floats:
     """Compute a metric by name.
 
-    Args:
-        r: A ranking.
-        name: For example "R@1", "MAP@R" or "nDCG@10"; see the table above.
-        singletons: How to score queries without relevant items; see `nearkin.metrics.score`.
-
-    Returns:
-        One value per query [Q], NaN for excluded queries.
-
     Example:
         >>> from nearkin import rank
         >>> evaluate_metric(rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"]), "MAP@R").tolist()
@@ -194,16 +132,7 @@ def evaluate_metric(r: Ranking, name: str, singletons: str = "auto") -> Floats:
 
 
 def metric_bounds(r: Ranking, name: str, singletons: str = "auto") -> tuple[Floats, Floats]:
-    """Compute the lowest and highest value a metric can take over all orders of tied items.
-
-    Args:
-        r: A ranking.
-        name: As in `evaluate_metric`.
-        singletons: As in `evaluate_metric`.
-
-    Returns:
-        Lowest and highest value per query, both [Q].
-    """
+    """Compute the lowest and highest value a metric can take over all orders of tied items."""
     metric = _by_name(name)
     if name.endswith("/hits"):
         low, high = _bounds_over_hits(r, int(name.split("@")[1].split("/")[0]))

@@ -22,29 +22,14 @@ BACKBONES: Registry[Callable[[ModelConfig, int], Backbone]] = Registry("backbone
 
 
 def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build a backbone with random weights.
-
-    Args:
-        model: Its configuration; `backbone` is a registered name or a timm model.
-        in_channels: Channels of the images.
-
-    Returns:
-        The backbone.
-    """
+    """Build a backbone with random weights."""
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
     return TimmBackbone(model.backbone, in_channels)
 
 
 def check_backbone(name: str) -> None:
-    """Check that a backbone exists, without building it.
-
-    Args:
-        name: A registered name, a timm model or "none".
-
-    Raises:
-        ConfigError: The name is unknown, or timm has no such pretrained tag.
-    """
+    """Check that a backbone exists, without building it."""
     if name in BACKBONES or name == "none":
         return
     timm = import_extra("timm", extra="images")
@@ -69,10 +54,6 @@ class SmallConv(Backbone):
     """Five convolutions for images of about 32 to 96 pixels: 160,000 parameters at width 24.
 
     The first convolution has stride 2: at full resolution it would cost as much as all the others.
-
-    Args:
-        in_channels: Channels of the images.
-        width: Channels of the first layer; the maps have four times as many.
     """
 
     def __init__(self, in_channels: int, width: int) -> None:
@@ -109,15 +90,7 @@ def _double_conv(in_channels: int, out_channels: int) -> list[nn.Module]:
 
 
 class TorchvisionBackbone(Backbone):
-    """A torchvision network up to its last feature maps. Parameters keep torchvision's names.
-
-    Args:
-        network: The torchvision network.
-        layers: Its modules to run, in order.
-        low: Name of the module whose output is the "low" level, at twice the resolution of "mid".
-        mid: Name of the module whose output is the "mid" level, at twice the resolution of the last maps.
-        num_features: Channels of the last maps.
-    """
+    """A torchvision network up to its last feature maps. Parameters keep torchvision's names."""
 
     def __init__(self, network: nn.Module, *, layers: list[str], low: str, mid: str, num_features: int) -> None:
         super().__init__()
@@ -174,12 +147,7 @@ def efficientnet_lite0(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 class TimmBackbone(Backbone):
-    """Any timm model: the last maps of a convolutional one, or the pooled vector of a transformer as 1 x 1 maps.
-
-    Args:
-        name: timm's name of the model.
-        in_channels: Channels of the images.
-    """
+    """Any timm model: the last maps of a convolutional one, or the pooled vector of a transformer as 1 x 1 maps."""
 
     def __init__(self, name: str, in_channels: int) -> None:
         super().__init__()

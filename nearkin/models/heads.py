@@ -17,11 +17,6 @@ class Head(nn.Module):
     Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
     variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
     the linear map, which starts at zero.
-
-    Args:
-        model: Gives `dim`, `head`, `norm` and `dropout`.
-        parts: Number of features of each level.
-
     Attributes:
         dim: Dimension of the embedding.
     """
@@ -59,14 +54,6 @@ class Head(nn.Module):
 
         A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
         it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
-
-        Args:
-            features: Pooled features of training images [N, F].
-            labels: Their classes [N].
-            shrinkage: How strongly within-class variances shrink to their mean.
-
-        Raises:
-            ConfigError: The head is an mlp.
         """
         for layer in self.maps:
             if not isinstance(layer, nn.Linear):
@@ -102,12 +89,5 @@ def _make_norm(name: str, num_features: int) -> nn.Module:
 
 
 def unit(emb: Tensor) -> Tensor:
-    """L2-normalise the rows of a matrix.
-
-    Args:
-        emb: Embeddings [N, D].
-
-    Returns:
-        Rows of length 1 [N, D]; zero rows stay zero.
-    """
+    """L2-normalise the rows of a matrix. Returns rows of length 1 [N, D]; zero rows stay zero."""
     return F.normalize(emb, dim=1)

@@ -36,15 +36,7 @@ def average_maximum(maps: Tensor) -> Tensor:
 
 
 def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
-    """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions.
-
-    Args:
-        maps: Feature maps [B, F, h, w].
-        p: Exponent: 1 is the average, large values approach the maximum.
-
-    Returns:
-        Pooled features [B, F].
-    """
+    """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions. Returns pooled features [B, F]."""
     # Divided by the maximum first: x^p under- and overflows float32 for large p or large x.
     positive = maps.clamp(min=1e-6)
     largest = positive.amax(dim=(2, 3), keepdim=True).detach()
@@ -61,11 +53,7 @@ def grid(maps: Tensor) -> Tensor:
 
 
 class Pool(nn.Module):
-    """The pooling that a model configuration names.
-
-    Args:
-        model: Gives `pool`, and for gem `gem_p` and `learn_gem_p`.
-    """
+    """The pooling that a model configuration names."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

@@ -24,17 +24,7 @@ _PREFIXES = ("module.", "model.", "backbone.", "network.", "encoder.")
 
 
 def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter) -> None:
-    """Load the initial weights of a backbone.
-
-    Args:
-        backbone: The backbone to load them into.
-        name: Its name.
-        weights: "none" (keep the random weights), "default" (the published ones) or a file.
-        reporter: Reports tensors of the file that the backbone does not have.
-
-    Raises:
-        ConfigError: There are no such weights, or they do not fit the backbone.
-    """
+    """Load the initial weights of a backbone."""
     if weights == "none":
         return
     if weights != "default":
@@ -59,18 +49,7 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors or .pth file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Tensors by name.
-
-    Raises:
-        ConfigError: There is no such file, or it has no named tensors.
-        RunError: The file is damaged or contains code.
-    """
+    """Read the tensors of a .safetensors or .pth file."""
     if not path.is_file():
         raise ConfigError(f"model.weights: {path}: no such file. Use none, default, or a .pth or .safetensors file.")
     if path.suffix == ".safetensors":
@@ -92,17 +71,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint that `torch.save` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its content: tensors and plain values.
-
-    Raises:
-        RunError: The file is damaged or contains code, which is never run.
-    """
+    """Read a checkpoint that `torch.save` wrote. Returns its content: tensors and plain values."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:  # unzipping, unpickling and reading tensors raise different types
@@ -122,17 +91,6 @@ def load_by_name(backbone: Backbone, state: Mapping[str, Tensor], source: str) -
     """Copy tensors into a backbone by name.
 
     Partly loaded weights would train without an error and give wrong results, so every tensor must be there.
-
-    Args:
-        backbone: The backbone.
-        state: Tensors by name, possibly with a common prefix.
-        source: Where they come from, for error messages.
-
-    Returns:
-        Names in `state` that the backbone does not have, without classifiers.
-
-    Raises:
-        ConfigError: A tensor is missing or has the wrong shape.
     """
     network: nn.Module = backbone.network if isinstance(backbone, TimmBackbone) else backbone
     expected = network.state_dict()
@@ -170,12 +128,7 @@ def _strip_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def load_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a backbone in their order, for the same network with other names.
-
-    Args:
-        backbone: A timm backbone.
-        state: Its tensors in the same order, followed by the two of a classifier.
-    """
+    """Copy tensors into a backbone in their order, for the same network with other names."""
     assert isinstance(backbone, TimmBackbone)
     expected = backbone.network.state_dict()
     pairs = list(zip(expected, state.items(), strict=False))
@@ -222,14 +175,7 @@ def _download_error(name: str, url: str, error: Exception) -> ConfigError:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash the names, types and values of all tensors of a module.
-
-    Args:
-        module: The module.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Hash the names, types and values of all tensors of a module. Returns 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())

@@ -20,14 +20,7 @@ ZERO_LENGTH = 1e-12
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
-    """Return a context that disables autocast: a cosine in bfloat16 has two digits.
-
-    Args:
-        like: A tensor on the device in question.
-
-    Returns:
-        The context manager.
-    """
+    """Return a context that disables autocast: a cosine in bfloat16 has two digits."""
     device_type = like.device.type
     # torch refuses to disable what a device does not have.
     return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
@@ -39,11 +32,7 @@ def where_float64_exists(x: Tensor) -> Tensor:
 
 
 def raise_if_not_finite(x: Tensor) -> None:
-    """Raise DataError if a row holds NaN or infinity.
-
-    Args:
-        x: Rows [.., D].
-    """
+    """Raise DataError if a row holds NaN or infinity."""
     bad = torch.nonzero(~torch.isfinite(x.detach()).reshape(-1, x.shape[-1]).all(1)).flatten().tolist()
     if bad:
         raise DataError(
@@ -53,26 +42,13 @@ def raise_if_not_finite(x: Tensor) -> None:
 
 
 def check_finite(x: Tensor) -> None:
-    """Raise DataError if a row holds NaN or infinity, at the cost of one sum; `unit` includes this check.
-
-    Args:
-        x: Rows [.., D].
-    """
+    """Raise DataError if a row holds NaN or infinity, at the cost of one sum; `unit` includes this check."""
     if not torch.isfinite(x.detach().sum()):
         raise_if_not_finite(x)
 
 
 def unit(x: Tensor) -> Tensor:
     """Normalise rows to length 1; a zero row stays zero and gets zero gradient.
-
-    Args:
-        x: Rows [.., D].
-
-    Returns:
-        Unit rows [.., D].
-
-    Raises:
-        DataError: A row holds NaN or infinity.
 
     Example:
         >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
@@ -114,26 +90,12 @@ class _Unit(torch.autograd.Function):
 
 
 def gram(f: Tensor) -> Tensor:
-    """Compute all dot products between rows.
-
-    Args:
-        f: Rows [N, D], or several blocks of rows [.., N, D].
-
-    Returns:
-        [N, N] or [.., N, N].
-    """
+    """Compute all dot products between rows. Returns [N, N] or [.., N, N]."""
     return _Gram.apply(f)  # type: ignore[no-any-return]
 
 
 def cosine_gram(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute all cosines between rows.
-
-    Args:
-        x: Rows [N, D].
-
-    Returns:
-        Cosines [N, N], and the squared lengths of the unit rows [N]: 1, or 0 for a zero row.
-    """
+    """Compute all cosines between rows."""
     return _CosineGram.apply(x)  # type: ignore[no-any-return]
 
 
@@ -202,29 +164,13 @@ def _gram_backward(g: Tensor, f: Tensor) -> Tensor:
 
 
 def accepts_sparse_gradient(x: Tensor) -> bool:
-    """Return whether x comes straight from `gram` or `cosine_gram` and a sparse gradient would be faster.
-
-    Args:
-        x: [N, N].
-
-    Returns:
-        True if its gradient may be sparse.
-    """
+    """Return whether x comes straight from `gram` or `cosine_gram` and a sparse gradient would be faster."""
     source = x.grad_fn.name() if x.grad_fn is not None else ""
     return source in ("_GramBackward", "_CosineGramBackward") and x.device.type == "cpu" and len(x) > 256
 
 
 def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
-    """Compute Euclidean distances from dot products and squared lengths.
-
-    Args:
-        products: Dot products [N, M].
-        anchor_sq: Squared lengths of the anchors [N].
-        ref_sq: Squared lengths of the references [M].
-
-    Returns:
-        Distances [N, M]; exactly 0 with zero gradient for coincident points.
-    """
+    """Compute Euclidean distances from dot products and squared lengths."""
     return _Distances.apply(products, anchor_sq, ref_sq)  # type: ignore[no-any-return]
 
 
@@ -258,13 +204,6 @@ class _Distances(torch.autograd.Function):
 
 def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
     """Compute the square root of a difference, with 0 and zero gradient where it is within rounding of 0.
-
-    Args:
-        square: Any shape.
-        scale: Size of the operands of the difference.
-
-    Returns:
-        The same shape.
 
     Example:
         >>> safe_sqrt(torch.tensor([4.0, 1e-9, -1e-9])).tolist()

@@ -27,34 +27,17 @@ Metric = Literal["cosine", "dot"]
 
 @dataclass(frozen=True, eq=False)
 class ClassPairs:
-    """The pairs of the same class as a list of indices, self-pairs included, and the masks they describe.
+    """The pairs of the same class as a list of indices, self-pairs included, and the masks they describe."""
 
-    Attributes:
-        row: [T] row of every pair.
-        column: [T] its column.
-        is_self: [T] whether it is a self-pair; None if there are none.
-        pos: The positive mask that the list describes.
-        neg: The negative mask that the list describes.
-        versions: Version counters of the two masks.
-    """
-
-    row: Tensor
-    column: Tensor
-    is_self: Tensor | None
-    pos: Tensor
-    neg: Tensor
-    versions: tuple[int, int]
+    row: Tensor  # [T] row of every pair
+    column: Tensor  # [T] its column
+    is_self: Tensor | None  # [T] whether it is a self-pair; None if there are none
+    pos: Tensor  # the positive mask that the list describes
+    neg: Tensor  # the negative mask that the list describes
+    versions: tuple[int, int]  # version counters of the two masks
 
     def describes(self, pos: Tensor, neg: Tensor) -> bool:
-        """Return whether the list is still valid for a pair of masks.
-
-        Args:
-            pos: The positive mask.
-            neg: The negative mask.
-
-        Returns:
-            False if a miner replaced a mask or wrote into it.
-        """
+        """Return whether the list is still valid for a pair of masks."""
         return pos is self.pos and neg is self.neg and self.versions == (_version(pos), _version(neg))
 
 
@@ -264,19 +247,7 @@ def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
 
 
 def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> tuple[Tensor, Tensor]:
-    """Validate a batch.
-
-    Args:
-        emb: Embeddings [N, D] of any float dtype.
-        labels: Labels [N] of any integer dtype.
-        what: Name of the embeddings in error messages.
-
-    Returns:
-        Embeddings in float32 or float64, and labels in int64 on the same device.
-
-    Raises:
-        DataError: They cannot be used.
-    """
+    """Validate a batch. Returns embeddings in float32 or float64, and labels in int64 on the same device."""
     if not isinstance(emb, Tensor) or emb.dim() != 2 or not emb.is_floating_point():
         got = f"{emb.dtype} {list(emb.shape)}" if isinstance(emb, Tensor) else type(emb).__name__
         raise DataError(f"{what}: expected a float tensor [N, D], got {got}.")
@@ -290,17 +261,7 @@ def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> 
 
 
 def as_labels(labels: Tensor | Sequence[int]) -> Tensor:
-    """Validate labels. Bool and float labels are rejected: rounded ids may be equal by accident.
-
-    Args:
-        labels: [N] integers of any width.
-
-    Returns:
-        The labels as int64.
-
-    Raises:
-        DataError: They are not integers, or not one per row.
-    """
+    """Validate labels. Bool and float labels are rejected: rounded ids may be equal by accident."""
     try:
         labels = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # strings, None, ragged rows, beyond 64 bits

@@ -60,14 +60,7 @@ class PairSet:
 
 
 def mask_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (row, column) of every True entry.
-
-    Args:
-        mask: [N, M] bool.
-
-    Returns:
-        Two index tensors [T], in row-major order.
-    """
+    """Return (row, column) of every True entry."""
     row, column = mask.nonzero(as_tuple=True)
     return row, column
 
@@ -115,18 +108,7 @@ def _lse(x: Tensor, pairs: PairSet, scale: float, offset: float, add_one: bool) 
 def shifted_exp(
     x: Tensor, pairs: PairSet, scale: float, offset: float = 0.0, add_one: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute exp(scale * (x - offset) - top) on a set of pairs, where top is the maximum of the row. No gradient.
-
-    Args:
-        x: [N, M].
-        pairs: The pairs to compute; all others are 0.
-        scale: Factor on x - offset.
-        offset: Subtracted from x.
-        add_one: Whether a zero logit takes part in the maximum and in the sum.
-
-    Returns:
-        The exponentials [N, M], their row sums [N] and the maxima [N].
-    """
+    """Compute exp(scale * (x - offset) - top) on a set of pairs, where top is the maximum of the row. No gradient."""
     weight = x * scale if offset == 0 else (x - offset).mul_(scale)
     pairs.fill_outside_(weight, float("-inf"))
     top = weight.amax(1)
@@ -138,14 +120,7 @@ def shifted_exp(
 
 
 def exp_(x: Tensor) -> Tensor:
-    """Compute exp in place for x <= 0, with 0 below 1e-30 (1e-300 in float64): denormal numbers are slow.
-
-    Args:
-        x: Any shape, not positive; modified.
-
-    Returns:
-        The same tensor.
-    """
+    """Compute exp in place for x <= 0, with 0 below 1e-30 (1e-300 in float64): denormal numbers are slow."""
     floor, smallest = (-70.0, 1e-30) if x.dtype == torch.float32 else (-700.0, 1e-300)
     return torch.threshold_(x.clamp_(min=floor).exp_(), smallest, 0.0)
 
@@ -269,16 +244,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def gather_pairs(x: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Return x[row, column], with a sparse gradient where x accepts one.
-
-    Args:
-        x: [N, M].
-        row: [T].
-        column: [T].
-
-    Returns:
-        The entries [T].
-    """
+    """Return x[row, column], with a sparse gradient where x accepts one."""
     return _GatherPairs.apply(x, row, column, accepts_sparse_gradient(x))  # type: ignore[no-any-return]
 
 
@@ -301,15 +267,7 @@ class _GatherPairs(torch.autograd.Function):
 
 
 def row_sum(x: Tensor, pairs: PairSet) -> Tensor:
-    """Sum over a set of pairs, per row.
-
-    Args:
-        x: [N, M].
-        pairs: The pairs to sum over.
-
-    Returns:
-        [N].
-    """
+    """Sum over a set of pairs, per row. Returns [N]."""
     if pairs.inside is None:
         return (x * pairs.mask).sum(1)
     row, column = pairs.inside
@@ -319,18 +277,7 @@ def row_sum(x: Tensor, pairs: PairSet) -> Tensor:
 def hinge_sum(
     x: Tensor, pairs: PairSet, slope: float, threshold: float | Tensor, power: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Sum max(0, slope * (x - threshold)) ** power over a set of pairs, per row.
-
-    Args:
-        x: [N, M].
-        pairs: The pairs to sum over.
-        slope: Slope of the hinge.
-        threshold: Where the hinge starts; may be a learned 0-dim tensor.
-        power: 1 or 2.
-
-    Returns:
-        The sums [N], and the number of terms above 0 [N].
-    """
+    """Sum max(0, slope * (x - threshold)) ** power over a set of pairs, per row."""
     threshold = torch.as_tensor(threshold, dtype=x.dtype, device=x.device)
     if pairs.inside is None:
         return _HingeSum.apply(x, pairs, slope, threshold, power)  # type: ignore[no-any-return]
@@ -374,33 +321,17 @@ class _HingeSum(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankedPositives:
-    """The positives of every anchor sorted by similarity, which turns sums over triplets into sums over pairs.
+    """The positives of every anchor sorted by similarity, which turns sums over triplets into sums over pairs."""
 
-    Attributes:
-        row: [T] row of every positive pair, in row-major order.
-        column: [T] its column.
-        slot: [T] its position among the positives of its anchor.
-        ranked: [N, P] similarities in ascending order, padded with +inf.
-        order: [N, P] the slot at each rank.
-    """
-
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    ranked: Tensor
-    order: Tensor
+    row: Tensor  # [T] row of every positive pair, in row-major order
+    column: Tensor  # [T] its column
+    slot: Tensor  # [T] its position among the positives of its anchor
+    ranked: Tensor  # [N, P] similarities in ascending order, padded with +inf
+    order: Tensor  # [N, P] the slot at each rank
 
 
 def rank_positives(sim: Tensor, positives: PairSet) -> RankedPositives:
-    """Sort the positives of every anchor, in time T log P and without a buffer [N, M].
-
-    Args:
-        sim: Similarities [N, M].
-        positives: The positive pairs.
-
-    Returns:
-        The sorted positives.
-    """
+    """Sort the positives of every anchor, in time T log P and without a buffer [N, M]."""
     row, column = positives.indices()
     size = torch.bincount(row, minlength=len(sim))
     slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]

@@ -30,34 +30,20 @@ class TrainingState:
 
     The order of the images and every random draw need no state: they are functions of the seed, the epoch and the step.
     The previous checkpoint is kept as well, in case the last one is damaged.
-
-    Attributes:
-        model: The network.
-        objective: The loss with its class parameters and memory.
-        optimizer: Of both.
-        scaler: The gradient scaler of fp16 training.
-        ema_model: The moving average of the network, if the recipe has one.
-        epoch: Finished epochs.
-        step: Finished steps of the current epoch.
-        loss_sum: Sum of the losses of those steps.
-        best: Validation R@1 of `best_epoch`.
-        best_map: Its MAP@R, which breaks ties of R@1.
-        best_epoch: The epoch whose weights are in best.pt.
-        seconds: Time spent training, over all interruptions.
     """
 
-    model: nn.Module
-    objective: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema_model: nn.Module | None = None
-    epoch: int = 0
-    step: int = 0
-    loss_sum: float = 0.0
-    best: float = -1.0
-    best_map: float = -1.0
-    best_epoch: int = 0
-    seconds: float = 0.0
+    model: nn.Module  # the network
+    objective: nn.Module  # the loss with its class parameters and memory
+    optimizer: torch.optim.Optimizer  # of both
+    scaler: torch.amp.GradScaler  # the gradient scaler of fp16 training
+    ema_model: nn.Module | None = None  # the moving average of the network, if the recipe has one
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the current epoch
+    loss_sum: float = 0.0  # sum of the losses of those steps
+    best: float = -1.0  # validation R@1 of `best_epoch`
+    best_map: float = -1.0  # its MAP@R, which breaks ties of R@1
+    best_epoch: int = 0  # the epoch whose weights are in best.pt
+    seconds: float = 0.0  # time spent training, over all interruptions
 
     _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
 
@@ -98,15 +84,7 @@ class TrainingState:
         run.save("last.pt", state, keep="previous.pt")
 
     def restore(self, run: Run, reporter: Reporter) -> bool:
-        """Load the run's last checkpoint, or the previous one if that is damaged.
-
-        Args:
-            run: The run folder.
-            reporter: Where a damaged checkpoint is reported.
-
-        Returns:
-            False if there is no usable checkpoint.
-        """
+        """Load the run's last checkpoint, or the previous one if that is damaged."""
         state = None
         checkpoints = [path for path in (run.path / "last.pt", run.path / "previous.pt") if path.exists()]
         for path in checkpoints:
@@ -137,9 +115,6 @@ def defer_sigint() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one interrupts at once.
 
     A KeyboardInterrupt in the middle of an optimiser step would leave half of the weights updated.
-
-    Returns:
-        A function that tells whether Ctrl-C was pressed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

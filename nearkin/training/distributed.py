@@ -75,20 +75,6 @@ def process_group(
     """Join the process group that torchrun started, and leave it at the end.
 
     Without torchrun, with one process, or inside an existing group, it does nothing.
-
-    Args:
-        device: "cpu" (gloo) or "cuda" (nccl, and gloo for CPU tensors). On cuda each process takes the GPU of its
-            local rank.
-        timeout: Seconds after which an unresponsive process counts as lost; longer than any work that one process does
-            while the others wait.
-        meeting_file: A file by which processes on one machine find each other, instead of torchrun's address and port.
-
-    Returns:
-        A context manager that gives the device to use.
-
-    Raises:
-        ProcessLostError: Another process died or hangs. (With nccl, torch's watchdog may end this one first.)
-        ConfigError: The environment or the device does not fit.
     """
     device = torch.device(device)
     if _grouped() or _environment("WORLD_SIZE", 1) == 1:
@@ -184,13 +170,6 @@ def all_gather_with_grad(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[T
     The gradient returns to this rank's own rows, times the number of ranks: see the rule at the top of this file. It
     needs no communication, because every rank computes the same loss of the same batch.
 
-    Args:
-        emb: This rank's embeddings [n, D]; n may differ between ranks and may be 0.
-        labels: Their labels [n], integers.
-
-    Returns:
-        Embeddings [N, D] and labels [N] of the whole batch.
-
     Example:
         >>> emb, labels = all_gather_with_grad(torch.ones(2, 3), [5, 6])  # one process: the batch itself
         >>> emb.shape, labels
@@ -209,12 +188,6 @@ def all_gather_with_grad(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[T
 
 def gather_rows(rows: Tensor) -> Tensor:
     """Gather rows of any dtype from all ranks, in rank order, on every rank, without gradient.
-
-    Args:
-        rows: This rank's rows [n, ...].
-
-    Returns:
-        All rows [N, ...].
 
     Example:
         With `rank_slice`, each rank computes a part:
@@ -294,9 +267,6 @@ def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
     For models that are not wrapped in DistributedDataParallel, and for class parameters, where it also removes rounding
     differences between ranks. A gradient that only some ranks have counts as zero on the others (a rank without rows);
     one that no rank has stays None. Clip gradients after this, not before.
-
-    Args:
-        parameters: Of the model and of the objective.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if world_size() == 1 or not trainable:
@@ -316,11 +286,7 @@ def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to every rank: before the first step, and whenever batch norms differ.
-
-    Args:
-        module: Must have the same parameters and buffers on every rank; otherwise every rank gets a ConfigError.
-    """
+    """Copy rank 0's parameters and buffers to every rank: before the first step, and whenever batch norms differ."""
     if world_size() == 1:
         return
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
@@ -368,13 +334,6 @@ def fork_rng(*numbers: int, device: torch.device | str = "cpu") -> Iterator[None
 
     With (seed, epoch, step) around an objective, every rank draws the same dropout mask and the same random pairs, and
     so does a resumed run: nothing has to be sent or stored. All GPUs must be of the same model.
-
-    Args:
-        *numbers: For example seed, epoch and step.
-        device: A device other than a CPU or CUDA device, to be seeded as well; its generator is not restored.
-
-    Returns:
-        A context manager.
 
     Example:
         >>> with fork_rng(0, 3, 17):

@@ -53,19 +53,12 @@ class Case:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The largest difference between N processes and one, relative to the largest entry of one process's tensor.
+    """The largest difference between N processes and one, relative to the largest entry of one process's tensor."""
 
-    Attributes:
-        case: What was run.
-        embeddings: Of the gradient by each embedding.
-        network: Of the gradient by the network's parameters, after the mean over ranks.
-        parameters: Of the gradient by the class parameters and of the memory; None if there is neither.
-    """
-
-    case: Case
-    embeddings: float
-    network: float
-    parameters: float | None
+    case: Case  # what was run
+    embeddings: float  # of the gradient by each embedding
+    network: float  # of the gradient by the network's parameters, after the mean over ranks
+    parameters: float | None  # of the gradient by the class parameters and of the memory; None if there is neither
 
     @property
     def worst(self) -> float:
@@ -85,17 +78,7 @@ def check_gradients(
     timeout: float = 300.0,
     reporter: Reporter | None = None,
 ) -> list[GradientCheck]:
-    """Compare one process with several local ones (gloo, loopback only) on every case.
-
-    Args:
-        processes: How many, at least 2.
-        dtype: Of network and loss.
-        timeout: Seconds for all cases.
-        reporter: Where progress is printed.
-
-    Returns:
-        One check per case. No process outlives the call.
-    """
+    """Compare one process with several local ones (gloo, loopback only) on every case."""
     if processes < 2:
         raise ConfigError(f"processes: expected at least 2, got {processes}.")
     reporter = reporter or Reporter(quiet=True)
@@ -241,18 +224,7 @@ def launch(
     timeout: float,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a command once per rank on this machine, as torchrun does, and wait for all. No process outlives the call.
-
-    Args:
-        command: The command line.
-        processes: How many ranks.
-        folder: Where each rank's output goes (rank0.log, ...).
-        timeout: Seconds until all must have finished.
-        watch: Called several times a second while waiting.
-
-    Raises:
-        ProcessLostError: A process failed or the time is up; all are ended.
-    """
+    """Run a command once per rank on this machine, as torchrun does, and wait for all. No process outlives the call."""
     package = str(Path(__file__).resolve().parents[2])
     shared = {
         **os.environ,

@@ -23,14 +23,7 @@ FILE_NAME = "vectors.npz"
 
 
 def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> None:
-    """Save the best epoch's embeddings of a table; a folder that cannot be written is ignored, as this only saves time.
-
-    Args:
-        run: The run folder.
-        part: Which part of the data it is, for example "test".
-        table: Its rows.
-        embeddings: [N, dim], one for each row.
-    """
+    """Save the best epoch's embeddings of a table; ignored if the folder cannot be written, as it only saves time."""
     if not run.is_writer:
         return
     buffer = io.BytesIO()
@@ -43,16 +36,7 @@ def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> No
 
 
 def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
-    """Load saved embeddings.
-
-    Args:
-        run: The run folder.
-        part: Which part of the data is wanted.
-        table: Its rows.
-
-    Returns:
-        [N, dim], or None if there are none that certainly belong to these rows and to the run's best weights.
-    """
+    """Load saved embeddings."""
     try:
         with np.load(run.path / FILE_NAME, allow_pickle=False) as stored:
             if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):

@@ -41,17 +41,7 @@ def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None)
 
 
 def embed_table(model: Embedder, table: Table, *, raw: bool = False, reporter: Reporter | None = None) -> Tensor:
-    """Embed a table's rows; of several processes each embeds its share.
-
-    Args:
-        model: The network.
-        table: If it carries features, they replace the output of the model's backbone.
-        raw: Return embeddings before normalisation.
-        reporter: Where progress is printed.
-
-    Returns:
-        [N, dim], on every process.
-    """
+    """Embed a table's rows; of several processes each embeds its share. Returns [N, dim], on every process."""
     part = table if world_size() == 1 else table.take(np.arange(len(table))[rank_slice(len(table))])
     inputs = part.images if part.features is None else part.features
     return gather_rows(model.embed(inputs, raw=raw, reporter=reporter))

@@ -313,9 +313,6 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     """Score the validation classes, save the weights if they are the best so far, diagnose the embeddings and log both.
 
     Without validation classes every epoch replaces the one before, and a sample of training images is diagnosed.
-
-    Returns:
-        The validation metrics for the progress line.
     """
     state, model = s.state, s.eval_model
     table = s.val or s.train.sample(1000)

@@ -16,14 +16,6 @@ def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -
     """Build the optimiser, with separate groups for backbone, head and class parameters.
 
     Weight decay applies to matrices and kernels only, and to class parameters if `config.class_decay`.
-
-    Args:
-        model: The network.
-        objective: The loss, whose parameters get their own learning rates.
-        config: Optimiser, learning rates and weight decay.
-
-    Returns:
-        AdamW or SGD; each group also stores its highest learning rate.
     """
     head = {id(p) for p in model.head.parameters()}
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -63,14 +55,6 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -
     """Return the learning rate at a step as a fraction of the highest.
 
     A pure function of the step, so that resuming needs no scheduler state.
-
-    Args:
-        config: The schedule and its settings.
-        step: Counted from 0 over all epochs.
-        steps_per_epoch: Steps in an epoch.
-
-    Returns:
-        A factor from 0 to 1.
     """
     progress = step / (config.epochs * steps_per_epoch)
     warmup = 0.2  # of one_cycle

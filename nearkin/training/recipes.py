@@ -231,15 +231,6 @@ THESIS: dict[str, tuple[dict[str, Any], ComponentConfig | None, float | None, in
 def thesis(loss: str, dataset: Dataset = "cub", network: Network = "resnet50", dim: int = 512) -> Recipe:
     """Return the recipe of one experiment of the thesis.
 
-    Args:
-        loss: One of the losses in `THESIS`.
-        dataset: cub, cars or sop.
-        network: googlenet, bn_inception or resnet50.
-        dim: Embedding dimension.
-
-    Returns:
-        The recipe.
-
     Example:
         >>> thesis("proxy_anchor", "cars", "googlenet", 128).train.step_epochs
         20
@@ -298,15 +289,7 @@ for _loss in THESIS:
 def mpa(
     dataset: Dataset = "cub", *, loss: Literal["mpa", "mpa_dw", "mpa_ap", "soft_triple", "proxy_anchor"] = "mpa"
 ) -> Recipe:
-    """Return a recipe of the multi-proxy anchor paper.
-
-    Args:
-        dataset: cub, cars or sop.
-        loss: One of the paper's three losses, or one of the two it compares them with.
-
-    Returns:
-        The recipe.
-    """
+    """Return a recipe of the multi-proxy anchor paper."""
     _check_choice("dataset", dataset, ("cub", "cars", "sop"))
     multi_proxy = {"gamma": 0.1, "tau": 0.2, "centers": 2 if dataset == "sop" else 10}
     settings: dict[str, dict[str, Any]] = {
@@ -364,17 +347,7 @@ def _parse_dim(text: int | str) -> int:
 
 
 def find(name: str) -> Recipe:
-    """Find a recipe by name or path.
-
-    Args:
-        name: A registered name, with arguments as `name:argument` if it has some; a TOML file; or a run folder.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        ConfigError: There is no such recipe; the message suggests the nearest name.
-    """
+    """Find a recipe by name or path."""
     from nearkin.data.sources import detect_source
 
     function, *arguments = name.split(":")

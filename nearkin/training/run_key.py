@@ -14,29 +14,14 @@ from nearkin.losses.miners import MINERS
 
 
 def run_key(recipe: Recipe, fingerprint: str) -> str:
-    """Name a recipe's run: a readable prefix and a hash of everything that changes a number.
-
-    Args:
-        recipe: What will be trained.
-        fingerprint: Of the data and of the initial weights.
-
-    Returns:
-        For example "glyphs-proxy_anchor-128-b17a73ad5ad3".
-    """
+    """Name a recipe's run: a readable prefix and a hash of everything that changes a number."""
     values = json.dumps([fingerprint, key_values(recipe)], sort_keys=True)
     digest = hashlib.sha256(values.encode()).hexdigest()[:12]
     return f"{recipe.data.source}-{recipe.loss.name}-{recipe.model.dim}-{digest}"
 
 
 def key_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe that change a number, with the defaults of its loss and miner filled in.
-
-    Args:
-        recipe: Any recipe. A loss or miner that is not registered in this process keeps only its given settings.
-
-    Returns:
-        Nested plain values.
-    """
+    """Return the settings of a recipe that change a number, with the defaults of its loss and miner filled in."""
     values = to_plain_dict(recipe, keyed_only=True)
     loss = LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {}
     values["loss"] = _with_defaults(recipe.loss, loss)

@@ -142,14 +142,7 @@ def check_train_config(model: Embedder, config: TrainConfig, device: torch.devic
 
 @torch.no_grad()
 def update_ema(ema_model: Embedder, model: Embedder, decay: float, step: int) -> None:
-    """Move the exponential moving average of the weights towards the model; faster in the first steps.
-
-    Args:
-        ema_model: The average, updated in place.
-        model: The model that was just updated.
-        decay: For example 0.999.
-        step: Steps done before this one. Early on the decay is lower, so that the initial weights are forgotten.
-    """
+    """Move the exponential moving average of the weights towards the model; faster in the first steps."""
     weight = 1 - min(decay, (1 + step) / (10 + step))
     ema_state, state = ema_model.state_dict(), model.state_dict()
     floats = [name for name, value in state.items() if value.is_floating_point()]

@@ -32,27 +32,16 @@ _MAX_ERRORS_SHOWN = 10
 
 @dataclass
 class UpdateSummary:
-    """What an update did.
+    """What an update did."""
 
-    Attributes:
-        embedded: Images embedded.
-        unchanged: Images whose vectors were reused.
-        relabelled: Items whose label changed.
-        resumed: Images taken from the journal of an interrupted run.
-        pruned: Items removed because their files are gone.
-        gone: Items kept although their files are gone.
-        broken: Error message by name, for images that could not be embedded.
-        notes: Messages for the user.
-    """
-
-    embedded: int = 0
-    unchanged: int = 0
-    relabelled: int = 0
-    resumed: int = 0
-    pruned: int = 0
-    gone: int = 0
-    broken: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    embedded: int = 0  # images embedded
+    unchanged: int = 0  # images whose vectors were reused
+    relabelled: int = 0  # items whose label changed
+    resumed: int = 0  # images taken from the journal of an interrupted run
+    pruned: int = 0  # items removed because their files are gone
+    gone: int = 0  # items kept although their files are gone
+    broken: dict[str, str] = field(default_factory=dict)  # error message by name, for images that could not be embedded
+    notes: tuple[str, ...] = ()  # messages for the user
 
     def lines(self) -> list[str]:
         """Return the summary as lines for the terminal."""
@@ -281,14 +270,7 @@ def _find_unchanged(
 
 
 def stamp_file(path: Path) -> FileStamp:
-    """Compute the stamp of a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Size and time as of before the content is read, so that a change during reading is noticed next time.
-    """
+    """Compute the stamp of a file."""
     stat = os.stat(path)
     with open(path, "rb") as file:
         return FileStamp(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
@@ -327,15 +309,7 @@ def _embed(
 
 
 def embed_files(model: EmbeddingModel, paths: Sequence[Path]) -> tuple[list[int], Vectors, dict[int, str]]:
-    """Embed image files, skipping those that cannot be embedded.
-
-    Args:
-        model: Embeds the images.
-        paths: The files.
-
-    Returns:
-        Indices of the embedded files, their vectors [n, D], and an error message for each other index.
-    """
+    """Embed image files, skipping those that cannot be embedded."""
     indices = list(range(len(paths)))
     broken: dict[int, str] = {}
     try:

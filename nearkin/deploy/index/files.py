@@ -43,17 +43,7 @@ _DATA_FILE = re.compile(r"(vectors-[0-9a-f]{16}\.npy|items-[0-9a-f]{16}\.json|hn
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of an index folder.
-
-    Args:
-        folder: The index.
-
-    Returns:
-        The verified manifest.
-
-    Raises:
-        DataError: If there is no complete index, or the manifest is damaged.
-    """
+    """Read the manifest of an index folder."""
     path = folder / "manifest.json"
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"), path)
@@ -70,15 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_consistent(folder: Path, read: Callable[[Manifest], T]) -> T:
-    """Call `read(manifest)`, and retry if another process commits a new state meanwhile.
-
-    Args:
-        folder: The index.
-        read: Reads the data files; lets FileNotFoundError through.
-
-    Returns:
-        What `read` returns.
-    """
+    """Call `read(manifest)`, and retry if another process commits a new state meanwhile."""
     retries = 0
     while True:
         manifest = read_manifest(folder)
@@ -95,19 +77,7 @@ def read_consistent(folder: Path, read: Callable[[Manifest], T]) -> T:
 
 
 def verify_file(folder: Path, stored: StoredFile) -> Path:
-    """Check size and hash of a data file.
-
-    Args:
-        folder: The index.
-        stored: The file's entry in the manifest.
-
-    Returns:
-        Its path.
-
-    Raises:
-        FileNotFoundError: If it is missing.
-        DataError: If it is damaged or unreadable.
-    """
+    """Check size and hash of a data file. Returns its path."""
     path = folder / stored.name
     if not _DATA_FILE.fullmatch(stored.name):
         raise DataError(f"{folder}: the manifest names an unexpected file ({stored.name!r}).")
@@ -129,15 +99,7 @@ def verify_file(folder: Path, stored: StoredFile) -> Path:
 
 
 def read_vectors(folder: Path, manifest: Manifest) -> NDArray[np.float32]:
-    """Open the vectors.
-
-    Args:
-        folder: The index.
-        manifest: Its state.
-
-    Returns:
-        float32 [N, D], memory-mapped.
-    """
+    """Open the vectors. Returns float32 [N, D], memory-mapped."""
     path = verify_file(folder, manifest.files["vectors"])
     # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared.
     empty = manifest.items == 0  # which cannot be mapped
@@ -154,15 +116,7 @@ def read_vectors(folder: Path, manifest: Manifest) -> NDArray[np.float32]:
 
 
 def read_items(folder: Path, manifest: Manifest) -> dict[str, list[Any]]:
-    """Read ids, labels and file stamps.
-
-    Args:
-        folder: The index.
-        manifest: Its state.
-
-    Returns:
-        Columns "ids", "labels" and "stamps", one entry per item.
-    """
+    """Read ids, labels and file stamps."""
     path = verify_file(folder, manifest.files["items"])
     columns: dict[str, list[Any]] = json.loads(path.read_text(encoding="ascii"))
     if any(len(column) != manifest.items for column in columns.values()):
@@ -177,14 +131,6 @@ def write_vectors(folder: Path, shape: tuple[int, int], blocks: Iterable[NDArray
     """Write blocks of rows as one .npy file.
 
     Uses plain writes rather than a memory map: a full disk raises an error there, and kills the process under a map.
-
-    Args:
-        folder: The index.
-        shape: (N, D) of all rows together.
-        blocks: The rows, in order.
-
-    Returns:
-        The entry for the manifest.
     """
 
     def chunks() -> Iterator[bytes | memoryview]:
@@ -202,31 +148,13 @@ def write_vectors(folder: Path, shape: tuple[int, int], blocks: Iterable[NDArray
 
 
 def write_items(folder: Path, columns: dict[str, list[Any]]) -> StoredFile:
-    """Write ids, labels and file stamps.
-
-    Args:
-        folder: The index.
-        columns: As `read_items` returns them.
-
-    Returns:
-        The entry for the manifest.
-    """
+    """Write ids, labels and file stamps. Returns the entry for the manifest."""
     # ASCII because file names need not be valid UTF-8; JSON escapes preserve them.
     return write_file(folder, "items", ".json", [json.dumps(columns, ensure_ascii=True).encode("ascii")])
 
 
 def write_file(folder: Path, stem: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> StoredFile:
-    """Write a data file durably, named by the hash of its content.
-
-    Args:
-        folder: The index.
-        stem: Start of the name.
-        suffix: End of the name.
-        chunks: The content.
-
-    Returns:
-        The entry for the manifest.
-    """
+    """Write a data file durably, named by the hash of its content. Returns the entry for the manifest."""
     digest = hashlib.sha256()
     size = 0
     try:
@@ -256,12 +184,7 @@ def _is_intact(folder: Path, stored: StoredFile) -> bool:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Replace the state of the folder, and delete the files of the previous state.
-
-    Args:
-        folder: The index, locked by `lock_index`.
-        manifest: The new state, whose files are written already.
-    """
+    """Replace the state of the folder, and delete the files of the previous state."""
     try:
         _fsync_folder(folder)  # the data files must be on disk before the manifest that names them
         atomic_write(folder / "manifest.json", manifest.to_json())
@@ -272,12 +195,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_stale_files(folder: Path, manifest: Manifest | None) -> None:
-    """Delete data files that the manifest does not name.
-
-    Args:
-        folder: The index.
-        manifest: Its current state; None deletes all data files.
-    """
+    """Delete data files that the manifest does not name."""
     current = {stored.name for stored in manifest.files.values()} if manifest is not None else set()
     for path in folder.iterdir():
         if _DATA_FILE.fullmatch(path.name) and path.name not in current:
@@ -300,15 +218,6 @@ def lock_index(folder: Path) -> Iterator[None]:
     """Lock an index folder for writing while the block runs; the folder is created if needed.
 
     The operating system releases the lock of a killed process.
-
-    Args:
-        folder: The index.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        DataError: If the folder holds other files, is locked by another process, or cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -329,15 +238,7 @@ def lock_index(folder: Path) -> Iterator[None]:
 
 
 def write_error(folder: Path, error: OSError) -> DataError:
-    """Turn a failed write into a `DataError` for the user.
-
-    Args:
-        folder: The index.
-        error: What the operating system raised.
-
-    Returns:
-        The error to raise.
-    """
+    """Turn a failed write into a `DataError` for the user."""
     state = "The previous index is intact." if (folder / "manifest.json").exists() else "No partial index was left."
     reason = error.strerror or str(error)
     return DataError(f"{folder}: cannot write the index ({reason}). {state} Free up space, or choose another folder.")

@@ -29,27 +29,16 @@ MAX_EF_SEARCH = 1024
 
 @dataclass(frozen=True)
 class GraphStats:
-    """Parameters of a graph, and its recall against exact search.
+    """Parameters of a graph, and its recall against exact search."""
 
-    Attributes:
-        m: Links per item (faiss: M).
-        ef_search: Candidates examined per query (faiss: efSearch).
-        recall: Recall@k with stored items as queries; an item does not count as its own neighbour.
-        recall_low: Lower end of the 95 % interval of the recall.
-        recall_high: Upper end.
-        k: Neighbours per query.
-        num_queries: Queries of each type, stored and random.
-        random_recall: Recall@k with random queries unlike any item. Clustered items make these harder.
-    """
-
-    m: int
-    ef_search: int
-    recall: float
-    recall_low: float
-    recall_high: float
-    k: int
-    num_queries: int
-    random_recall: float
+    m: int  # links per item (faiss: M)
+    ef_search: int  # candidates examined per query (faiss: efSearch)
+    recall: float  # recall@k with stored items as queries; an item does not count as its own neighbour
+    recall_low: float  # lower end of the 95 % interval of the recall
+    recall_high: float  # upper end
+    k: int  # neighbours per query
+    num_queries: int  # queries of each type, stored and random
+    random_recall: float  # recall@k with random queries unlike any item. Clustered items make these harder
 
     def __str__(self) -> str:
         return (
@@ -60,13 +49,7 @@ class GraphStats:
 
 
 class HNSWGraph:
-    """An HNSW graph over the unit vectors of an index.
-
-    Args:
-        graph: A faiss index, or its serialized bytes. Bytes are decoded at the first search, so that exact search
-            does not need faiss.
-        stats: Its parameters and recall.
-    """
+    """An HNSW graph over the unit vectors of an index."""
 
     def __init__(self, graph: Any, stats: GraphStats) -> None:
         self._graph, self.stats = graph, stats
@@ -74,18 +57,7 @@ class HNSWGraph:
 
     @classmethod
     def build(cls, vectors: Vectors, *, m: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> HNSWGraph:
-        """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024).
-
-        Args:
-            vectors: [N, D].
-            m: Links per item.
-            recall: Target recall@k, for stored items and for random queries.
-            k: Neighbours per query when measuring recall.
-            sample: Queries of each type to measure it with.
-
-        Returns:
-            The graph with its measured recall.
-        """
+        """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024)."""
         faiss = import_extra("faiss", extra="stores")
         if len(vectors) < 2:
             raise ConfigError("graph: needs at least two items.")
@@ -120,16 +92,7 @@ class HNSWGraph:
         return cls(graph, stats)
 
     def search(self, query: Vectors, items: Vectors, k: int) -> tuple[Ints, Floats]:
-        """Find the nearest items that the graph reaches, ranked exactly.
-
-        Args:
-            query: [D].
-            items: [N, D], those the graph was built from.
-            k: Number of neighbours.
-
-        Returns:
-            Rows and cosines, both [min(k, N)], nearest first.
-        """
+        """Find the nearest items that the graph reaches, ranked exactly."""
         norm = math.sqrt(float(np.square(query, dtype=np.float64).sum()))
         unit = (query / np.float32(norm or 1.0)).astype(np.float32)
         ef_search = max(2 * k, self.stats.ef_search)

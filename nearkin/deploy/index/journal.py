@@ -31,27 +31,15 @@ Bytes = np.memmap[tuple[int], np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class Record:
-    """One batch of embedded files.
+    """One batch of embedded files."""
 
-    Attributes:
-        ids: Item ids.
-        stamps: File stamps, one per item.
-        vectors: float32 [n, D].
-    """
-
-    ids: list[str]
-    stamps: list[FileStamp]
-    vectors: Vectors
+    ids: list[str]  # item ids
+    stamps: list[FileStamp]  # file stamps, one per item
+    vectors: Vectors  # float32 [n, D]
 
 
 class Journal:
-    """The journal of an index folder. Opening it recovers the records of an earlier process.
-
-    Args:
-        folder: The index.
-        fingerprint: Of the model that embeds. A journal of another model raises `DataError`.
-        dim: Number of dimensions per vector.
-    """
+    """The journal of an index folder. Opening it recovers the records of an earlier process."""
 
     def __init__(self, folder: Path, fingerprint: str, dim: int) -> None:
         self.folder, self.dim = folder, dim
@@ -68,13 +56,7 @@ class Journal:
             raise write_error(folder, error) from None
 
     def append(self, ids: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
-        """Append one batch and flush it to disk.
-
-        Args:
-            ids: Item ids.
-            stamps: File stamps, one per item.
-            vectors: float32 [n, D].
-        """
+        """Append one batch and flush it to disk."""
         info = {"ids": list(ids), "stamps": [[s.size, s.mtime_ns, s.sha256] for s in stamps]}
         encoded = json.dumps(info).encode("ascii")
         body = encoded + np.ascontiguousarray(vectors, "<f4").tobytes()

@@ -16,59 +16,35 @@ RESTORE_HINT = "Restore it, or index again into another folder."
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A data file that the manifest names.
+    """A data file that the manifest names."""
 
-    Attributes:
-        name: File name in the index folder.
-        bytes: Size.
-        sha256: Hash of the content.
-    """
-
-    name: str
-    bytes: int
-    sha256: str
+    name: str  # file name in the index folder
+    bytes: int  # size
+    sha256: str  # hash of the content
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that made the vectors.
+    """The model that made the vectors."""
 
-    Attributes:
-        fingerprint: Hash of its weights.
-        image_shape: Input size (C, H, W).
-        run: Run folder it was loaded from, if any.
-    """
-
-    fingerprint: str
-    image_shape: tuple[int, ...]
-    run: str | None = None
+    fingerprint: str  # hash of its weights
+    image_shape: tuple[int, ...]  # input size (C, H, W)
+    run: str | None = None  # run folder it was loaded from, if any
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The state of an index.
-
-    Attributes:
-        items: Number of items.
-        dim: Number of dimensions per vector.
-        files: Data files by role: "vectors", "items", "graph".
-        model: The model that made the vectors, if known.
-        root: The folder that item ids are relative to, if the items are files.
-        threshold: `openset.Threshold` as a dict, if calibrated.
-        rerank: Re-ranking method and its settings, if one was chosen.
-        graph: `graph.GraphStats` as a dict, if a graph was built.
-        store: Name of the external store that holds the same items, if any.
-    """
+    """The state of an index."""
 
     items: int
-    dim: int
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    model: ModelInfo | None = None
-    root: str | None = None
-    threshold: dict[str, Any] | None = None
-    rerank: dict[str, Any] | None = None
-    graph: dict[str, Any] | None = None
-    store: str | None = None
+    dim: int  # number of dimensions per vector
+    files: dict[str, StoredFile] = field(default_factory=dict)  # data files by role: "vectors", "items", "graph"
+    model: ModelInfo | None = None  # the model that made the vectors, if known
+    root: str | None = None  # the folder that item ids are relative to, if the items are files
+    threshold: dict[str, Any] | None = None  # `openset.Threshold` as a dict, if calibrated
+    rerank: dict[str, Any] | None = None  # re-ranking method and its settings, if one was chosen
+    graph: dict[str, Any] | None = None  # `graph.GraphStats` as a dict, if a graph was built
+    store: str | None = None  # name of the external store that holds the same items, if any
 
     def to_json(self) -> str:
         """Return the manifest as JSON text with format, version and checksum."""
@@ -77,18 +53,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Manifest:
-        """Parse and verify a manifest.
-
-        Args:
-            text: What `to_json` returned.
-            path: Named in errors.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            DataError: If it is damaged, of another program, or of another format version.
-        """
+        """Parse and verify a manifest."""
         try:
             body = json.loads(text)
             if not isinstance(body, dict) or body.get("format") != FORMAT:

@@ -25,27 +25,17 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Threshold:
-    """A calibrated threshold.
+    """A calibrated threshold."""
 
-    Attributes:
-        value: A query is known if the cosine of its nearest item is above this.
-        false_accept: Target false-accept rate.
-        false_accept_interval: 95 % interval of the rate on classes that did not set the threshold; None for one class.
-        true_accept: Fraction of the queries of known classes that are called known.
-        true_accept_interval: Its 95 % interval; None for one class.
-        known_queries: Number of queries of classes in the index.
-        unknown_queries: Number of queries of held-out classes.
-        unknown_classes: Number of classes of those.
-    """
-
-    value: float
-    false_accept: float
+    value: float  # a query is known if the cosine of its nearest item is above this
+    false_accept: float  # target false-accept rate
+    # 95 % interval of the rate on classes that did not set the threshold; None for one class
     false_accept_interval: Interval | None
-    true_accept: float
-    true_accept_interval: Interval | None
-    known_queries: int
-    unknown_queries: int
-    unknown_classes: int
+    true_accept: float  # fraction of the queries of known classes that are called known
+    true_accept_interval: Interval | None  # its 95 % interval; None for one class
+    known_queries: int  # number of queries of classes in the index
+    unknown_queries: int  # number of queries of held-out classes
+    unknown_classes: int  # number of classes of those
 
     def accepts(self, similarity: float) -> bool:
         """Return whether a query whose nearest item has this cosine is known."""
@@ -68,14 +58,7 @@ class Threshold:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Threshold:
-        """Restore a threshold.
-
-        Args:
-            values: What `dataclasses.asdict` returned; JSON may have turned tuples into lists.
-
-        Returns:
-            The threshold.
-        """
+        """Restore a threshold."""
         intervals = {n: values[n] and tuple(values[n]) for n in ("false_accept_interval", "true_accept_interval")}
         return cls(**{**values, **intervals})
 
@@ -85,15 +68,7 @@ def _format_interval(interval: Interval | None, suffix: str = "") -> str:
 
 
 def check_rate(false_accept: float, name: str = "false_accept") -> None:
-    """Check a false-accept rate.
-
-    Args:
-        false_accept: Expected in [0, 1).
-        name: Subject of the error message.
-
-    Raises:
-        ConfigError: If it is out of range.
-    """
+    """Check a false-accept rate."""
     if not 0 <= false_accept < 1:
         raise ConfigError(f"{name}: expected a fraction from 0 to below 1, for example 0.01; got {false_accept}.")
 
@@ -111,18 +86,6 @@ def calibrate(
 
     The interval of the false-accept rate comes from a bootstrap over classes: the threshold is set on the sampled
     classes and the rate measured on the others, so it predicts the rate on classes that took no part in calibration.
-
-    Args:
-        query_sims_known: [N] similarity of the nearest item, for queries whose class is in the index.
-        query_sims_unknown: [M] the same, for queries whose class is not.
-        false_accept: Target false-accept rate.
-        known_classes: Class of each known query, for intervals over classes. Without them every query counts as its
-            own class, which makes the intervals too narrow if queries share classes.
-        unknown_classes: Class of each unknown query.
-        seed: Of the bootstrap.
-
-    Returns:
-        The threshold and its rates.
 
     Example:
         >>> calibrate([0.9, 0.8], [0.1, 0.2, 0.3, 0.4], false_accept=0.25).value
@@ -147,17 +110,7 @@ def calibrate(
 
 
 def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> tuple[Floats, Floats]:
-    """Compute each query's highest cosine with its class in the index, and with its class removed.
-
-    Args:
-        vectors: [N, D]; every item is compared.
-        labels: [N]; an item without a label (None) counts as of another class than any query.
-        queries: [Q] rows of the queries.
-
-    Returns:
-        [Q] cosine of the nearest other item (NaN if the class has no other item), and [Q] cosine of the nearest item of
-        another class (NaN if there is no other class).
-    """
+    """Compute each query's highest cosine with its class in the index, and with its class removed."""
     _, codes = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
     codes[[label is None for label in labels]] = codes.max(initial=-1) + 1  # apart from a class named "None"
     known, unknown = np.full(len(queries), -np.inf), np.full(len(queries), -np.inf)
@@ -183,16 +136,6 @@ def calibrate_items(
     other classes, including those without a label: if one of these is of its class after all, that only raises the
     threshold. The result estimates how often an image of a class missing from this index is called known, provided that
     missing classes resemble the query classes and are photographed under similar conditions.
-
-    Args:
-        vectors: [N, D].
-        labels: [N], None where unknown.
-        queries: Rows of items whose classes were not trained on.
-        false_accept: Target false-accept rate.
-        max_queries: A random sample of this many queries is used.
-
-    Returns:
-        The threshold and its rates.
     """
     if len(queries) > max_queries:
         queries = np.sort(np.random.default_rng(0).choice(queries, max_queries, replace=False))

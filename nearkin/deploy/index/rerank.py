@@ -28,15 +28,10 @@ SearchFn = Callable[[Vectors, int], tuple[Ints, Floats]]  # (query [D], k) -> ro
 
 @dataclass(frozen=True)
 class Expansion:
-    """Alpha query expansion.
+    """Alpha query expansion."""
 
-    Attributes:
-        k: Number of neighbours averaged in.
-        alpha: A neighbour's weight is its similarity to this power.
-    """
-
-    k: int = 5
-    alpha: float = 3.0
+    k: int = 5  # number of neighbours averaged in
+    alpha: float = 3.0  # a neighbour's weight is its similarity to this power
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.alpha < 0:
@@ -45,19 +40,12 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """k-reciprocal re-ranking.
+    """k-reciprocal re-ranking."""
 
-    Attributes:
-        k1: Size of the neighbourhood that must be mutual.
-        k2: Number of neighbours over which encodings are averaged.
-        weight: Weight of the cosine distance; the rest is the Jaccard distance.
-        depth: Number of nearest items that are re-ranked.
-    """
-
-    k1: int = 20
-    k2: int = 6
-    weight: float = 0.3
-    depth: int = 100
+    k1: int = 20  # size of the neighbourhood that must be mutual
+    k2: int = 6  # number of neighbours over which encodings are averaged
+    weight: float = 0.3  # weight of the cosine distance; the rest is the Jaccard distance
+    depth: int = 100  # number of nearest items that are re-ranked
 
     def __post_init__(self) -> None:
         if self.k1 < 1 or self.k2 < 1 or self.depth < 1 or not 0 <= self.weight <= 1:
@@ -80,17 +68,7 @@ def from_dict(values: dict[str, Any]) -> Rerank:
 
 
 def get_reranker(name: str) -> type[Expansion] | type[Reciprocal]:
-    """Look up a re-ranking method.
-
-    Args:
-        name: "expansion" or "reciprocal".
-
-    Returns:
-        Its settings class.
-
-    Raises:
-        ConfigError: If there is no such method.
-    """
+    """Look up a re-ranking method. Returns its settings class."""
     if name not in RERANKERS:
         hint = did_you_mean(name, RERANKERS) or f" Available: {', '.join(RERANKERS)}."
         raise ConfigError(f"rerank: unknown method '{name}'.{hint}")
@@ -106,17 +84,7 @@ def rerank_name(option: Rerank) -> str:
 
 
 def expanded(query: Vectors, near: Vectors, cosines: Floats, alpha: float) -> Vectors:
-    """Average a query with its neighbours.
-
-    Args:
-        query: [D].
-        near: [n, D] neighbours.
-        cosines: [n] their similarities to the query; negative ones get weight 0.
-        alpha: Power of the similarities.
-
-    Returns:
-        The expanded query, unit length, [D].
-    """
+    """Average a query with its neighbours. Returns the expanded query, unit length, [D]."""
     weights = np.maximum(cosines, 0.0) ** alpha
     total = normalize_rows(query[None])[0] + weights @ normalize_rows(near)
     return np.asarray(normalize_rows(total[None])[0], np.float32)
@@ -130,16 +98,6 @@ def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: flo
     of that set are in R(i, k1). Each item is encoded by weights exp(-d) on its set, normalized to sum 1, and averaged
     over its k2 nearest (itself included). The distance is (1 - weight) * (Jaccard distance of the encodings) +
     weight * d.
-
-    Args:
-        query: [D].
-        near: [n, D] the items.
-        k1: Size of the neighbourhood that must be mutual.
-        k2: Number of neighbours over which encodings are averaged.
-        weight: Weight of the cosine distance.
-
-    Returns:
-        Distances [n]; smaller is nearer.
     """
     points = normalize_rows(np.concatenate([query[None], near]))
     cosine = points @ points.T
@@ -164,18 +122,7 @@ def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: flo
 
 
 def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, search: SearchFn) -> tuple[Ints, Floats]:
-    """Search with re-ranking.
-
-    Args:
-        query: [D].
-        vectors: [N, D] the items.
-        k: Number of results.
-        option: The method.
-        search: Plain search in `vectors`.
-
-    Returns:
-        The k nearest rows in the new order, and their plain cosines to the query.
-    """
+    """Search with re-ranking. Returns the k nearest rows in the new order, and their plain cosines to the query."""
     if isinstance(option, Expansion):
         rows, cosines = search(query, option.k)
         rows, _ = search(expanded(query, vectors[rows], cosines, option.alpha), k)
@@ -193,15 +140,10 @@ def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, searc
 
 @dataclass(frozen=True)
 class RerankChoice:
-    """Outcome of `choose_rerank`.
+    """Outcome of `choose_rerank`."""
 
-    Attributes:
-        option: The selected method, or None if no gain is significant.
-        gains: Every method with its gain over plain search.
-    """
-
-    option: Rerank | None
-    gains: tuple[tuple[Rerank, Difference], ...]
+    option: Rerank | None  # the selected method, or None if no gain is significant
+    gains: tuple[tuple[Rerank, Difference], ...]  # every method with its gain over plain search
 
     def __str__(self) -> str:
         lines = [f"{rerank_name(option)}: {gain}" for option, gain in self.gains]

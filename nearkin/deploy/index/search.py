@@ -48,14 +48,7 @@ class Hit:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Convert an array, tensor or nested list to numpy.
-
-    Args:
-        values: Half-precision tensors become float32, since numpy has no bfloat16.
-
-    Returns:
-        The array.
-    """
+    """Convert an array, tensor or nested list to numpy."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() and values.element_size() < 4 else values).numpy()
@@ -63,32 +56,13 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def check_k(k: Any) -> None:
-    """Check a number of neighbours.
-
-    Args:
-        k: Expected to be an integer of at least 1.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Check a number of neighbours."""
     if not isinstance(k, int | np.integer) or k < 1:
         raise ConfigError(f"k: expected an integer of at least 1, got {k!r}.")
 
 
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
-    """Convert to float32 rows and check them.
-
-    Args:
-        values: One vector per row: an array, tensor or nested list.
-        dim: Expected number of dimensions; None allows any.
-        what: Subject of the error message.
-
-    Returns:
-        Finite float32 [N, D].
-
-    Raises:
-        DataError: If they are not numeric, not finite, or of another shape.
-    """
+    """Convert to float32 rows and check them. Returns finite float32 [N, D]."""
     try:
         array = as_array(values)
         if array.dtype.kind not in "fiu":
@@ -112,14 +86,7 @@ def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
 
 
 def inverse_norms(vectors: Vectors) -> Vectors:
-    """Compute the factors that scale each row to unit length.
-
-    Args:
-        vectors: [N, D].
-
-    Returns:
-        [N]; 0 for a row that ranking treats as zero.
-    """
+    """Compute the factors that scale each row to unit length. Returns [N]; 0 for a row that ranking treats as zero."""
     inverse = np.empty(len(vectors), np.float32)
     for start, block in blocks(vectors):
         norms = np.sqrt(np.square(block, dtype=np.float64).sum(axis=1))
@@ -129,31 +96,14 @@ def inverse_norms(vectors: Vectors) -> Vectors:
 
 
 def normalize_rows(vectors: Vectors | Floats) -> Floats:
-    """Scale rows to unit length in float64.
-
-    Args:
-        vectors: [N, D].
-
-    Returns:
-        float64 [N, D]; a row that ranking treats as zero stays 0.
-    """
+    """Scale rows to unit length in float64. Returns float64 [N, D]; a row that ranking treats as zero stays 0."""
     norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))
     nonzero = norms > ZERO_NORM
     return np.asarray(np.where(nonzero, vectors / np.where(nonzero, norms, 1.0), 0.0))
 
 
 def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None = None) -> tuple[Ints, Floats]:
-    """Find the nearest items of each query.
-
-    Args:
-        queries: [Q, D].
-        items: [N, D].
-        k: Number of neighbours.
-        inv_norms: `inverse_norms(items)`, if the caller has them already.
-
-    Returns:
-        Rows and cosines, both [Q, min(k, N)], nearest first; ties in row order.
-    """
+    """Find the nearest items of each query."""
     check_k(k)
     k = min(int(k), len(items))
     if k == 0 or len(queries) == 0:
@@ -166,32 +116,13 @@ def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None 
 
 
 def nearest_among(query: Vectors, items: Vectors, candidates: Ints, k: int) -> tuple[Ints, Floats]:
-    """Find the nearest of some candidate items.
-
-    Args:
-        query: [D].
-        items: [N, D].
-        candidates: Rows of `items`, ascending.
-        k: Number of neighbours.
-
-    Returns:
-        Rows and cosines, both [min(k, len(candidates))], nearest first.
-    """
+    """Find the nearest of some candidate items."""
     rows, cosines = neighbours(query[None], np.asarray(items[candidates]), min(k, len(candidates)))
     return candidates[rows[0]], cosines[0]
 
 
 def exclude_row(row: int, rows: Ints, cosines: Floats) -> tuple[Ints, Floats]:
-    """Remove one item from a result. Matching by row keeps exact duplicates of it.
-
-    Args:
-        row: The item to remove.
-        rows: [k].
-        cosines: [k].
-
-    Returns:
-        `rows` and `cosines` without it.
-    """
+    """Remove one item from a result. Matching by row keeps exact duplicates of it."""
     keep = rows != row
     return rows[keep], cosines[keep]
 
@@ -211,14 +142,7 @@ def _shortlist(query: Vectors, items: Vectors, k: int, inv_norms: Vectors) -> In
 
 
 def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
-    """Iterate over rows in blocks of at most 64 MB.
-
-    Args:
-        vectors: [N, D].
-
-    Yields:
-        The first row's number, and the block.
-    """
+    """Iterate over rows in blocks of at most 64 MB. Yields the first row's number, and the block."""
     step = max(1, _BLOCK_BYTES // (4 * max(1, vectors.shape[1])))
     for start in range(0, len(vectors), step):
         yield start, np.asarray(vectors[start : start + step])
@@ -230,16 +154,7 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
 def near_pairs(
     vectors: Vectors, at_least: float, *, max_pairs: int = 10_000
 ) -> tuple[list[tuple[int, int, float]], int]:
-    """Find pairs of near-duplicate rows by comparing all pairs, block by block.
-
-    Args:
-        vectors: [N, D].
-        at_least: Lowest cosine of a pair.
-        max_pairs: How many to return at most.
-
-    Returns:
-        Pairs (i, j, cosine) with i < j, most similar first, and the number of all pairs found.
-    """
+    """Find pairs of near-duplicate rows by comparing all pairs, block by block."""
     if not -1 <= at_least <= 1:
         raise ConfigError(f"at_least: expected a cosine from -1 to 1, got {at_least}.")
     units = (vectors * inverse_norms(vectors)[:, None]).astype(np.float32)

@@ -16,35 +16,17 @@ from nearkin.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class ImageList:
-    """Images to index.
+    """Images to index."""
 
-    Attributes:
-        root: The folder that names are relative to.
-        labels: Label (or None) by image name; names outside `root` are absolute paths.
-        notes: Messages for the user.
-        unreadable_folders: Folders that could not be opened.
-    """
-
-    root: Path
+    root: Path  # the folder that names are relative to
+    # label (or None) by image name; names outside `root` are absolute paths
     labels: dict[str, Label] = field(repr=False)
-    notes: tuple[str, ...] = ()
-    unreadable_folders: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()  # messages for the user
+    unreadable_folders: tuple[Path, ...] = ()  # folders that could not be opened
 
 
 def find_images(source: Path, *, path_column: str | None = None, label_column: str | None = None) -> ImageList:
-    """List the images of a folder (with class folders or flat), a table, or a benchmark in its official layout.
-
-    Args:
-        source: The folder or .csv file. All images below a folder are listed.
-        path_column: Column of a table that holds the image path; by default path, file_name or similar.
-        label_column: Column of a table that holds the class; by default label, class or similar.
-
-    Returns:
-        The images with their labels.
-
-    Raises:
-        DataError: If there are none.
-    """
+    """List the images of a folder (with class folders or flat), a table, or a benchmark in its official layout."""
     source_type = detect_source(source)
     for flag, column in (("--data.path-column", path_column), ("--data.label-column", label_column)):
         if column is not None and source_type != "table":

@@ -20,27 +20,16 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class TrainingClasses:
-    """The classes a run was trained on, without those used for validation.
+    """The classes a run was trained on, without those used for validation."""
 
-    Attributes:
-        names: Class names.
-        digests: SHA-256 of every training image, in hexadecimal.
-    """
-
-    names: frozenset[str] = frozenset()
-    digests: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # class names
+    digests: frozenset[str] = frozenset()  # SHA-256 of every training image, in hexadecimal
 
     def labels_in(self, index: Index) -> set[Label]:
         """Find the labels of an index that may have been trained on.
 
         A label counts if the index holds a training image of it (the same bytes under any name), or if it equals the
         name of a training class. Too many labels are harmless: those left over have never been seen.
-
-        Args:
-            index: The index.
-
-        Returns:
-            Its labels seen in training.
         """
         stamped = zip(index.labels, index.stamps, strict=True)
         seen: set[Label] = {label for label, stamp in stamped if stamp is not None and stamp.sha256 in self.digests}
@@ -48,18 +37,7 @@ class TrainingClasses:
 
 
 def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
-    """Determine the training classes of a run, with advice in the error if that fails.
-
-    Args:
-        run: The run.
-        reporter: Shows progress.
-
-    Returns:
-        Its training classes.
-
-    Raises:
-        ConfigError: If its data are missing or have changed.
-    """
+    """Determine the training classes of a run, with advice in the error if that fails."""
     try:
         return read_training_classes(run, reporter)
     except (UserError, OSError) as error:
@@ -70,18 +48,7 @@ def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
 
 
 def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
-    """Determine the training classes of a run from its data on disk.
-
-    Args:
-        run: The run.
-        reporter: Shows progress.
-
-    Returns:
-        Its training classes.
-
-    Raises:
-        DataError: If the data have changed since training.
-    """
+    """Determine the training classes of a run from its data on disk."""
     data = run.recipe.data
     if data.source == "glyphs":
         return TrainingClasses()  # generated, not files
@@ -102,15 +69,7 @@ def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
 
 
 def list_training_data(data: DataConfig, reporter: Reporter) -> Table:
-    """List the images of a recipe's source without reading pixels, minus the broken files that training skips.
-
-    Args:
-        data: The recipe's data section.
-        reporter: Shows progress.
-
-    Returns:
-        A table without images.
-    """
+    """List the images of a recipe's source without reading pixels, minus the broken files that training skips."""
     listing = list_source(data)
     if data.skip_broken:
         boxes = listing.boxes if data.crop_to_boxes else None
