@@ -108,7 +108,7 @@ def server(served):
     pytest.importorskip("uvicorn", reason="needs nearkin[serve]")
     from helpers.serving import serving
 
-    with serving(served.folder, "--upload-seconds", "1.5", "--upload-bytes", "4000000") as running:
+    with serving(served.folder, "--upload-timeout", "1.5", "--max-upload-bytes", "4000000") as running:
         yield running
         assert running.alive()
 

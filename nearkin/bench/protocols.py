@@ -18,7 +18,7 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError
 
-ProtocolName = Literal["default", "kfold", "fixed", "query_gallery"]
+ProtocolName = Literal["last_epoch", "kfold", "fixed", "query_gallery"]
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Protocol:
         folds: kfold: disjoint groups of the training classes; each is the validation set once.
         refit: fixed, query_gallery: train again on all training classes for the selected number of epochs, and
             evaluate that model.
-        choose_on_test: default: select the best epoch on the test classes, as most papers do. Optimistic; only for
+        select_on_test: last_epoch: select the best epoch on the test classes, as most papers do. Optimistic; only for
             comparison with published values.
     """
 
     name: ProtocolName = "fixed"
     folds: int = 10
     refit: bool = False
-    choose_on_test: bool = False
+    select_on_test: bool = False
 
     def __post_init__(self) -> None:
         if self.refit and self.name not in ("fixed", "query_gallery"):
             raise ConfigError(f"refit: only with the protocols fixed and query_gallery, not with {self.name}.")
-        if self.choose_on_test and self.name != "default":
-            raise ConfigError(f"choose_on_test: only with the protocol default, not with {self.name}.")
+        if self.select_on_test and self.name != "last_epoch":
+            raise ConfigError(f"select_on_test: only with the protocol last_epoch, not with {self.name}.")
         if self.folds < 2:
             raise ConfigError(f"folds: expected at least 2, got {self.folds}.")
 
@@ -64,8 +64,8 @@ class Protocol:
             A changed copy.
         """
         changed = {**data, "folds": 0, "fold": 0, "val_fraction": val_fraction, "select_on": "validation"}
-        if self.name == "default":
-            changed |= {"val_fraction": 0.0, "select_on": "test" if self.choose_on_test else "validation"}
+        if self.name == "last_epoch":
+            changed |= {"val_fraction": 0.0, "select_on": "test" if self.select_on_test else "validation"}
             if data.get("split", "auto") == "auto":
                 changed["split"] = "half"  # a source with its own split keeps that one
         if self.name == "kfold":
@@ -130,8 +130,8 @@ class Protocol:
         """
         # Part of Trial.id: another wording would orphan the outcomes of existing studies.
         share = f"epoch chosen on {100 * val_fraction:g} % of the training classes"
-        if self.name == "default":
-            return "EPOCH CHOSEN ON THE TEST CLASSES" if self.choose_on_test else "last epoch, no validation classes"
+        if self.name == "last_epoch":
+            return "EPOCH SELECTED ON THE TEST CLASSES" if self.select_on_test else "last epoch, no validation classes"
         if self.name == "kfold":
             return f"{self.folds} folds of the training classes, a model each, epoch chosen on the fold left out"
         if self.refit:

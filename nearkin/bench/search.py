@@ -20,7 +20,7 @@ from nearkin.bench.storage import SharedStorage, is_database, open_storage, stor
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.losses import LOSSES
-from nearkin.training.run_key import run_key
+from nearkin.training._run_key import run_key
 
 if TYPE_CHECKING:
     from optuna.study import Study

@@ -37,8 +37,8 @@ from nearkin.config.recipe import Recipe, from_dict, load_toml
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
 from nearkin.training import recipes
+from nearkin.training._run_key import key_values
 from nearkin.training.evaluation import HEADLINE_METRICS
-from nearkin.training.run_key import key_values
 
 _SECTIONS = ("data", "model", "loss", "miner", "train")
 
@@ -151,7 +151,7 @@ class Study:
         self._check_settings("change", self.change)
         for name, settings in self.methods.items():
             self._check_settings(f"methods.{name}", settings)
-        if len(self.val_fractions) > 1 and self.protocol.name in ("default", "kfold"):
+        if len(self.val_fractions) > 1 and self.protocol.name in ("last_epoch", "kfold"):
             raise ConfigError(f"val_fractions: the protocol {self.protocol.name} does not use them. Give one value.")
 
     def _check_settings(self, where: str, values: Any) -> None:

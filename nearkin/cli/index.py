@@ -54,11 +54,11 @@ class IndexArgs:
     """Folder of the index."""
     prune: bool = False
     """Remove items whose files are gone or no longer listed."""
-    already_cut: bool = False
+    already_cropped: bool = False
     """For a run trained on images cropped to bounding boxes: state that these images are already cropped."""
     calibrate: bool = False
     """Set the similarity below which a query is unknown, using indexed classes that were not trained on."""
-    false_accept: float | None = None
+    false_accept_rate: float | None = None
     """For --calibrate: target false-accept rate (unknown queries accepted as known); by default 0.01."""
     choose_rerank: bool = False
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
@@ -66,7 +66,7 @@ class IndexArgs:
     """Assume that no indexed class was trained on, if the run's data are not available."""
     hnsw: bool = False
     """Build an HNSW graph for approximate search (needs faiss) and print its measured recall."""
-    hnsw_from: int = HNSW_FROM
+    hnsw_min_items: int = HNSW_FROM
     """For --hnsw: minimum number of items for a graph; smaller indexes are searched exactly."""
     store: str | None = None
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
@@ -124,10 +124,10 @@ def run(argv: list[str]) -> None:
 
 def _load_image_model(run: Run, args: IndexArgs) -> Embedder:
     """Load the run's model, or explain why it cannot embed these images."""
-    if run.recipe.data.crop_to_boxes and not args.already_cut:
+    if run.recipe.data.crop_to_boxes and not args.already_cropped:
         raise ConfigError(
             f"{run.path}: trained on images cropped to boxes, and nearkin index does not crop.\n"
-            "Crop the images yourself, queries included, and pass --already-cut."
+            "Crop the images yourself, queries included, and pass --already-cropped."
         )
     model = load_model(run.path, args.device)
     if model.backbone is None:
@@ -141,11 +141,11 @@ def _check_flags(args: IndexArgs, items: int) -> None:
     """Reject what `_tune_search` could not do, before hours of embedding."""
     from nearkin.deploy.index.openset import check_rate
 
-    if args.false_accept is not None and not args.calibrate:
-        raise ConfigError("--false-accept: only applies with --calibrate.")
-    if args.false_accept is not None:
-        check_rate(args.false_accept, "--false-accept")
-    if args.hnsw and items >= args.hnsw_from:
+    if args.false_accept_rate is not None and not args.calibrate:
+        raise ConfigError("--false-accept-rate: only applies with --calibrate.")
+    if args.false_accept_rate is not None:
+        check_rate(args.false_accept_rate, "--false-accept-rate")
+    if args.hnsw and items >= args.hnsw_min_items:
         require_extra("stores", "faiss")
 
 
@@ -159,7 +159,7 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         yield f"{unlabelled:,} items without a label are searched and count as other classes"
     if args.calibrate:
         reporter.info("calibrating")
-        rate = FALSE_ACCEPT if args.false_accept is None else args.false_accept
+        rate = FALSE_ACCEPT if args.false_accept_rate is None else args.false_accept_rate
         threshold = index.calibrate(rate, trained=seen)
         index.write(args.out)
         yield f"{threshold}\n{CALIBRATION_NOTE}"
@@ -168,8 +168,8 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         choice = index.choose_rerank(trained=seen)
         index.write(args.out)
         yield str(choice)
-    if args.hnsw and len(index) < args.hnsw_from:
-        yield f"graph: not built; {len(index):,} items are fewer than {args.hnsw_from:,} and are searched exactly"
+    if args.hnsw and len(index) < args.hnsw_min_items:
+        yield f"graph: not built; {len(index):,} items are fewer than {args.hnsw_min_items:,} and are searched exactly"
     elif args.hnsw and index.graph is not None:
         yield f"graph: up to date, {index.graph.stats}"
     elif args.hnsw:

@@ -45,7 +45,7 @@ class SearchArgs:
     """Print JSON instead of tables."""
     duplicates: bool = False
     """List pairs of near-duplicate items."""
-    at_least: float | None = None
+    min_similarity: float | None = None
     """For --duplicates: minimum cosine similarity of a listed pair; by default 0.99."""
     exact: bool = False
     """Ignore the graph and the re-ranking of the index."""
@@ -97,8 +97,8 @@ def _check_flags(args: SearchArgs) -> None:
         if args.images or args.item or args.vector or args.store or args.sheet:
             raise ConfigError("--duplicates: compares items with each other and takes no query, --store or --sheet.")
         return
-    if args.at_least is not None:
-        raise ConfigError("--at-least: only applies with --duplicates.")
+    if args.min_similarity is not None:
+        raise ConfigError("--min-similarity: only applies with --duplicates.")
     if args.exact and args.store:
         raise ConfigError("--exact: does not apply to external stores.")
     if not (args.images or args.item or args.vector):
@@ -252,11 +252,13 @@ def _duplicates(folder: str, args: SearchArgs) -> list[str]:
     from nearkin.report.contact_sheet import printable
 
     index = Index.load(folder)
-    at_least = AT_LEAST if args.at_least is None else args.at_least
-    pairs, count = index.duplicates(at_least)
+    min_similarity = AT_LEAST if args.min_similarity is None else args.min_similarity
+    pairs, count = index.duplicates(min_similarity)
     if args.json:
         listed = [{"first": a, "second": b, "similarity": cosine} for a, b, cosine in pairs]
-        return [json.dumps({"index": folder, "at_least": at_least, "pairs": count, "listed": listed}, indent=1)]
+        return [
+            json.dumps({"index": folder, "min_similarity": min_similarity, "pairs": count, "listed": listed}, indent=1)
+        ]
     lines = [f"{cosine:.6f}  {printable(a)}  {printable(b)}" for a, b, cosine in pairs]
     shown = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
-    return [*lines, f"{count:,} pairs with a cosine of at least {at_least:g} among {len(index):,} items{shown}"]
+    return [*lines, f"{count:,} pairs with a cosine of at least {min_similarity:g} among {len(index):,} items{shown}"]

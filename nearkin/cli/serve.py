@@ -37,15 +37,15 @@ class ServeArgs:
     names by default."""
     workers: int = 2
     """Images processed in parallel."""
-    upload_bytes: int = 20_000_000
+    max_upload_bytes: int = 20_000_000
     """Maximum size of an upload in bytes."""
-    pixels: int = 50_000_000
+    max_pixels: int = 50_000_000
     """Maximum number of pixels of a JPEG (width times height); of other formats half as many."""
-    upload_seconds: float = 20.0
+    upload_timeout: float = 20.0
     """Time limit in seconds for receiving an upload."""
-    work_seconds: float = 30.0
+    timeout: float = 30.0
     """Time limit in seconds for a response, including time in the queue."""
-    waiting: int = 64
+    max_requests: int = 64
     """Maximum number of requests being processed or queued; further ones get status 503."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
@@ -69,11 +69,11 @@ def run(argv: list[str]) -> None:
     address = str(sock.getsockname()[0])
     loopback = ip_address(address).is_loopback
     limits = RequestLimits(
-        upload_bytes=args.upload_bytes,
-        pixels=args.pixels,
-        upload_seconds=args.upload_seconds,
-        work_seconds=args.work_seconds,
-        waiting=args.waiting,
+        max_upload_bytes=args.max_upload_bytes,
+        max_pixels=args.max_pixels,
+        upload_timeout=args.upload_timeout,
+        timeout=args.timeout,
+        max_requests=args.max_requests,
     )
     index = Index.load(folder)
     index.set_model(load_model(args.run or run_of(index), args.device))

@@ -126,9 +126,9 @@ class ModelConfig:
     """Shrinkage of within-class variances in whitening; larger values change the features less."""
     normalize: bool = True
     """L2-normalise the vectors returned by `embed`."""
-    freeze: Literal["nothing", "backbone"] = "nothing"
+    freeze: Literal["none", "backbone"] = "none"
     """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch."""
-    freeze_norm: Literal["nothing", "statistics", "all"] = "nothing"
+    freeze_norm: Literal["none", "statistics", "all"] = "none"
     """What to freeze in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:

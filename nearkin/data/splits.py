@@ -106,7 +106,7 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
         # The papers' protocol, on request: the only case where the epoch is selected on the test classes. The
         # description of the split records it.
         test = holdout.open()
-        return Split(training, replace(test, split=f"{test.split}; EPOCH CHOSEN ON THE TEST CLASSES")), holdout
+        return Split(training, replace(test, split=f"{test.split}; EPOCH SELECTED ON THE TEST CLASSES")), holdout
     if not data.val_fraction and not data.folds:
         return Split(replace(training, split=f"{training.split}; no validation classes"), None), holdout
     if data.folds:

@@ -209,7 +209,7 @@ class Objective(nn.Module):
             offsets = nn.functional.normalize(self.proxies, dim=-1)
             self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
-    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+    def param_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return optimizer groups for the parameters of the loss.
 
         Proxies and centres get 100 times the learning rate of the network; biases, centres and learned scalars get no
@@ -223,7 +223,7 @@ class Objective(nn.Module):
 
         Example:
             >>> objective = Objective("proxy_anchor", num_classes=3, dim=8)
-            >>> [(g["name"], g["lr"]) for g in objective.parameter_groups(lr=1e-4)]
+            >>> [(g["name"], g["lr"]) for g in objective.param_groups(lr=1e-4)]
             [('proxies', 0.01)]
         """
         groups: list[dict[str, Any]] = []
@@ -284,7 +284,7 @@ class WeightedSum(nn.Module):
     Example:
         >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
         >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
-        >>> [g["name"] for g in both.parameter_groups(lr=1e-4)]
+        >>> [g["name"] for g in both.param_groups(lr=1e-4)]
         ['0.proxies']
     """
 
@@ -318,7 +318,7 @@ class WeightedSum(nn.Module):
         for part in self.parts:
             cast(Objective, part).init_proxies(emb, labels)
 
-    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+    def param_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return the optimizer groups of every part, their names prefixed with its index.
 
         Args:
@@ -328,7 +328,7 @@ class WeightedSum(nn.Module):
             One group per parameter.
         """
         parts = [cast(Objective, part) for part in self.parts]
-        return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.parameter_groups(lr)]
+        return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.param_groups(lr)]
 
 
 def _find_miner(miner: str | Miner) -> Miner:

@@ -84,7 +84,7 @@ class Thresholds:
 
 
 def make_problem(
-    query: Any, labels: Any, gallery: Any, gallery_labels: Any, similarity: str, groups: Any, g_groups: Any
+    query: Any, labels: Any, gallery: Any, gallery_labels: Any, similarity: str, groups: Any, gallery_groups: Any
 ) -> RankingProblem:
     """Validate the arguments of `nearkin.metrics.rank` and prepare the vectors.
 
@@ -95,7 +95,7 @@ def make_problem(
         gallery_labels: [G] labels, or None.
         similarity: "cosine" or "euclidean".
         groups: [Q] groups, or None.
-        g_groups: [G] groups, or None.
+        gallery_groups: [G] groups, or None.
 
     Returns:
         The problem.
@@ -113,7 +113,7 @@ def make_problem(
         q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
         g_labels = as_labels(gallery_labels, len(g), "gallery labels", "gallery")
     codes, g_codes, classes = encode(q_labels, g_labels, "labels")
-    query_group, g_group = _encode_groups(groups, g_groups, len(q), None if g is None else len(g))
+    query_group, g_group = _encode_groups(groups, gallery_groups, len(q), None if g is None else len(g))
     q_vectors, g_vectors = prepare(q, g, similarity)
     size = np.bincount(g_codes, minlength=len(classes))
     order = np.lexsort((np.arange(len(g_codes)), g_codes))
@@ -141,13 +141,17 @@ def match_dtype_and_device(query: Tensor, gallery: Tensor) -> tuple[Tensor, Tens
     return query.to(dtype), gallery.to(device=query.device, dtype=dtype)
 
 
-def _encode_groups(groups: Any, g_groups: Any, queries: int, items: int | None) -> tuple[Ints | None, Ints | None]:
-    if groups is None and g_groups is None:
+def _encode_groups(
+    groups: Any, gallery_groups: Any, queries: int, items: int | None
+) -> tuple[Ints | None, Ints | None]:
+    if groups is None and gallery_groups is None:
         return None, None
-    if groups is None or (items is not None) != (g_groups is not None):
-        raise ConfigError("groups: give groups for one set, or both groups and g_groups for a query and a gallery.")
+    if groups is None or (items is not None) != (gallery_groups is not None):
+        raise ConfigError(
+            "groups: give groups for one set, or both groups and gallery_groups for a query and a gallery."
+        )
     first = as_labels(groups, queries, "groups", "the query")
-    second = None if items is None else as_labels(g_groups, items, "g_groups", "the gallery")
+    second = None if items is None else as_labels(gallery_groups, items, "gallery_groups", "the gallery")
     query_group, gallery_group, _ = encode(first, second, "groups")
     return query_group, gallery_group
 

@@ -120,7 +120,7 @@ def rank(
     *,
     similarity: str = "cosine",
     groups: Any = None,
-    g_groups: Any = None,
+    gallery_groups: Any = None,
     memory: str | int = "1GB",
     path: str = "auto",
     progress: Progress | None = None,
@@ -139,7 +139,7 @@ def rank(
         similarity: "cosine", or "euclidean" on the raw vectors.
         groups: [Q] integers or strings. Items of the query's own group (the same camera, the same sequence) are
             excluded, neither right nor wrong. For "same person and same camera" use one group per such pair.
-        g_groups: [G] groups of the gallery.
+        gallery_groups: [G] groups of the gallery.
         memory: Maximum extra memory beside the vectors and the result, for example "1GB".
         path: Backend: "numba" (fastest on a CPU), "torch" (any device) or "auto". The results are identical.
         progress: Called with the fraction done.
@@ -152,7 +152,7 @@ def rank(
         >>> rank([[1.0, 0.0], [0.9, 0.1], [0.8, 0.1]], [5, 5, 7]).above.tolist()
         [0, 1]
     """
-    problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, gallery_groups)
     ranking = assemble(problem, list(count_hits(problem, parse_bytes(memory), path, progress, verbose)))
     return replace(ranking, notes=tuple(data_notes(problem, *count_singletons_and_ties(ranking))))
 

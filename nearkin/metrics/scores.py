@@ -275,7 +275,7 @@ def score(
     singletons: str = "auto",
     similarity: str = "cosine",
     groups: Any = None,
-    g_groups: Any = None,
+    gallery_groups: Any = None,
     memory: str | int = "1GB",
     path: str = "auto",
     progress: Progress | None = None,
@@ -295,7 +295,7 @@ def score(
             all metrics, "zero" scores them 0 in all.
         similarity: As in `rank`, like all further arguments.
         groups: [Q] groups whose items are excluded.
-        g_groups: [G] groups of the gallery.
+        gallery_groups: [G] groups of the gallery.
         memory: Maximum extra memory.
         path: Backend.
         progress: Called with the fraction done.
@@ -309,7 +309,7 @@ def score(
         0.3333
     """
     names = _metric_names(ks, singletons)
-    problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, g_groups)
+    problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, gallery_groups)
     budget = parse_bytes(memory)
     parts = count_hits(problem, budget, path, progress, verbose)
     if 100 * problem.max_pairs <= budget:

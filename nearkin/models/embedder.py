@@ -136,7 +136,7 @@ class Embedder(nn.Module):
         if mode and self.backbone is not None:
             if self.backbone_frozen or self.model.freeze == "backbone":
                 self.backbone.eval()
-            elif self.model.freeze_norm != "nothing":
+            elif self.model.freeze_norm != "none":
                 for norm in _batch_norms(self.backbone):
                     norm.eval()
         return self
@@ -151,7 +151,7 @@ class Embedder(nn.Module):
         if self.backbone is None:
             return
         self.train(self.training)
-        trainable = not frozen and self.model.freeze == "nothing"
+        trainable = not frozen and self.model.freeze == "none"
         self.backbone.requires_grad_(trainable)
         self.pool.requires_grad_(trainable)
         if self.model.freeze_norm == "all":

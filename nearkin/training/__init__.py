@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from nearkin._common.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from nearkin.training import distributed, recipes, run_key
+    from nearkin.training import distributed, recipes
+    from nearkin.training._run_key import run_key
     from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.device import choose_device
     from nearkin.training.evaluation import evaluate, evaluate_final
@@ -40,6 +41,6 @@ __getattr__, __dir__ = lazy_exports(
         "loop": ("fit",),
         "recipes": ("recipes",),
         "run": ("Run",),
-        "run_key": ("run_key",),
+        "_run_key": ("run_key",),
     },
 )

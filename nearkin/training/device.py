@@ -46,7 +46,8 @@ def end_step(device: torch.device) -> None:
 
     Without it the parameters would stay unevaluated: every step would compile and run all steps before it again.
     """
-    if hasattr(module := _device_module(device), "sync"):
+    module = _device_module(device)
+    if module is not None and hasattr(module, "sync"):
         module.sync()
 
 

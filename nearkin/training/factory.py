@@ -39,7 +39,7 @@ def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
     if model.dim == 0 and frozen and (micro_batches or not list(objective.parameters())):
         raise ConfigError(
             "model.dim: 0 means no head, and with a frozen backbone nothing is left to train. "
-            "Use --model.dim 128, or train the backbone: --model.freeze nothing --train.frozen-epochs 0."
+            "Use --model.dim 128, or train the backbone: --model.freeze none --train.frozen-epochs 0."
         )
 
 

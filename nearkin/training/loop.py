@@ -24,6 +24,7 @@ from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
+from nearkin.training._run_key import run_key
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.device import choose_device, end_step
 from nearkin.training.distributed import (
@@ -47,7 +48,6 @@ from nearkin.training.factory import (
 )
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
 from nearkin.training.run import Run
-from nearkin.training.run_key import run_key
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
 from nearkin.training.trackers import Tracker, open_trackers
 

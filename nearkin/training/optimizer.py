@@ -27,7 +27,7 @@ def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -
         matrices, vectors = [p for p in part if p.ndim > 1], [p for p in part if p.ndim <= 1]
         groups.append({"name": name, "params": matrices, "lr": lr})
         groups.append({"name": f"{name}, 1-D", "params": vectors, "lr": lr, "weight_decay": 0.0})
-    for group in objective.parameter_groups(config.lr):
+    for group in objective.param_groups(config.lr):
         if config.class_lr is not None:
             group["lr"] = config.class_lr
         groups.append(group if config.class_decay else {**group, "weight_decay": 0.0})

@@ -160,13 +160,13 @@ def test_unknown_keys_and_wrong_types_in_a_file(tmp_path):
     with pytest.raises(ConfigError, match="only with the protocols fixed"):
         Protocol("kfold", refit=True)
     with pytest.raises(ConfigError, match="only with the protocol default"):
-        Protocol("fixed", choose_on_test=True)
+        Protocol("fixed", select_on_test=True)
 
 
 # --- protocols -------------------------------------------------------------------------------------------------------
 
 SEALED = {
-    "default": Protocol("default"),
+    "last_epoch": Protocol("last_epoch"),
     "kfold": Protocol("kfold", folds=3),
     "fixed": Protocol("fixed"),
     "refit": Protocol("fixed", refit=True),
@@ -203,11 +203,11 @@ def test_test_classes_are_not_read_before_the_final_evaluation(name, features, t
 
 
 def test_choosing_on_the_test_classes_is_labelled(features, tmp_path):
-    study = small_study(features, protocol=Protocol("default", choose_on_test=True), sizes=(4,), seeds=(0,))
+    study = small_study(features, protocol=Protocol("last_epoch", select_on_test=True), sizes=(4,), seeds=(0,))
     folder = run_study(tmp_path, study)
     for outcome in folder.outcomes().values():
         run = Run(outcome.run)
-        assert outcome.label == "EPOCH CHOSEN ON THE TEST CLASSES"
+        assert outcome.label == "EPOCH SELECTED ON THE TEST CLASSES"
         assert "THE TEST CLASSES" in run.result["protocol"]["epoch_selected_by"]
         # Chosen and evaluated on the same classes: the reported value is the best of all epochs.
         epochs = [event["val"]["R@1"] for event in run.events() if event["event"] == "epoch"]

@@ -113,10 +113,12 @@ def test_duplicates_are_listed(photo_folder, tmp_path, capsys):
     shutil.copy(tmp_path / "photos" / "00.png", tmp_path / "photos" / "copy.png")
     index_command.run([str(run.path), str(tmp_path / "photos"), "-o", str(tmp_path / "index"), "--quiet"])
     capsys.readouterr()
-    output = call(capsys, tmp_path / "index", "--duplicates", "--at-least", 0.999999)
+    output = call(capsys, tmp_path / "index", "--duplicates", "--min-similarity", 0.999999)
     assert output.splitlines()[0] == "1.000000  00.png  copy.png"
     assert "1 pairs with a cosine of at least 0.999999 among 13 items" in output
-    listed = json.loads(call(capsys, tmp_path / "index", "--duplicates", "--at-least", 0.999999, "--json"))["listed"]
+    listed = json.loads(call(capsys, tmp_path / "index", "--duplicates", "--min-similarity", 0.999999, "--json"))[
+        "listed"
+    ]
     assert [(pair["first"], pair["second"]) for pair in listed] == [("00.png", "copy.png")]
 
 
@@ -145,8 +147,8 @@ def test_rerank_flags(indexed, photo_folder, capsys):
         (["--item", "class 1/00.png", "--store", "mysql://x"], "expected qdrant://"),
         (["--item", "class 1/00.png", "--shet", "x"], "Did you mean '--sheet'"),
         (["--duplicates", "--item", "a"], "takes no query"),
-        (["--duplicates", "--at-least", "2"], "expected a cosine"),
-        (["--item", "class 1/00.png", "--at-least", "0.9"], "--at-least: only applies with --duplicates"),
+        (["--duplicates", "--min-similarity", "2"], "expected a cosine"),
+        (["--item", "class 1/00.png", "--min-similarity", "0.9"], "--min-similarity: only applies with --duplicates"),
         (
             ["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"],
             "--exact: does not apply to external",
@@ -209,7 +211,7 @@ def test_the_commands_in_search_md_run(photo_folder, tmp_path, monkeypatch, caps
         assert program == "nearkin"
         if "://" in line:  # needs a vector store: tests/deploy/test_stores.py
             continue
-        if "--hnsw-from" in line:
+        if "--hnsw-min-items" in line:
             pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
         {"index": index_command.run, "search": search_command.run}[command](rest)
         assert capsys.readouterr().out

@@ -12,7 +12,7 @@ from nearkin.errors import ConfigError
 from nearkin.losses.miners import MINERS
 from nearkin.losses.registry import LOSSES, loss
 from nearkin.training import recipes
-from nearkin.training.run_key import run_key
+from nearkin.training._run_key import run_key
 
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))

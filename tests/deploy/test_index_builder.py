@@ -282,7 +282,7 @@ def test_a_run_trained_on_boxes_is_rejected(photo_folder, photos, tmp_path):
     (run.path / "recipe.toml").write_text(recipe.to_toml())
     with pytest.raises(ConfigError, match="cropped to boxes"):
         index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index")])
-    index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index"), "--already-cut", "--quiet"])
+    index_command.run([str(run.path), str(photos), "-o", str(tmp_path / "index"), "--already-cropped", "--quiet"])
     assert len(nk.Index.load(tmp_path / "index")) == 20
 
 

@@ -22,7 +22,7 @@ QUIET = Reporter(quiet=True)
 
 
 def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
-    built, output = index(photo_folder, "--calibrate", "--false-accept", "0.1")
+    built, output = index(photo_folder, "--calibrate", "--false-accept-rate", "0.1")
     trained = training_classes(nk.Run(run), QUIET).labels_in(built)
     assert len(trained) == 4  # of ten: four are in the holdout, two in validation
     assert "4 indexed classes were trained on" in output
@@ -115,21 +115,21 @@ def test_the_threshold_is_saved_if_re_ranking_fails(index, photo_folder, tmp_pat
         for i in range(count):
             shutil.copy(photo_folder / f"class {c}" / f"{i:02d}.png", tmp_path / "few" / f"class {c}")
     with pytest.raises(DataError, match="re-ranking: needs at least two classes"):
-        index(tmp_path / "few", "--calibrate", "--false-accept", "0.5", "--choose-rerank", "--assume-unseen")
+        index(tmp_path / "few", "--calibrate", "--false-accept-rate", "0.5", "--choose-rerank", "--assume-unseen")
     assert nk.Index.load(tmp_path / "index").threshold is not None
     assert "known above" in capsys.readouterr().out
 
 
 def test_invalid_settings_fail_before_the_work(index, photos, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="false-accept: expected a fraction"):
-        index(photos, "--calibrate", "--false-accept", "5")
-    with pytest.raises(ConfigError, match="--false-accept: only applies with --calibrate"):
-        index(photos, "--false-accept", "0.05")
+        index(photos, "--calibrate", "--false-accept-rate", "5")
+    with pytest.raises(ConfigError, match="--false-accept-rate: only applies with --calibrate"):
+        index(photos, "--false-accept-rate", "0.05")
     with pytest.raises(ConfigError, match=r"--data\.label-column: only applies to tables"):
         index(photos, "--data.label-column", "species")
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(UserError, match=r"pip install 'nearkin\[graph\]'"):
-        index(photos, "--hnsw", "--hnsw-from", "2")
+        index(photos, "--hnsw", "--hnsw-min-items", "2")
     assert not (tmp_path / "index").exists()
 
 
@@ -137,11 +137,11 @@ def test_the_graph_and_rerank_flags(index, photos):
     pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
     _, output = index(photos, "--hnsw")
     assert "graph: not built; 20 items are fewer than 200,000 and are searched exactly" in output
-    built, output = index(photos, "--hnsw", "--hnsw-from", "10", "--choose-rerank", "--assume-unseen")
+    built, output = index(photos, "--hnsw", "--hnsw-min-items", "10", "--choose-rerank", "--assume-unseen")
     assert "graph: recall@10" in output
     assert built.graph is not None
     assert "re-ranking: " in output
-    assert "graph: up to date, recall@10" in index(photos, "--hnsw", "--hnsw-from", "10")[1]
+    assert "graph: up to date, recall@10" in index(photos, "--hnsw", "--hnsw-min-items", "10")[1]
     (photos / "class 0" / "00.png").unlink()
     built, output = index(photos, "--prune")
     assert built.graph is None

@@ -113,7 +113,7 @@ def test_info_and_health(server):
         "dim": 16,
         "threshold": None,
     }
-    assert body["limits"]["upload_bytes"] == 4_000_000
+    assert body["limits"]["max_upload_bytes"] == 4_000_000
     assert server.request("GET", "/health")[2] == {"status": "ok"}
 
 
@@ -300,8 +300,8 @@ def test_a_port_in_use(served):
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1"),
         (["--workers", "0"], "--workers: expected at least 1"),
-        (["--pixels", "0"], "--pixels: expected more than 0"),
-        (["--pixels", "400000000"], "--pixels: expected at most 178,956,970"),
+        (["--max-pixels", "0"], "--max-pixels: expected more than 0"),
+        (["--max-pixels", "400000000"], "--max-pixels: expected at most 178,956,970"),
         (["--token-file", "/none"], "--token-file /none: cannot read"),
         (["--run", "/none"], "/none"),
     ],

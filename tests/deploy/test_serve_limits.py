@@ -289,7 +289,7 @@ def busy_client(served):
     service = Service(
         nk.Index.load(served.folder),
         workers=1,
-        limits=RequestLimits(waiting=1, upload_bytes=10_000, buffered_uploads=1),
+        limits=RequestLimits(max_requests=1, max_upload_bytes=10_000, buffered_uploads=1),
     )
     release = threading.Event()
     service.pool.submit(release.wait)
@@ -425,7 +425,7 @@ def test_damaged_images_are_read_or_rejected(served, image_format):
     from nearkin.deploy.serve.app import Service
     from nearkin.deploy.serve.request_limits import RequestLimits
 
-    service = Service(nk.Index.load(served.folder), limits=RequestLimits(pixels=100_000))
+    service = Service(nk.Index.load(served.folder), limits=RequestLimits(max_pixels=100_000))
     whole = random_image(image_format, (60, 45))
     rng = np.random.default_rng(0)
     outcomes = {200: 0, 413: 0, 422: 0}

@@ -55,7 +55,7 @@ def train(name: str) -> dict[str, torch.Tensor]:
     nd.broadcast_state(model)
     nd.broadcast_state(objective)
     wrapped = DistributedDataParallel(model) if joined == "ddp" and nd.world_size() > 1 else model
-    groups = [{"params": list(model.parameters()), "lr": 0.05}, *objective.parameter_groups(class_lr)]
+    groups = [{"params": list(model.parameters()), "lr": 0.05}, *objective.param_groups(class_lr)]
     speed = {p: torch.zeros_like(p) for group in groups for p in group["params"]}
     sampler = make_sampler(
         labels, batch_size=21, samples_per_class=3, seed=1, rank=nd.rank(), world_size=nd.world_size()

@@ -21,17 +21,17 @@ def nearness(x, y, similarity):
     return (1 if dot > 0 else -1) * dot * dot / length  # the norm of the query is the same for all items
 
 
-def lists(query, q_labels, gallery=None, g_labels=None, similarity="cosine", groups=None, g_groups=None):
+def lists(query, q_labels, gallery=None, g_labels=None, similarity="cosine", groups=None, gallery_groups=None):
     """Return the ranked items of each query as (nearness, is relevant), nearest first."""
     self_search = gallery is None
     if self_search:
-        gallery, g_labels, g_groups = query, q_labels, groups
+        gallery, g_labels, gallery_groups = query, q_labels, groups
     out = []
     for i, x in enumerate(query):
         items = [
             (nearness(x, y, similarity), bool(g_labels[j] == q_labels[i]))
             for j, y in enumerate(gallery)
-            if not (self_search and i == j) and not (groups is not None and groups[i] == g_groups[j])
+            if not (self_search and i == j) and not (groups is not None and groups[i] == gallery_groups[j])
         ]
         out.append(sorted(items, key=lambda item: -item[0]))
     return out

@@ -258,7 +258,7 @@ def is_restored_by_its_state_dict(name: str) -> None:
     assert torch.equal(objective(emb, labels), other(emb, labels))
     again = pickle.loads(pickle.dumps(objective))
     assert torch.equal(objective(emb, labels), again(emb, labels))
-    groups = objective.parameter_groups(lr=0.1)
+    groups = objective.param_groups(lr=0.1)
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in objective.parameters()}
     assert all(g["lr"] >= 0.1 for g in groups)
 

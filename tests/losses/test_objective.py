@@ -118,7 +118,7 @@ def test_weighted_sum() -> None:
     one, two = nk.Objective("proxy_anchor", num_classes=3, dim=6).double(), nk.Objective("margin", learn_beta=True)
     both = WeightedSum((1.0, one), (0.25, two))
     torch.testing.assert_close(both(emb, labels), one(emb, labels) + 0.25 * two(emb, labels))
-    assert [(g["name"], round(g["lr"], 6)) for g in both.parameter_groups(lr=1e-4)] == [
+    assert [(g["name"], round(g["lr"], 6)) for g in both.param_groups(lr=1e-4)] == [
         ("0.proxies", 0.01),
         ("1.beta", 0.005),
     ]
@@ -203,7 +203,7 @@ def test_proxies_learn() -> None:
     torch.manual_seed(0)
     emb, labels = batch(30)
     objective = nk.Objective("proxy_anchor", num_classes=3, dim=6).double()
-    optimizer = torch.optim.AdamW(objective.parameter_groups(lr=1e-3))
+    optimizer = torch.optim.AdamW(objective.param_groups(lr=1e-3))
     first = float(objective(emb, labels).detach())
     for _ in range(30):
         optimizer.zero_grad()
@@ -327,7 +327,7 @@ def test_a_user_loss_with_a_learned_temperature() -> None:
     assert {name: value.item() for name, value in objective.named_parameters()} == {"scale": 5.0}
     objective(emb, labels).backward()
     assert float(objective.scale.grad) != 0
-    groups = nk.Objective("sigmoid_pairs", learn_bias=True).parameter_groups(lr=0.1)
+    groups = nk.Objective("sigmoid_pairs", learn_bias=True).param_groups(lr=0.1)
     assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [("scale", 1.0, 0.0), ("bias", 0.1, 0.0)]
     value = sigmoid_pairs(nk.pair_up(emb, labels), scale=5.0)
     torch.testing.assert_close(objective(emb, labels).detach(), value)
@@ -337,7 +337,7 @@ def test_a_user_loss_with_a_learned_temperature() -> None:
         "bias": "Logit at cosine 0.",
         "learn_bias": "Learn the bias as well.",
     }
-    optimizer = torch.optim.SGD(objective.parameter_groups(lr=1e-3))
+    optimizer = torch.optim.SGD(objective.param_groups(lr=1e-3))
     optimizer.step()
     restored = nk.Objective("sigmoid_pairs").double()
     restored.load_state_dict(objective.state_dict())
@@ -372,7 +372,7 @@ def test_a_user_loss_declares_dimensions_dropout_and_constants() -> None:
     emb, labels = batch()
     objective = nk.Objective("subspaces", num_classes=3, dim=6, rank=4, power=1.0).double()
     assert objective.bases.shape == (3, 4, 6)
-    groups = objective.parameter_groups(lr=0.1)
+    groups = objective.param_groups(lr=0.1)
     assert [(g["name"], round(g["lr"], 6), g["weight_decay"]) for g in groups] == [("bases", 0.3, 0.0)]
     want = torch.nn.functional.cross_entropy((emb @ objective.bases.flatten(0, 1).T).abs().view(8, 3, 4).sum(2), labels)
     torch.testing.assert_close(objective(emb, labels), want)

@@ -79,7 +79,7 @@ def test_query_against_gallery_against_exact_fractions(path, similarity):
     @settings(**COMMON)
     @given(tied_sets(), st.data())
     def check(data, more):
-        g, g_labels, g_groups, unit = data
+        g, g_labels, gallery_groups, unit = data
         if unit == 1e-20 and similarity == "cosine":
             return
         picked = more.draw(st.lists(st.integers(0, len(g) - 1), min_size=1, max_size=6))
@@ -87,7 +87,7 @@ def test_query_against_gallery_against_exact_fractions(path, similarity):
         q = g[picked] * np.array(times)[:, None].astype(g.dtype)
         q_labels = more.draw(st.lists(st.integers(0, 4), min_size=len(picked), max_size=len(picked)))
         q_groups = more.draw(st.lists(st.integers(0, 2), min_size=len(picked), max_size=len(picked)))
-        groups = {"groups": q_groups, "g_groups": g_groups} if more.draw(st.booleans()) else {}
+        groups = {"groups": q_groups, "gallery_groups": gallery_groups} if more.draw(st.booleans()) else {}
         got = rank(q, q_labels, g, g_labels, similarity=similarity, path=path, **groups)
         want = lists(q, q_labels, g, g_labels, similarity=similarity, **groups)
         assert groups_of(got) == [tie_groups(items) for items in want]
@@ -394,7 +394,7 @@ def test_accepted_input():
         (lambda x, y: rank(x, y, memory="lots"), ConfigError, "memory: expected a size such as"),
         (lambda x, y: rank(x, y, path="cuda"), ConfigError, "path: expected 'auto'"),
         (lambda x, y: rank(x, y, groups=[1, 2]), DataError, "groups: 2 labels for 12 rows"),
-        (lambda x, y: rank(x, y, x, y, groups=y), ConfigError, "both groups and g_groups"),
+        (lambda x, y: rank(x, y, x, y, groups=y), ConfigError, "both groups and gallery_groups"),
         (lambda x, y: neighbours(x, k=12), ConfigError, "k: expected 1 to 11"),
         (lambda x, y: rank([["a", "b"]], [1]), DataError, "embeddings: cannot be read as a matrix"),
     ],

@@ -209,13 +209,13 @@ def test_whitened_init_whitens_within_classes(norm):
         embedder(head="mlp").head.init_whitened(features, labels, shrinkage=0.3)
 
 
-@pytest.mark.parametrize(("freeze_norm", "learn"), [("nothing", True), ("statistics", True), ("all", False)])
+@pytest.mark.parametrize(("freeze_norm", "learn"), [("none", True), ("statistics", True), ("all", False)])
 def test_batch_norm_statistics_and_parameters_freeze_separately(freeze_norm, learn):
     model = embedder(freeze_norm=freeze_norm).train()
     norm = model.backbone.layers[1]
     before = norm.running_mean.clone()
     model(pixels(8)).sum().backward()
-    assert torch.equal(norm.running_mean, before) == (freeze_norm != "nothing")
+    assert torch.equal(norm.running_mean, before) == (freeze_norm != "none")
     assert (norm.weight.grad is not None) == learn
 
 

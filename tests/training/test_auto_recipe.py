@@ -28,7 +28,7 @@ def write_folder(tmp_path, side, num_classes=3, per_class=4):
 
 @pytest.mark.parametrize(
     ("side", "gpu", "freeze", "size"),
-    [(300, False, "backbone", 224), (300, True, "nothing", 224), (144, False, "backbone", 128)],
+    [(300, False, "backbone", 224), (300, True, "none", 224), (144, False, "backbone", 128)],
 )
 def test_photos_use_a_pretrained_network(tmp_path, side, gpu, freeze, size):
     recipe, reason = choose_recipe(folder_data(write_folder(tmp_path, side)), gpu=gpu)

@@ -346,16 +346,16 @@ class Index:
         excluded = {*trained, None}
         return np.array([row for row, label in enumerate(self.labels) if label not in excluded], np.int64)
 
-    def duplicates(self, at_least: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
+    def duplicates(self, min_similarity: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
         """Find pairs of near-duplicate items.
 
         Args:
-            at_least: Lowest cosine of a pair.
+            min_similarity: Lowest cosine of a pair.
 
         Returns:
             Pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found.
         """
-        pairs, count = near_pairs(self.vectors, at_least)
+        pairs, count = near_pairs(self.vectors, min_similarity)
         return [(self.ids[i], self.ids[j], cosine) for i, j, cosine in pairs], count
 
     def vector_of(self, query: Any) -> Vectors:

@@ -152,11 +152,11 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
 
 
 def near_pairs(
-    vectors: Vectors, at_least: float, *, max_pairs: int = 10_000
+    vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000
 ) -> tuple[list[tuple[int, int, float]], int]:
     """Find pairs of near-duplicate rows by comparing all pairs, block by block."""
-    if not -1 <= at_least <= 1:
-        raise ConfigError(f"at_least: expected a cosine from -1 to 1, got {at_least}.")
+    if not -1 <= min_similarity <= 1:
+        raise ConfigError(f"min_similarity: expected a cosine from -1 to 1, got {min_similarity}.")
     units = (vectors * inverse_norms(vectors)[:, None]).astype(np.float32)
     slack = 2 * 1.05 * (vectors.shape[1] + 16) * U32
     step = max(1, min(2048, _BLOCK_BYTES // (4 * max(1, len(units)))))
@@ -164,11 +164,11 @@ def near_pairs(
     count = 0
     for start in range(0, len(units), step):
         product = units[start : start + step] @ units[start:].T
-        first, second = np.nonzero(np.triu(product >= at_least - slack, k=1))
+        first, second = np.nonzero(np.triu(product >= min_similarity - slack, k=1))
         for a in range(0, len(first), _PAIR_BLOCK):  # in a collapsed model every pair is a match
             i, j = start + first[a : a + _PAIR_BLOCK], start + second[a : a + _PAIR_BLOCK]
             cosines = _pair_cosines(vectors, i, j)
-            near = cosines >= at_least
+            near = cosines >= min_similarity
             count += int(near.sum())
             pairs += zip(i[near].tolist(), j[near].tolist(), cosines[near].tolist(), strict=True)
             if len(pairs) > 2 * max_pairs:

@@ -47,8 +47,8 @@ class ItemSearchResponse(Item, SearchResponse):
 
 
 class Limits(Response):
-    upload_bytes: int
-    pixels: int
+    max_upload_bytes: int
+    max_pixels: int
     neighbours: int
 
 

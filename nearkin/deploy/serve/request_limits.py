@@ -33,11 +33,11 @@ MAX_JPEG_SCANS = 100  # a progressive JPEG has about 10; each scan goes through 
 class RequestLimits:
     """Limits per request, and on all concurrent requests together."""
 
-    upload_bytes: int = 20_000_000  # largest upload
-    pixels: int = 50_000_000  # largest JPEG, width times height; other formats half of it
-    upload_seconds: float = 20.0  # for an upload to arrive
-    work_seconds: float = 30.0  # for a response, once the upload has arrived
-    waiting: int = 64  # requests being processed or waiting for it; further ones get status 503
+    max_upload_bytes: int = 20_000_000  # largest upload
+    max_pixels: int = 50_000_000  # largest JPEG, width times height; other formats half of it
+    upload_timeout: float = 20.0  # for an upload to arrive
+    timeout: float = 30.0  # for a response, once the upload has arrived
+    max_requests: int = 64  # requests being processed or waiting for it; further ones get status 503
     buffered_uploads: int = 8  # full-size uploads in memory at once; proportionally more smaller ones
     neighbours: int = 200  # largest k
 
@@ -45,9 +45,9 @@ class RequestLimits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
-        if self.pixels > MAX_PIXELS:
+        if self.max_pixels > MAX_PIXELS:
             raise ConfigError(
-                f"--pixels: expected at most {MAX_PIXELS:,}, the largest image that can be read; got {self.pixels:,}."
+                f"--max-pixels: expected at most {MAX_PIXELS:,}, the limit of the decoder; got {self.max_pixels:,}."
             )
 
 
@@ -72,7 +72,7 @@ class UploadReader:
                 415, f"Send the image file as a form or as the body, with Content-Type {', '.join(TYPES)}; got {got}."
             )
         length = request.headers.get("content-length", "0")  # absent if chunked: counted while it is read
-        if not re.fullmatch(r"[0-9]+", length) or int(length) > self.limits.upload_bytes:
+        if not re.fullmatch(r"[0-9]+", length) or int(length) > self.limits.max_upload_bytes:
             raise self._too_large()
         body = bytearray()
         try:
@@ -86,22 +86,22 @@ class UploadReader:
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         try:
-            async with asyncio.timeout(self.limits.upload_seconds):
+            async with asyncio.timeout(self.limits.upload_timeout):
                 async for chunk in request.stream():
                     body += chunk
                     self.buffered_bytes += len(chunk)
-                    if len(body) > self.limits.upload_bytes:
+                    if len(body) > self.limits.max_upload_bytes:
                         raise self._too_large()
-                    if self.buffered_bytes > self.limits.buffered_uploads * self.limits.upload_bytes:
+                    if self.buffered_bytes > self.limits.buffered_uploads * self.limits.max_upload_bytes:
                         raise too_busy()
         except TimeoutError:
-            message = f"The upload did not arrive within {self.limits.upload_seconds:g} seconds."
+            message = f"The upload did not arrive within {self.limits.upload_timeout:g} seconds."
             raise HTTPException(408, message) from None
         except ClientDisconnect:
             raise HTTPException(400, "The upload was interrupted.") from None
 
     def _too_large(self) -> HTTPException:
-        megabytes = self.limits.upload_bytes / 1e6
+        megabytes = self.limits.max_upload_bytes / 1e6
         return HTTPException(413, f"The upload is larger than {megabytes:g} MB. Send a smaller image.")
 
 
@@ -128,12 +128,12 @@ def check_image(data: bytes, limits: RequestLimits) -> None:
             with pil.open(io.BytesIO(data), formats=FORMATS) as image:
                 width, height = image.size
     except pil.DecompressionBombError:
-        raise HTTPException(413, f"The image has more than {limits.pixels / 1e6:g} million pixels.") from None
+        raise HTTPException(413, f"The image has more than {limits.max_pixels / 1e6:g} million pixels.") from None
     except Exception:  # decoders raise arbitrary exceptions on damaged files
         raise HTTPException(422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image.") from None
     # Only a JPEG can be decoded at reduced size: other formats take ten times as long per pixel.
     is_jpeg = data.startswith(b"\xff\xd8")
-    max_pixels = limits.pixels if is_jpeg else limits.pixels // 2
+    max_pixels = limits.max_pixels if is_jpeg else limits.max_pixels // 2
     if width * height > max_pixels:
         message = f"The image has {width:,} x {height:,} pixels, more than {max_pixels / 1e6:g} million."
         raise HTTPException(413, f"{message} Send a smaller one{'' if is_jpeg else ', or a JPEG'}.")

@@ -91,15 +91,15 @@ class Service:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in a worker thread; rejected if too many are waiting, or after `work_seconds`."""
-        if self.active >= self.limits.waiting:
+        """Call a function in a worker thread; rejected if too many are waiting, or after `timeout`."""
+        if self.active >= self.limits.max_requests:
             raise too_busy()
         self.active += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-            return await asyncio.wait_for(future, self.limits.work_seconds)
+            return await asyncio.wait_for(future, self.limits.timeout)
         except TimeoutError:
-            message = f"Timed out after {self.limits.work_seconds:g} seconds. Try again later."
+            message = f"Timed out after {self.limits.timeout:g} seconds. Try again later."
             raise HTTPException(503, message, {"Retry-After": "5"}) from None
         finally:
             self.active -= 1
@@ -162,7 +162,9 @@ class Service:
             classes=len({label for label in index.labels if label is not None}),
             dim=index.dim,
             threshold=None if index.threshold is None else index.threshold.value,
-            limits=Limits(upload_bytes=limits.upload_bytes, pixels=limits.pixels, neighbours=limits.neighbours),
+            limits=Limits(
+                max_upload_bytes=limits.max_upload_bytes, max_pixels=limits.max_pixels, neighbours=limits.neighbours
+            ),
         )
 
 
