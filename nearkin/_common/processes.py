@@ -21,7 +21,7 @@ def is_alive(pid: int) -> bool:
         if not handle:
             return ctypes.get_last_error() != 87  # ERROR_INVALID_PARAMETER: no such process
         try:
-            return kernel.WaitForSingleObject(handle, 0) != 0  # WAIT_OBJECT_0: it has ended
+            return bool(kernel.WaitForSingleObject(handle, 0))  # 0: it has ended
         finally:
             kernel.CloseHandle(handle)
     try:
