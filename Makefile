@@ -7,7 +7,14 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
   $(if $(COVERAGE),--cov=nearkin --cov-report=)
 
-.PHONY: help setup demo test slow lint check docs constraints clean
+# The lowest versions that pyproject.toml allows, in an environment of their own. LOWEST_EXTRAS are what LOWEST_TESTS
+# need; the test tools keep their versions of constraints.txt.
+LOWEST        := .venv-lowest
+LOWEST_EXTRAS := fast vision bench report graph pretrained tensorboard
+LOWEST_TESTS  := ops losses metrics config data models training
+LOWEST_TOOLS  := hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
+
+.PHONY: help setup demo test slow lowest lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,13 +30,16 @@ test: setup    ## Run the tests (about three minutes on two cores)
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow"
 
+lowest: $(LOWEST)/.ready ## Run the tests of the core, data, models and training with the lowest versions allowed
+	NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/numba $(subst $(BIN),$(LOWEST)/bin,$(PYTEST)) -m "not slow" $(addprefix tests/,$(LOWEST_TESTS))
+
 lint: setup    ## Check style, format, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: test slow lint ## Run everything that continuous integration runs
+check: test slow lowest lint ## Run everything that continuous integration runs
 
 docs: setup    ## Build the documentation into site/, including its generated pages
 	$(BIN)/python docs/generate.py --pages
@@ -39,8 +49,8 @@ docs: setup    ## Build the documentation into site/, including its generated pa
 constraints: setup ## Pin the newest versions allowed by pyproject.toml in constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
 
-clean:         ## Remove .venv and tool caches (never runs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:         ## Remove .venv, .venv-lowest and tool caches (never runs/)
+	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv installs from its cache in seconds; pip is the fallback.
 $(READY): pyproject.toml constraints.txt
@@ -57,3 +67,15 @@ $(READY): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'; \
 	fi
 	@touch $(READY)
+
+# Wheels only: on a new Python the lowest version that has one counts.
+$(LOWEST)/.ready: $(READY) Makefile
+	@test -x $(BIN)/uv || { echo "make lowest needs uv in $(VENV): $(BIN)/python -m pip install uv"; exit 2; }
+	@echo "Installing the lowest versions allowed into $(LOWEST) (the first time downloads about 3 GB)"
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	@grep -E '^($(LOWEST_TOOLS))==' constraints.txt | $(BIN)/uv pip compile --quiet --python $(LOWEST)/bin/python \
+	  --resolution lowest-direct --only-binary :all: $(addprefix --extra ,$(LOWEST_EXTRAS)) pyproject.toml - \
+	  --output-file $(LOWEST)/lowest.txt
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --requirements $(LOWEST)/lowest.txt
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable .
+	@touch $@

@@ -54,7 +54,8 @@ def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
         [N, dim], or None if there are none that certainly belong to these rows and to the run's best weights.
     """
     try:
-        with np.load(run.path / FILE_NAME, allow_pickle=False) as stored:
+        # Opened here: np.load does not close a file that proves broken.
+        with (run.path / FILE_NAME).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):
                 return None
             embeddings = stored["vectors"]
