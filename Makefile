@@ -13,7 +13,14 @@ DEVICE_TORCH := torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
 XLA_ON_CPU   := DEVICE=xla PJRT_DEVICE=CPU \
   XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
-.PHONY: help setup demo test slow device lint check docs constraints clean
+# The lowest versions that pyproject.toml allows, in an environment of their own. LOWEST_EXTRAS are what LOWEST_TESTS
+# need; the test tools keep their versions of constraints.txt.
+LOWEST        := .venv-lowest
+LOWEST_EXTRAS := bench stores tensorboard
+LOWEST_TESTS  := ops losses metrics config data models training
+LOWEST_TOOLS  := hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
+
+.PHONY: help setup demo test slow lowest device lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +36,9 @@ test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow"
 
+lowest: $(LOWEST)/.ready ## Run the tests of the core, data, models and training with the lowest versions allowed
+	NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/numba $(subst $(BIN),$(LOWEST)/bin,$(PYTEST)) -m "not slow" $(addprefix tests/,$(LOWEST_TESTS))
+
 device: $(DEVICE_VENV)/.ready ## Run tests/device on a second device, XLA on the CPU (installs 7 GB into .venv-device)
 	OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(DEVICE_VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal tests/device
 
@@ -38,7 +48,7 @@ lint: setup    ## Check style, format, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: test slow device lint ## Run everything that continuous integration runs
+check: test slow lowest device lint ## Run everything that continuous integration runs
 
 docs: setup    ## Build the documentation into site/, including its generated pages
 	$(BIN)/python docs/generate.py --pages
@@ -48,8 +58,8 @@ docs: setup    ## Build the documentation into site/, including its generated pa
 constraints: setup ## Pin the newest versions allowed by pyproject.toml in constraints.txt
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --all-extras pyproject.toml -o constraints.txt
 
-clean:         ## Remove .venv, .venv-device and tool caches (never runs/)
-	rm -rf $(VENV) $(DEVICE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:         ## Remove .venv, .venv-lowest, .venv-device and tool caches (never runs/)
+	rm -rf $(VENV) $(LOWEST) $(DEVICE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv installs from its cache in seconds; pip is the fallback.
 $(READY): pyproject.toml constraints.txt
@@ -67,12 +77,23 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@touch $(READY)
 
-# --no-deps: XLA needs an older torch than nearkin may ask for. Everything else has the pinned versions.
+# Wheels only: on a new Python the lowest version that has one counts.
+$(LOWEST)/.ready: $(READY) Makefile
+	@test -x $(BIN)/uv || { echo "make lowest needs uv in $(VENV): $(BIN)/python -m pip install uv"; exit 2; }
+	@echo "Installing the lowest versions allowed into $(LOWEST) (the first time downloads about 3 GB)"
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	@grep -E '^($(LOWEST_TOOLS))==' constraints.txt | $(BIN)/uv pip compile --quiet --python $(LOWEST)/bin/python \
+	  --resolution lowest-direct --only-binary :all: $(addprefix --extra ,$(LOWEST_EXTRAS)) pyproject.toml - \
+	  --output-file $(LOWEST)/lowest.txt
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --requirements $(LOWEST)/lowest.txt
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable .
+	@touch $@
+
 $(DEVICE_VENV)/.ready: $(READY) Makefile
+	@test -x $(BIN)/uv || { echo "make device needs uv in $(VENV): $(BIN)/python -m pip install uv"; exit 2; }
 	@echo "Installing torch with XLA into $(DEVICE_VENV)"
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(DEVICE_VENV)
 	@grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(DEVICE_VENV)/constraints.txt
 	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --constraint $(DEVICE_VENV)/constraints.txt \
-	  $(DEVICE_TORCH) timm pillow numba numpy rich safetensors scikit-learn tomli-w tyro pytest pytest-xdist
-	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --no-deps --editable .
+	  $(DEVICE_TORCH) --editable '.[images]' scikit-learn pytest pytest-xdist
 	@touch $@

@@ -177,7 +177,8 @@ def _read_vectors(path: Path) -> Any:
     import numpy as np
 
     try:
-        array = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:  # np.load itself does not close a file that proves broken
+            array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"{path}: cannot read as an .npy file ({reason}).") from None

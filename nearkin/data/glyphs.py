@@ -192,7 +192,7 @@ def _cache_key(seed: int) -> str:
 
 def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.str_]] | None:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             # np.load checks each member's CRC while reading, so a damaged file raises here and is redrawn.
             return stored["pixels"], stored["labels"], stored["names"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):

@@ -90,8 +90,10 @@ def _near_values(values: NDArray[np.uint64], max_hamming: int) -> tuple[NDArray[
         for bucket in np.split(order, starts[1:]):
             for start in range(0, len(bucket) if len(bucket) > 1 else 0, _BUCKET_ROWS):
                 rows = bucket[start : start + _BUCKET_ROWS]
-                distance = np.bitwise_count(values[rows][:, None] ^ values[bucket[start:]][None, :])
-                i, j = np.nonzero(np.triu(distance <= max_hamming, k=1))
+                differing = values[rows][:, None] ^ values[bucket[start:]][None, :]
+                for _ in range(max_hamming):  # np.bitwise_count would need NumPy 2
+                    differing &= differing - np.uint64(1)  # clears the lowest bit that is set
+                i, j = np.nonzero(np.triu(differing == 0, k=1))
                 firsts.append(rows[i])
                 seconds.append(bucket[start:][j])
     # A pair is found once for every band it shares.

@@ -232,7 +232,8 @@ def _to_strings(values: NDArray[Any], key: str, count: int, path: Path) -> list[
 def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
     try:
         if path.suffix.lower() == ".npz":
-            with np.load(path, allow_pickle=False) as stored:
+            # Opened here: np.load does not close a file that proves broken.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {
                     key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")
                 }

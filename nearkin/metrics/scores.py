@@ -419,11 +419,11 @@ def score_file(path: str | os.PathLike[str], *, ks: Sequence[int] = (1, 2, 4, 8)
 
 def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise DataError(f"{path}: a single array, expected an .npz with several. Save with np.savez(path, ...).")
-        with file:
-            return {key: file[key] for key in file.files}
+        with open(path, "rb") as file:  # np.load itself does not close a file that proves broken
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise DataError(f"{path}: a single array, expected several. Save them with np.savez(path, ...).")
+            return {key: arrays[key] for key in arrays.files}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
     except DataError:

@@ -38,7 +38,8 @@ def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> No
 def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
     """Load saved embeddings."""
     try:
-        with np.load(run.path / FILE_NAME, allow_pickle=False) as stored:
+        # Opened here: np.load does not close a file that proves broken.
+        with (run.path / FILE_NAME).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):
                 return None
             embeddings = stored["vectors"]

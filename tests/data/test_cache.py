@@ -19,8 +19,6 @@ from nearkin.data.cache import CachedImages, cache_key, open_images
 from nearkin.data.images import FileImages
 from nearkin.errors import DataError
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-
 
 @pytest.fixture
 def photos(tmp_path) -> list[Path]:

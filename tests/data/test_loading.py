@@ -23,8 +23,6 @@ from nearkin.report.page import write_page
 from nearkin.training import loop
 from nearkin.training.checkpoint import TrainingInterrupted
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-
 
 def test_results_of_threads_are_in_order_and_errors_are_raised_in_turn():
     assert [x for part in map_in_threads(lambda x: x * x, range(100), workers=3) for x in part] == [

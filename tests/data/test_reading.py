@@ -14,8 +14,6 @@ from nearkin.data.images import FileImages
 from nearkin.data.reading import read_image, read_size, square
 from nearkin.errors import DataError
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-
 DECODERS = ["auto", "pillow"]
 
 

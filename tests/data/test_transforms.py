@@ -20,8 +20,6 @@ from nearkin.data.transforms import (
 )
 from nearkin.errors import UnknownNameError
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-
 PAPERS = ["ice", "ce_cub", "ce_cars", "ce_sop", "ce_inshop", "thesis", "mpa"]
 
 
