@@ -109,14 +109,7 @@ class Diagnosis:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Diagnosis:
-        """Read the output of `to_dict` back, for example from events.jsonl.
-
-        Args:
-            values: The fields; those of a later version are ignored.
-
-        Returns:
-            The diagnosis.
-        """
+        """Read the output of `to_dict` back, for example from events.jsonl."""
         known = [field.name for field in dataclasses.fields(Diagnosis)]
         if missing := [name for name in known if name not in values]:
             raise DataError(

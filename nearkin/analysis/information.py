@@ -28,27 +28,17 @@ from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_su
 
 
 class Parts(NamedTuple):
-    """A loss as the sum of a term that pulls classes together and a term that pushes them apart.
+    """A loss as the sum of a term that pulls classes together and a term that pushes them apart."""
 
-    Attributes:
-        tightness: 0-dim tensor.
-        contrastive: 0-dim tensor.
-    """
-
-    tightness: Tensor
-    contrastive: Tensor
+    tightness: Tensor  # 0-dim tensor
+    contrastive: Tensor  # 0-dim tensor
 
 
 class Weights(NamedTuple):
-    """Similarities and the gradient of the loss on each of them.
+    """Similarities and the gradient of the loss on each of them."""
 
-    Attributes:
-        sim: [N, M], [N, C] or [N, C, K].
-        grad: The same shape.
-    """
-
-    sim: Tensor
-    grad: Tensor
+    sim: Tensor  # [N, M], [N, C] or [N, C, K]
+    grad: Tensor  # the same shape
 
 
 # --- tightness and contrastive part -----------------------------------------------------------------------------------
@@ -94,15 +84,7 @@ def _contrastive_parts(p: Pairs, margin: float) -> Parts:
 
 
 def snca_parts(p: Pairs, sigma: float) -> Parts:
-    """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts.
-
-    Args:
-        p: Pairs of a batch.
-        sigma: Temperature.
-
-    Returns:
-        The two parts; anchors without positives are in neither.
-    """
+    """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts."""
     pos, neg = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
     no_positives = pos == float("-inf")
     everyone = torch.logaddexp(pos.masked_fill(no_positives, 0.0), neg)
@@ -157,17 +139,6 @@ def similarity_gradient(
     name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, miner: Any = None, **settings: Any
 ) -> Weights:
     """Compute d loss / d similarity: the weights of a loss in the sense of general pair weighting.
-
-    Args:
-        name: A loss.
-        emb: [N, D] embeddings.
-        labels: [N] integers.
-        *params: Proxies, or the parameters of the head, as the loss itself takes them.
-        miner: A function Pairs -> Pairs, for pair losses.
-        **settings: Of the loss.
-
-    Returns:
-        Similarities and gradients.
 
     Example:
         >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
@@ -253,13 +224,6 @@ def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float
     """Compute the cross entropy to unit Gaussians at the class means.
 
     It is an upper bound of H(Z | Y), and the tightness part of the center loss.
-
-    Args:
-        emb: [N, D] features.
-        labels: [N] integers.
-
-    Returns:
-        The cross entropy in nats.
     """
     emb, labels = as_batch(emb, labels)
     scatter = _scatter(emb.detach().double(), labels)

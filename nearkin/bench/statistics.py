@@ -34,12 +34,6 @@ ARE = 3 / math.pi  # asymptotic relative efficiency of the signed-rank test agai
 def average_ranks(values: Floats) -> Floats:
     """Rank values by row.
 
-    Args:
-        values: [E, K] scores, higher is better; NaN is not ranked.
-
-    Returns:
-        [E, K] ranks, 1 for the highest; ties share the mean of their ranks, NaN stays NaN.
-
     Example:
         >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
         array([[2.5, 1. , 2.5, nan]])
@@ -51,32 +45,17 @@ def average_ranks(values: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Friedman:
-    """Result of Friedman's test.
+    """Result of Friedman's test."""
 
-    Attributes:
-        chi_squared: The statistic, corrected for ties.
-        p_value: By permutation of the ranks within each experiment: valid for any number of experiments.
-        chi_squared_p_value: By the chi-squared approximation, as usually reported; inaccurate for few experiments.
-        experiments: Number of experiments.
-        methods: Number of methods.
-    """
-
-    chi_squared: float
-    p_value: float
-    chi_squared_p_value: float
+    chi_squared: float  # the statistic, corrected for ties
+    p_value: float  # by permutation of the ranks within each experiment: valid for any number of experiments
+    chi_squared_p_value: float  # by the chi-squared approximation, as usually reported; inaccurate for few experiments
     experiments: int
     methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
-    """Test whether any methods differ (Friedman's test, corrected for ties).
-
-    Args:
-        ranks: [E, K] ranks without NaN; at least two experiments and two methods.
-
-    Returns:
-        The statistic and its p-values.
-    """
+    """Test whether any methods differ (Friedman's test, corrected for ties)."""
     n, k = ranks.shape
     assert min(n, k) >= 2
     assert not np.isnan(ranks).any()
@@ -122,30 +101,13 @@ def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
 
 
 def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> float:
-    """Compute Nemenyi's critical difference.
-
-    Args:
-        methods: Number of methods.
-        experiments: Number of experiments.
-        alpha: Significance level, for all pairs together.
-
-    Returns:
-        The difference of two mean ranks from which they differ significantly.
-    """
+    """Compute Nemenyi's critical difference."""
     stats = import_extra("scipy.stats", extra="bench")
     return float(stats.studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
-    """Compute the p-values of Nemenyi's test.
-
-    Args:
-        mean_ranks: [K] mean ranks.
-        experiments: Number of experiments.
-
-    Returns:
-        [K, K] p-values, for all pairs together.
-    """
+    """Compute the p-values of Nemenyi's test."""
     stats = import_extra("scipy.stats", extra="bench")
     k = len(mean_ranks)
     distances = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
@@ -159,13 +121,6 @@ def _rank_error(k: int, n: int) -> float:
 
 def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
     """Find the maximal groups of methods without a significant difference: the bars of the diagram.
-
-    Args:
-        mean_ranks: [K] mean ranks in ascending order.
-        critical: The critical difference.
-
-    Returns:
-        First and last index of each group; none lies inside another.
 
     Example:
         >>> nemenyi_groups(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
@@ -182,17 +137,11 @@ def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SignedRanks:
-    """Result of Wilcoxon's signed-rank test.
+    """Result of Wilcoxon's signed-rank test."""
 
-    Attributes:
-        p_value: Two-sided.
-        lean: Rank-biserial correlation in [-1, 1]: share of the ranks in favour minus share against.
-        pairs: Number of differences other than zero.
-    """
-
-    p_value: float
-    lean: float
-    pairs: int
+    p_value: float  # two-sided
+    lean: float  # rank-biserial correlation in [-1, 1]: share of the ranks in favour minus share against
+    pairs: int  # number of differences other than zero
 
 
 def wilcoxon(differences: Floats) -> SignedRanks:
@@ -200,12 +149,6 @@ def wilcoxon(differences: Floats) -> SignedRanks:
 
     Up to 100 pairs the p-value is exact, also with ties: the share of all sign patterns whose rank sum is at least as
     extreme. Above, the normal approximation with the variance of the observed ranks.
-
-    Args:
-        differences: [N] paired differences; zeros are dropped, ties share their ranks.
-
-    Returns:
-        The p-value and the direction.
     """
     nonzero = differences[differences != 0]
     n = len(nonzero)
@@ -231,12 +174,6 @@ def wilcoxon(differences: Floats) -> SignedRanks:
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
     """Correct p-values for multiple comparisons (Holm).
 
-    Args:
-        p_values: [M] raw p-values.
-
-    Returns:
-        [M] adjusted p-values, and [M] the share of alpha that each raw p-value is compared with.
-
     Example:
         >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
         [0.03, 0.06, 0.06]
@@ -253,12 +190,6 @@ def holm(p_values: Floats) -> tuple[Floats, Floats]:
 def min_experiments(level: float) -> int:
     """Return the smallest number of pairs with which a two-sided signed-rank test can reach a level at all.
 
-    Args:
-        level: Significance level.
-
-    Returns:
-        The number of pairs.
-
     Example:
         >>> min_experiments(0.05), min_experiments(0.05 / 45)
         (6, 11)
@@ -271,15 +202,6 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
 
     Assumes that further differences are normal with the observed mean and standard deviation. Then
     n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power.
-
-    Args:
-        mean: Observed mean difference.
-        std: Observed standard deviation of the differences.
-        level: Significance level.
-        power: Probability of reaching the level.
-
-    Returns:
-        The number of pairs, at least `min_experiments(level)`; None if it exceeds 1000 or the mean is 0.
     """
     if mean == 0:
         return None
@@ -289,17 +211,7 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
 
 
 def max_std(mean: float, pairs: int, level: float, power: float = POWER) -> float:
-    """Solve the equation of `experiments_needed` for the standard deviation.
-
-    Args:
-        mean: Mean difference.
-        pairs: Number of pairs.
-        level: Significance level.
-        power: Probability of reaching the level.
-
-    Returns:
-        The largest standard deviation at which `pairs` pairs suffice; 0 if they cannot reach the level.
-    """
+    """Solve the equation of `experiments_needed` for the standard deviation."""
     z_level, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
     room = pairs * ARE - z_level**2 / 2
     return abs(mean) * math.sqrt(room) / (z_level + z_power) if room > 0 and pairs >= min_experiments(level) else 0.0

@@ -45,71 +45,43 @@ Unit = Literal["auto", "experiment", "run"]
 
 @dataclass(frozen=True)
 class Standing:
-    """The ranks of one method.
-
-    Attributes:
-        method: Name of the method.
-        total: Sum of its ranks.
-        mean: Mean rank.
-        std: Sample standard deviation of its ranks; NaN for one experiment.
-        medals: Experiments in which it was first, second and third; tied methods both get the better medal.
-        ranked: Experiments in which it is ranked.
-        experiments: Experiments of the tournament.
-        failed: Failed runs.
-        low: Lower end of the interval of the mean rank (bootstrap over experiments).
-        high: Upper end of that interval.
-    """
+    """The ranks of one method."""
 
     method: str
     total: float
     mean: float
-    std: float
+    std: float  # sample standard deviation of its ranks; NaN for one experiment
+    # experiments in which it was first, second and third; tied methods both get the better medal
     medals: tuple[int, int, int]
-    ranked: int
-    experiments: int
+    ranked: int  # experiments in which it is ranked
+    experiments: int  # experiments of the tournament
     failed: int
-    low: float = math.nan
-    high: float = math.nan
+    low: float = math.nan  # lower end of the interval of the mean rank (bootstrap over experiments)
+    high: float = math.nan  # upper end of that interval
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of two methods; `first` has the better (lower) mean rank.
-
-    Attributes:
-        first: Name of the first method.
-        second: Name of the second method.
-        wins: Experiments (or runs) in which the first scores higher.
-        losses: Experiments (or runs) in which it scores lower.
-        ties: Experiments (or runs) in which both score the same.
-        difference: Mean of first minus second.
-        lean: Rank-biserial correlation of Wilcoxon's test: 1 if all differences favour the first, -1 the second.
-        p_value: Wilcoxon's signed-rank test.
-        p_holm: The same, corrected for all pairs of the tournament.
-        p_nemenyi: Nemenyi's test on the mean ranks; NaN without Friedman's test.
-        ahead: Share of bootstrap samples of the experiments in which the first has the better mean rank, ties
-            counted half.
-        next_win: Probability that the first scores higher in one more: (wins + ties / 2 + 1) / (all + 2).
-        significant: Whether p_holm is at most alpha.
-        more_experiments: About how many more experiments it takes to be significant; None if it already is, if
-            infeasible, or if compared run by run.
-        more_seeds: About how many more seeds per experiment; None if already significant, infeasible or unknown.
-    """
+    """Comparison of two methods; `first` has the better (lower) mean rank."""
 
     first: str
     second: str
-    wins: int
-    losses: int
-    ties: int
-    difference: float
-    lean: float
-    p_value: float
-    p_holm: float
-    p_nemenyi: float
+    wins: int  # experiments (or runs) in which the first scores higher
+    losses: int  # experiments (or runs) in which it scores lower
+    ties: int  # experiments (or runs) in which both score the same
+    difference: float  # mean of first minus second
+    lean: float  # rank-biserial correlation of Wilcoxon's test: 1 if all differences favour the first, -1 the second
+    p_value: float  # Wilcoxon's signed-rank test
+    p_holm: float  # the same, corrected for all pairs of the tournament
+    p_nemenyi: float  # Nemenyi's test on the mean ranks; NaN without Friedman's test
+    # share of bootstrap samples of the experiments in which the first has the better mean rank, ties counted half
     ahead: float
-    next_win: float
+    next_win: float  # probability that the first scores higher in one more: (wins + ties / 2 + 1) / (all + 2)
     significant: bool
+    # about how many more experiments it takes to be significant; None if it already is, if infeasible, or if compared
+    # run by run
     more_experiments: int | None = None
+    # about how many more seeds per experiment; None if already significant, infeasible or unknown
     more_seeds: int | None = None
 
     @property

@@ -39,44 +39,20 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     bias_: NDArray[Any]
 
     def transform(self, X: Any) -> NDArray[Any]:
-        """Map samples to the learned space.
-
-        Args:
-            X: [N, F] samples.
-
-        Returns:
-            The mapped samples [N, dim], float32 for float32 input, otherwise float64.
-        """
+        """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: NDArray[Any] = x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False)
         return mapped
 
     def distance(self, X: Any, Y: Any = None) -> NDArray[np.float64]:
-        """Compute the learned distances (not squared) between rows.
-
-        Args:
-            X: [N, F] samples.
-            Y: [M, F] samples; X when omitted.
-
-        Returns:
-            The distances [N, M].
-        """
+        """Compute the learned distances (not squared) between rows."""
         other = None if Y is None else self.transform(Y)
         distances: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
         return distances
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
-        """Compute R@1: the fraction of samples whose nearest other sample is of their class.
-
-        Args:
-            X: [N, F] samples, also of classes not seen in training.
-            y: [N] labels.
-            similarity: "euclidean" or "cosine", in the learned space.
-
-        Returns:
-            R@1 in [0, 1].
-        """
+        """Compute R@1: the fraction of samples whose nearest other sample is of their class."""
         return score(self.transform(X), as_codes(np.ravel(y)), similarity=similarity, ks=(1,), verbose=False)["R@1"]
 
     @property

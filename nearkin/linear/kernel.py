@@ -29,14 +29,6 @@ _BLOCK = 4096  # rows per kernel evaluation
 def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
     """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)).
 
-    Args:
-        x: [N, F].
-        y: [M, F].
-        sigma: Bandwidth.
-
-    Returns:
-        Kernel values [N, M].
-
     Example:
         >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
         [[1.0, 0.6065]]
@@ -46,15 +38,6 @@ def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
 
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
     """Compute the polynomial kernel (x . y + constant) ** degree.
-
-    Args:
-        x: [N, F].
-        y: [M, F].
-        degree: Integer of at least 1.
-        constant: At least 0.
-
-    Returns:
-        Kernel values [N, M].
 
     Example:
         >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
@@ -191,14 +174,7 @@ class KernelMetricLearner(LinearMetric):
         return self
 
     def transform(self, X: Any) -> Array:
-        """Map samples to the learned space.
-
-        Args:
-            X: [N, F] samples.
-
-        Returns:
-            The mapped samples [N, dim].
-        """
+        """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: Array = self._columns(x) @ self.weight_.T.astype(x.dtype) + self.bias_.astype(x.dtype)

@@ -25,21 +25,13 @@ RIGHT, WRONG = "#1a8f4c", "#d9412f"
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One query with its results.
+    """One query with its results."""
 
-    Attributes:
-        image: A path, a PIL image, or None for a vector.
-        title: Caption, if there is no label.
-        label: Class of the query, if known.
-        hits: The neighbours.
-        known: Whether the query is known; None without a threshold.
-    """
-
-    image: Any
-    title: str
-    label: Any
+    image: Any  # a path, a PIL image, or None for a vector
+    title: str  # caption, if there is no label
+    label: Any  # class of the query, if known
     hits: Sequence[Hit]
-    known: bool | None = None
+    known: bool | None = None  # whether the query is known; None without a threshold
 
 
 def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out: Path) -> Path:
@@ -47,14 +39,6 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
 
     Neighbours of the query's class have a green border and a tick, others a red border and a cross; the border is grey
     if a label is missing. A file that cannot be read becomes a grey tile with a note.
-
-    Args:
-        rows: The queries, at most 100 with at most 50 hits each.
-        paths: The files of each row's hits.
-        out: The file to write.
-
-    Returns:
-        `out`.
     """
     if not rows:
         raise DataError("sheet: no queries to draw.")
@@ -133,17 +117,7 @@ def _draw_caption(draw: Any, left: int, top: int, first: str, second: str, bold:
 
 
 def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
-    """Shorten text in the middle until it fits; names tend to differ at both ends.
-
-    Args:
-        text: The text.
-        width: In pixels.
-        draw: Measures the text.
-        text_font: Its font.
-
-    Returns:
-        The text, possibly with an ellipsis.
-    """
+    """Shorten text in the middle until it fits; names tend to differ at both ends."""
     if draw.textlength(text, font=text_font) <= width:
         return text
     for length in range(len(text) - 1, 1, -1):
@@ -156,12 +130,6 @@ def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
 def printable(text: str) -> str:
     """Escape characters that cannot be printed on one line.
 
-    Args:
-        text: Such as a file name.
-
-    Returns:
-        Printable text.
-
     Example:
         >>> printable("a\\nb\\udcff é")
         'a\\\\nb\\\\udcff é'
@@ -171,15 +139,7 @@ def printable(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def font(size: int, bold: bool = False) -> Any:
-    """Return DejaVu Sans, which covers most alphabets, if matplotlib is installed; else Pillow's default font.
-
-    Args:
-        size: In points.
-        bold: Bold face.
-
-    Returns:
-        A PIL font.
-    """
+    """Return DejaVu Sans, which covers most alphabets, if matplotlib is installed; else Pillow's default font."""
     module = import_extra("PIL.ImageFont", extra="vision")
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:

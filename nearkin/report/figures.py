@@ -55,19 +55,7 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
 
 
 def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
-    """Draw figures in the common style and write each as .png and .svg.
-
-    Args:
-        drawings: File stem -> function that draws a report onto a figure and returns False if it has no data.
-        report: What to draw.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The written files.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Draw figures in the common style and write each as .png and .svg."""
     figure_class = import_extra("matplotlib.figure", extra="report").Figure
     rc_context = import_extra("matplotlib", extra="report").rc_context
     written = []

@@ -91,12 +91,6 @@ def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
 
     Explanations are read from the `Args:` of the docstring of the function, where "As in `other`." refers to another
     loss, and from `Inputs.builder_docs`.
-
-    Args:
-        entry: A registered loss.
-
-    Returns:
-        (setting, default, range, explanation) of every setting.
     """
     return [
         (key, default, str(entry.space.get(key, "")), _explanation(entry, key))
@@ -127,17 +121,11 @@ def _documented_args(function: Any) -> dict[str, str]:
 
 
 class Curve(NamedTuple):
-    """The gradient on one similarity as it varies over [-1, 1] while the others are fixed.
+    """The gradient on one similarity as it varies over [-1, 1] while the others are fixed."""
 
-    Attributes:
-        label: "positive" or "negative".
-        sim: The similarity [points].
-        grad: The gradient of the loss on it [points].
-    """
-
-    label: str
+    label: str  # "positive" or "negative"
     sim: Tensor
-    grad: Tensor
+    grad: Tensor  # the gradient of the loss on it [points]
 
 
 def gradient_curves(name: str, points: int = 201) -> list[Curve]:
@@ -216,13 +204,7 @@ def _class_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasse
 
 
 def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
-    """Plot the gradient of a loss over the similarity of a pair, as PNG.
-
-    Args:
-        name: A registered loss.
-        path: The file to write.
-        dpi: Resolution.
-    """
+    """Plot the gradient of a loss over the similarity of a pair, as PNG."""
     import_extra("matplotlib", extra="report").use("Agg")
     pyplot = import_extra("matplotlib.pyplot", extra="report")
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")

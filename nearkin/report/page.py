@@ -37,34 +37,21 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a page before rendering. `--json`, tables and figures use them too.
+    """The contents of a page before rendering. `--json`, tables and figures use them too."""
 
-    Attributes:
-        names: Name of each run: its loss, with A, B, ... in front if there are several runs.
-        summaries: Result, epochs, alarms, recipe and environment of each run.
-        items: The images on the page, or None if they are unavailable.
-        no_images_reason: Why the images are unavailable.
-        analyses: What each run makes of the images.
-        comparisons: Each run after the first compared with the first.
-        differing_settings: Settings in which the runs differ, with their values.
-        sprite_sheet: Thumbnails of the items, or None for a run on features.
-    """
-
-    names: list[str]
-    summaries: list[dict[str, Any]]
-    items: dict[str, Any] | None = None
+    names: list[str]  # name of each run: its loss, with A, B, ... in front if there are several runs
+    summaries: list[dict[str, Any]]  # result, epochs, alarms, recipe and environment of each run
+    items: dict[str, Any] | None = None  # the images on the page, or None if they are unavailable
     no_images_reason: str = ""
-    analyses: list[dict[str, Any]] = field(default_factory=list)
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    analyses: list[dict[str, Any]] = field(default_factory=list)  # what each run makes of the images
+    comparisons: list[dict[str, Any]] = field(default_factory=list)  # each run after the first compared with the first
+    # settings in which the runs differ, with their values
     differing_settings: list[tuple[str, list[str]]] = field(default_factory=list)
+    # thumbnails of the items, or None for a run on features
     sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without the thumbnails.
-
-        Returns:
-            The fields by name; `summaries` is called `runs`.
-        """
+        """Return plain values for JSON, without the thumbnails."""
         return {
             "nearkin": __version__,
             "names": self.names,
@@ -177,14 +164,7 @@ def write_report(report: Report, out: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Render the contents of a page.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        The HTML.
-    """
+    """Render the contents of a page."""
     comparison_headlines = [
         comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
@@ -214,12 +194,6 @@ def render(report: Report) -> str:
 def safe_json(value: Any) -> str:
     """Encode JSON for a script element: nothing in it can end the element or be read as markup.
 
-    Args:
-        value: Plain values.
-
-    Returns:
-        The JSON text.
-
     Example:
         >>> safe_json("</script>&")
         '"\\\\u003c/script\\\\u003e\\\\u0026"'
@@ -233,13 +207,6 @@ def safe_json(value: Any) -> str:
 def percent(value: float | None, spec: str = ".1f") -> str:
     """Format a fraction in percent, a missing one as a dash.
 
-    Args:
-        value: The fraction; None or NaN if missing.
-        spec: Format specification.
-
-    Returns:
-        The text, without a percent sign.
-
     Example:
         >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
         ('12.3', '-', '-2.0')
@@ -248,14 +215,7 @@ def percent(value: float | None, spec: str = ".1f") -> str:
 
 
 def run_headline(summary: dict[str, Any]) -> str:
-    """Return the sentence that opens the page of a run.
-
-    Args:
-        summary: The summary of the run.
-
-    Returns:
-        The test result; if the test classes are sealed, the validation result.
-    """
+    """Return the sentence that opens the page of a run."""
     result = summary["result"]
     if result["test"] is not None:
         return headline(result)
@@ -284,14 +244,7 @@ DIAGNOSTIC_CHARTS = (
 
 
 def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the training curves of a run.
-
-    Args:
-        summary: The summary of the run.
-
-    Returns:
-        (title, SVG) of every chart that has values.
-    """
+    """Draw the training curves of a run."""
     epochs = summary["epochs"]
     x = [event["epoch"] for event in epochs]
     selected = summary["result"]["protocol"]["epoch"]
@@ -310,14 +263,7 @@ def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the similarities of pairs and the recall by embedding size.
-
-    Args:
-        analysis: The analysis of a run.
-
-    Returns:
-        (title, SVG) of every chart that has values.
-    """
+    """Draw the similarities of pairs and the recall by embedding size."""
     pairs, sizes = analysis["similarity_histogram"], analysis["recall_by_size"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
     title = "Cosine similarity of pairs, share of pairs"
@@ -330,14 +276,7 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shared_chart(report: Report) -> str:
-    """Draw the validation R@1 of all runs in one chart.
-
-    Args:
-        report: The contents of a page.
-
-    Returns:
-        The SVG; empty for a single run.
-    """
+    """Draw the validation R@1 of all runs in one chart."""
     series = []
     for name, summary in zip(report.names, report.summaries, strict=True):
         epochs = [event for event in summary["epochs"] if event["val"] is not None]

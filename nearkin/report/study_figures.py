@@ -15,15 +15,7 @@ MAX_LINES = 6  # methods per plot
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Write every figure that the study has data for, each as .png and .svg.
-
-    Args:
-        report: The contents of the study's page.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The written files.
-    """
+    """Write every figure that the study has data for, each as .png and .svg."""
     drawings = {"losses": _draw_losses, "sizes": _draw_sizes, "networks": _draw_networks}
     written = write_drawings(drawings, report, folder)
     if report.tournament is not None and report.tournament.friedman is not None:

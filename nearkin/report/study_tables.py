@@ -25,30 +25,16 @@ _LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text.
-
-    Attributes:
-        title: Its title.
-        head: Column headers.
-        rows: Cells.
-        names: Number of leading columns that are names (left-aligned); the others are numbers.
-    """
+    """A table of text."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    names: int = 1
+    names: int = 1  # number of leading columns that are names (left-aligned); the others are numbers
 
 
 def standings_grid(tournament: Tournament) -> Grid:
-    """Build the table of standings.
-
-    Args:
-        tournament: The tournament.
-
-    Returns:
-        The rounded standings; if runs failed, with the number of ranked experiments and failed runs.
-    """
+    """Build the table of standings."""
     level = f"{100 * (1 - tournament.alpha):g} %"
     gaps = any(s.ranked < s.experiments or s.failed for s in tournament.standings)
     head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
@@ -62,14 +48,7 @@ def standings_grid(tournament: Tournament) -> Grid:
 
 
 def pairs_grid(tournament: Tournament) -> Grid:
-    """Build the table of pairs.
-
-    Args:
-        tournament: The tournament.
-
-    Returns:
-        The rounded pairs. Column "more": about how many more experiments, else seeds, it takes to be significant.
-    """
+    """Build the table of pairs."""
     rows = []
     for p in tournament.pairs:
         record = f"{p.wins}-{p.losses}" + (f"-{p.ties}" if p.ties else "")
@@ -152,18 +131,7 @@ def ranks_csv(tournament: Tournament) -> str:
 
 
 def write_files(tournament: Tournament, folder: Path) -> list[Path]:
-    """Write tables, summary and diagram into a folder; existing files are replaced.
-
-    Args:
-        tournament: The tournament.
-        folder: Where to write.
-
-    Returns:
-        The files.
-
-    Raises:
-        DataError: The folder cannot be written.
-    """
+    """Write tables, summary and diagram into a folder; existing files are replaced."""
     standings, pairs = standings_grid(tournament), pairs_grid(tournament)
     summary = summarize(tournament, most=len(tournament.pairs))
     page = f"# Tournament\n\n{markdown(standings)}\n```text\n{summary}\n```\n\n{markdown(pairs)}"

@@ -10,14 +10,7 @@ from nearkin.report.study_tables import Grid, latex, markdown
 
 
 def result_grid(report: Report) -> Grid:
-    """Tabulate the baselines of the first run and the trained model of every run.
-
-    Args:
-        report: The contents of a page.
-
-    Returns:
-        Means with 95 % intervals in percent; validation R@1 if the test classes are sealed.
-    """
+    """Tabulate the baselines of the first run and the trained model of every run."""
     results = [summary["result"] for summary in report.summaries]
     test = results[0]["test"]
     if test is None:
