@@ -23,34 +23,6 @@ from typing import Any
 from nearkin.bench.results import Result
 from nearkin.errors import ConfigError
 
-# Printed name, without references and marks -> registered loss. Methods that are not a single loss are left out.
-_LOSSES = {
-    "Contrastive": "contrastive",
-    "Triplet": "triplet",
-    "LiftedStructure": "lifted_structure",
-    "Lifted Structure": "lifted_song",  # the original of Song et al.; the thesis uses a variant
-    "NPair": "npair",
-    "ProxyNCA": "proxy_nca",
-    "Proxy-NCA": "proxy_nca",
-    "Margin": "margin",
-    "ArcFace": "arcface",
-    "MultiSimilarity": "multi_similarity",
-    "Multi-Similarity": "multi_similarity",
-    "MS": "multi_similarity",
-    "SoftTriple": "soft_triple",
-    "ProxyAnchor": "proxy_anchor",
-    "OurLoss": "proxy_repulsion_batch",  # "the second variation"
-    "NormSoftmax": "norm_softmax",
-    "Cross-Entropy": "softmax",
-    "MPA": "mpa",
-    "MPA-DW": "mpa_dw",
-    "MPA-AP": "mpa_ap",
-    "ICE": "ice",
-}
-
-# The thesis's tables of ten losses at four embedding sizes.
-_SIZE_TABLES = {"cub": ("6", "7", "8"), "cars": ("9", "20", "21"), "sop": ("10",)}
-
 
 @dataclass(frozen=True)
 class Paper:
@@ -121,12 +93,12 @@ class SearchedSetting:
     method: str  # the method as printed
     loss: str
     printed: str  # the setting as printed
-    setting: str | None  # our name: a setting of the loss, or of the miner of the same name; None for a learning rate
     low: float
     high: float
     low_included: bool  # whether the lower end belongs to the range
     step: float
     best: float  # the value reported as best
+    setting: str | None = None  # our name: of the loss, or of the miner of the same name; None for a learning rate
 
 
 @dataclass(frozen=True)
@@ -152,6 +124,9 @@ def published(
 ) -> list[Published]:
     """Find published values. Most combinations were never published: an empty list is common.
 
+    None selects all; case, spaces, - and _ do not matter. `loss` is a registered loss or a method as printed, `own`
+    selects the papers' own runs or quoted values, `repeats` adds tables that reprint another one.
+
     Example:
         >>> cell = published(dataset="cub", loss="proxy_anchor", network="bn_inception", dim=512)
         >>> [(p.source, p.printed) for p in cell]
@@ -159,18 +134,18 @@ def published(
     """
     filters = {"dataset": dataset, "network": network, "metric": metric, "paper": paper, "split": split}
     normalized = {name: _normalize(value) for name, value in filters.items() if value is not None}
-    wanted = None if loss is None else _normalize(loss)
-    return [
-        p
-        for p in all_values()
-        if all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
-        and (
-            wanted is None or wanted in {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+
+    def matches(p: Published) -> bool:
+        names = {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+        return (
+            all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
+            and (loss is None or _normalize(loss) in names)
+            and (dim is None or p.dim == dim)
+            and (own is None or p.own == own)
+            and (repeats or not p.repeats)
         )
-        and (dim is None or p.dim == dim)
-        and (own is None or p.own == own)
-        and (repeats or not p.repeats)
-    ]
+
+    return [p for p in all_values() if matches(p)]
 
 
 def as_results(values: Iterable[Published]) -> list[Result]:
@@ -187,14 +162,15 @@ def as_results(values: Iterable[Published]) -> list[Result]:
 
 
 def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
-    """Return the results of the thesis's ten losses over all its backbones and embedding sizes."""
-    if dataset not in _SIZE_TABLES:
-        raise ConfigError(f"dataset: the thesis has no tables for '{dataset}'. Available: {', '.join(_SIZE_TABLES)}.")
-    values = published(dataset=dataset, metric=metric, paper="thesis")
-    if not values:
-        known = dict.fromkeys(p.metric for p in published(dataset=dataset, metric=None, paper="thesis"))
-        raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(known)}.")
-    return as_results(p for p in values if p.table.rstrip("abcd") in _SIZE_TABLES[dataset])
+    """Return the results of the thesis's ten losses over all its backbones and embedding sizes on cub, cars or sop."""
+    # Its tables of ten losses at four embedding sizes have parts a to d.
+    values = [p for p in published(metric=None, paper="thesis") if p.table[-1] in "abcd"]
+    if dataset not in (datasets := list(dict.fromkeys(p.dataset for p in values))):
+        raise ConfigError(f"dataset: the thesis has no tables for '{dataset}'. Available: {', '.join(datasets)}.")
+    values = [p for p in values if p.dataset == dataset]
+    if metric not in (metrics := list(dict.fromkeys(p.metric for p in values))):
+        raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(metrics)}.")
+    return as_results(p for p in values if p.metric == metric)
 
 
 @cache
@@ -218,44 +194,20 @@ def all_values() -> tuple[Published, ...]:
 @cache
 def table_11() -> tuple[PrintedStanding, ...]:
     """Return the thesis's tournament as printed, with corrections of its three misprints."""
-    rows = []
-    corrections = _read()["standings"]["corrected"]
-    for method, total, mean, std in _cells(_read()["standings"]["rows"]):
-        correction = corrections.get(method, {})
-        row = PrintedStanding(
-            method=method,
-            loss=_LOSSES[method],
-            total=float(total),
-            mean=float(mean),
-            std=float(std),
-            corrected_mean=correction.get("mean", float(mean)),
-            corrected_std=correction.get("std", float(std)),
-            note=correction.get("note", ""),
+    read = _read()
+    return tuple(
+        PrintedStanding(
+            **{"corrected_mean": row["mean"], "corrected_std": row["std"], "loss": read["losses"][row["method"]], **row}
         )
-        rows.append(row)
-    return tuple(rows)
+        for row in read["standings"]["rows"]
+    )
 
 
 @cache
 def table_15() -> tuple[SearchedSetting, ...]:
     """Return the settings that the thesis searched: range, step and best value."""
-    rows = []
-    for method, printed, setting, span, step, best in _cells(_read()["search"]["rows"]):
-        low, high = (float(end) for end in span[1:-1].split(","))
-        rows.append(
-            SearchedSetting(
-                method=method,
-                loss=_LOSSES[method],
-                printed=printed,
-                setting=None if setting == "-" else setting,
-                low=low,
-                high=high,
-                low_included=span.startswith("["),
-                step=float(step),
-                best=float(best),
-            )
-        )
-    return tuple(rows)
+    read = _read()
+    return tuple(SearchedSetting(loss=read["losses"][row["method"]], **row) for row in read["search"]["rows"])
 
 
 @cache
@@ -289,7 +241,7 @@ def _table_values(table: dict[str, Any]) -> Iterator[Published]:
         assert len(blocks) == len(dims), (table["table"], row)
         method = fields["method"]
         own = "[" not in method
-        loss = _LOSSES.get(_bare_name(method))
+        loss = _read()["losses"].get(_bare_name(method))
         for part, (dim, block) in enumerate(zip(dims, blocks, strict=True)):
             for metric, text in zip(metrics, block.split(), strict=True):
                 if text == "-":

@@ -32,15 +32,14 @@ ARE = 3 / math.pi  # asymptotic relative efficiency of the signed-rank test agai
 
 
 def average_ranks(values: Floats) -> Floats:
-    """Rank values by row.
+    """Rank scores [E, K] by row, 1 for the highest; ties share the mean of their ranks, NaN is not ranked.
 
     Example:
         >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
         array([[2.5, 1. , 2.5, nan]])
     """
-    value, other = values[:, :, None], values[:, None, :]
-    higher, equal = (other > value).sum(2), (other == value).sum(2)
-    return np.where(np.isnan(values), np.nan, higher + (equal + 1) / 2)
+    rankdata = import_extra("scipy.stats", extra="bench").rankdata
+    return np.asarray(rankdata(-values, axis=1, nan_policy="omit"), dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,10 @@ class Friedman:
 
 
 def friedman(ranks: Floats) -> Friedman:
-    """Test whether any methods differ (Friedman's test, corrected for ties)."""
+    """Test whether any methods differ (Friedman's test, corrected for ties), from complete ranks [E, K].
+
+    Not scipy's friedmanchisquare: it rejects two methods and has only the chi-squared approximation.
+    """
     n, k = ranks.shape
     assert min(n, k) >= 2
     assert not np.isnan(ranks).any()
@@ -87,7 +89,8 @@ def _rank_sum_spread(ranks: Floats) -> Floats:
 def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
     """Yield blocks [B, E, K] of ranks permuted within experiments: all permutations if few, else a seeded sample.
 
-    When enumerating, the first experiment stays fixed: only permutations relative to it matter.
+    When enumerating, the first experiment stays fixed: only permutations relative to it matter. scipy's
+    permutation_test(permutation_type="samples") would enumerate k! times as many.
     """
     n, k = ranks.shape
     if math.factorial(k) ** (n - 1) <= MAX_PERMUTATIONS:
@@ -101,17 +104,19 @@ def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
 
 
 def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> float:
-    """Compute Nemenyi's critical difference."""
-    stats = import_extra("scipy.stats", extra="bench")
-    return float(stats.studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
+    """Nemenyi's critical difference: two mean ranks at least this far apart differ significantly."""
+    studentized_range = import_extra("scipy.stats", extra="bench").studentized_range
+    return float(studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
-    """Compute the p-values of Nemenyi's test."""
-    stats = import_extra("scipy.stats", extra="bench")
-    k = len(mean_ranks)
-    distances = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
-    return np.clip(np.asarray(stats.studentized_range.sf(distances, k, math.inf), dtype=np.float64), 0.0, 1.0)
+    """P-values [K, K] of Nemenyi's test of mean ranks [K], for all pairs together.
+
+    As scikit-posthocs, without its import of pandas, statsmodels and matplotlib for one line.
+    """
+    studentized_range = import_extra("scipy.stats", extra="bench").studentized_range
+    distances = np.abs(mean_ranks[:, None] - mean_ranks) / _rank_error(len(mean_ranks), experiments)
+    return np.clip(np.asarray(studentized_range.sf(distances, len(mean_ranks), math.inf), dtype=np.float64), 0.0, 1.0)
 
 
 def _rank_error(k: int, n: int) -> float:
@@ -120,7 +125,7 @@ def _rank_error(k: int, n: int) -> float:
 
 
 def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
-    """Find the maximal groups of methods without a significant difference: the bars of the diagram.
+    """First and last index of the maximal groups without a significant difference: the bars of the diagram.
 
     Example:
         >>> nemenyi_groups(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
@@ -148,19 +153,19 @@ def wilcoxon(differences: Floats) -> SignedRanks:
     """Test whether paired differences are centred on zero (Wilcoxon's signed-rank test, two-sided).
 
     Up to 100 pairs the p-value is exact, also with ties: the share of all sign patterns whose rank sum is at least as
-    extreme. Above, the normal approximation with the variance of the observed ranks.
+    extreme. scipy's exact distribution assumes that there are no ties. Above, scipy's normal approximation.
     """
     nonzero = differences[differences != 0]
     n = len(nonzero)
     if not n:
         return SignedRanks(1.0, 0.0, 0)
-    doubled = 2 * (n + 1 - average_ranks(np.abs(nonzero)[None])[0])  # doubled ranks are integers; 2 for the smallest
+    stats = import_extra("scipy.stats", extra="bench")
+    doubled = 2 * stats.rankdata(np.abs(nonzero))  # integers, also with ties
     total = float(doubled.sum())
     distance = abs(2 * float(doubled[nonzero > 0].sum()) - total)  # twice the distance of the sum from its mean
     lean = float((np.sign(nonzero) * doubled).sum() / total)
     if n > MAX_EXACT_PAIRS:
-        p = 2 * NormalDist().cdf(-distance / math.sqrt(float((doubled**2).sum())))
-        return SignedRanks(min(1.0, p), lean, n)
+        return SignedRanks(float(stats.wilcoxon(nonzero, method="asymptotic").pvalue), lean, n)
     probability = np.ones(1)  # probability[s]: that the doubled positive ranks sum to s
     for rank in doubled.astype(np.int64):
         longer = np.zeros(len(probability) + rank)
@@ -172,7 +177,7 @@ def wilcoxon(differences: Floats) -> SignedRanks:
 
 
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
-    """Correct p-values for multiple comparisons (Holm).
+    """Holm's correction: the adjusted p-values, and the share of alpha that each raw p-value is compared with.
 
     Example:
         >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
@@ -201,7 +206,8 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
     """Estimate the number of pairs at which a signed-rank test would find a mean difference significant.
 
     Assumes that further differences are normal with the observed mean and standard deviation. Then
-    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power.
+    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power. None if
+    the number exceeds 1000 or the mean is 0.
     """
     if mean == 0:
         return None
@@ -211,7 +217,7 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
 
 
 def max_std(mean: float, pairs: int, level: float, power: float = POWER) -> float:
-    """Solve the equation of `experiments_needed` for the standard deviation."""
+    """The largest standard deviation at which `pairs` pairs suffice (see `experiments_needed`); 0 if none does."""
     z_level, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
     room = pairs * ARE - z_level**2 / 2
     return abs(mean) * math.sqrt(room) / (z_level + z_power) if room > 0 and pairs >= min_experiments(level) else 0.0
