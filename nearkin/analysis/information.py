@@ -22,6 +22,7 @@ from torch import Tensor
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
+from nearkin.losses.registry import Loss
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
 from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
@@ -147,11 +148,14 @@ def similarity_gradient(
     """
     entry = LOSSES[name]
     settings = entry.check(settings)
-    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
     emb, labels = as_batch(emb.detach(), labels)
     built = entry.inputs.build(emb, labels, *params, **entry.inputs.build_kwargs(settings))
-    if miner is not None:
-        built = miner(built)
+    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
+    return gradient_of(entry, built if miner is None else miner(built), **loss_kwargs)
+
+
+def gradient_of(entry: Loss, built: Any, **loss_kwargs: Any) -> Weights:
+    """Gradient of the mean of a loss on the similarities of its inputs; 0 where they are not used."""
     sim = built.sim.detach().requires_grad_()
     with torch.enable_grad():
         value = entry.reduce(entry.function(replace(built, sim=sim), **loss_kwargs), "mean")

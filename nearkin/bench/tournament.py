@@ -20,20 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from nearkin.bench import statistics
 from nearkin.bench.results import DIGITS, Floats, Result, Table, read_results, tabulate
-from nearkin.bench.statistics import (
-    Friedman,
-    average_ranks,
-    critical_difference,
-    experiments_needed,
-    friedman,
-    holm,
-    max_std,
-    min_experiments,
-    nemenyi,
-    nemenyi_groups,
-    wilcoxon,
-)
+from nearkin.bench.statistics import Friedman, average_ranks
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import bootstrap, mean, percentiles
 
@@ -175,11 +164,11 @@ def run_tournament(
     test, critical, groups, p_nemenyi = None, math.nan, [], np.full((k, k), math.nan)
     mean_ranks: list[tuple[float, int]] = []  # mean rank and index in the standings
     if n >= 2:
-        test, critical = friedman(complete), critical_difference(k, n, alpha)
+        test, critical = statistics.friedman(complete), statistics.critical_difference(k, n, alpha)
         means = complete.mean(0)
         mean_ranks = sorted((float(means[j]), order.index(j)) for j in range(k))
-        groups = nemenyi_groups(np.array([mean for mean, _ in mean_ranks]), critical)
-        p_nemenyi = nemenyi(means, n)
+        groups = statistics.nemenyi_groups(np.array([mean for mean, _ in mean_ranks]), critical)
+        p_nemenyi = statistics.nemenyi(means, n)
     return Tournament(
         table=table,
         ranks=ranks,
@@ -227,7 +216,7 @@ def _choose_unit(table: Table, unit: Unit, alpha: float) -> PairUnit:
         raise ConfigError(f"unit: expected auto, experiment or run; got '{unit}'.")
     if unit != "auto":
         return unit
-    return "run" if len(table.experiments) < min_experiments(alpha) and table.seeds > 1 else "experiment"
+    return "run" if len(table.experiments) < statistics.min_experiments(alpha) and table.seeds > 1 else "experiment"
 
 
 def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
@@ -256,8 +245,8 @@ def _pairs(
     combinations = list(itertools.combinations(order, 2))
     by_seed = [_seed_differences(table, table.methods[i], table.methods[j]) for i, j in combinations]
     differences = [_differences(seeds, unit) for seeds in by_seed]
-    tests = [wilcoxon(d) for d in differences]
-    p_holm, share = holm(np.array([test.p_value for test in tests]))
+    tests = [statistics.wilcoxon(d) for d in differences]
+    p_holm, share = statistics.holm(np.array([test.p_value for test in tests]))
     pairs = []
     for index, (i, j) in enumerate(combinations):
         d, test = differences[index], tests[index]
@@ -298,7 +287,7 @@ def _more_needed(d: Floats, by_seed: list[Floats], unit: PairUnit, level: float)
     if n < 2:
         return None, None
     gain, variance = float(d.mean()), float(d.var(ddof=1))
-    needed = experiments_needed(gain, math.sqrt(variance), level)
+    needed = statistics.experiments_needed(gain, math.sqrt(variance), level)
     more = None if needed is None else max(1, needed - n)
     if unit == "run":
         return None, None if more is None else math.ceil(more / len(by_seed))
@@ -307,7 +296,7 @@ def _more_needed(d: Floats, by_seed: list[Floats], unit: PairUnit, level: float)
     num_seeds = float(np.mean([len(seeds) for seeds in by_seed]))
     seed_variance = float(np.mean([seeds.var(ddof=1) for seeds in by_seed]))
     experiment_variance = max(0.0, variance - seed_variance / num_seeds)
-    allowed = max_std(gain, n, level) ** 2 - experiment_variance
+    allowed = statistics.max_std(gain, n, level) ** 2 - experiment_variance
     if allowed <= 0 or seed_variance <= 0:
         return more, None
     return more, max(1, math.ceil(seed_variance / allowed - num_seeds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E40
 FLOATS = [np.float64, np.float32]
 
 
-# The scikit-learn bases provide get_params, clone, pipelines and set_output.
+# The scikit-learn bases provide get_params, clone, pipelines and set_output. Subclasses are dataclasses.
 class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Base class of linear metrics.
 
@@ -99,6 +100,7 @@ def as_codes(y: Any) -> Tensor:
     return torch.from_numpy(np.unique(y, return_inverse=True)[1].astype(np.int64).reshape(-1))
 
 
+@dataclass(eq=False, repr=False)
 class Mahalanobis(LinearMetric):
     """Whitening by the covariance of the data, without labels. Its Euclidean distance is the Mahalanobis distance.
 
@@ -113,9 +115,8 @@ class Mahalanobis(LinearMetric):
         [[1.0, 0.0], [0.0, 1.0]]
     """
 
-    def __init__(self, dim: int | None = None, shrinkage: float = 0.0) -> None:
-        self.dim = dim
-        self.shrinkage = shrinkage
+    dim: int | None = None
+    shrinkage: float = 0.0
 
     def fit(self, X: Any, y: Any = None) -> Mahalanobis:
         """Fit the whitening.
@@ -137,6 +138,7 @@ class Mahalanobis(LinearMetric):
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class WithinClassWhitening(LinearMetric):
     """Whitening by the covariance within classes, then PCA: the strongest closed form on frozen features.
 
@@ -153,9 +155,8 @@ class WithinClassWhitening(LinearMetric):
         1.0
     """
 
-    def __init__(self, dim: int | None = None, shrinkage: float = 1.0) -> None:
-        self.dim = dim
-        self.shrinkage = shrinkage
+    dim: int | None = None
+    shrinkage: float = 1.0
 
     def fit(self, X: Any, y: Any) -> WithinClassWhitening:
         """Fit the whitening.

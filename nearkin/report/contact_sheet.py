@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import io
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from nearkin._common.files import atomic_write
 from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
@@ -74,14 +74,12 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
 
 
 def _save(sheet: Any, out: Path) -> None:
-    temp = out.with_name(f".{out.name}.{os.getpid()}.part")
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(temp, "PNG")
-        temp.replace(out)
+        atomic_write(out, buffer.getvalue())
     except OSError as error:
-        with suppress(OSError):
-            temp.unlink()
         raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nearkin.bench.summary import format_p
 from nearkin.bench.tournament import Tournament
 from nearkin.errors import DataError, import_extra
+from nearkin.report.figures import COLOURS, save_figure
 
 INK, FAINT = "#222222", "#666666"
-BLUE, ORANGE = "#0072B2", "#D55E00"  # distinguishable with any colour vision deficiency
+BLUE, ORANGE, *_ = COLOURS
 
 
 def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 150) -> Path:
@@ -32,20 +34,16 @@ def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 1
         raise DataError("The diagram needs at least two experiments in which every method has a value.")
     if path.suffix.lower() not in {".png", ".svg"}:
         raise DataError(f"{path}: expected a .png or .svg file, got '{path.suffix}'.")
-    figure_class = import_extra("matplotlib.figure", extra="report").Figure
-    rc_context = import_extra("matplotlib", extra="report").rc_context
-    # A fixed salt and no date: the same tournament gives the same file.
-    with rc_context({"svg.hashsalt": "nearkin", "font.size": 10, "font.family": "sans-serif"}):
-        rows = math.ceil(len(tournament.complete_ranks) / 2) + len(tournament.groups) + 2
-        figure = figure_class(figsize=(6.5, 0.26 * rows))
-        _draw(figure.add_axes((0, 0, 1, 1)), tournament)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Software": None} if path.suffix.lower() == ".png" else {"Date": None}
-        figure.savefig(path, dpi=dpi, metadata=metadata, facecolor="white", bbox_inches="tight", pad_inches=0.12)
+    rows = math.ceil(len(tournament.complete_ranks) / 2) + len(tournament.groups) + 2
+    size = (6.5, 0.26 * rows)
+    save_figure(partial(_draw, tournament=tournament), [path], size=size, dpi=dpi, bbox_inches="tight", pad_inches=0.12)
     return path
 
 
-def _draw(axes: Any, tournament: Tournament) -> None:
+def _draw(figure: Any, tournament: Tournament) -> None:
+    axes = figure.add_subplot()
+    axes.grid(visible=False)
+    axes.spines.top.set_visible(True)
     test, critical, ranks = tournament.friedman, tournament.critical, dict(tournament.complete_ranks)
     assert test is not None
     k = len(ranks)
@@ -58,7 +56,6 @@ def _draw(axes: Any, tournament: Tournament) -> None:
         ax=axes,
         label_fmt_left="{label}  {rank:.2f}",
         label_fmt_right="{rank:.2f}  {label}",
-        label_props={"parse_math": False},
         marker_props={"color": INK, "s": 18, "clip_on": False},
         elbow_props={"color": INK, "linewidth": 0.7, "clip_on": False},
         crossbar_props={"color": BLUE, "linewidth": 4.0, "solid_capstyle": "round", "clip_on": False},

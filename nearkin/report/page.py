@@ -16,15 +16,7 @@ from nearkin._common.files import nan_to_none
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
-from nearkin.report import gallery
-from nearkin.report.compare import (
-    MAX_CHANGED,
-    changed_queries,
-    check_same_images,
-    compare_runs,
-    comparison_headline,
-    differing_settings,
-)
+from nearkin.report import compare, gallery
 from nearkin.report.contents import PageItems, analyze, describe_items, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
@@ -106,7 +98,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             raise
         reporter.info(f"no images on the page: {error}")
         return Report(names, summaries, no_images_reason=_hide_folders(str(error), runs[0]))
-    check_same_images(runs, datasets)
+    compare.check_same_images(runs, datasets)
     highlights = [find_highlights(data) for data in datasets]
     page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
@@ -118,8 +110,8 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
             for data, listed in zip(datasets, highlights, strict=True)
         ],
-        comparisons=[compare_runs(first, data, page_items) for data in others],
-        differing_settings=differing_settings(runs),
+        comparisons=[compare.compare_runs(first, data, page_items) for data in others],
+        differing_settings=compare.differing_settings(runs),
         sprite_sheet=(
             make_sprite_sheet(first.table.images, page_items.rows, reporter=reporter) if first.has_images else None
         ),
@@ -138,7 +130,9 @@ def _letters() -> Sequence[str]:
 
 
 def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highlights]) -> PageItems:
-    changed = [rows[:MAX_CHANGED] for data in datasets[1:] for rows in changed_queries(datasets[0], data)]
+    changed = [
+        rows[: compare.MAX_CHANGED] for data in datasets[1:] for rows in compare.changed_queries(datasets[0], data)
+    ]
     first = np.concatenate([*changed, *(listed.rows for listed in highlights)])
     rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
     return PageItems.from_rows(rows, len(datasets[0]))
@@ -166,7 +160,7 @@ def write_report(report: Report, out: Path) -> Path:
 def render(report: Report) -> str:
     """Render the contents of a page."""
     comparison_headlines = [
-        comparison_headline(comparison["metrics"], report.names[0], name)
+        compare.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
     script_data = {

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nearkin._common.files import atomic_write
 from nearkin._common.progress import format_duration
 from nearkin.bench.aggregate import Aggregate, aggregate
 from nearkin.bench.estimates import Estimate
-from nearkin.bench.results import Result
+from nearkin.bench.results import COLUMNS, Result
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
-from nearkin.report.study_tables import Grid, markdown, rich_table, standings_grid, write_files
+from nearkin.report.study_tables import Grid, csv_text, markdown, rich_table, standings_grid, write_files, write_texts
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
@@ -168,19 +165,12 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
 
 def write_report_files(folder: StudyFolder) -> list[Path]:
     """Write results.csv, numbers.md and the tournament's files into the folder of the study."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("experiment", "method", "seed", "value", "reason"))
-    for r in folder.results():
-        writer.writerow((r.experiment, r.method, r.seed, "" if r.value is None else r.value, r.reason or ""))
+    rows = [(r.experiment, r.method, r.seed, r.value, r.reason) for r in folder.results()]
     tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
     numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, aggregate(folder), order))}\n"
-    written = []
-    for name, text in (("results.csv", out.getvalue()), ("numbers.md", numbers)):
-        atomic_write(folder.path / name, text)
-        written.append(folder.path / name)
+    written = write_texts({"results.csv": csv_text(COLUMNS, rows), "numbers.md": numbers}, folder.path)
     if tournament is not None:
         write_files(tournament, folder.path / "tournament")
         written.append(folder.path / "tournament")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearkin._common.files import atomic_write
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.errors import DataError
@@ -115,19 +116,19 @@ def standings_csv(tournament: Tournament) -> str:
         (s.method, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
         for s in tournament.standings
     ]
-    return _csv((*head, "ranked", "experiments", "failed"), rows)
+    return csv_text((*head, "ranked", "experiments", "failed"), rows)
 
 
 def pairs_csv(tournament: Tournament) -> str:
     """Return the pairs as CSV, in full precision."""
-    return _csv([field.name for field in fields(Pair)], [astuple(pair) for pair in tournament.pairs])
+    return csv_text([field.name for field in fields(Pair)], [astuple(pair) for pair in tournament.pairs])
 
 
 def ranks_csv(tournament: Tournament) -> str:
     """Return the rank of every method in every experiment as CSV; empty where it failed."""
     table = tournament.table
     rows = zip(table.experiments, tournament.ranks.tolist(), strict=True)
-    return _csv(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
+    return csv_text(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
 
 
 def write_files(tournament: Tournament, folder: Path) -> list[Path]:
@@ -144,12 +145,9 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
         "pairs.tex": latex(pairs),
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        written = write_texts(texts, folder)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
-    written = [folder / name for name in texts]
     if tournament.friedman is not None:
         from nearkin.report.critical_difference import draw_critical_difference
 
@@ -158,10 +156,19 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
     return written
 
 
+def write_texts(texts: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write texts by file name into a folder, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        atomic_write(folder / name, text)
+    return [folder / name for name in texts]
+
+
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format rows as CSV; None and NaN become empty cells."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)

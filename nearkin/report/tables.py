@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nearkin.errors import RunError
 from nearkin.report.page import Report, percent
-from nearkin.report.study_tables import Grid, latex, markdown
+from nearkin.report.study_tables import Grid, latex, markdown, write_texts
 
 
 def result_grid(report: Report) -> Grid:
@@ -46,11 +46,8 @@ def write_tables(report: Report, folder: Path) -> list[Path]:
     grid = result_grid(report)
     texts = {"numbers.md": f"{grid.title}\n\n{markdown(grid)}", "numbers.tex": latex(grid)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        return write_texts(texts, folder)
     except OSError as error:
         raise RunError(
             f"{folder}: cannot write the tables ({error.strerror}). Choose another folder with --tables."
         ) from None
-    return [folder / name for name in texts]
