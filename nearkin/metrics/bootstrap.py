@@ -42,7 +42,10 @@ def class_sums(values: Floats, codes: Ints) -> tuple[Floats, Floats]:
 
 
 def bootstrap(values: Floats, codes: Ints, *, draws: int = 2000, seed: int = 0) -> Floats:
-    """Means [draws, M] of values [M, Q], NaN ignored, over classes (codes [Q]) drawn with replacement."""
+    """Means [draws, M] of values [M, Q], NaN ignored, over classes (codes [Q]) drawn with replacement.
+
+    Not scipy.stats.bootstrap: the metrics do not depend on scipy, and its random numbers would change every interval.
+    """
     sums, counts = class_sums(values, codes)
     n = sums.shape[1]
     rng = np.random.default_rng(seed)

@@ -87,16 +87,8 @@ def summarize_run(run: Run) -> dict[str, Any]:
 
 
 DIAGNOSTICS = (
-    "tightness",
-    "contrastive",
-    "information",
-    "information_bound",
-    "effective_rank",
-    "alignment",
-    "uniformity",
-    "separation",
-    "hubness",
-    "norm_mean",
+    *("tightness", "contrastive", "information", "information_bound", "effective_rank"),
+    *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 1
         raise DataError(f"{path}: expected a .png or .svg file, got '{path.suffix}'.")
     rows = math.ceil(len(tournament.complete_ranks) / 2) + len(tournament.groups) + 2
     size = (6.5, 0.26 * rows)
-    save_figure(partial(_draw, tournament=tournament), [path], size=size, dpi=dpi, bbox_inches="tight", pad_inches=0.12)
+    save_figure(_draw, [path], tournament, size=size, dpi=dpi, bbox_inches="tight", pad_inches=0.12)
     return path
 
 

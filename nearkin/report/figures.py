@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,7 +62,7 @@ def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, 
     try:
         for name, draw in drawings.items():
             paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-            written += paths if save_figure(partial(draw, report=report), paths) else []
+            written += paths if save_figure(draw, paths, report) else []
     except OSError as error:
         raise RunError(
             f"{folder}: cannot write the figures ({error.strerror}). Choose another folder with --figures."
@@ -72,20 +71,20 @@ def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, 
 
 
 def save_figure(
-    draw: Callable[[Any], bool | None],
+    draw: Callable[..., bool | None],
     paths: Sequence[Path],
-    *,
+    *args: Any,
     size: tuple[float, float] = (WIDTH, HEIGHT),
     dpi: int = 200,
     **options: Any,
 ) -> bool:
-    """Draw a figure in the common style and save it, the same bytes every time; False if there was nothing to draw."""
+    """Call draw(figure, *args) in the common style and save the figure, the same bytes every time; False if it does."""
     figure_class = import_extra("matplotlib.figure", extra="report").Figure
     rc_context = import_extra("matplotlib", extra="report").rc_context
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a class name in a script the font lacks
         figure = figure_class(figsize=size, layout="constrained")
-        if draw(figure) is False:
+        if draw(figure, *args) is False:
             return False
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
