@@ -109,14 +109,7 @@ class Diagnosis:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Diagnosis:
-        """Read the output of `to_dict` back, for example from events.jsonl.
-
-        Args:
-            values: The fields; those of a later version are ignored.
-
-        Returns:
-            The diagnosis.
-        """
+        """Read the output of `to_dict` back, for example from events.jsonl."""
         known = [field.name for field in dataclasses.fields(Diagnosis)]
         if missing := [name for name in known if name not in values]:
             raise DataError(
@@ -340,63 +333,39 @@ def alarms(history: Sequence[Diagnosis]) -> list[Alarm]:
     """
     if not history:
         return []
-    start, last_two = history[0], history[-2:]
-    raised = _check_finite(history[-1])
-    if len(history) > 1:
-        raised += _check_epoch(start, history[-1])
-    if len(history) > 2:  # these may occur in a healthy first epoch, so they must persist for two
-        raised += _check_two_epochs(start, last_two)
-    return raised
-
-
-def _check_finite(now: Diagnosis) -> list[Alarm]:
-    if not now.non_finite:
-        return []
-    observation = f"{now.non_finite:,} embeddings contain NaN or infinity"
-    return [Alarm("not finite", observation, "Lower the learning rate, clip gradients, or disable mixed precision.")]
-
-
-def _check_epoch(start: Diagnosis, now: Diagnosis) -> list[Alarm]:
+    start, now, last_two = history[0], history[-1], history[-2:]
     raised = []
-    if now.blank * 2 > now.rows:
+    if now.non_finite:
+        observation = f"{now.non_finite:,} embeddings contain NaN or infinity"
+        fix = "Lower the learning rate, clip gradients, or disable mixed precision."
+        raised.append(Alarm("not finite", observation, fix))
+    if len(history) > 1 and now.blank * 2 > now.rows:
         observation = f"{now.blank:,} of {now.rows:,} embeddings are zero"
         raised.append(Alarm("dead", observation, "The network has died: lower the learning rate and start again."))
-    if now.negative_mean > MAX_NEGATIVE_SIMILARITY:
-        raised.append(
-            Alarm(
-                "collapse",
-                f"all embeddings are alike: negative pairs have a mean similarity of {now.negative_mean:.4f}",
-                "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or "
-                "lower the learning rate.",
-            )
+    if len(history) > 1 and now.negative_mean > MAX_NEGATIVE_SIMILARITY:
+        observation = f"all embeddings are alike: negative pairs have a mean similarity of {now.negative_mean:.4f}"
+        fix = (
+            "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or lower "
+            "the learning rate."
         )
-    if now.norm_mean > MAX_NORM_GROWTH * start.norm_mean > 0:
+        raised.append(Alarm("collapse", observation, fix))
+    if len(history) > 1 and now.norm_mean > MAX_NORM_GROWTH * start.norm_mean > 0:
         growth = now.norm_mean / start.norm_mean
         observation = f"embeddings have a mean norm of {now.norm_mean:,.0f}, {growth:,.0f} times that at the start"
-        fix = "Lower the learning rate, or raise the weight decay."
-        raised.append(Alarm("exploding norms", observation, fix))
-    return raised
-
-
-def _check_two_epochs(start: Diagnosis, last_two: Sequence[Diagnosis]) -> list[Alarm]:
-    raised = []
-    now = last_two[-1]
-    if all(epoch.effective_rank < _min_rank(start, epoch) for epoch in last_two):
-        raised.append(
-            Alarm(
-                "dimensional collapse",
-                f"{now.effective_rank:.1f} of {now.dim} directions in use ({start.effective_rank:.1f} at the start)",
-                "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, proxy_anchor).",
-            )
+        raised.append(Alarm("exploding norms", observation, "Lower the learning rate, or raise the weight decay."))
+    # The last two may occur in a healthy first epoch, so they must persist for two.
+    if len(history) > 2 and all(epoch.effective_rank < _min_rank(start, epoch) for epoch in last_two):
+        observation = (
+            f"{now.effective_rank:.1f} of {now.dim} directions in use ({start.effective_rank:.1f} at the start)"
         )
-    if all(epoch.separation < MIN_SEPARATION for epoch in last_two):
-        raised.append(
-            Alarm(
-                "no contrast",
-                f"positive pairs are as far apart as negative ones (separation {now.separation:.2f}, chance is 0.50)",
-                "Nothing is being learned: check that labels match images, then the margin and the learning rate.",
-            )
+        fix = "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, proxy_anchor)."
+        raised.append(Alarm("dimensional collapse", observation, fix))
+    if len(history) > 2 and all(epoch.separation < MIN_SEPARATION for epoch in last_two):
+        observation = (
+            f"positive pairs are as far apart as negative ones (separation {now.separation:.2f}, chance is 0.50)"
         )
+        fix = "Nothing is being learned: check that labels match images, then the margin and the learning rate."
+        raised.append(Alarm("no contrast", observation, fix))
     return raised
 
 

@@ -17,20 +17,12 @@ _CHUNK = 8192  # pairs converted to float64 at a time
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Two identical or nearly identical rows.
-
-    Attributes:
-        first: Row.
-        second: Row, larger than `first`.
-        similarity: Cosine.
-        exact: Equal in every dimension.
-        same_label: Whether both rows have the same label.
-    """
+    """Two identical or nearly identical rows."""
 
     first: int
-    second: int
-    similarity: float
-    exact: bool
+    second: int  # row, larger than `first`
+    similarity: float  # cosine
+    exact: bool  # equal in every dimension
     same_label: bool
 
 

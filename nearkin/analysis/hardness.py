@@ -21,17 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClassRow:
-    """Scores of one class.
-
-    Attributes:
-        label: The class.
-        queries: Number of its queries.
-        means: Mean of each metric over them.
-    """
+    """Scores of one class."""
 
     label: Any
     queries: int
-    means: dict[str, float]
+    means: dict[str, float]  # mean of each metric over them
 
 
 def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> list[ClassRow]:
@@ -62,19 +56,12 @@ def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> li
 
 @dataclass(frozen=True)
 class Confusion:
-    """Two confused classes.
+    """Two confused classes."""
 
-    Attributes:
-        label: Class of the queries.
-        taken_for: Class of their nearest item.
-        count: Number of such queries.
-        share: Their fraction of the queries of `label`.
-    """
-
-    label: Any
-    taken_for: Any
-    count: int
-    share: float
+    label: Any  # class of the queries
+    taken_for: Any  # class of their nearest item
+    count: int  # number of such queries
+    share: float  # their fraction of the queries of `label`
 
 
 def confused_pairs(
@@ -113,17 +100,11 @@ def confused_pairs(
 
 @dataclass(frozen=True)
 class Hub:
-    """An item that is a neighbour of many queries.
+    """An item that is a neighbour of many queries."""
 
-    Attributes:
-        item: Gallery index.
-        lists: Number of neighbour lists that contain it.
-        wrong: How many of those belong to queries of another class.
-    """
-
-    item: int
-    lists: int
-    wrong: int
+    item: int  # gallery index
+    lists: int  # number of neighbour lists that contain it
+    wrong: int  # how many of those belong to queries of another class
 
 
 def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int | None = 20) -> list[Hub]:

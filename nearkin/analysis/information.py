@@ -22,33 +22,24 @@ from torch import Tensor
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
+from nearkin.losses.registry import Loss
 from nearkin.ops.geometry import full_precision, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
 from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
 
 
 class Parts(NamedTuple):
-    """A loss as the sum of a term that pulls classes together and a term that pushes them apart.
+    """A loss as the sum of a term that pulls classes together and a term that pushes them apart."""
 
-    Attributes:
-        tightness: 0-dim tensor.
-        contrastive: 0-dim tensor.
-    """
-
-    tightness: Tensor
-    contrastive: Tensor
+    tightness: Tensor  # 0-dim tensor
+    contrastive: Tensor  # 0-dim tensor
 
 
 class Weights(NamedTuple):
-    """Similarities and the gradient of the loss on each of them.
+    """Similarities and the gradient of the loss on each of them."""
 
-    Attributes:
-        sim: [N, M], [N, C] or [N, C, K].
-        grad: The same shape.
-    """
-
-    sim: Tensor
-    grad: Tensor
+    sim: Tensor  # [N, M], [N, C] or [N, C, K]
+    grad: Tensor  # the same shape
 
 
 # --- tightness and contrastive part -----------------------------------------------------------------------------------
@@ -94,15 +85,7 @@ def _contrastive_parts(p: Pairs, margin: float) -> Parts:
 
 
 def snca_parts(p: Pairs, sigma: float) -> Parts:
-    """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts.
-
-    Args:
-        p: Pairs of a batch.
-        sigma: Temperature.
-
-    Returns:
-        The two parts; anchors without positives are in neither.
-    """
+    """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts."""
     pos, neg = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
     no_positives = pos == float("-inf")
     everyone = torch.logaddexp(pos.masked_fill(no_positives, 0.0), neg)
@@ -158,17 +141,6 @@ def similarity_gradient(
 ) -> Weights:
     """Compute d loss / d similarity: the weights of a loss in the sense of general pair weighting.
 
-    Args:
-        name: A loss.
-        emb: [N, D] embeddings.
-        labels: [N] integers.
-        *params: Proxies, or the parameters of the head, as the loss itself takes them.
-        miner: A function Pairs -> Pairs, for pair losses.
-        **settings: Of the loss.
-
-    Returns:
-        Similarities and gradients.
-
     Example:
         >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
         >>> float(w.grad[0, 1])  # the only positive of anchor 0, one of six ordered pairs
@@ -176,11 +148,14 @@ def similarity_gradient(
     """
     entry = LOSSES[name]
     settings = entry.check(settings)
-    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
     emb, labels = as_batch(emb.detach(), labels)
     built = entry.inputs.build(emb, labels, *params, **entry.inputs.build_kwargs(settings))
-    if miner is not None:
-        built = miner(built)
+    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
+    return gradient_of(entry, built if miner is None else miner(built), **loss_kwargs)
+
+
+def gradient_of(entry: Loss, built: Any, **loss_kwargs: Any) -> Weights:
+    """Gradient of the mean of a loss on the similarities of its inputs; 0 where they are not used."""
     sim = built.sim.detach().requires_grad_()
     with torch.enable_grad():
         value = entry.reduce(entry.function(replace(built, sim=sim), **loss_kwargs), "mean")
@@ -253,13 +228,6 @@ def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float
     """Compute the cross entropy to unit Gaussians at the class means.
 
     It is an upper bound of H(Z | Y), and the tightness part of the center loss.
-
-    Args:
-        emb: [N, D] features.
-        labels: [N] integers.
-
-    Returns:
-        The cross entropy in nats.
     """
     emb, labels = as_batch(emb, labels)
     scatter = _scatter(where_float64_exists(emb.detach()).double(), where_float64_exists(labels))

@@ -21,18 +21,11 @@ from nearkin.metrics.scores import Scores, compare
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The score of one method in one experiment over its replicates, in percent.
+    """The score of one method in one experiment over its replicates, in percent."""
 
-    Attributes:
-        values: One score per finished replicate.
-        low: Lower end of the 95 % interval of the mean over test classes, averaged over replicates; NaN if unknown.
-        high: Upper end of that interval.
-        failed: Number of replicates that failed.
-    """
-
-    values: tuple[float, ...]
-    low: float
-    high: float
+    values: tuple[float, ...]  # one score per finished replicate
+    low: float  # lower end of the 95 % interval of the mean over test classes, averaged over replicates; NaN if unknown
+    high: float  # upper end of that interval
     failed: int
 
     @property
@@ -48,9 +41,6 @@ class Aggregate:
     def short(self) -> str:
         """Format as a table cell.
 
-        Returns:
-            The mean, with the standard deviation and the number of failures where they apply.
-
         Example:
             >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short()
             '61.0 ± 1.4'
@@ -64,14 +54,7 @@ class Aggregate:
 
 
 def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
-    """Aggregate the outcomes of a study over seeds and folds.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        (experiment, method) -> aggregate. Cells without any outcome yet are absent.
-    """
+    """(experiment, method) -> outcomes of a study over seeds and folds; cells without any outcome yet are absent."""
     outcomes, metric = folder.outcomes(), folder.study.metric
     values: dict[tuple[str, str], list[float]] = {}
     bounds: dict[tuple[str, str], list[list[float]]] = {}
@@ -96,20 +79,9 @@ def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
 
 
 def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
-    """Compare two methods on the same test queries, paired by seed, fold and query.
+    """Second minus first on the same test queries, with an interval over classes.
 
-    Args:
-        folder: The study.
-        first: The reference method.
-        second: The method compared with it.
-        experiment: Only this experiment; by default all of them.
-
-    Returns:
-        Second minus first, with an interval over classes. The values of a query are averaged over the replicates that
-        both methods have finished.
-
-    Raises:
-        DataError: Unknown method, no common replicate, or replicates evaluated on different test classes.
+    The values of a query are averaged over the seeds and folds that both methods have finished.
     """
     known = folder.study.method_names
     for name in (first, second):

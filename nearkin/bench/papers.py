@@ -23,99 +23,41 @@ from typing import Any
 from nearkin.bench.results import Result
 from nearkin.errors import ConfigError
 
-# Printed name, without references and marks -> registered loss. Methods that are not a single loss are left out.
-_LOSSES = {
-    "Contrastive": "contrastive",
-    "Triplet": "triplet",
-    "LiftedStructure": "lifted_structure",
-    "Lifted Structure": "lifted_song",  # the original of Song et al.; the thesis uses a variant
-    "NPair": "npair",
-    "ProxyNCA": "proxy_nca",
-    "Proxy-NCA": "proxy_nca",
-    "Margin": "margin",
-    "ArcFace": "arcface",
-    "MultiSimilarity": "multi_similarity",
-    "Multi-Similarity": "multi_similarity",
-    "MS": "multi_similarity",
-    "SoftTriple": "soft_triple",
-    "ProxyAnchor": "proxy_anchor",
-    "OurLoss": "proxy_repulsion_batch",  # "the second variation"
-    "NormSoftmax": "norm_softmax",
-    "Cross-Entropy": "softmax",
-    "MPA": "mpa",
-    "MPA-DW": "mpa_dw",
-    "MPA-AP": "mpa_ap",
-    "ICE": "ice",
-}
-
-# The thesis's tables of ten losses at four embedding sizes.
-_SIZE_TABLES = {"cub": ("6", "7", "8"), "cars": ("9", "20", "21"), "sop": ("10",)}
-
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper.
+    """A paper."""
 
-    Attributes:
-        name: Our short name.
-        title: Its title.
-        authors: Its authors.
-        year: Year of publication.
-        notes: Known issues that affect all of its values.
-    """
-
-    name: str
+    name: str  # our short name
     title: str
     authors: str
     year: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # known issues that affect all of its values
 
 
 @dataclass(frozen=True)
 class Published:
-    """One published value. None and "" mean that the paper does not say.
-
-    Attributes:
-        paper: Name of the paper.
-        table: The table as printed, with the letter of its part: "7c".
-        dataset: The dataset.
-        network: The backbone.
-        dim: The embedding size.
-        method: The method as printed, with the reference it is quoted from.
-        loss: The registered loss; None if it is not one.
-        metric: The metric.
-        printed: The value as printed, in percent.
-        own: True for a run of the paper itself, False for a value quoted from another.
-        setup: How the value was obtained.
-        distance: The distance used for retrieval.
-        variant: What was varied: the number of proxies, a fold, a share of validation classes.
-        split: "test" or "validation".
-        spread: The standard deviation printed with the value.
-        repeats: The table that this one reprints.
-        note: Known issues of this value.
-        corrected: What the value should be, where that is known.
-        usable: False where the value cannot be right and no correction is known.
-    """
+    """One published value. None and "" mean that the paper does not say."""
 
     paper: str
-    table: str
+    table: str  # the table as printed, with the letter of its part: "7c"
     dataset: str
     network: str | None
     dim: int | None
-    method: str
-    loss: str | None
+    method: str  # the method as printed, with the reference it is quoted from
+    loss: str | None  # the registered loss; None if it is not one
     metric: str
-    printed: float
-    own: bool
-    setup: str
+    printed: float  # the value as printed, in percent
+    own: bool  # True for a run of the paper itself, False for a value quoted from another
+    setup: str  # how the value was obtained
     distance: str = ""
-    variant: str = ""
-    split: str = "test"
-    spread: float | None = None
-    repeats: str = ""
-    note: str = ""
-    corrected: float | None = None
-    usable: bool = True
+    variant: str = ""  # what was varied: the number of proxies, a fold, a share of validation classes
+    split: str = "test"  # "test" or "validation"
+    spread: float | None = None  # the standard deviation printed with the value
+    repeats: str = ""  # the table that this one reprints
+    note: str = ""  # known issues of this value
+    corrected: float | None = None  # what the value should be, where that is known
+    usable: bool = True  # False where the value cannot be right and no correction is known
 
     @property
     def percent(self) -> float | None:
@@ -132,69 +74,40 @@ class Published:
 
 @dataclass(frozen=True)
 class PrintedStanding:
-    """A row of the thesis's table 11.
+    """A row of the thesis's table 11."""
 
-    Attributes:
-        method: The method as printed.
-        loss: The registered loss.
-        total: Sum of its ranks, as printed.
-        mean: Mean rank, as printed.
-        std: Standard deviation of its ranks, as printed.
-        corrected_mean: The correct mean.
-        corrected_std: The correct standard deviation.
-        note: What is wrong with the printed row.
-    """
-
-    method: str
+    method: str  # the method as printed
     loss: str
-    total: float
-    mean: float
-    std: float
+    total: float  # sum of its ranks, as printed
+    mean: float  # mean rank, as printed
+    std: float  # standard deviation of its ranks, as printed
     corrected_mean: float
     corrected_std: float
-    note: str = ""
+    note: str = ""  # what is wrong with the printed row
 
 
 @dataclass(frozen=True)
 class SearchedSetting:
-    """A row of the thesis's table 15: a setting searched on fixed validation classes.
+    """A row of the thesis's table 15: a setting searched on fixed validation classes."""
 
-    Attributes:
-        method: The method as printed.
-        loss: The registered loss.
-        printed: The setting as printed.
-        setting: Our name: a setting of the loss, or of the miner of the same name; None for a learning rate.
-        low: Lower end of the range.
-        high: Upper end of the range.
-        low_included: Whether the lower end belongs to the range.
-        step: Step of the grid.
-        best: The value reported as best.
-    """
-
-    method: str
+    method: str  # the method as printed
     loss: str
-    printed: str
-    setting: str | None
+    printed: str  # the setting as printed
     low: float
     high: float
-    low_included: bool
+    low_included: bool  # whether the lower end belongs to the range
     step: float
-    best: float
+    best: float  # the value reported as best
+    setting: str | None = None  # our name: of the loss, or of the miner of the same name; None for a learning rate
 
 
 @dataclass(frozen=True)
 class MissingTable:
-    """A table whose body is missing from the text we have.
-
-    Attributes:
-        paper: Name of the paper.
-        table: The table.
-        what: What the table shows.
-    """
+    """A table whose body is missing from the text we have."""
 
     paper: str
     table: str
-    what: str
+    what: str  # what the table shows
 
 
 def published(
@@ -211,19 +124,8 @@ def published(
 ) -> list[Published]:
     """Find published values. Most combinations were never published: an empty list is common.
 
-    Args:
-        dataset: Only this dataset. Here and below case, spaces, - and _ do not matter.
-        loss: Only this registered loss, or method as printed.
-        network: Only this backbone.
-        dim: Only this embedding size.
-        metric: Only this metric; None for all.
-        paper: Only this paper.
-        own: True for the papers' own runs, False for quoted values.
-        split: "test", or "validation" where a paper prints that too.
-        repeats: Include tables that reprint another one.
-
-    Returns:
-        The values, in the order of papers.toml.
+    None selects all; case, spaces, - and _ do not matter. `loss` is a registered loss or a method as printed, `own`
+    selects the papers' own runs or quoted values, `repeats` adds tables that reprint another one.
 
     Example:
         >>> cell = published(dataset="cub", loss="proxy_anchor", network="bn_inception", dim=512)
@@ -232,30 +134,22 @@ def published(
     """
     filters = {"dataset": dataset, "network": network, "metric": metric, "paper": paper, "split": split}
     normalized = {name: _normalize(value) for name, value in filters.items() if value is not None}
-    wanted = None if loss is None else _normalize(loss)
-    return [
-        p
-        for p in all_values()
-        if all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
-        and (
-            wanted is None or wanted in {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+
+    def matches(p: Published) -> bool:
+        names = {_normalize(name) for name in (p.loss, p.method, _bare_name(p.method)) if name}
+        return (
+            all(_normalize(getattr(p, name) or "") == value for name, value in normalized.items())
+            and (loss is None or _normalize(loss) in names)
+            and (dim is None or p.dim == dim)
+            and (own is None or p.own == own)
+            and (repeats or not p.repeats)
         )
-        and (dim is None or p.dim == dim)
-        and (own is None or p.own == own)
-        and (repeats or not p.repeats)
-    ]
+
+    return [p for p in all_values() if matches(p)]
 
 
 def as_results(values: Iterable[Published]) -> list[Result]:
-    """Convert published values to results of a tournament.
-
-    Args:
-        values: Published values.
-
-    Returns:
-        Results whose experiment is a (part of a) table and whose method is a registered loss. A value that is not
-        usable counts as failed, with its note as the reason.
-    """
+    """Convert published values to results of a tournament; an unusable value counts as failed, its note the reason."""
     return [
         Result(
             experiment=f"{p.source}: {p.dataset} {p.network} {p.dim}",
@@ -268,25 +162,15 @@ def as_results(values: Iterable[Published]) -> list[Result]:
 
 
 def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
-    """Return the results of the thesis's ten losses over all its backbones and embedding sizes.
-
-    Args:
-        dataset: cub (the 12 experiments of its tournament), cars or sop.
-        metric: A recall that its tables have.
-
-    Returns:
-        The results.
-
-    Raises:
-        ConfigError: The thesis has no such table.
-    """
-    if dataset not in _SIZE_TABLES:
-        raise ConfigError(f"dataset: the thesis has no tables for '{dataset}'. Available: {', '.join(_SIZE_TABLES)}.")
-    values = published(dataset=dataset, metric=metric, paper="thesis")
-    if not values:
-        known = dict.fromkeys(p.metric for p in published(dataset=dataset, metric=None, paper="thesis"))
-        raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(known)}.")
-    return as_results(p for p in values if p.table.rstrip("abcd") in _SIZE_TABLES[dataset])
+    """Return the results of the thesis's ten losses over all its backbones and embedding sizes on cub, cars or sop."""
+    # Its tables of ten losses at four embedding sizes have parts a to d.
+    values = [p for p in published(metric=None, paper="thesis") if p.table[-1] in "abcd"]
+    if dataset not in (datasets := list(dict.fromkeys(p.dataset for p in values))):
+        raise ConfigError(f"dataset: the thesis has no tables for '{dataset}'. Available: {', '.join(datasets)}.")
+    values = [p for p in values if p.dataset == dataset]
+    if metric not in (metrics := list(dict.fromkeys(p.metric for p in values))):
+        raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(metrics)}.")
+    return as_results(p for p in values if p.metric == metric)
 
 
 @cache
@@ -310,44 +194,20 @@ def all_values() -> tuple[Published, ...]:
 @cache
 def table_11() -> tuple[PrintedStanding, ...]:
     """Return the thesis's tournament as printed, with corrections of its three misprints."""
-    rows = []
-    corrections = _read()["standings"]["corrected"]
-    for method, total, mean, std in _cells(_read()["standings"]["rows"]):
-        correction = corrections.get(method, {})
-        row = PrintedStanding(
-            method=method,
-            loss=_LOSSES[method],
-            total=float(total),
-            mean=float(mean),
-            std=float(std),
-            corrected_mean=correction.get("mean", float(mean)),
-            corrected_std=correction.get("std", float(std)),
-            note=correction.get("note", ""),
+    read = _read()
+    return tuple(
+        PrintedStanding(
+            **{"corrected_mean": row["mean"], "corrected_std": row["std"], "loss": read["losses"][row["method"]], **row}
         )
-        rows.append(row)
-    return tuple(rows)
+        for row in read["standings"]["rows"]
+    )
 
 
 @cache
 def table_15() -> tuple[SearchedSetting, ...]:
     """Return the settings that the thesis searched: range, step and best value."""
-    rows = []
-    for method, printed, setting, span, step, best in _cells(_read()["search"]["rows"]):
-        low, high = (float(end) for end in span[1:-1].split(","))
-        rows.append(
-            SearchedSetting(
-                method=method,
-                loss=_LOSSES[method],
-                printed=printed,
-                setting=None if setting == "-" else setting,
-                low=low,
-                high=high,
-                low_included=span.startswith("["),
-                step=float(step),
-                best=float(best),
-            )
-        )
-    return tuple(rows)
+    read = _read()
+    return tuple(SearchedSetting(loss=read["losses"][row["method"]], **row) for row in read["search"]["rows"])
 
 
 @cache
@@ -381,7 +241,7 @@ def _table_values(table: dict[str, Any]) -> Iterator[Published]:
         assert len(blocks) == len(dims), (table["table"], row)
         method = fields["method"]
         own = "[" not in method
-        loss = _LOSSES.get(_bare_name(method))
+        loss = _read()["losses"].get(_bare_name(method))
         for part, (dim, block) in enumerate(zip(dims, blocks, strict=True)):
             for metric, text in zip(metrics, block.split(), strict=True):
                 if text == "-":

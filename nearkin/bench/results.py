@@ -58,21 +58,13 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Results as a table of experiments [E] by methods [K].
+    """Results as a table of experiments [E] by methods [K]."""
 
-    Attributes:
-        experiments: Names [E].
-        methods: Names [K].
-        means: [E, K] mean over the seeds with a value; NaN where there is none.
-        runs: (experiment, method) -> seed -> value.
-        failures: The results without a value.
-    """
-
-    experiments: tuple[str, ...]
-    methods: tuple[str, ...]
-    means: Floats
-    runs: Mapping[tuple[str, str], Mapping[int, float]]
-    failures: tuple[Result, ...]
+    experiments: tuple[str, ...]  # names [E]
+    methods: tuple[str, ...]  # names [K]
+    means: Floats  # [E, K] mean over the seeds with a value; NaN where there is none
+    runs: Mapping[tuple[str, str], Mapping[int, float]]  # (experiment, method) -> seed -> value
+    failures: tuple[Result, ...]  # the results without a value
 
     @property
     def complete(self) -> NDArray[np.bool_]:
@@ -102,15 +94,6 @@ class Table:
 
 def tabulate(results: Iterable[Result]) -> Table:
     """Arrange results in a table.
-
-    Args:
-        results: Runs, in any order.
-
-    Returns:
-        The table; experiments and methods are in order of first appearance.
-
-    Raises:
-        DataError: No results, or two with the same experiment, method and seed.
 
     Example:
         >>> table = tabulate(

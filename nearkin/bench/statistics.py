@@ -32,50 +32,31 @@ ARE = 3 / math.pi  # asymptotic relative efficiency of the signed-rank test agai
 
 
 def average_ranks(values: Floats) -> Floats:
-    """Rank values by row.
-
-    Args:
-        values: [E, K] scores, higher is better; NaN is not ranked.
-
-    Returns:
-        [E, K] ranks, 1 for the highest; ties share the mean of their ranks, NaN stays NaN.
+    """Rank scores [E, K] by row, 1 for the highest; ties share the mean of their ranks, NaN is not ranked.
 
     Example:
         >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
         array([[2.5, 1. , 2.5, nan]])
     """
-    value, other = values[:, :, None], values[:, None, :]
-    higher, equal = (other > value).sum(2), (other == value).sum(2)
-    return np.where(np.isnan(values), np.nan, higher + (equal + 1) / 2)
+    rankdata = import_extra("scipy.stats", extra="bench").rankdata
+    return np.asarray(rankdata(-values, axis=1, nan_policy="omit"), dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class Friedman:
-    """Result of Friedman's test.
+    """Result of Friedman's test."""
 
-    Attributes:
-        chi_squared: The statistic, corrected for ties.
-        p_value: By permutation of the ranks within each experiment: valid for any number of experiments.
-        chi_squared_p_value: By the chi-squared approximation, as usually reported; inaccurate for few experiments.
-        experiments: Number of experiments.
-        methods: Number of methods.
-    """
-
-    chi_squared: float
-    p_value: float
-    chi_squared_p_value: float
+    chi_squared: float  # the statistic, corrected for ties
+    p_value: float  # by permutation of the ranks within each experiment: valid for any number of experiments
+    chi_squared_p_value: float  # by the chi-squared approximation, as usually reported; inaccurate for few experiments
     experiments: int
     methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
-    """Test whether any methods differ (Friedman's test, corrected for ties).
+    """Test whether any methods differ (Friedman's test, corrected for ties), from complete ranks [E, K].
 
-    Args:
-        ranks: [E, K] ranks without NaN; at least two experiments and two methods.
-
-    Returns:
-        The statistic and its p-values.
+    Not scipy's friedmanchisquare: it rejects two methods and has only the chi-squared approximation.
     """
     n, k = ranks.shape
     assert min(n, k) >= 2
@@ -108,7 +89,8 @@ def _rank_sum_spread(ranks: Floats) -> Floats:
 def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
     """Yield blocks [B, E, K] of ranks permuted within experiments: all permutations if few, else a seeded sample.
 
-    When enumerating, the first experiment stays fixed: only permutations relative to it matter.
+    When enumerating, the first experiment stays fixed: only permutations relative to it matter. scipy's
+    permutation_test(permutation_type="samples") would enumerate k! times as many.
     """
     n, k = ranks.shape
     if math.factorial(k) ** (n - 1) <= MAX_PERMUTATIONS:
@@ -122,34 +104,19 @@ def _permuted_ranks(ranks: Floats) -> Iterator[Floats]:
 
 
 def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> float:
-    """Compute Nemenyi's critical difference.
-
-    Args:
-        methods: Number of methods.
-        experiments: Number of experiments.
-        alpha: Significance level, for all pairs together.
-
-    Returns:
-        The difference of two mean ranks from which they differ significantly.
-    """
-    stats = import_extra("scipy.stats", extra="bench")
-    return float(stats.studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
+    """Nemenyi's critical difference: two mean ranks at least this far apart differ significantly."""
+    studentized_range = import_extra("scipy.stats", extra="bench").studentized_range
+    return float(studentized_range.ppf(1 - alpha, methods, math.inf) * _rank_error(methods, experiments))
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
-    """Compute the p-values of Nemenyi's test.
+    """P-values [K, K] of Nemenyi's test of mean ranks [K], for all pairs together.
 
-    Args:
-        mean_ranks: [K] mean ranks.
-        experiments: Number of experiments.
-
-    Returns:
-        [K, K] p-values, for all pairs together.
+    As scikit-posthocs, without its import of pandas, statsmodels and matplotlib for one line.
     """
-    stats = import_extra("scipy.stats", extra="bench")
-    k = len(mean_ranks)
-    distances = np.abs(mean_ranks[:, None] - mean_ranks[None, :]) / _rank_error(k, experiments)
-    return np.clip(np.asarray(stats.studentized_range.sf(distances, k, math.inf), dtype=np.float64), 0.0, 1.0)
+    studentized_range = import_extra("scipy.stats", extra="bench").studentized_range
+    distances = np.abs(mean_ranks[:, None] - mean_ranks) / _rank_error(len(mean_ranks), experiments)
+    return np.clip(np.asarray(studentized_range.sf(distances, len(mean_ranks), math.inf), dtype=np.float64), 0.0, 1.0)
 
 
 def _rank_error(k: int, n: int) -> float:
@@ -158,14 +125,7 @@ def _rank_error(k: int, n: int) -> float:
 
 
 def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
-    """Find the maximal groups of methods without a significant difference: the bars of the diagram.
-
-    Args:
-        mean_ranks: [K] mean ranks in ascending order.
-        critical: The critical difference.
-
-    Returns:
-        First and last index of each group; none lies inside another.
+    """First and last index of the maximal groups without a significant difference: the bars of the diagram.
 
     Example:
         >>> nemenyi_groups(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
@@ -182,42 +142,30 @@ def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SignedRanks:
-    """Result of Wilcoxon's signed-rank test.
+    """Result of Wilcoxon's signed-rank test."""
 
-    Attributes:
-        p_value: Two-sided.
-        lean: Rank-biserial correlation in [-1, 1]: share of the ranks in favour minus share against.
-        pairs: Number of differences other than zero.
-    """
-
-    p_value: float
-    lean: float
-    pairs: int
+    p_value: float  # two-sided
+    lean: float  # rank-biserial correlation in [-1, 1]: share of the ranks in favour minus share against
+    pairs: int  # number of differences other than zero
 
 
 def wilcoxon(differences: Floats) -> SignedRanks:
     """Test whether paired differences are centred on zero (Wilcoxon's signed-rank test, two-sided).
 
     Up to 100 pairs the p-value is exact, also with ties: the share of all sign patterns whose rank sum is at least as
-    extreme. Above, the normal approximation with the variance of the observed ranks.
-
-    Args:
-        differences: [N] paired differences; zeros are dropped, ties share their ranks.
-
-    Returns:
-        The p-value and the direction.
+    extreme. scipy's exact distribution assumes that there are no ties. Above, scipy's normal approximation.
     """
     nonzero = differences[differences != 0]
     n = len(nonzero)
     if not n:
         return SignedRanks(1.0, 0.0, 0)
-    doubled = 2 * (n + 1 - average_ranks(np.abs(nonzero)[None])[0])  # doubled ranks are integers; 2 for the smallest
+    stats = import_extra("scipy.stats", extra="bench")
+    doubled = 2 * stats.rankdata(np.abs(nonzero))  # integers, also with ties
     total = float(doubled.sum())
     distance = abs(2 * float(doubled[nonzero > 0].sum()) - total)  # twice the distance of the sum from its mean
     lean = float((np.sign(nonzero) * doubled).sum() / total)
     if n > MAX_EXACT_PAIRS:
-        p = 2 * NormalDist().cdf(-distance / math.sqrt(float((doubled**2).sum())))
-        return SignedRanks(min(1.0, p), lean, n)
+        return SignedRanks(float(stats.wilcoxon(nonzero, method="asymptotic").pvalue), lean, n)
     probability = np.ones(1)  # probability[s]: that the doubled positive ranks sum to s
     for rank in doubled.astype(np.int64):
         longer = np.zeros(len(probability) + rank)
@@ -229,13 +177,7 @@ def wilcoxon(differences: Floats) -> SignedRanks:
 
 
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
-    """Correct p-values for multiple comparisons (Holm).
-
-    Args:
-        p_values: [M] raw p-values.
-
-    Returns:
-        [M] adjusted p-values, and [M] the share of alpha that each raw p-value is compared with.
+    """Holm's correction: the adjusted p-values, and the share of alpha that each raw p-value is compared with.
 
     Example:
         >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
@@ -253,12 +195,6 @@ def holm(p_values: Floats) -> tuple[Floats, Floats]:
 def min_experiments(level: float) -> int:
     """Return the smallest number of pairs with which a two-sided signed-rank test can reach a level at all.
 
-    Args:
-        level: Significance level.
-
-    Returns:
-        The number of pairs.
-
     Example:
         >>> min_experiments(0.05), min_experiments(0.05 / 45)
         (6, 11)
@@ -270,16 +206,8 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
     """Estimate the number of pairs at which a signed-rank test would find a mean difference significant.
 
     Assumes that further differences are normal with the observed mean and standard deviation. Then
-    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power.
-
-    Args:
-        mean: Observed mean difference.
-        std: Observed standard deviation of the differences.
-        level: Significance level.
-        power: Probability of reaching the level.
-
-    Returns:
-        The number of pairs, at least `min_experiments(level)`; None if it exceeds 1000 or the mean is 0.
+    n = ((z + z')^2 / d^2 + z^2 / 2) pi / 3, where d = mean / std and z, z' belong to the level and the power. None if
+    the number exceeds 1000 or the mean is 0.
     """
     if mean == 0:
         return None
@@ -289,17 +217,7 @@ def experiments_needed(mean: float, std: float, level: float, power: float = POW
 
 
 def max_std(mean: float, pairs: int, level: float, power: float = POWER) -> float:
-    """Solve the equation of `experiments_needed` for the standard deviation.
-
-    Args:
-        mean: Mean difference.
-        pairs: Number of pairs.
-        level: Significance level.
-        power: Probability of reaching the level.
-
-    Returns:
-        The largest standard deviation at which `pairs` pairs suffice; 0 if they cannot reach the level.
-    """
+    """The largest standard deviation at which `pairs` pairs suffice (see `experiments_needed`); 0 if none does."""
     z_level, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(power)
     room = pairs * ARE - z_level**2 / 2
     return abs(mean) * math.sqrt(room) / (z_level + z_power) if room > 0 and pairs >= min_experiments(level) else 0.0

@@ -30,15 +30,7 @@ def summarize(tournament: Tournament, *, most: int = MAX_PAIRS) -> str:
 
 
 def sentence(pair: Pair, tournament: Tournament) -> str:
-    """Summarize one pair in one sentence.
-
-    Args:
-        pair: A pair of the tournament.
-        tournament: The tournament.
-
-    Returns:
-        The sentence.
-    """
+    """Summarize one pair in one sentence."""
     compared = pair.wins + pair.losses + pair.ties
     if not compared:
         return f"{pair.first} vs {pair.second}: not compared, no experiment has a value for both."
@@ -58,14 +50,7 @@ def sentence(pair: Pair, tournament: Tournament) -> str:
 
 
 def notes(table: Table) -> list[str]:
-    """Describe failed and missing runs, and how many complete experiments remain.
-
-    Args:
-        table: The results.
-
-    Returns:
-        One sentence per line; empty if every method has a value in every experiment and no run failed.
-    """
+    """Describe failed and missing runs, and how many complete experiments remain."""
     lines, total = [], len(table.experiments)
     for j, method in enumerate(table.methods):
         failed = [result for result in table.failures if result.method == method]
@@ -89,12 +74,6 @@ def notes(table: Table) -> list[str]:
 
 def format_p(p: float) -> str:
     """Format a p-value.
-
-    Args:
-        p: The p-value.
-
-    Returns:
-        Two significant digits, or "p < 0.001".
 
     Example:
         >>> format_p(0.3123), format_p(0.00012), format_p(1.0)

@@ -20,20 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from nearkin.bench import statistics
 from nearkin.bench.results import DIGITS, Floats, Result, Table, read_results, tabulate
-from nearkin.bench.statistics import (
-    Friedman,
-    average_ranks,
-    critical_difference,
-    experiments_needed,
-    friedman,
-    holm,
-    max_std,
-    min_experiments,
-    nemenyi,
-    nemenyi_groups,
-    wilcoxon,
-)
+from nearkin.bench.statistics import Friedman, average_ranks
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import bootstrap, mean, percentiles
 
@@ -45,71 +34,43 @@ Unit = Literal["auto", "experiment", "run"]
 
 @dataclass(frozen=True)
 class Standing:
-    """The ranks of one method.
-
-    Attributes:
-        method: Name of the method.
-        total: Sum of its ranks.
-        mean: Mean rank.
-        std: Sample standard deviation of its ranks; NaN for one experiment.
-        medals: Experiments in which it was first, second and third; tied methods both get the better medal.
-        ranked: Experiments in which it is ranked.
-        experiments: Experiments of the tournament.
-        failed: Failed runs.
-        low: Lower end of the interval of the mean rank (bootstrap over experiments).
-        high: Upper end of that interval.
-    """
+    """The ranks of one method."""
 
     method: str
     total: float
     mean: float
-    std: float
+    std: float  # sample standard deviation of its ranks; NaN for one experiment
+    # experiments in which it was first, second and third; tied methods both get the better medal
     medals: tuple[int, int, int]
-    ranked: int
-    experiments: int
+    ranked: int  # experiments in which it is ranked
+    experiments: int  # experiments of the tournament
     failed: int
-    low: float = math.nan
-    high: float = math.nan
+    low: float = math.nan  # lower end of the interval of the mean rank (bootstrap over experiments)
+    high: float = math.nan  # upper end of that interval
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of two methods; `first` has the better (lower) mean rank.
-
-    Attributes:
-        first: Name of the first method.
-        second: Name of the second method.
-        wins: Experiments (or runs) in which the first scores higher.
-        losses: Experiments (or runs) in which it scores lower.
-        ties: Experiments (or runs) in which both score the same.
-        difference: Mean of first minus second.
-        lean: Rank-biserial correlation of Wilcoxon's test: 1 if all differences favour the first, -1 the second.
-        p_value: Wilcoxon's signed-rank test.
-        p_holm: The same, corrected for all pairs of the tournament.
-        p_nemenyi: Nemenyi's test on the mean ranks; NaN without Friedman's test.
-        ahead: Share of bootstrap samples of the experiments in which the first has the better mean rank, ties
-            counted half.
-        next_win: Probability that the first scores higher in one more: (wins + ties / 2 + 1) / (all + 2).
-        significant: Whether p_holm is at most alpha.
-        more_experiments: About how many more experiments it takes to be significant; None if it already is, if
-            infeasible, or if compared run by run.
-        more_seeds: About how many more seeds per experiment; None if already significant, infeasible or unknown.
-    """
+    """Comparison of two methods; `first` has the better (lower) mean rank."""
 
     first: str
     second: str
-    wins: int
-    losses: int
-    ties: int
-    difference: float
-    lean: float
-    p_value: float
-    p_holm: float
-    p_nemenyi: float
+    wins: int  # experiments (or runs) in which the first scores higher
+    losses: int  # experiments (or runs) in which it scores lower
+    ties: int  # experiments (or runs) in which both score the same
+    difference: float  # mean of first minus second
+    lean: float  # rank-biserial correlation of Wilcoxon's test: 1 if all differences favour the first, -1 the second
+    p_value: float  # Wilcoxon's signed-rank test
+    p_holm: float  # the same, corrected for all pairs of the tournament
+    p_nemenyi: float  # Nemenyi's test on the mean ranks; NaN without Friedman's test
+    # share of bootstrap samples of the experiments in which the first has the better mean rank, ties counted half
     ahead: float
-    next_win: float
+    next_win: float  # probability that the first scores higher in one more: (wins + ties / 2 + 1) / (all + 2)
     significant: bool
+    # about how many more experiments it takes to be significant; None if it already is, if infeasible, or if compared
+    # run by run
     more_experiments: int | None = None
+    # about how many more seeds per experiment; None if already significant, infeasible or unknown
     more_seeds: int | None = None
 
     @property
@@ -203,11 +164,11 @@ def run_tournament(
     test, critical, groups, p_nemenyi = None, math.nan, [], np.full((k, k), math.nan)
     mean_ranks: list[tuple[float, int]] = []  # mean rank and index in the standings
     if n >= 2:
-        test, critical = friedman(complete), critical_difference(k, n, alpha)
+        test, critical = statistics.friedman(complete), statistics.critical_difference(k, n, alpha)
         means = complete.mean(0)
         mean_ranks = sorted((float(means[j]), order.index(j)) for j in range(k))
-        groups = nemenyi_groups(np.array([mean for mean, _ in mean_ranks]), critical)
-        p_nemenyi = nemenyi(means, n)
+        groups = statistics.nemenyi_groups(np.array([mean for mean, _ in mean_ranks]), critical)
+        p_nemenyi = statistics.nemenyi(means, n)
     return Tournament(
         table=table,
         ranks=ranks,
@@ -255,7 +216,7 @@ def _choose_unit(table: Table, unit: Unit, alpha: float) -> PairUnit:
         raise ConfigError(f"unit: expected auto, experiment or run; got '{unit}'.")
     if unit != "auto":
         return unit
-    return "run" if len(table.experiments) < min_experiments(alpha) and table.seeds > 1 else "experiment"
+    return "run" if len(table.experiments) < statistics.min_experiments(alpha) and table.seeds > 1 else "experiment"
 
 
 def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
@@ -284,8 +245,8 @@ def _pairs(
     combinations = list(itertools.combinations(order, 2))
     by_seed = [_seed_differences(table, table.methods[i], table.methods[j]) for i, j in combinations]
     differences = [_differences(seeds, unit) for seeds in by_seed]
-    tests = [wilcoxon(d) for d in differences]
-    p_holm, share = holm(np.array([test.p_value for test in tests]))
+    tests = [statistics.wilcoxon(d) for d in differences]
+    p_holm, share = statistics.holm(np.array([test.p_value for test in tests]))
     pairs = []
     for index, (i, j) in enumerate(combinations):
         d, test = differences[index], tests[index]
@@ -326,7 +287,7 @@ def _more_needed(d: Floats, by_seed: list[Floats], unit: PairUnit, level: float)
     if n < 2:
         return None, None
     gain, variance = float(d.mean()), float(d.var(ddof=1))
-    needed = experiments_needed(gain, math.sqrt(variance), level)
+    needed = statistics.experiments_needed(gain, math.sqrt(variance), level)
     more = None if needed is None else max(1, needed - n)
     if unit == "run":
         return None, None if more is None else math.ceil(more / len(by_seed))
@@ -335,7 +296,7 @@ def _more_needed(d: Floats, by_seed: list[Floats], unit: PairUnit, level: float)
     num_seeds = float(np.mean([len(seeds) for seeds in by_seed]))
     seed_variance = float(np.mean([seeds.var(ddof=1) for seeds in by_seed]))
     experiment_variance = max(0.0, variance - seed_variance / num_seeds)
-    allowed = max_std(gain, n, level) ** 2 - experiment_variance
+    allowed = statistics.max_std(gain, n, level) ** 2 - experiment_variance
     if allowed <= 0 or seed_variance <= 0:
         return more, None
     return more, max(1, math.ceil(seed_variance / allowed - num_seeds))

@@ -51,11 +51,7 @@ class Constraints:
         return len(self.similar) + len(self.dissimilar) + len(self.triplets)
 
     def check(self, samples: int) -> None:
-        """Raise a DataError if there are no constraints, or a row index is out of range.
-
-        Args:
-            samples: Number of rows of the data.
-        """
+        """Raise a DataError if there are no constraints, or a row index is out of range."""
         if len(self) == 0:
             raise DataError("constraints: empty, so there is nothing to learn from.")
         for name in ("similar", "dissimilar", "triplets"):
@@ -67,14 +63,7 @@ class Constraints:
                 )
 
     def take(self, indices: Tensor) -> Constraints:
-        """Select constraints by index.
-
-        Args:
-            indices: Into similar, dissimilar and triplets, one after the other.
-
-        Returns:
-            The selected constraints.
-        """
+        """Select constraints by index."""
         s, d = len(self.similar), len(self.dissimilar)
         return Constraints(
             self.similar[indices[indices < s]],
@@ -146,14 +135,6 @@ def draw_constraints(labels: Tensor, count: int, *, draw: Draw = "both", seed: i
 
 def target_neighbours(x: Tensor, labels: Tensor, count: int) -> Tensor:
     """Find the nearest samples of the same class for every sample.
-
-    Args:
-        x: [N, F] samples.
-        labels: [N] integers.
-        count: Neighbours per sample; all of the class if it is smaller.
-
-    Returns:
-        Pairs (sample, neighbour) [P, 2], ordered by sample.
 
     Example:
         >>> target_neighbours(torch.tensor([[0.0], [1.0], [3.0], [9.0]]), torch.tensor([0, 0, 0, 1]), 1).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E40
 FLOATS = [np.float64, np.float32]
 
 
-# The scikit-learn bases provide get_params, clone, pipelines and set_output.
+# The scikit-learn bases provide get_params, clone, pipelines and set_output. Subclasses are dataclasses.
 class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Base class of linear metrics.
 
@@ -39,44 +40,20 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     bias_: NDArray[Any]
 
     def transform(self, X: Any) -> NDArray[Any]:
-        """Map samples to the learned space.
-
-        Args:
-            X: [N, F] samples.
-
-        Returns:
-            The mapped samples [N, dim], float32 for float32 input, otherwise float64.
-        """
+        """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: NDArray[Any] = x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False)
         return mapped
 
     def distance(self, X: Any, Y: Any = None) -> NDArray[np.float64]:
-        """Compute the learned distances (not squared) between rows.
-
-        Args:
-            X: [N, F] samples.
-            Y: [M, F] samples; X when omitted.
-
-        Returns:
-            The distances [N, M].
-        """
+        """Compute the learned distances (not squared) between rows."""
         other = None if Y is None else self.transform(Y)
         distances: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
         return distances
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
-        """Compute R@1: the fraction of samples whose nearest other sample is of their class.
-
-        Args:
-            X: [N, F] samples, also of classes not seen in training.
-            y: [N] labels.
-            similarity: "euclidean" or "cosine", in the learned space.
-
-        Returns:
-            R@1 in [0, 1].
-        """
+        """Compute R@1: the fraction of samples whose nearest other sample is of their class."""
         return score(self.transform(X), as_codes(np.ravel(y)), similarity=similarity, ks=(1,), verbose=False)["R@1"]
 
     @property
@@ -123,6 +100,7 @@ def as_codes(y: Any) -> Tensor:
     return torch.from_numpy(np.unique(y, return_inverse=True)[1].astype(np.int64).reshape(-1))
 
 
+@dataclass(eq=False, repr=False)
 class Mahalanobis(LinearMetric):
     """Whitening by the covariance of the data, without labels. Its Euclidean distance is the Mahalanobis distance.
 
@@ -137,9 +115,8 @@ class Mahalanobis(LinearMetric):
         [[1.0, 0.0], [0.0, 1.0]]
     """
 
-    def __init__(self, dim: int | None = None, shrinkage: float = 0.0) -> None:
-        self.dim = dim
-        self.shrinkage = shrinkage
+    dim: int | None = None
+    shrinkage: float = 0.0
 
     def fit(self, X: Any, y: Any = None) -> Mahalanobis:
         """Fit the whitening.
@@ -161,6 +138,7 @@ class Mahalanobis(LinearMetric):
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class WithinClassWhitening(LinearMetric):
     """Whitening by the covariance within classes, then PCA: the strongest closed form on frozen features.
 
@@ -177,9 +155,8 @@ class WithinClassWhitening(LinearMetric):
         1.0
     """
 
-    def __init__(self, dim: int | None = None, shrinkage: float = 1.0) -> None:
-        self.dim = dim
-        self.shrinkage = shrinkage
+    dim: int | None = None
+    shrinkage: float = 1.0
 
     def fit(self, X: Any, y: Any) -> WithinClassWhitening:
         """Fit the whitening.

@@ -6,6 +6,7 @@ A kernel is a name with its settings, or any positive semi-definite function (X 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nearkin.linear.learner import MetricLearner
 from nearkin.linear.objective import check_name
 
 from sklearn.base import clone  # isort: skip
+from sklearn.metrics.pairwise import polynomial_kernel, rbf_kernel  # isort: skip
 from sklearn.utils import check_random_state  # isort: skip
 from sklearn.utils.validation import check_is_fitted, validate_data  # isort: skip
 
@@ -29,32 +31,17 @@ _BLOCK = 4096  # rows per kernel evaluation
 def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
     """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)).
 
-    Args:
-        x: [N, F].
-        y: [M, F].
-        sigma: Bandwidth.
-
-    Returns:
-        Kernel values [N, M].
-
     Example:
         >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
         [[1.0, 0.6065]]
     """
-    return np.exp(_squared_distances(x, y) / (-2 * sigma**2))
+    mean = y.mean(0)  # centring avoids cancellation far from the origin
+    values: Array = rbf_kernel(x - mean, y - mean, gamma=1 / (2 * sigma**2))
+    return values
 
 
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
     """Compute the polynomial kernel (x . y + constant) ** degree.
-
-    Args:
-        x: [N, F].
-        y: [M, F].
-        degree: Integer of at least 1.
-        constant: At least 0.
-
-    Returns:
-        Kernel values [N, M].
 
     Example:
         >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
@@ -65,7 +52,7 @@ def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Ar
             f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
             "Other values are not positive semi-definite."
         )
-    values: Array = (x @ y.T + constant) ** int(degree)
+    values: Array = polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant)
     return values
 
 
@@ -99,13 +86,7 @@ def _diagonal(kernel: Kernel, x: Array) -> Array:
     return np.concatenate([np.diagonal(kernel(x[a : a + 16], x[a : a + 16])) for a in range(0, len(x), 16)])
 
 
-def _squared_distances(x: Array, y: Array) -> Array:
-    mean = y.mean(0)  # centring avoids cancellation far from the origin
-    x, y = x - mean, y - mean
-    squared: Array = (x**2).sum(1)[:, None] - 2 * (x @ y.T) + (y**2).sum(1)
-    return np.maximum(squared, 0, out=squared)
-
-
+@dataclass(eq=False, repr=False)
 class KernelMetricLearner(LinearMetric):
     """A linear metric in the space of a kernel: non-linear in the input.
 
@@ -136,23 +117,13 @@ class KernelMetricLearner(LinearMetric):
         (8, 4)
     """
 
-    def __init__(
-        self,
-        kernel: str | Kernel = "gaussian",
-        sigma: float | None = None,
-        degree: int = 3,
-        constant: float = 1.0,
-        landmarks: int | None = 500,
-        metric: LinearMetric | None = None,
-        random_state: Any = 0,
-    ) -> None:
-        self.kernel = kernel
-        self.sigma = sigma
-        self.degree = degree
-        self.constant = constant
-        self.landmarks = landmarks
-        self.metric = metric
-        self.random_state = random_state
+    kernel: str | Kernel = "gaussian"
+    sigma: float | None = None
+    degree: int = 3
+    constant: float = 1.0
+    landmarks: int | None = 500
+    metric: LinearMetric | None = None
+    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
         """Learn from labels or from constraints.
@@ -191,14 +162,7 @@ class KernelMetricLearner(LinearMetric):
         return self
 
     def transform(self, X: Any) -> Array:
-        """Map samples to the learned space.
-
-        Args:
-            X: [N, F] samples.
-
-        Returns:
-            The mapped samples [N, dim].
-        """
+        """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
         x = validate_data(self, X, reset=False, dtype=FLOATS)
         mapped: Array = self._columns(x) @ self.weight_.T.astype(x.dtype) + self.bias_.astype(x.dtype)

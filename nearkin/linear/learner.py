@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -15,17 +15,10 @@ from torch import Tensor
 
 from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, DataError, TrainingFailedError
+from nearkin.linear import objective as objectives
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import (
-    REGULARISERS,
-    Form,
-    HingeObjective,
-    NeighbourObjective,
-    Regulariser,
-    check_name,
-    undo_basis,
-)
+from nearkin.linear.objective import Form, HingeObjective, NeighbourObjective, Regulariser, check_name
 from nearkin.linear.solver import Projection, project_psd, projected_gradient, stochastic_descent
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
@@ -37,6 +30,7 @@ MAX_FULL_BATCH = 1 << 22  # values that a step on the full objective may hold in
 SMOOTHING_WIDTHS = (1.0, 0.1, 0.01, 0.001)  # of the hinges, in sequence, in units of the bounds
 
 
+@dataclass(eq=False, repr=False)
 class MetricLearner(LinearMetric):
     """A linear metric that minimises  r(A) + lam * (sum of violated constraints).
 
@@ -79,47 +73,25 @@ class MetricLearner(LinearMetric):
         1.0
     """
 
-    def __init__(
-        self,
-        objective: Objective = "hinge",
-        regulariser: Regulariser | None = None,
-        lam: float = 1.0,
-        form: Form = "G",
-        dim: int | None = None,
-        upper: float = 0.5,
-        lower: float = 1.5,
-        margin: float = 1.0,
-        draw: Draw = "both",
-        count: int | None = None,
-        neighbours: int = 3,
-        shrinkage: float | None = None,
-        scale: bool = True,
-        batch_size: int | str | None = "auto",
-        max_iter: int = 400,
-        tol: float = 1e-5,
-        rate: float = 0.2,
-        random_state: Any = 0,
-        verbose: bool | None = None,
-    ) -> None:
-        self.objective = objective
-        self.regulariser = regulariser
-        self.lam = lam
-        self.form = form
-        self.dim = dim
-        self.upper = upper
-        self.lower = lower
-        self.margin = margin
-        self.draw = draw
-        self.count = count
-        self.neighbours = neighbours
-        self.shrinkage = shrinkage
-        self.scale = scale
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.tol = tol
-        self.rate = rate
-        self.random_state = random_state
-        self.verbose = verbose
+    objective: Objective = "hinge"
+    regulariser: Regulariser | None = None
+    lam: float = 1.0
+    form: Form = "G"
+    dim: int | None = None
+    upper: float = 0.5
+    lower: float = 1.5
+    margin: float = 1.0
+    draw: Draw = "both"
+    count: int | None = None
+    neighbours: int = 3
+    shrinkage: float | None = None
+    scale: bool = True
+    batch_size: int | str | None = "auto"
+    max_iter: int = 400
+    tol: float = 1e-5
+    rate: float = 0.2
+    random_state: Any = 0
+    verbose: bool | None = None
 
     def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> MetricLearner:
         """Learn from labels or from constraints.
@@ -144,12 +116,12 @@ class MetricLearner(LinearMetric):
         basis = self._make_basis(x, codes, constraints)
         objective = self._make_objective(x @ basis.T, codes, constraints, basis)
         matrix = self._solve(objective, self._initial_matrix(objective, seed), seed)
-        self._finish(undo_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
+        self._finish(objectives.undo_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
         return self
 
     def _check_settings(self) -> None:
         check_name("objective", self.objective, ("hinge", "nca", "lmnn"))
-        check_name("regulariser", self.regulariser or "none", REGULARISERS)
+        check_name("regulariser", self.regulariser or "none", objectives.REGULARISERS)
         check_name("form", self.form, ("A", "G"))
         for name in ("lam", "margin", "tol", "rate"):
             if not 0 < getattr(self, name) < float("inf"):

@@ -26,14 +26,6 @@ REGULARISERS = ("frobenius", "trace", "scatter", "none")
 def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> Tensor:
     """Compute d_A of difference vectors.
 
-    Args:
-        matrix: A [F, F] or G [rank, F].
-        differences: [E, F].
-        form: Which of the two `matrix` is.
-
-    Returns:
-        Squared distances [E], not clamped.
-
     Example:
         >>> squared_distances(torch.eye(2), torch.tensor([[3.0, 4.0]])).tolist()
         [25.0]
@@ -44,19 +36,7 @@ def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> 
 
 
 def learned_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
-    """Compute the learned inner products as Pairs, for losses that use distances.
-
-    Args:
-        matrix: A [F, F] or G [rank, F].
-        anchors: [N, F].
-        refs: [M, F].
-        pos: [N, M] bool, positive pairs.
-        neg: [N, M] bool, negative pairs.
-        form: Which of the two `matrix` is.
-
-    Returns:
-        The pairs.
-    """
+    """Compute the learned inner products as Pairs, for losses that use distances."""
     if form == "A":
         left, right = anchors @ matrix, refs @ matrix
         return Pairs(left @ refs.T, pos, neg, anchor_sq=(left * anchors).sum(1), ref_sq=(right * refs).sum(1))
@@ -65,16 +45,7 @@ def learned_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, ne
 
 
 def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
-    """Convert a matrix learned on x @ basis^T to one for x: basis^T B basis, or H basis.
-
-    Args:
-        matrix: A or G in the basis.
-        basis: [B, F], or None for the identity.
-        form: Which of the two `matrix` is.
-
-    Returns:
-        A or G for x.
-    """
+    """Convert a matrix learned on x @ basis^T to one for x: basis^T B basis, or H basis."""
     if basis is None:
         return matrix
     return basis.T @ matrix @ basis if form == "A" else matrix @ basis
@@ -82,15 +53,6 @@ def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
 
 def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
     """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace").
-
-    Args:
-        matrix: A or G, in `basis`.
-        regulariser: Others give 0; "scatter" needs data and is added by the objectives.
-        form: Which of the two `matrix` is.
-        basis: The value is that of A in the original coordinates.
-
-    Returns:
-        A 0-dim tensor.
 
     Example:
         >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
@@ -108,13 +70,6 @@ def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis
 def hinge(violation: Tensor, width: float = 0.0) -> Tensor:
     """Compute max(0, violation), optionally smoothed so that gradient methods converge at the kink.
 
-    Args:
-        violation: Any shape.
-        width: Of the parabola that replaces the kink; 0 for the plain hinge.
-
-    Returns:
-        The same shape.
-
     Example:
         >>> hinge(torch.tensor([0.5, 2.0])).tolist(), hinge(torch.tensor([0.5, 2.0]), 1.0).tolist()
         ([0.5, 2.0], [0.125, 1.5])
@@ -130,30 +85,18 @@ class HingeObjective:
     """Hinges on pairs and triplets: the general linear model of Kulis 2013.
 
     r(A) + lam * ( sum_S [d_A - upper]_+  +  sum_D [lower - d_A]_+  +  sum_T [d_A(i,j) - d_A(i,k) + margin]_+ )
-
-    Attributes:
-        x: [N, F] samples.
-        constraints: On the rows of x.
-        upper: Bound of the squared distances of similar pairs.
-        lower: Bound of the squared distances of dissimilar pairs.
-        margin: Between the squared distances of a triplet.
-        lam: Weight of the hinges.
-        regulariser: "frobenius", "trace", "scatter" (sum of d_A over similar pairs) or "none".
-        form: "A" or "G".
-        basis: The map already applied to x, if any.
-        width: Over which the hinges are smoothed.
     """
 
-    x: Tensor
-    constraints: Constraints
-    upper: float = 1.0
-    lower: float = 4.0
-    margin: float = 1.0
-    lam: float = 1.0
-    regulariser: Regulariser = "frobenius"
+    x: Tensor  # [N, F] samples
+    constraints: Constraints  # on the rows of x
+    upper: float = 1.0  # bound of the squared distances of similar pairs
+    lower: float = 4.0  # bound of the squared distances of dissimilar pairs
+    margin: float = 1.0  # between the squared distances of a triplet
+    lam: float = 1.0  # weight of the hinges
+    regulariser: Regulariser = "frobenius"  # "frobenius", "trace", "scatter" (sum of d_A over similar pairs) or "none"
     form: Form = "A"
-    basis: Tensor | None = None
-    width: float = 0.0
+    basis: Tensor | None = None  # the map already applied to x, if any
+    width: float = 0.0  # over which the hinges are smoothed
 
     @property
     def terms(self) -> int:
@@ -167,13 +110,6 @@ class HingeObjective:
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
         """Compute the objective.
-
-        Args:
-            matrix: A or G.
-            rows: Indices of the constraints to estimate it from; all when omitted.
-
-        Returns:
-            A 0-dim tensor.
 
         Example:
             >>> constraints = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
@@ -207,28 +143,17 @@ class NeighbourObjective:
     "nca"    sum over samples of -log p(a neighbour drawn by exp(-d_A) is of the class)          (nearkin.losses.nca)
     "lmnn"   sum over (sample, target) of the pull d_A, as regulariser "scatter", and of the push
              [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
-
-    Attributes:
-        x: [N, F] samples.
-        labels: [N] integers.
-        loss: "nca" or "lmnn".
-        targets: [P, 2] (sample, one of its nearest of the class).
-        margin: Of LMNN.
-        lam: Weight of the sum.
-        regulariser: "frobenius", "trace", "scatter" (sum of d_A over targets) or "none".
-        form: "A" or "G".
-        basis: The map already applied to x, if any.
     """
 
-    x: Tensor
-    labels: Tensor
+    x: Tensor  # [N, F] samples
+    labels: Tensor  # [N] integers
     loss: Literal["nca", "lmnn"]
-    targets: Tensor
-    margin: float = 1.0
+    targets: Tensor  # [P, 2] (sample, one of its nearest of the class)
+    margin: float = 1.0  # of LMNN
     lam: float = 1.0
-    regulariser: Regulariser = "none"
+    regulariser: Regulariser = "none"  # "frobenius", "trace", "scatter" (sum of d_A over targets) or "none"
     form: Form = "A"
-    basis: Tensor | None = None
+    basis: Tensor | None = None  # the map already applied to x, if any
 
     @property
     def terms(self) -> int:
@@ -236,17 +161,7 @@ class NeighbourObjective:
         return len(self.x)
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute the objective.
-
-        Args:
-            matrix: A or G.
-            rows: Samples to estimate it from, used as anchors and as references (with their targets for LMNN). Sums
-                are scaled up; for NCA, whose sums are inside a logarithm, the estimate is biased, as usual. All
-                samples when omitted.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Compute the objective."""
         rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
         i, j = self.targets[torch.isin(self.targets[:, 0], rows)].T.contiguous()
         refs = rows if self.loss == "nca" else torch.unique(torch.cat([rows, j]))
@@ -270,13 +185,7 @@ class NeighbourObjective:
 
 
 def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless a setting has one of its known values.
-
-    Args:
-        setting: Name of the setting.
-        value: Its value.
-        known: Allowed values.
-    """
+    """Raise a ConfigError unless a setting has one of its known values."""
     if value not in known:
         names = ", ".join(f"'{k}'" for k in known)
         raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")

@@ -21,12 +21,6 @@ VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validatio
 def project_psd(a: Tensor) -> Tensor:
     """Project onto the symmetric positive semi-definite matrices.
 
-    Args:
-        a: [F, F].
-
-    Returns:
-        The nearest such matrix: symmetrised, with eigenvalues clipped at 0.
-
     Example:
         >>> project_psd(torch.tensor([[1.0, 0.0], [0.0, -2.0]])).tolist()
         [[1.0, 0.0], [0.0, 0.0]]
@@ -39,17 +33,7 @@ def project_psd(a: Tensor) -> Tensor:
 def projected_gradient(
     objective: Callable[[Tensor], Tensor], start: Tensor, project: Projection, *, tol: float = 1e-6
 ) -> Iterator[tuple[Tensor, float]]:
-    """Minimise by Nesterov's method with backtracking and adaptive restart (O'Donoghue and Candes 2015).
-
-    Args:
-        objective: Maps the matrix to a 0-dim tensor.
-        start: First matrix.
-        project: `project_psd` for A, the identity for G.
-        tol: Stop when the value decreases by less than this fraction three times in a row.
-
-    Yields:
-        (matrix, value), each no worse than the last.
-    """
+    """Minimise by Nesterov's method with backtracking and adaptive restart (O'Donoghue and Candes 2015)."""
     best = project(start)
     value, gradient = _value_and_gradient(objective, best)
     if not math.isfinite(value):
@@ -119,18 +103,6 @@ def stochastic_descent(
     Where few terms are violated the gradient is mostly noise, which Adam does not scale down. A fixed validation
     sample of the terms is therefore evaluated regularly; when it gets worse, the search returns to the best matrix and
     halves the rate. The last matrix yielded is the best.
-
-    Args:
-        objective: What to minimise.
-        start: First matrix.
-        project: `project_psd` for A, the identity for G.
-        batch_size: Terms per step, drawn without replacement until all were used.
-        steps: Number of steps.
-        rate: Initial learning rate, relative to the root mean square of `start`.
-        generator: For drawing batches.
-
-    Yields:
-        (matrix, estimate of the value) per step.
     """
     matrix = project(start).clone().requires_grad_(True)
     scale = float(start.square().mean().sqrt().clamp(min=1e-12))

@@ -21,28 +21,13 @@ _MAX_CELLS = 2**22  # random numbers drawn at a time
 
 
 def mean(values: Floats) -> float:
-    """Compute the mean, ignoring NaN.
-
-    Args:
-        values: [N].
-
-    Returns:
-        The mean, rounded once, so that it does not depend on the order of the values; NaN if all values are.
-    """
+    """Mean without NaN, rounded once, so that it does not depend on the order of the values; NaN if all values are."""
     known = values[~np.isnan(values)]
     return math.fsum(known) / len(known) if len(known) else math.nan
 
 
 def class_sums(values: Floats, codes: Ints) -> tuple[Floats, Floats]:
-    """Sum the values of each class, ignoring NaN.
-
-    Args:
-        values: [M, Q].
-        codes: [Q] class of each query.
-
-    Returns:
-        Sums and counts, both [M, C] for the C distinct classes.
-    """
+    """Sums and counts [M, C] of the values [M, Q] of each class, ignoring NaN; codes [Q] are the classes."""
     _, code = np.unique(codes, return_inverse=True)
     sums = np.empty((len(values), int(code.max()) + 1))
     counts = np.empty_like(sums)
@@ -57,16 +42,9 @@ def class_sums(values: Floats, codes: Ints) -> tuple[Floats, Floats]:
 
 
 def bootstrap(values: Floats, codes: Ints, *, draws: int = 2000, seed: int = 0) -> Floats:
-    """Bootstrap the means by drawing classes with replacement.
+    """Means [draws, M] of values [M, Q], NaN ignored, over classes (codes [Q]) drawn with replacement.
 
-    Args:
-        values: [M, Q], NaN ignored.
-        codes: [Q] class of each query.
-        draws: Number of bootstrap samples.
-        seed: Of the random number generator.
-
-    Returns:
-        The means of each bootstrap sample [draws, M].
+    Not scipy.stats.bootstrap: the metrics do not depend on scipy, and its random numbers would change every interval.
     """
     sums, counts = class_sums(values, codes)
     n = sums.shape[1]
@@ -83,15 +61,7 @@ def bootstrap(values: Floats, codes: Ints, *, draws: int = 2000, seed: int = 0) 
 
 
 def percentiles(means: Floats, level: float) -> tuple[float, float]:
-    """Compute a percentile interval.
-
-    Args:
-        means: [draws] bootstrapped means, NaN ignored.
-        level: Fraction inside the interval, for example 0.95.
-
-    Returns:
-        Lower and upper end; NaN if all means are.
-    """
+    """Percentile interval of bootstrapped means, ignoring NaN; level is the fraction inside, for example 0.95."""
     if not 0 < level < 1:
         raise ConfigError(f"level: expected a fraction between 0 and 1, for example 0.95; got {level}.")
     known = means[~np.isnan(means)]
@@ -103,31 +73,18 @@ def percentiles(means: Floats, level: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two models differ on the same queries: second minus first.
-
-    Attributes:
-        name: The metric.
-        first: Mean of the first model.
-        second: Mean of the second model.
-        difference: Mean of second minus first.
-        low: Lower end of the interval of the difference.
-        high: Upper end.
-        p_value: Of the sign-flip test.
-        level: Of the interval.
-        queries: Number of queries that both models score.
-        classes: Number of their classes.
-    """
+    """How two models differ on the same queries: second minus first."""
 
     name: str
-    first: float
-    second: float
-    difference: float
-    low: float
-    high: float
-    p_value: float
-    level: float
-    queries: int
-    classes: int
+    first: float  # mean of the first model
+    second: float  # mean of the second model
+    difference: float  # mean of second minus first
+    low: float  # lower end of the interval of the difference
+    high: float  # upper end
+    p_value: float  # of the sign-flip test
+    level: float  # of the interval
+    queries: int  # number of queries that both models score
+    classes: int  # number of their classes
 
     def __str__(self) -> str:
         return (
@@ -145,18 +102,6 @@ def paired_difference(
     The interval is a cluster bootstrap of the mean difference. The p-value is that of a sign-flip test: under the null
     hypothesis, swapping the models for all queries of a class is as likely as not. It is the fraction of random swaps
     with a mean difference at least as large, counting the observed one.
-
-    Args:
-        name: The metric.
-        first: [Q] values of the first model.
-        second: [Q] values of the second model; queries that are NaN in either are ignored.
-        codes: [Q] class of each query.
-        level: Of the interval.
-        draws: Number of bootstrap samples; the test uses at least 9,999 swaps.
-        seed: Of the random number generators.
-
-    Returns:
-        The comparison.
     """
     both = ~np.isnan(first) & ~np.isnan(second)
     change = np.where(both, second - first, np.nan)

@@ -1,21 +1,19 @@
 """Clustering metrics: how well k-means on the embeddings recovers the classes.
 
-NMI, AMI and pairwise F1 compare any two labelings through their contingency table.
+NMI, AMI and pairwise F1 compare any two labelings. They need scikit-learn: pip install 'nearkin[bench]'.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, MissingExtraError
+from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics._vectors import as_labels, as_matrix, check_similarity, encode, prepare
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -38,12 +36,8 @@ def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:
     """
     if average not in ("arithmetic", "geometric"):
         raise ConfigError(f"average: expected 'arithmetic' or 'geometric', got {average!r}.")
-    joint, a, b = _contingency(labels, clusters)
-    if len(joint[0]) == len(a) == len(b):
-        return 1.0  # one cluster per class
-    h, g = _entropy(a), _entropy(b)
-    divisor = (h + g) / 2 if average == "arithmetic" else float(np.sqrt(h * g))
-    return min(1.0, max(0.0, _information(joint, a, b) / divisor)) if divisor > 0 else 0.0
+    metrics = import_extra("sklearn.metrics", extra="bench")
+    return float(metrics.normalized_mutual_info_score(*_partitions(labels, clusters), average_method=average))
 
 
 def ami(labels: Any, clusters: Any) -> float:
@@ -61,13 +55,14 @@ def ami(labels: Any, clusters: Any) -> float:
         1.0
     """
     joint, a, b = _contingency(labels, clusters)
-    if len(joint[0]) == len(a) == len(b):
+    if joint.nnz == len(a) == len(b):
         return 1.0  # one cluster per class
+    entropy = import_extra("scipy.stats", extra="bench").entropy
+    information = import_extra("sklearn.metrics", extra="bench").mutual_info_score(None, None, contingency=joint)
     expected = _expected_information(a, b)
-    excess = _information(joint, a, b) - expected
-    divisor = (_entropy(a) + _entropy(b)) / 2 - expected
+    divisor = (entropy(a) + entropy(b)) / 2 - expected
     tiny = np.finfo(np.float64).eps
-    return float(excess / (min(divisor, -tiny) if divisor < 0 else max(divisor, tiny)))
+    return float((information - expected) / (min(divisor, -tiny) if divisor < 0 else max(divisor, tiny)))
 
 
 def pair_f1(labels: Any, clusters: Any) -> float:
@@ -85,7 +80,7 @@ def pair_f1(labels: Any, clusters: Any) -> float:
         0.4
     """
     joint, a, b = _contingency(labels, clusters)
-    together = float((joint[2] * (joint[2] - 1)).sum())
+    together = float((joint.data * (joint.data - 1)).sum())
     pairs = float((a * (a - 1)).sum() + (b * (b - 1)).sum())
     return 2 * together / pairs if pairs else 1.0
 
@@ -99,14 +94,12 @@ class Clustering:
         ami: Adjusted mutual information.
         f1: Pairwise F1.
         clusters: [N] cluster of each item.
-        backend: Library that ran k-means.
     """
 
     nmi: float
     ami: float
     f1: float
     clusters: Ints
-    backend: str
 
 
 def cluster_scores(
@@ -117,11 +110,8 @@ def cluster_scores(
     similarity: str = "cosine",
     seed: int = 0,
     tries: int = 3,
-    backend: str = "auto",
 ) -> Clustering:
     """Run k-means and compare the clusters with the labels.
-
-    The backends initialise differently, so compare only scores of the same one; the result records which it was.
 
     Args:
         embeddings: [N, D].
@@ -130,7 +120,6 @@ def cluster_scores(
         similarity: "cosine" clusters unit vectors, "euclidean" the raw ones.
         seed: Of the initialisation.
         tries: Number of initialisations; the best is used.
-        backend: "faiss", "sklearn", or "auto" for the first that is installed.
 
     Returns:
         The scores and the clusters.
@@ -144,65 +133,33 @@ def cluster_scores(
         raise ConfigError(f"clusters: expected 1 to {len(x)} (the number of items), got {count}.")
     vectors, _ = prepare(x, None, similarity)
     z = (vectors.x.double() * vectors.row_scale[:, None]).float().cpu().numpy()
-    assigned, used = _kmeans(z, count, seed, tries, backend)
-    return Clustering(nmi(codes, assigned), ami(codes, assigned), pair_f1(codes, assigned), assigned, used)
+    kmeans = import_extra("sklearn.cluster", extra="bench").KMeans(count, n_init=tries, random_state=seed)
+    assigned = kmeans.fit_predict(z).astype(np.int64)
+    return Clustering(nmi(codes, assigned), ami(codes, assigned), pair_f1(codes, assigned), assigned)
 
 
-def _kmeans(z: NDArray[np.float32], count: int, seed: int, tries: int, backend: str) -> tuple[Ints, str]:
-    if backend not in ("auto", "faiss", "sklearn"):
-        raise ConfigError(f"backend: expected 'auto', 'faiss' or 'sklearn', got {backend!r}.")
-    installed = [name for name in ("faiss", "sklearn") if importlib.util.find_spec(name)]
-    chosen = next(iter(installed), None) if backend == "auto" else backend
-    if chosen not in installed:
-        extra = "stores" if backend == "faiss" else "bench"
-        raise MissingExtraError(f"k-means needs faiss or scikit-learn. Run: pip install 'nearkin[{extra}]'")
-    if chosen == "faiss":
-        import faiss
-
-        # Train on every item: by default faiss samples 256 items per cluster, and warns below 39.
-        kmeans = faiss.Kmeans(
-            z.shape[1], count, niter=30, nredo=tries, seed=seed + 1, min_points_per_centroid=1,
-            max_points_per_centroid=len(z),
-        )  # fmt: skip
-        kmeans.train(z)
-        return kmeans.index.search(z, 1)[1].ravel().astype(np.int64), chosen
-    from sklearn.cluster import KMeans
-
-    return KMeans(count, n_init=tries, random_state=seed).fit_predict(z).astype(np.int64), "sklearn"
-
-
-# -------------------------------------------------------------------------------------------------- contingency table
-
-
-def _contingency(labels: Any, clusters: Any) -> tuple[tuple[Ints, Ints, Ints], Ints, Ints]:
-    """((row, column, count) of the non-empty cells, row sums, column sums)."""
-    length = len(labels)
-    first = as_labels(labels, length, "labels", "the data")
-    second = as_labels(clusters, length, "clusters", "the data")
-    if length == 0:
+def _partitions(labels: Any, clusters: Any) -> list[Ints]:
+    """Two labelings as integers."""
+    if len(labels) == 0:
         raise ConfigError("labels: no items to compare.")
-    _, row = np.unique(first, return_inverse=True)
-    b, col = np.unique(second, return_inverse=True)
-    cell, count = np.unique(row.astype(np.int64) * len(b) + col, return_counts=True)
-    return (cell // len(b), cell % len(b), count), np.bincount(row), np.bincount(col)
+    first = as_labels(labels, len(labels), "labels", "the data")
+    second = as_labels(clusters, len(labels), "clusters", "the data")
+    return [np.unique(names, return_inverse=True)[1] for names in (first, second)]
 
 
-def _entropy(counts: Ints) -> float:
-    p = counts / counts.sum()
-    return float(-(p * np.log(p)).sum()) if len(counts) > 1 else 0.0
-
-
-def _information(joint: tuple[Ints, Ints, Ints], a: Ints, b: Ints) -> float:
-    row, col, count = joint
-    n = count.sum()
-    return float((count / n * (np.log(count) + np.log(n) - np.log(a[row]) - np.log(b[col]))).sum())
+def _contingency(labels: Any, clusters: Any) -> tuple[Any, Ints, Ints]:
+    """Sparse contingency table, row sums, column sums."""
+    first, second = _partitions(labels, clusters)
+    cluster = import_extra("sklearn.metrics.cluster", extra="bench")
+    table = cluster.contingency_matrix(first, second, sparse=True, dtype=np.int64)
+    return table, np.bincount(first), np.bincount(second)
 
 
 def _expected_information(a: Ints, b: Ints) -> float:
     """Expected mutual information of random clusters of the same sizes.
 
-    The overlap of a class of size s with a cluster of size t is hypergeometric. Equal sizes are computed once, which
-    makes ten thousand small classes fast.
+    The overlap of a class of size s with a cluster of size t is hypergeometric. Ours, because scikit-learn visits every
+    pair of class and cluster, 10^8 for the ten thousand classes of SOP; here equal sizes are computed once.
     """
     n = int(a.sum())
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])

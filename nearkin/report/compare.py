@@ -21,15 +21,7 @@ MAX_CHANGED = 120  # queries listed as fixed, and as broken
 
 
 def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None:
-    """Check that all runs were evaluated on the same images.
-
-    Args:
-        runs: The runs.
-        datasets: What each of them was evaluated on.
-
-    Raises:
-        RunError: Two runs were evaluated on different images, so their metrics are not comparable.
-    """
+    """Check that all runs were evaluated on the same images."""
     first = datasets[0]
     for run, data in zip(runs[1:], datasets[1:], strict=True):
         if data.split != first.split:
@@ -47,15 +39,7 @@ def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None
 
 
 def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
-    """Find the queries whose nearest neighbour is right in one run and wrong in the other.
-
-    Args:
-        first: Evaluated rows of the first run.
-        second: Evaluated rows of the second run.
-
-    Returns:
-        The rows that the second run fixed and those that it broke, largest change of MAP@R first.
-    """
+    """Rows whose nearest neighbour is right in one run only: fixed and broken by the second, largest change first."""
     before, after = first.scores.per_query["R@1"], second.scores.per_query["R@1"]
     change = second.scores.per_query["MAP@R"] - first.scores.per_query["MAP@R"]
     change = np.where(np.isnan(change), 0.0, change)  # singleton queries have no MAP@R
@@ -65,17 +49,7 @@ def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
 
 
 def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
-    """Compare two runs on the same queries.
-
-    Args:
-        first: Evaluated rows of the first run.
-        second: Evaluated rows of the second run.
-        page_items: The rows on the page.
-
-    Returns:
-        Paired differences of the metrics with intervals, the fixed and broken queries, and the gain of each class, as
-        plain values.
-    """
+    """Compare two runs on the same queries."""
     differences = [
         compare(first.scores, second.scores, name) for name in HEADLINE_METRICS if name in first.scores.per_query
     ]
@@ -114,16 +88,7 @@ def _class_gains(first: EvalData, second: EvalData) -> list[dict[str, Any]]:
 
 
 def comparison_headline(metrics: Sequence[Mapping[str, Any]], first: str, second: str) -> str:
-    """Say in one sentence which run has the higher R@1, and claim no more than the paired interval supports.
-
-    Args:
-        metrics: The `metrics` of `compare_runs`.
-        first: Name of the first run.
-        second: Name of the second run.
-
-    Returns:
-        The sentence.
-    """
+    """Say in one sentence which run has the higher R@1, and claim no more than the paired interval supports."""
     row = next(row for row in metrics if row["name"] == "R@1")
     if row["low"] is None:
         return f"Too few classes to compare {first} and {second}."
@@ -139,14 +104,7 @@ def comparison_headline(metrics: Sequence[Mapping[str, Any]], first: str, second
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """List the recipe settings in which runs differ.
-
-    Args:
-        runs: The runs.
-
-    Returns:
-        (setting, its value in each run), without the data folder.
-    """
+    """List the recipe settings in which runs differ."""
     recipes = [_flatten(run.recipe.to_dict()) for run in runs]
     names = dict.fromkeys(name for recipe in recipes for name in recipe)
     rows = [(name, [str(recipe.get(name, "-")) for recipe in recipes]) for name in names if name != "data.root"]

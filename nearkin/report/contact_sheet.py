@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nearkin._common.files import atomic_file
+from nearkin._common.files import atomic_write
 from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
@@ -24,21 +25,13 @@ RIGHT, WRONG = "#1a8f4c", "#d9412f"
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One query with its results.
+    """One query with its results."""
 
-    Attributes:
-        image: A path, a PIL image, or None for a vector.
-        title: Caption, if there is no label.
-        label: Class of the query, if known.
-        hits: The neighbours.
-        known: Whether the query is known; None without a threshold.
-    """
-
-    image: Any
-    title: str
-    label: Any
+    image: Any  # a path, a PIL image, or None for a vector
+    title: str  # caption, if there is no label
+    label: Any  # class of the query, if known
     hits: Sequence[Hit]
-    known: bool | None = None
+    known: bool | None = None  # whether the query is known; None without a threshold
 
 
 def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out: Path) -> Path:
@@ -46,14 +39,6 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
 
     Neighbours of the query's class have a green border and a tick, others a red border and a cross; the border is grey
     if a label is missing. A file that cannot be read becomes a grey tile with a note.
-
-    Args:
-        rows: The queries, at most 100 with at most 50 hits each.
-        paths: The files of each row's hits.
-        out: The file to write.
-
-    Returns:
-        `out`.
     """
     if not rows:
         raise DataError("sheet: no queries to draw.")
@@ -89,10 +74,11 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
 
 
 def _save(sheet: Any, out: Path) -> None:
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(out) as temporary:
-            sheet.save(temporary, "PNG")
+        atomic_write(out, buffer.getvalue())
     except OSError as error:
         raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
 
@@ -129,17 +115,7 @@ def _draw_caption(draw: Any, left: int, top: int, first: str, second: str, bold:
 
 
 def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
-    """Shorten text in the middle until it fits; names tend to differ at both ends.
-
-    Args:
-        text: The text.
-        width: In pixels.
-        draw: Measures the text.
-        text_font: Its font.
-
-    Returns:
-        The text, possibly with an ellipsis.
-    """
+    """Shorten text in the middle until it fits; names tend to differ at both ends."""
     if draw.textlength(text, font=text_font) <= width:
         return text
     for length in range(len(text) - 1, 1, -1):
@@ -152,12 +128,6 @@ def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
 def printable(text: str) -> str:
     """Escape characters that cannot be printed on one line.
 
-    Args:
-        text: Such as a file name.
-
-    Returns:
-        Printable text.
-
     Example:
         >>> printable("a\\nb\\udcff é")
         'a\\\\nb\\\\udcff é'
@@ -167,15 +137,7 @@ def printable(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def font(size: int, bold: bool = False) -> Any:
-    """Return DejaVu Sans, which covers most alphabets, if matplotlib is installed; else Pillow's default font.
-
-    Args:
-        size: In points.
-        bold: Bold face.
-
-    Returns:
-        A PIL font.
-    """
+    """Return DejaVu Sans, which covers most alphabets, if matplotlib is installed; else Pillow's default font."""
     module = import_extra("PIL.ImageFont", extra="images")
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:

@@ -32,52 +32,25 @@ MAX_ROWS_BY_SIZE = 12_000  # recall by embedding size is computed for up to this
 
 @dataclass(frozen=True)
 class PageItems:
-    """The rows on a page. An item is a position in `rows`.
+    """The rows on a page. An item is a position in `rows`."""
 
-    Attributes:
-        rows: The rows on the page, in order.
-        item_of_row: The item of each row [N], -1 for rows that are not on the page.
-    """
-
-    rows: Rows
-    item_of_row: NDArray[np.int64]
+    rows: Rows  # the rows on the page, in order
+    item_of_row: NDArray[np.int64]  # the item of each row [N], -1 for rows that are not on the page
 
     @staticmethod
     def from_rows(rows: Rows, total: int) -> PageItems:
-        """Number the rows of a page.
-
-        Args:
-            rows: The rows on the page.
-            total: Number of evaluated rows.
-
-        Returns:
-            The rows with their items.
-        """
+        """Number the rows of a page."""
         item_of_row = np.full(total, -1, np.int64)
         item_of_row[rows] = np.arange(len(rows))
         return PageItems(rows, item_of_row)
 
     def items_of(self, rows: Any) -> list[int]:
-        """Return the items of rows, without those that are not on the page.
-
-        Args:
-            rows: Row indices.
-
-        Returns:
-            Their items, in order.
-        """
+        """Return the items of rows, without those that are not on the page."""
         return [int(item) for item in self.item_of_row[np.asarray(rows, np.int64)] if item >= 0]
 
 
 def round_or_none(value: float, digits: int = 4) -> float | None:
     """Round a number for JSON; NaN and infinity become None.
-
-    Args:
-        value: The number.
-        digits: Decimal places.
-
-    Returns:
-        The rounded number, or None.
 
     Example:
         >>> round_or_none(0.123456), round_or_none(math.nan)
@@ -93,12 +66,6 @@ def summarize_run(run: Run) -> dict[str, Any]:
     """Collect result, epochs, alarms, recipe and environment of a finished run.
 
     Paths and the command line are left out, because pages are shared.
-
-    Args:
-        run: A finished run.
-
-    Returns:
-        Plain values.
     """
     result = run.result
     assert result is not None
@@ -120,16 +87,8 @@ def summarize_run(run: Run) -> dict[str, Any]:
 
 
 DIAGNOSTICS = (
-    "tightness",
-    "contrastive",
-    "information",
-    "information_bound",
-    "effective_rank",
-    "alignment",
-    "uniformity",
-    "separation",
-    "hubness",
-    "norm_mean",
+    *("tightness", "contrastive", "information", "information_bound", "effective_rank"),
+    *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
 )
 
 
@@ -147,15 +106,7 @@ def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
-    """Describe the images on a page, which all of its runs share.
-
-    Args:
-        data: The evaluated rows of any of the runs.
-        page_items: The rows on the page.
-
-    Returns:
-        Split, number of evaluated images, class names and sizes, and label and name of each item.
-    """
+    """Describe the images on a page, which all of its runs share."""
     return {
         "split": data.split,
         "total": len(data),
@@ -173,16 +124,6 @@ def analyze(
 
     Images are given as items. A neighbour that is not on the page is given as -1 - its class. Similarities are in
     thousandths.
-
-    Args:
-        data: The evaluated rows of the run.
-        highlights: The rows that the page lists.
-        page_items: The rows on the page.
-        tsne: Add a t-SNE projection.
-        reporter: Receives progress.
-
-    Returns:
-        Plain values.
     """
     neighbours = data.neighbours[page_items.rows]
     items = page_items.item_of_row[neighbours]

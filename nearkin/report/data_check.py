@@ -14,15 +14,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def render(report: Report, *, cases: int = 3) -> Text:
-    """Render a report for the terminal: each finding with a few cases and what to do.
-
-    Args:
-        report: The result of `check_target`.
-        cases: How many cases of each finding to list.
-
-    Returns:
-        Styled text; `.plain` has no styles.
-    """
+    """Render a report for the terminal: each finding with a few cases and what to do."""
     from rich.text import Text
 
     text = Text()

@@ -30,40 +30,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class EvalData:
-    """Rows of the test or validation classes, as the best epoch of a run embeds them. Rows are indices into `table`.
+    """Rows of the test or validation classes, as the best epoch of a run embeds them. Rows are indices into `table`."""
 
-    Attributes:
-        split: "test", or "validation" for a run whose test classes are still sealed.
-        table: The rows, with the features of the untrained backbone where the run uses them.
-        emb: Embeddings [N, dim] of the best epoch.
-        queries: Rows used as queries: all, or those the dataset defines (In-Shop).
-        scores: Per-query metrics, in the order of `queries`.
-        neighbours: The nearest gallery rows [N, k] of each row, without the row itself.
-        similarities: Their cosine similarities [N, k].
-        root: The data folder.
-    """
-
-    split: str
-    table: Table = field(repr=False)
-    emb: Tensor = field(repr=False)
-    queries: Rows = field(repr=False)
-    scores: Scores = field(repr=False)
-    neighbours: Rows = field(repr=False)
-    similarities: Floats = field(repr=False)
-    root: Path | None = field(default=None, repr=False)
+    split: str  # "test", or "validation" for a run whose test classes are still sealed
+    table: Table = field(repr=False)  # the rows, with the features of the untrained backbone where the run uses them
+    emb: Tensor = field(repr=False)  # embeddings [N, dim] of the best epoch
+    queries: Rows = field(repr=False)  # rows used as queries: all, or those the dataset defines (In-Shop)
+    scores: Scores = field(repr=False)  # per-query metrics, in the order of `queries`
+    neighbours: Rows = field(repr=False)  # the nearest gallery rows [N, k] of each row, without the row itself
+    similarities: Floats = field(repr=False)  # their cosine similarities [N, k]
+    root: Path | None = field(default=None, repr=False)  # the data folder
 
     def __len__(self) -> int:
         return len(self.table)
 
     def per_row(self, metric: str) -> Floats:
-        """Return the values [N] of a metric, NaN for rows that are only in the gallery.
-
-        Args:
-            metric: Name of a metric in `scores`.
-
-        Returns:
-            One value per row of `table`.
-        """
+        """Return the values [N] of a metric, NaN for rows that are only in the gallery."""
         values = np.full(len(self), np.nan)
         values[self.queries] = self.scores.per_query[metric]
         return values
@@ -73,12 +55,6 @@ class EvalData:
 
         Files outside the data folder are named by their parent folder only: pages are shared, and the folders above
         belong to this machine.
-
-        Args:
-            row: Index into `table`.
-
-        Returns:
-            The name.
         """
         if not self.table.paths:
             return f"row {self.table.row_numbers[row]}"
@@ -93,19 +69,7 @@ class EvalData:
 
 
 def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
-    """Load what a finished run was evaluated on. Sealed test classes stay sealed.
-
-    Args:
-        run: A finished run.
-        reporter: Receives progress.
-
-    Returns:
-        The test rows, or the validation rows if the test classes are sealed, with cached or new embeddings.
-
-    Raises:
-        RunError: The run is not finished.
-        DataError: The data are missing or have changed, or there is nothing to show.
-    """
+    """Load what a finished run was evaluated on. Sealed test classes stay sealed."""
     result = run.result
     if result is None:
         raise RunError(f"{run.path}: this run is not finished. Repeat its training command to resume it.")

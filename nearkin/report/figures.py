@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from nearkin.errors import RunError, import_extra
-from nearkin.report.page import Report
+
+if TYPE_CHECKING:
+    from nearkin.report.page import Report
 
 T = TypeVar("T")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito
@@ -55,34 +57,12 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
 
 
 def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
-    """Draw figures in the common style and write each as .png and .svg.
-
-    Args:
-        drawings: File stem -> function that draws a report onto a figure and returns False if it has no data.
-        report: What to draw.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The written files.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
-    figure_class = import_extra("matplotlib.figure", extra="images").Figure
-    rc_context = import_extra("matplotlib", extra="images").rc_context
+    """Write drawings by file stem as .png and .svg; a function that returns False has no data to draw."""
     written = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, draw in drawings.items():
-            with rc_context(STYLE), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph .* missing")  # a class name in a script the font lacks
-                figure = figure_class(figsize=(WIDTH, HEIGHT), layout="constrained")
-                if not draw(figure, report):
-                    continue
-                for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-                    path = folder / f"{name}{suffix}"
-                    figure.savefig(path, dpi=200, metadata=metadata, facecolor="white")
-                    written.append(path)
+            paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+            written += paths if save_figure(draw, paths, report) else []
     except OSError as error:
         raise RunError(
             f"{folder}: cannot write the figures ({error.strerror}). Choose another folder with --figures."
@@ -90,28 +70,60 @@ def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, 
     return written
 
 
+def save_figure(
+    draw: Callable[..., bool | None],
+    paths: Sequence[Path],
+    *args: Any,
+    size: tuple[float, float] = (WIDTH, HEIGHT),
+    dpi: int = 200,
+    **options: Any,
+) -> bool:
+    """Call draw(figure, *args) in the common style and save the figure, the same bytes every time; False if it does."""
+    figure_class = import_extra("matplotlib.figure", extra="images").Figure
+    rc_context = import_extra("matplotlib", extra="images").rc_context
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a class name in a script the font lacks
+        figure = figure_class(figsize=size, layout="constrained")
+        if draw(figure, *args) is False:
+            return False
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
+            figure.savefig(path, dpi=dpi, metadata=metadata, facecolor="white", **options)
+    return True
+
+
+def plot_lines(
+    axes: Any,
+    curves: Sequence[tuple[str, Sequence[Any], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    marker: str = "o",
+) -> bool:
+    """Plot (name, x, y) as lines that differ in colour and dashes; False without curves."""
+    for i, (name, x, y) in enumerate(curves):
+        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker=marker, label=name)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    if curves:
+        axes.legend()
+    return bool(curves)
+
+
 def _draw_learning(figure: Any, report: Report) -> bool:
     """Validation R@1 by epoch; a ring marks the selected epoch."""
     axes = figure.add_subplot()
-    drawn = False
-    for i, (name, summary) in enumerate(zip(report.names, report.summaries, strict=True)):
-        epochs = [event for event in summary["epochs"] if event["val"] is not None]
-        if not epochs:
-            continue
-        x, y = [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]
-        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker="o", label=name)
-        selected = summary["result"]["protocol"]["epoch"]
-        if selected in x:
-            axes.plot(
-                [selected], [y[x.index(selected)]], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6]
-            )
-        drawn = True
-    axes.set_xlabel("epoch (ring: selected)")
-    axes.set_ylabel("validation R@1, %")
-    if drawn:
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend()
-    return drawn
+    curves, rings = [], []
+    for name, summary in zip(report.names, report.summaries, strict=True):
+        recall = {e["epoch"]: 100 * e["val"]["R@1"] for e in summary["epochs"] if e["val"] is not None}
+        if recall:
+            curves.append((name, list(recall), list(recall.values())))
+            selected = summary["result"]["protocol"]["epoch"]
+            rings.append((selected, recall.get(selected, np.nan)))
+    for i, (x, y) in enumerate(rings):
+        axes.plot([x], [y], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return plot_lines(axes, curves, "epoch (ring: selected)", "validation R@1, %")
 
 
 def _draw_similarity(figure: Any, report: Report) -> bool:
@@ -137,19 +149,14 @@ def _draw_similarity(figure: Any, report: Report) -> bool:
 
 def _draw_size(figure: Any, report: Report) -> bool:
     """R@1 of truncated embeddings."""
-    curves = [(n, a["recall_by_size"]) for n, a in zip(report.names, report.analyses, strict=False)]
-    curves = [(name, sizes) for name, sizes in curves if len(sizes) > 1]
+    sizes = zip(report.names, (analysis["recall_by_size"] for analysis in report.analyses), strict=False)
     axes = figure.add_subplot()
-    for i, (name, sizes) in enumerate(curves):
-        x, y = [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes]
-        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("first dimensions of the embedding")
-    axes.set_ylabel("R@1, %")
-    if curves:
-        axes.legend()
-    return bool(curves)
+    curves = [
+        (n, [row["size"] for row in rows], [100 * row["R@1"] for row in rows]) for n, rows in sizes if len(rows) > 1
+    ]
+    return plot_lines(axes, curves, "first dimensions of the embedding", "R@1, %")
 
 
 def _draw_classes(figure: Any, report: Report) -> bool:

@@ -27,16 +27,10 @@ WEBP_QUALITIES = (78, 60, 45, 30)
 
 
 def example_queries(data: EvalData, *, max_queries: int, seed: int = 0) -> dict[str, Rows]:
-    """Select the queries of the retrieval examples; the random ones are seeded, so a page is reproducible.
+    """Select the queries of the retrieval examples, by selection; a page is reproducible.
 
-    Args:
-        data: The evaluated rows of a run.
-        max_queries: Maximum number of queries per selection.
-        seed: Seed of the random selection.
-
-    Returns:
-        Query rows by selection: `confident_errors` (nearest neighbour of another class, by the widest margin over the
-        nearest of the same class), `hardest` (lowest MAP@R) and `random`.
+    confident_errors: the nearest neighbour is of another class, by the widest margin over the nearest of the same
+    class; hardest: the lowest MAP@R; random: seeded.
     """
     labels, rows = data.table.labels, data.queries
     wrong = labels[data.neighbours[rows, 0]] != labels[rows]
@@ -59,14 +53,6 @@ def choose_rows(neighbours: Sequence[Rows], first: Rows, *, max_rows: int) -> Ro
 
     A query is shown with all of its neighbours, so whole neighbour lists are added: those of `first`, then repeatedly
     those of the rows that miss the fewest.
-
-    Args:
-        neighbours: Neighbour rows [N, k] of each run on the page.
-        first: The rows to include first, most important first.
-        max_rows: Maximum number of rows.
-
-    Returns:
-        The chosen rows, sorted.
     """
     nearby = np.concatenate(neighbours, axis=1)
     if len(nearby) <= max_rows:
@@ -90,32 +76,16 @@ def choose_rows(neighbours: Sequence[Rows], first: Rows, *, max_rows: int) -> Ro
 
 @dataclass(frozen=True)
 class SpriteSheet:
-    """Thumbnails in one image: tile t is in column t % columns, row t // columns.
+    """Thumbnails in one image: tile t is in column t % columns, row t // columns."""
 
-    Attributes:
-        uri: The image as a data URI.
-        side: Side of a thumbnail in pixels.
-        columns: Number of columns.
-        rows: Number of rows.
-    """
-
-    uri: str
-    side: int
+    uri: str  # the image as a data URI
+    side: int  # side of a thumbnail in pixels
     columns: int
     rows: int
 
 
 def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> SpriteSheet:
-    """Draw thumbnails into one WebP image that is small enough for a page.
-
-    Args:
-        images: The images of the run.
-        rows: The images to draw, in order.
-        reporter: Receives progress.
-
-    Returns:
-        The sprite sheet.
-    """
+    """Draw thumbnails into one WebP image that is small enough for a page."""
     image_module = import_extra("PIL.Image", extra="images")
     side = next(side for max_images, side in THUMBNAIL_SIZES if len(rows) <= max_images)
     columns = math.ceil(math.sqrt(len(rows)))

@@ -23,37 +23,22 @@ MAX_PLAUSIBLE_DUPLICATES = 200  # more pairs above a threshold cannot all be dup
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Pairs of identical or nearly identical rows.
+    """Pairs of identical or nearly identical rows."""
 
-    Attributes:
-        pairs: The pairs, or None if too many rows are that similar to be duplicates.
-        threshold: The cosine similarity above which pairs are listed, or None.
-        by_features: Whether similarity is that of untrained backbone features, not of the run's embeddings.
-    """
-
-    pairs: list[Duplicate] | None
-    threshold: float | None
-    by_features: bool
+    pairs: list[Duplicate] | None  # the pairs, or None if too many rows are that similar to be duplicates
+    threshold: float | None  # the cosine similarity above which pairs are listed, or None
+    by_features: bool  # whether similarity is that of untrained backbone features, not of the run's embeddings
 
 
 @dataclass(frozen=True)
 class Highlights:
-    """The rows that a page lists.
+    """The rows that a page lists."""
 
-    Attributes:
-        example_queries: Query rows of the retrieval examples, by selection.
-        confused_pairs: Confused classes, each with its first queries.
-        hubs: Rows that are neighbours of very many others.
-        label_errors: Suspected label errors, or the reason why they cannot be estimated.
-        suspect_rows: The suspected label errors that the page lists.
-        duplicates: Near-duplicate rows.
-    """
-
-    example_queries: dict[str, Rows]
-    confused_pairs: list[tuple[Confusion, Rows]]
-    hubs: list[Hub]
-    label_errors: LabelErrors | str
-    suspect_rows: Rows
+    example_queries: dict[str, Rows]  # query rows of the retrieval examples, by selection
+    confused_pairs: list[tuple[Confusion, Rows]]  # confused classes, each with its first queries
+    hubs: list[Hub]  # rows that are neighbours of very many others
+    label_errors: LabelErrors | str  # suspected label errors, or the reason why they cannot be estimated
+    suspect_rows: Rows  # the suspected label errors that the page lists
     duplicates: NearDuplicates
 
     @property
@@ -66,14 +51,7 @@ class Highlights:
 
 
 def find_highlights(data: EvalData) -> Highlights:
-    """Find the rows that the page of a run lists.
-
-    Args:
-        data: The evaluated rows of the run.
-
-    Returns:
-        The rows of every list on the page.
-    """
+    """Find the rows that the page of a run lists."""
     labels, queries = data.table.labels, data.queries
     label_errors = _label_errors(data)
     return Highlights(

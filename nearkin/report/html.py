@@ -16,18 +16,7 @@ from nearkin.errors import RunError, import_extra
 def render_template(
     template: str, script: str, styles: Sequence[str], values: Mapping[str, Any], **filters: Any
 ) -> str:
-    """Render a template of this package. A content security policy allows its script by hash and no other code.
-
-    Args:
-        template: File name of the template.
-        script: File name of its script.
-        styles: File names of its style sheets.
-        values: Variables of the template.
-        **filters: Filters of the template.
-
-    Returns:
-        The HTML.
-    """
+    """Render a template of this package. A content security policy allows its script by hash and no other code."""
     jinja2 = import_extra("jinja2", extra="images")
     loader = jinja2.PackageLoader("nearkin.report", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -44,18 +33,7 @@ def render_template(
 
 
 def write_html(text: str, out: Path) -> Path:
-    """Write a page atomically.
-
-    Args:
-        text: The HTML.
-        out: File to write; its folder is created.
-
-    Returns:
-        `out`.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Write a page atomically."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Class names may come from file names that are not valid Unicode.

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearkin.errors import import_extra
+from nearkin.analysis.information import gradient_of
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.registry import LOSSES, ONE_PER_CLASS, Loss
 from nearkin.ops.pairs import Pairs
+from nearkin.report.figures import plot_lines, save_figure
 
 FAMILIES = {
     "pair": "pairs of the same class are pulled together, pairs of different classes are pushed apart",
@@ -91,12 +92,6 @@ def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
 
     Explanations are read from the `Args:` of the docstring of the function, where "As in `other`." refers to another
     loss, and from `Inputs.builder_docs`.
-
-    Args:
-        entry: A registered loss.
-
-    Returns:
-        (setting, default, range, explanation) of every setting.
     """
     return [
         (key, default, str(entry.space.get(key, "")), _explanation(entry, key))
@@ -127,17 +122,11 @@ def _documented_args(function: Any) -> dict[str, str]:
 
 
 class Curve(NamedTuple):
-    """The gradient on one similarity as it varies over [-1, 1] while the others are fixed.
+    """The gradient on one similarity as it varies over [-1, 1] while the others are fixed."""
 
-    Attributes:
-        label: "positive" or "negative".
-        sim: The similarity [points].
-        grad: The gradient of the loss on it [points].
-    """
-
-    label: str
+    label: str  # "positive" or "negative"
     sim: Tensor
-    grad: Tensor
+    grad: Tensor  # the gradient of the loss on it [points]
 
 
 def gradient_curves(name: str, points: int = 201) -> list[Curve]:
@@ -160,14 +149,7 @@ def gradient_curves(name: str, points: int = 201) -> list[Curve]:
 
 
 def _gradients(entry: Loss, inputs: list[Any], index: tuple[int, ...]) -> Tensor:
-    grads = []
-    for built in inputs:
-        sim = built.sim.detach().requires_grad_()
-        fields = {k: v for k, v in vars(built).items() if k in type(built).__dataclass_fields__}
-        value = entry.reduce(entry.function(type(built)(**{**fields, "sim": sim})), "mean")
-        (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
-        grads.append(torch.zeros((), dtype=sim.dtype) if grad is None else grad[index])
-    return torch.stack(grads)
+    return torch.stack([gradient_of(entry, built).grad[index] for built in inputs])
 
 
 def _pair_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[Pairs], tuple[int, ...]]:
@@ -216,23 +198,13 @@ def _class_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasse
 
 
 def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
-    """Plot the gradient of a loss over the similarity of a pair, as PNG.
+    """Plot the gradient of a loss over the similarity of a pair, as PNG."""
 
-    Args:
-        name: A registered loss.
-        path: The file to write.
-        dpi: Resolution.
-    """
-    import_extra("matplotlib", extra="images").use("Agg")
-    pyplot = import_extra("matplotlib.pyplot", extra="images")
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    for curve, colour in zip(gradient_curves(name), ("#1b7837", "#c51b7d"), strict=True):
-        axes.plot(curve.sim.numpy(), curve.grad.numpy(), color=colour, label=curve.label)
-    axes.axhline(0.0, color="0.7", linewidth=0.8)
-    axes.set_xlabel("similarity of the pair (the others fixed)")
-    axes.set_ylabel("d loss / d similarity")
-    axes.set_title(f"{name}: below 0 pulls together, above 0 pushes apart", fontsize=10)
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi, metadata={"Software": None})
-    pyplot.close(figure)
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        curves = [(curve.label, curve.sim.tolist(), curve.grad.tolist()) for curve in gradient_curves(name)]
+        plot_lines(axes, curves, "similarity of the pair (the others fixed)", "d loss / d similarity", marker="")
+        axes.axhline(0.0, color="0.7", linewidth=0.8)
+        axes.set_title(f"{name}: below 0 pulls together, above 0 pushes apart", fontsize=10)
+
+    save_figure(draw, [path], size=(6, 3.5), dpi=dpi)

@@ -17,15 +17,7 @@ from nearkin._common.files import nan_to_none
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
-from nearkin.report import gallery
-from nearkin.report.compare import (
-    MAX_CHANGED,
-    changed_queries,
-    check_same_images,
-    compare_runs,
-    comparison_headline,
-    differing_settings,
-)
+from nearkin.report import compare, gallery
 from nearkin.report.contents import PageItems, analyze, describe_items, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
@@ -38,34 +30,21 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a page before rendering. `--json`, tables and figures use them too.
+    """The contents of a page before rendering. `--json`, tables and figures use them too."""
 
-    Attributes:
-        names: Name of each run: its loss, with A, B, ... in front if there are several runs.
-        summaries: Result, epochs, alarms, recipe and environment of each run.
-        items: The images on the page, or None if they are unavailable.
-        no_images_reason: Why the images are unavailable.
-        analyses: What each run makes of the images.
-        comparisons: Each run after the first compared with the first.
-        differing_settings: Settings in which the runs differ, with their values.
-        sprite_sheet: Thumbnails of the items, or None for a run on features.
-    """
-
-    names: list[str]
-    summaries: list[dict[str, Any]]
-    items: dict[str, Any] | None = None
+    names: list[str]  # name of each run: its loss, with A, B, ... in front if there are several runs
+    summaries: list[dict[str, Any]]  # result, epochs, alarms, recipe and environment of each run
+    items: dict[str, Any] | None = None  # the images on the page, or None if they are unavailable
     no_images_reason: str = ""
-    analyses: list[dict[str, Any]] = field(default_factory=list)
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    analyses: list[dict[str, Any]] = field(default_factory=list)  # what each run makes of the images
+    comparisons: list[dict[str, Any]] = field(default_factory=list)  # each run after the first compared with the first
+    # settings in which the runs differ, with their values
     differing_settings: list[tuple[str, list[str]]] = field(default_factory=list)
+    # thumbnails of the items, or None for a run on features
     sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without the thumbnails.
-
-        Returns:
-            The fields by name; `summaries` is called `runs`.
-        """
+        """Return plain values for JSON, without the thumbnails."""
         return {
             "nearkin": __version__,
             "names": self.names,
@@ -120,7 +99,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             raise
         reporter.info(f"no images on the page: {error}")
         return Report(names, summaries, no_images_reason=_hide_folders(str(error), runs[0]))
-    check_same_images(runs, datasets)
+    compare.check_same_images(runs, datasets)
     highlights = [find_highlights(data) for data in datasets]
     page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
@@ -132,8 +111,8 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
             for data, listed in zip(datasets, highlights, strict=True)
         ],
-        comparisons=[compare_runs(first, data, page_items) for data in others],
-        differing_settings=differing_settings(runs),
+        comparisons=[compare.compare_runs(first, data, page_items) for data in others],
+        differing_settings=compare.differing_settings(runs),
         sprite_sheet=(
             make_sprite_sheet(first.table.images, page_items.rows, reporter=reporter) if first.has_images else None
         ),
@@ -152,7 +131,9 @@ def _letters() -> Sequence[str]:
 
 
 def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highlights]) -> PageItems:
-    changed = [rows[:MAX_CHANGED] for data in datasets[1:] for rows in changed_queries(datasets[0], data)]
+    changed = [
+        rows[: compare.MAX_CHANGED] for data in datasets[1:] for rows in compare.changed_queries(datasets[0], data)
+    ]
     first = np.concatenate([*changed, *(listed.rows for listed in highlights)])
     rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
     return PageItems.from_rows(rows, len(datasets[0]))
@@ -178,16 +159,9 @@ def write_report(report: Report, out: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Render the contents of a page.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        The HTML.
-    """
+    """Render the contents of a page."""
     comparison_headlines = [
-        comparison_headline(comparison["metrics"], report.names[0], name)
+        compare.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
     script_data = {
@@ -215,12 +189,6 @@ def render(report: Report) -> str:
 def safe_json(value: Any) -> str:
     """Encode JSON for a script element: nothing in it can end the element or be read as markup.
 
-    Args:
-        value: Plain values.
-
-    Returns:
-        The JSON text.
-
     Example:
         >>> safe_json("</script>&")
         '"\\\\u003c/script\\\\u003e\\\\u0026"'
@@ -234,13 +202,6 @@ def safe_json(value: Any) -> str:
 def percent(value: float | None, spec: str = ".1f") -> str:
     """Format a fraction in percent, a missing one as a dash.
 
-    Args:
-        value: The fraction; None or NaN if missing.
-        spec: Format specification.
-
-    Returns:
-        The text, without a percent sign.
-
     Example:
         >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
         ('12.3', '-', '-2.0')
@@ -249,14 +210,7 @@ def percent(value: float | None, spec: str = ".1f") -> str:
 
 
 def run_headline(summary: dict[str, Any]) -> str:
-    """Return the sentence that opens the page of a run.
-
-    Args:
-        summary: The summary of the run.
-
-    Returns:
-        The test result; if the test classes are sealed, the validation result.
-    """
+    """Return the sentence that opens the page of a run."""
     result = summary["result"]
     if result["test"] is not None:
         return headline(result)
@@ -285,14 +239,7 @@ DIAGNOSTIC_CHARTS = (
 
 
 def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the training curves of a run.
-
-    Args:
-        summary: The summary of the run.
-
-    Returns:
-        (title, SVG) of every chart that has values.
-    """
+    """Draw the training curves of a run."""
     epochs = summary["epochs"]
     x = [event["epoch"] for event in epochs]
     selected = summary["result"]["protocol"]["epoch"]
@@ -311,14 +258,7 @@ def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the similarities of pairs and the recall by embedding size.
-
-    Args:
-        analysis: The analysis of a run.
-
-    Returns:
-        (title, SVG) of every chart that has values.
-    """
+    """Draw the similarities of pairs and the recall by embedding size."""
     pairs, sizes = analysis["similarity_histogram"], analysis["recall_by_size"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
     title = "Cosine similarity of pairs, share of pairs"
@@ -331,14 +271,7 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shared_chart(report: Report) -> str:
-    """Draw the validation R@1 of all runs in one chart.
-
-    Args:
-        report: The contents of a page.
-
-    Returns:
-        The SVG; empty for a single run.
-    """
+    """Draw the validation R@1 of all runs in one chart."""
     series = []
     for name, summary in zip(report.names, report.summaries, strict=True):
         epochs = [event for event in summary["epochs"] if event["val"] is not None]

@@ -19,17 +19,11 @@ MAX_DOTS = 60  # longer lines are drawn without dots
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart.
-
-    Attributes:
-        name: Its name in the legend.
-        x: From left to right.
-        y: None, NaN and infinity leave a gap.
-    """
+    """A line of a chart."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
+    x: Sequence[float]  # from left to right
+    y: Sequence[float | None]  # None, NaN and infinity leave a gap
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -47,17 +41,6 @@ def line_chart(
     span: tuple[float, float] | None = None,
 ) -> str:
     """Draw lines over a common axis.
-
-    Args:
-        series: The lines.
-        label: Text alternative for screen readers.
-        x_name: Name of the x axis.
-        mark: An x to mark with a vertical line, such as the selected epoch.
-        logarithmic: Use a logarithmic x axis.
-        span: Range of the y axis; by default that of the values.
-
-    Returns:
-        The SVG element; empty if no series has a value.
 
     Example:
         >>> line_chart([Series("R@1", [1, 2], [41.0, 55.5])], "Validation R@1 by epoch")[:4]
@@ -99,17 +82,7 @@ def line_chart(
 
 
 def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: float, high: float) -> str:
-    """Draw overlaid histograms, each normalized to a total of 100 %.
-
-    Args:
-        groups: (name, counts per bin).
-        label: Text alternative for screen readers.
-        low: Lower edge of the first bin.
-        high: Upper edge of the last bin; all bins are equally wide.
-
-    Returns:
-        The SVG element; empty if a group has no counts.
-    """
+    """Draw overlaid histograms, each normalized to a total of 100 %."""
     totals = [sum(counts) for _, counts in groups]
     if not all(totals):
         return ""

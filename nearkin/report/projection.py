@@ -16,17 +16,7 @@ GRID = 1000  # coordinates are integers from 0 to this
 
 
 def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_POINTS, seed: int = 0) -> Rows:
-    """Sample rows class by class, so that classes stay complete.
-
-    Args:
-        labels: Class of every row [N].
-        rows: The rows to sample from.
-        max_rows: Maximum number of rows.
-        seed: Seed of the order of the classes.
-
-    Returns:
-        The sampled rows, sorted.
-    """
+    """Sample rows class by class, so that classes stay complete."""
     if len(rows) <= max_rows:
         return rows
     class_order = np.random.default_rng(seed).permutation(int(labels.max()) + 1)[labels[rows]]
@@ -35,12 +25,6 @@ def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_POINTS,
 
 def pca(emb: Tensor) -> NDArray[np.int64]:
     """Project unit vectors onto their first two principal components.
-
-    Args:
-        emb: Embeddings [N, D].
-
-    Returns:
-        Grid coordinates [N, 2].
 
     Example:
         >>> pca(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist() in ([[0, 500], [1000, 500]], [[1000, 500], [0, 500]])
@@ -58,15 +42,7 @@ def pca(emb: Tensor) -> NDArray[np.int64]:
 
 
 def tsne(emb: Tensor, *, seed: int = 0) -> NDArray[np.int64]:
-    """Project unit vectors with t-SNE (scikit-learn). Distances between clusters mean little.
-
-    Args:
-        emb: Embeddings [N, D].
-        seed: Seed of t-SNE.
-
-    Returns:
-        Grid coordinates [N, 2].
-    """
+    """Project unit vectors with t-SNE (scikit-learn). Distances between clusters mean little."""
     manifold = import_extra("sklearn.manifold", extra="bench")
     x = unit(emb.float()).numpy()
     perplexity = min(30.0, (len(x) - 1) / 3)

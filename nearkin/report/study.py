@@ -33,49 +33,28 @@ MAX_LINES = 4  # methods per chart: more would not be distinguishable
 
 @dataclass(frozen=True)
 class StudyReport:
-    """The contents of a study's page before rendering.
-
-    Attributes:
-        name: Name of the study.
-        metric: The metric that is compared.
-        protocol_labels: The protocols of its trials.
-        experiments: Names of the experiments.
-        methods: Names of the methods, best mean rank first.
-        cells: Results by (experiment, method).
-        published: Published values by (experiment, method).
-        tournament: The ranking, or None with fewer than two methods to rank.
-        baselines: R@1 in percent before training, by baseline and experiment: the mean over all trials.
-        leader_comparisons: The leader against each other method on the same test queries, as (method, difference,
-            p after Holm's correction).
-        failures: Failed trials with their reasons.
-        trials: All finished trials.
-        remaining: Number of trials that are not finished.
-        toml: The study file.
-        setups: Experiment -> (dataset, network, embedding size).
-    """
+    """The contents of a study's page before rendering."""
 
     name: str
     metric: str
     protocol_labels: list[str]
     experiments: list[str]
-    methods: list[str]
-    cells: dict[tuple[str, str], Aggregate]
-    published: dict[tuple[str, str], list[Published]]
-    tournament: Tournament | None
+    methods: list[str]  # names of the methods, best mean rank first
+    cells: dict[tuple[str, str], Aggregate]  # results by (experiment, method)
+    published: dict[tuple[str, str], list[Published]]  # published values by (experiment, method)
+    tournament: Tournament | None  # the ranking, or None with fewer than two methods to rank
+    # R@1 in percent before training, by baseline and experiment: the mean over all trials
     baselines: dict[str, dict[str, float]]
+    # the leader against each other method on the same test queries, as (method, difference, p after Holm's correction)
     leader_comparisons: list[tuple[str, Difference, float]]
     failures: list[dict[str, Any]]
     trials: list[dict[str, Any]]
     remaining: int
     toml: str
-    setups: dict[str, tuple[str, str, int]]
+    setups: dict[str, tuple[str, str, int]]  # experiment -> (dataset, network, embedding size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON.
-
-        Returns:
-            The results, ranks, pairs, baselines, failures and trials.
-        """
+        """Return plain values for JSON."""
         cells = [
             {"experiment": e, "method": m, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
             | {"values": list(c.values), "failed": c.failed}
@@ -177,14 +156,7 @@ def _published_values(
 
 
 def mean_baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
-    """Average the baselines over all trials of each experiment.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        R@1 in percent of raw pixels, the raw backbone and the untrained model, by baseline and experiment.
-    """
+    """Average the baselines over all trials of each experiment."""
     values: dict[str, dict[str, list[float]]] = {}
     outcomes = folder.outcomes()
     for trial in folder.trials:
@@ -199,14 +171,6 @@ def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[t
 
     This is much more sensitive than ranks if there are few experiments, but it is a statement about these experiments
     only.
-
-    Args:
-        folder: The study.
-        tournament: Its ranking.
-
-    Returns:
-        (method, difference, p after Holm's correction); empty if trials were evaluated on different classes (several
-        datasets, or resampled test classes).
     """
     if tournament is None:
         return []
@@ -242,14 +206,7 @@ def write_study_page(report: StudyReport, out: Path) -> Path:
 
 
 def render_study(report: StudyReport) -> str:
-    """Render the page of a study.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        The HTML.
-    """
+    """Render the page of a study."""
     means = {name: _known_means(report, name) for name in report.experiments}
     values = {
         "report": report,
@@ -276,14 +233,7 @@ def _known_means(report: StudyReport, experiment: str) -> list[float]:
 
 
 def headline(report: StudyReport) -> str:
-    """Say in one or two sentences which method leads, and over how many others its lead is significant.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        The text that opens the page.
-    """
+    """Say in one or two sentences which method leads, and over how many others its lead is significant."""
     if report.tournament is None:
         count = len(report.methods)
         if count == 1:
@@ -306,14 +256,7 @@ def headline(report: StudyReport) -> str:
 
 
 def diagram(tournament: Tournament | None) -> str | None:
-    """Draw the critical-difference diagram.
-
-    Args:
-        tournament: The ranking.
-
-    Returns:
-        A data URI, or None if there are too few experiments.
-    """
+    """Draw the critical-difference diagram."""
     if tournament is None or tournament.friedman is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -322,14 +265,7 @@ def diagram(tournament: Tournament | None) -> str | None:
 
 
 def charts(report: StudyReport) -> list[tuple[str, str]]:
-    """Draw the metric of the leading methods by embedding size, for every dataset and network.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        (title, SVG) of every chart that has values.
-    """
+    """Draw the metric of the leading methods by embedding size, for every dataset and network."""
     drawn = []
     for dataset, network in dict.fromkeys(setup[:2] for setup in report.setups.values()):
         by_size = {size: name for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network)}
@@ -346,15 +282,7 @@ def _series(report: StudyReport, method: str, experiments: Sequence[tuple[int, s
 
 
 def pair_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
-    """Compare every method (row) with every other (column), in the order of the ranks.
-
-    Args:
-        report: The contents.
-
-    Returns:
-        Rows of cells: the probability that the row is better, the significance, and wins and losses; None on the
-        diagonal.
-    """
+    """Compare every method (row) with every other (column), in the order of the ranks."""
     if report.tournament is None:
         return []
     pairs = {(pair.first, pair.second): pair for pair in report.tournament.pairs}

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nearkin.report.critical_difference import draw_critical_difference
-from nearkin.report.figures import COLOURS, DASHES, WIDTH, write_drawings
+from nearkin.report.figures import COLOURS, WIDTH, plot_lines, write_drawings
 from nearkin.report.study import StudyReport
 
 MAX_LINES = 6  # methods per plot
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Write every figure that the study has data for, each as .png and .svg.
-
-    Args:
-        report: The contents of the study's page.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The written files.
-    """
-    drawings = {"losses": _draw_losses, "sizes": _draw_sizes, "networks": _draw_networks}
+    """Write every figure that the study has data for, each as .png and .svg."""
+    # Sizes and networks: the metric of the leading methods, averaged over everything else.
+    drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
+        "losses": _draw_losses,
+        "sizes": partial(_draw_lines, field=2, x_label="embedding size"),
+        "networks": partial(_draw_lines, field=1, x_label="network"),
+    }
     written = write_drawings(drawings, report, folder)
     if report.tournament is not None and report.tournament.friedman is not None:
         written += [
@@ -52,38 +51,24 @@ def _draw_losses(figure: Any, report: StudyReport) -> bool:
     return bool(rows)
 
 
-def _draw_sizes(figure: Any, report: StudyReport) -> bool:
-    """The metric by embedding size, averaged over datasets and networks, of the leading methods."""
-    return _draw_lines(figure, report, 2, "embedding size")
-
-
-def _draw_networks(figure: Any, report: StudyReport) -> bool:
-    """The metric by network, averaged over datasets and sizes, of the leading methods."""
-    return _draw_lines(figure, report, 1, "network")
-
-
 def _draw_lines(figure: Any, report: StudyReport, field: int, x_label: str) -> bool:
     x_values = list(dict.fromkeys(setup[field] for setup in report.setups.values()))
     if len(x_values) < 2:
         return False
     numeric = all(isinstance(value, int) for value in x_values)
     x_values = sorted(x_values, key=lambda value: value if numeric else 0)
-    axes = figure.add_subplot()
-    for i, method in enumerate(report.methods[:MAX_LINES]):
+    x = x_values if numeric else list(range(len(x_values)))
+    curves = []
+    for method in report.methods[:MAX_LINES]:
         y = []
         for value in x_values:
             cells = [report.cells.get((e, method)) for e, setup in report.setups.items() if setup[field] == value]
             means = [cell.mean for cell in cells if cell is not None and cell.values]
-            y.append(np.mean(means) if means else np.nan)
-        x = x_values if numeric else list(range(len(x_values)))
-        axes.plot(x, y, color=COLOURS[i], linestyle=DASHES[i], marker="o", label=method)
+            y.append(float(np.mean(means)) if means else np.nan)
+        curves.append((method, x, y))
+    axes = figure.add_subplot()
     if numeric:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(x_values, [f"{value:g}" for value in x_values])
-        axes.minorticks_off()
-    else:
-        axes.set_xticks(range(len(x_values)), x_values)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(f"{report.metric}, %")
-    axes.legend(fontsize=7)
-    return True
+    axes.set_xticks(x, [str(value) for value in x_values])
+    axes.minorticks_off()
+    return plot_lines(axes, curves, x_label, f"{report.metric}, %")

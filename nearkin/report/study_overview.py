@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nearkin._common.files import atomic_write
 from nearkin._common.progress import format_duration
 from nearkin.bench.aggregate import Aggregate, aggregate
 from nearkin.bench.estimates import Estimate
-from nearkin.bench.results import Result
+from nearkin.bench.results import COLUMNS, Result
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
-from nearkin.report.study_tables import Grid, markdown, rich_table, standings_grid, write_files
+from nearkin.report.study_tables import Grid, csv_text, markdown, rich_table, standings_grid, write_files, write_texts
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
-    """Build the table of the plan.
-
-    Args:
-        folder: The study.
-        estimate: Its estimated time and disk space.
-        full: One row per trial instead of one per experiment.
-
-    Returns:
-        The table.
-    """
+    """Build the table of the plan."""
     if full:
         rows = tuple(
             (t.experiment, t.method, str(t.seed), str(t.part), format_duration(estimate.seconds(t)), t.id)
@@ -64,16 +52,7 @@ def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
 
 
 def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str:
-    """Summarize the plan: trials, protocol, time and disk space.
-
-    Args:
-        folder: The study.
-        estimate: Its estimated time and disk space.
-        workers: Trials that run at a time.
-
-    Returns:
-        Two lines.
-    """
+    """Summarize the plan: trials, protocol, time and disk space."""
     done = folder.outcomes()
     remaining = [trial for trial in folder.trials if trial.id not in done]
     seconds = sum(estimate.seconds(trial) for trial in remaining)
@@ -106,14 +85,7 @@ def status_grid(folder: StudyFolder) -> Grid:
 
 
 def status_lines(folder: StudyFolder) -> str:
-    """Summarize progress: failed trials with their reasons, and the time left. Works without the data.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        One line per failure and one for the total.
-    """
+    """Summarize progress: failed trials with their reasons, and the time left. Works without the data."""
     outcomes = folder.outcomes()
     lines = [
         f"FAILED {trial}: {outcomes[trial.id].reason}"
@@ -137,16 +109,7 @@ def status_lines(folder: StudyFolder) -> str:
 
 
 def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
-    """Build the table of scores, methods by experiments.
-
-    Args:
-        folder: The study.
-        aggregates: (experiment, method) -> score over replicates.
-        order: The methods, in the order of the rows.
-
-    Returns:
-        The mean over replicates, with the sample standard deviation where there are several.
-    """
+    """Build the table of scores, methods by experiments."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
     rows = []
     for method in order:
@@ -163,14 +126,7 @@ def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregat
 
 
 def available_results(folder: StudyFolder) -> list[Result]:
-    """Return the results of the methods that have any value.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        The results. A method that failed everywhere is excluded, so that the others can be ranked.
-    """
+    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others."""
     results = folder.results()
     methods = {result.method for result in results if result.value is not None}
     return [result for result in results if result.method in methods]
@@ -196,14 +152,7 @@ def in_order(folder: StudyFolder, tournament: Tournament | None) -> list[str]:
 
 
 def terminal_report(folder: StudyFolder) -> list[Any]:
-    """Build the report for the terminal.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        Tables and lines: scores, ranks, the summary of the tournament, failures and protocols.
-    """
+    """Build the report for the terminal."""
     tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
     parts: list[Any] = [rich_table(results_grid(folder, aggregate(folder), order))]
@@ -215,27 +164,13 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
 
 
 def write_report_files(folder: StudyFolder) -> list[Path]:
-    """Write results.csv, numbers.md and the tournament's files into the folder of the study.
-
-    Args:
-        folder: The study.
-
-    Returns:
-        The files, and the folder of the tournament.
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("experiment", "method", "seed", "value", "reason"))
-    for r in folder.results():
-        writer.writerow((r.experiment, r.method, r.seed, "" if r.value is None else r.value, r.reason or ""))
+    """Write results.csv, numbers.md and the tournament's files into the folder of the study."""
+    rows = [(r.experiment, r.method, r.seed, r.value, r.reason) for r in folder.results()]
     tournament = run_study_tournament(folder)
     order = in_order(folder, tournament)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
     numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, aggregate(folder), order))}\n"
-    written = []
-    for name, text in (("results.csv", out.getvalue()), ("numbers.md", numbers)):
-        atomic_write(folder.path / name, text)
-        written.append(folder.path / name)
+    written = write_texts({"results.csv": csv_text(COLUMNS, rows), "numbers.md": numbers}, folder.path)
     if tournament is not None:
         write_files(tournament, folder.path / "tournament")
         written.append(folder.path / "tournament")
@@ -244,12 +179,6 @@ def write_report_files(folder: StudyFolder) -> list[Path]:
 
 def format_size(size: float) -> str:
     """Format a number of bytes.
-
-    Args:
-        size: Bytes.
-
-    Returns:
-        Megabytes, or gigabytes from 1 GB.
 
     Example:
         >>> format_size(2_300_000), format_size(5e9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,30 +26,16 @@ _LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text.
-
-    Attributes:
-        title: Its title.
-        head: Column headers.
-        rows: Cells.
-        names: Number of leading columns that are names (left-aligned); the others are numbers.
-    """
+    """A table of text."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    names: int = 1
+    names: int = 1  # number of leading columns that are names (left-aligned); the others are numbers
 
 
 def standings_grid(tournament: Tournament) -> Grid:
-    """Build the table of standings.
-
-    Args:
-        tournament: The tournament.
-
-    Returns:
-        The rounded standings; if runs failed, with the number of ranked experiments and failed runs.
-    """
+    """Build the table of standings."""
     level = f"{100 * (1 - tournament.alpha):g} %"
     gaps = any(s.ranked < s.experiments or s.failed for s in tournament.standings)
     head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
@@ -63,14 +49,7 @@ def standings_grid(tournament: Tournament) -> Grid:
 
 
 def pairs_grid(tournament: Tournament) -> Grid:
-    """Build the table of pairs.
-
-    Args:
-        tournament: The tournament.
-
-    Returns:
-        The rounded pairs. Column "more": about how many more experiments, else seeds, it takes to be significant.
-    """
+    """Build the table of pairs."""
     rows = []
     for p in tournament.pairs:
         record = f"{p.wins}-{p.losses}" + (f"-{p.ties}" if p.ties else "")
@@ -137,34 +116,23 @@ def standings_csv(tournament: Tournament) -> str:
         (s.method, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
         for s in tournament.standings
     ]
-    return _csv((*head, "ranked", "experiments", "failed"), rows)
+    return csv_text((*head, "ranked", "experiments", "failed"), rows)
 
 
 def pairs_csv(tournament: Tournament) -> str:
     """Return the pairs as CSV, in full precision."""
-    return _csv([field.name for field in fields(Pair)], [astuple(pair) for pair in tournament.pairs])
+    return csv_text([field.name for field in fields(Pair)], [astuple(pair) for pair in tournament.pairs])
 
 
 def ranks_csv(tournament: Tournament) -> str:
     """Return the rank of every method in every experiment as CSV; empty where it failed."""
     table = tournament.table
     rows = zip(table.experiments, tournament.ranks.tolist(), strict=True)
-    return _csv(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
+    return csv_text(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
 
 
 def write_files(tournament: Tournament, folder: Path) -> list[Path]:
-    """Write tables, summary and diagram into a folder; existing files are replaced.
-
-    Args:
-        tournament: The tournament.
-        folder: Where to write.
-
-    Returns:
-        The files.
-
-    Raises:
-        DataError: The folder cannot be written.
-    """
+    """Write tables, summary and diagram into a folder; existing files are replaced."""
     standings, pairs = standings_grid(tournament), pairs_grid(tournament)
     summary = summarize(tournament, most=len(tournament.pairs))
     page = f"# Tournament\n\n{markdown(standings)}\n```text\n{summary}\n```\n\n{markdown(pairs)}"
@@ -177,12 +145,9 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
         "pairs.tex": latex(pairs),
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            atomic_write(folder / name, text)
+        written = write_texts(texts, folder)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
-    written = [folder / name for name in texts]
     if tournament.friedman is not None:
         from nearkin.report.critical_difference import draw_critical_difference
 
@@ -191,10 +156,19 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
     return written
 
 
+def write_texts(texts: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write texts by file name into a folder, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        atomic_write(folder / name, text)
+    return [folder / name for name in texts]
+
+
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format rows as CSV; None and NaN become empty cells."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)

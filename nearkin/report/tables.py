@@ -7,18 +7,11 @@ from pathlib import Path
 from nearkin._common.files import atomic_write
 from nearkin.errors import RunError
 from nearkin.report.page import Report, percent
-from nearkin.report.study_tables import Grid, latex, markdown
+from nearkin.report.study_tables import Grid, latex, markdown, write_texts
 
 
 def result_grid(report: Report) -> Grid:
-    """Tabulate the baselines of the first run and the trained model of every run.
-
-    Args:
-        report: The contents of a page.
-
-    Returns:
-        Means with 95 % intervals in percent; validation R@1 if the test classes are sealed.
-    """
+    """Tabulate the baselines of the first run and the trained model of every run."""
     results = [summary["result"] for summary in report.summaries]
     test = results[0]["test"]
     if test is None:
@@ -54,11 +47,8 @@ def write_tables(report: Report, folder: Path) -> list[Path]:
     grid = result_grid(report)
     texts = {"numbers.md": f"{grid.title}\n\n{markdown(grid)}", "numbers.tex": latex(grid)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            atomic_write(folder / name, text)
+        return write_texts(texts, folder)
     except OSError as error:
         raise RunError(
             f"{folder}: cannot write the tables ({error.strerror}). Choose another folder with --tables."
         ) from None
-    return [folder / name for name in texts]

@@ -12,7 +12,7 @@ from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_s
 from sklearn.metrics.cluster import pair_confusion_matrix
 
 from nearkin.errors import ConfigError, DataError, MissingExtraError
-from nearkin.metrics import clustering
+from nearkin.metrics import score
 from nearkin.metrics.clustering import ami, cluster_scores, nmi, pair_f1
 
 
@@ -45,19 +45,16 @@ def test_many_small_classes_with_string_labels():
     assert nmi(labels, rng.permutation(labels)) > 0.8  # the reason for AMI
 
 
-@pytest.mark.parametrize("backend", ["faiss", "sklearn"])
-def test_kmeans_finds_clear_clusters(backend):
+def test_kmeans_finds_clear_clusters():
     x, labels = clustered(120, 16, samples_per_class=20, noise=0.05)
-    result = cluster_scores(x, labels, backend=backend)
-    again = cluster_scores(x, labels, backend=backend)
-    assert result.backend == backend
+    result, again = cluster_scores(x, labels), cluster_scores(x, labels)
     np.testing.assert_array_equal(result.clusters, again.clusters)
     assert result.nmi > 0.8
     assert result.f1 == pair_f1(labels, result.clusters)
-    assert cluster_scores(3 * x, labels, backend=backend, clusters=2).clusters.max() == 1
+    assert cluster_scores(3 * x, labels, clusters=2).clusters.max() == 1
 
 
-def test_invalid_input_raises(monkeypatch):
+def test_invalid_input_raises():
     x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
     with pytest.raises(ConfigError, match="clusters: expected 1 to 12"):
         cluster_scores(x, labels, clusters=13)
@@ -65,6 +62,20 @@ def test_invalid_input_raises(monkeypatch):
         nmi(labels, labels, "max")
     with pytest.raises(DataError, match="clusters: 11 labels for 12"):
         nmi(labels, labels[1:])
-    monkeypatch.setattr(clustering.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="k-means needs faiss or scikit-learn"):
+    with pytest.raises(ConfigError, match="no items"):
+        nmi([], [])
+
+
+def test_only_clustering_needs_scikit_learn(monkeypatch):
+    x, labels = clustered(12, 4, samples_per_class=3, noise=0.5)
+
+    def not_installed(name):
+        raise ModuleNotFoundError(name=name.partition(".")[0])
+
+    monkeypatch.setattr("nearkin.errors.importlib.import_module", not_installed)
+    for function in (nmi, ami, pair_f1):
+        with pytest.raises(MissingExtraError, match=r"nearkin\[bench\]"):
+            function(labels, labels)
+    with pytest.raises(MissingExtraError, match=r"nearkin\[bench\]"):
         cluster_scores(x, labels)
+    assert score(x, labels, verbose=False)["R@1"] >= 0
