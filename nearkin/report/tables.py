@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearkin._common.files import atomic_write
 from nearkin.errors import RunError
 from nearkin.report.page import Report, percent
 from nearkin.report.study_tables import Grid, latex, markdown, write_texts
