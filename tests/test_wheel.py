@@ -146,7 +146,8 @@ def test_images_alone_trains_reports_and_searches(images, photo_folder):
     doctor = images.check("nearkin", "doctor")
     assert "images: train, report, search  installed:" in doctor
     assert "missing: pip install 'nearkin[serve]'" in doctor
-    images.check("nearkin", "train", "glyphs_small", "--train.epochs", "1", "--quiet", "--runs", "glyphs")
+    small = ("--train.epochs", "1", "--model.width", "4")  # otherwise as `nearkin demo`
+    images.check("nearkin", "train", "glyphs_small", *small, "--quiet", "--runs", "glyphs")
     glyphs = next((images.folder / "glyphs").glob("glyphs-*"))
     page = Path(images.check("nearkin", "report", glyphs, "--quiet").strip())
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
