@@ -40,7 +40,8 @@ def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 1
 
 
 def _draw(figure: Any, tournament: Tournament) -> None:
-    axes = figure.add_subplot()
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))  # names extend beyond it: the saved area is that of all that is drawn
     axes.grid(visible=False)
     axes.spines.top.set_visible(True)
     test, critical, ranks = tournament.friedman, tournament.critical, dict(tournament.complete_ranks)
