@@ -78,7 +78,7 @@ class Server:
             response = connection.getresponse()
             data = response.read()
             is_json = response.headers.get("content-type", "") == "application/json"
-            return response.status, response.headers, json.loads(data) if is_json else data
+            return response.status, response.headers, json.loads(data) if is_json and data else data
         finally:
             connection.close()
 
