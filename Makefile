@@ -73,6 +73,6 @@ $(DEVICE_VENV)/.ready: $(READY) Makefile
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(DEVICE_VENV)
 	@grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(DEVICE_VENV)/constraints.txt
 	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --constraint $(DEVICE_VENV)/constraints.txt \
-	  $(DEVICE_TORCH) timm pillow numba numpy rich safetensors scikit-learn tomli-w tyro pytest pytest-xdist
+	  $(DEVICE_TORCH) timm pillow matplotlib numba numpy rich safetensors scikit-learn tomli-w tyro pytest pytest-xdist
 	@$(BIN)/uv pip install --quiet --python $(DEVICE_VENV)/bin/python --no-deps --editable .
 	@touch $@
