@@ -123,7 +123,10 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
     first = torch.full(best.shape, len(columns), device=p.sim.device)
     first.scatter_reduce_(1, bins, torch.where(is_best, columns, len(columns)), "amin")
 
-    filled = torch.where(best > float("-inf"), torch.arange(best.shape[1], device=best.device), -1).cummax(1).values
+    # The last non-empty bin up to each bin is where the count of non-empty bins reached its value. Not by cummax, which
+    # crashes on XLA.
+    count = (best > float("-inf")).cumsum(1)
+    filled = torch.searchsorted(count, count).masked_fill_(count == 0, -1)
     rank = r.order.argsort(1)
     nearest_bin = filled[r.row, rank[r.row, r.slot]]
     negative = first[r.row, nearest_bin.clamp(min=0)]

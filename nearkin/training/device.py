@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -37,8 +37,8 @@ def choose_device(name: str) -> torch.device:
 
 def seed_device(device: torch.device, seed: int) -> None:
     """Seed the default generator of a device."""
-    if device.type != "cpu" and (module := _device_module(device)):
-        module.manual_seed(seed)
+    if device.type != "cpu":
+        _device_module(device).manual_seed(seed)
 
 
 def end_step(device: torch.device) -> None:
@@ -51,6 +51,6 @@ def end_step(device: torch.device) -> None:
         module.sync()
 
 
-def _device_module(device: torch.device) -> ModuleType | None:
-    """Return torch.cuda, torch.mps, ..., or the package that added the device."""
-    return getattr(torch, device.type, None) or sys.modules.get(f"torch_{device.type}")
+def _device_module(device: torch.device) -> Any:
+    """Return torch.cpu, torch.cuda, torch.mps, ..., or the package that added the device."""
+    return getattr(torch, device.type, None) or sys.modules[f"torch_{device.type}"]

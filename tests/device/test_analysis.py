@@ -48,8 +48,9 @@ def test_whitening(shrinkage):
             within_class_whitening(EMB, LABELS, dim=4, shrinkage=shrinkage),
         ),
     ):
-        assert_agree(actual[0], expected[0], "the weight", **CLOSE)
-        assert_agree(actual[1], expected[1], "the bias", **CLOSE)
+        # The eigenvectors of XLA have six digits, also in float64.
+        assert_agree(actual[0], expected[0], "the weight", rtol=1e-4, atol=1e-5)
+        assert_agree(actual[1], expected[1], "the bias", rtol=1e-4, atol=1e-5)
 
 
 def test_label_errors_and_duplicates():
