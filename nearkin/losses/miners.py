@@ -125,7 +125,7 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
 
     # The last non-empty bin up to each bin is where the count of non-empty bins reached its value. Not by cummax, which
     # crashes on XLA.
-    count = (best > float("-inf")).cumsum(1)
+    count = (best > float("-inf")).cumsum(1, dtype=torch.int64)
     filled = torch.searchsorted(count, count).masked_fill_(count == 0, -1)
     rank = r.order.argsort(1)
     nearest_bin = filled[r.row, rank[r.row, r.slot]]
