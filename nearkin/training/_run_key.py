@@ -14,7 +14,15 @@ from nearkin.losses.miners import MINERS
 
 
 def run_key(recipe: Recipe, fingerprint: str) -> str:
-    """Name a recipe's run: a readable prefix and a hash of everything that changes a number."""
+    """Name a recipe's run: a readable prefix and a hash of everything that changes a number.
+
+    Args:
+        recipe: What will be trained.
+        fingerprint: Of the data and of the initial weights.
+
+    Returns:
+        For example "glyphs-proxy_anchor-128-b17a73ad5ad3".
+    """
     values = json.dumps([fingerprint, key_values(recipe)], sort_keys=True)
     digest = hashlib.sha256(values.encode()).hexdigest()[:12]
     return f"{recipe.data.source}-{recipe.loss.name}-{recipe.model.dim}-{digest}"

@@ -159,7 +159,7 @@ def test_unknown_keys_and_wrong_types_in_a_file(tmp_path):
         Study.from_toml(tmp_path / "s.toml")
     with pytest.raises(ConfigError, match="only with the protocols fixed"):
         Protocol("kfold", refit=True)
-    with pytest.raises(ConfigError, match="only with the protocol default"):
+    with pytest.raises(ConfigError, match="only with the protocol last_epoch"):
         Protocol("fixed", select_on_test=True)
 
 

@@ -243,7 +243,8 @@ def test_real_photos_are_the_same_with_both_decoders():
     for path in paths:
         assert difference(read_image(path, 128), read_image(path, 128, decoder="pillow")) <= 1
         width, height = read_size(path)
-        assert Image.open(path).size == (width, height)
+        with Image.open(path) as image:
+            assert image.size == (width, height)
         assert reading.stored_shape(width, height, 100) == tuple(read_image(path, 100).shape[1:])
 
 

@@ -121,14 +121,14 @@ def test_the_threshold_is_saved_if_re_ranking_fails(index, photo_folder, tmp_pat
 
 
 def test_invalid_settings_fail_before_the_work(index, photos, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="false-accept: expected a fraction"):
+    with pytest.raises(ConfigError, match="false-accept-rate: expected a fraction"):
         index(photos, "--calibrate", "--false-accept-rate", "5")
     with pytest.raises(ConfigError, match="--false-accept-rate: only applies with --calibrate"):
         index(photos, "--false-accept-rate", "0.05")
     with pytest.raises(ConfigError, match=r"--data\.label-column: only applies to tables"):
         index(photos, "--data.label-column", "species")
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(UserError, match=r"pip install 'nearkin\[graph\]'"):
+    with pytest.raises(UserError, match=r"pip install 'nearkin\[stores\]'"):
         index(photos, "--hnsw", "--hnsw-min-items", "2")
     assert not (tmp_path / "index").exists()
 

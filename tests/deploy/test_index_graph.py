@@ -53,7 +53,7 @@ def test_exact_search_of_an_index_with_a_graph_needs_no_faiss(tmp_path, monkeypa
     again = Index.load(tmp_path / "index")
     assert again.search_item("item 1", exact=True) == index.search_item("item 1", exact=True)
     again.save(tmp_path / "copy")  # with the graph
-    with pytest.raises(UserError, match=r"pip install 'nearkin\[graph\]'"):
+    with pytest.raises(UserError, match=r"pip install 'nearkin\[stores\]'"):
         again.search_item("item 1")
     monkeypatch.undo()
     assert Index.load(tmp_path / "copy").search_item("item 1") == index.search_item("item 1")

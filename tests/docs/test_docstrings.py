@@ -1,6 +1,6 @@
 """Public functions and classes document their arguments and results in Google style.
 
-A method with at most one argument needs no sections: one line that says what it does is enough.
+Methods need no sections: one line that says what it does is enough.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def missing(thing) -> list[str]:
         own_init = vars(thing).get("__init__")
         needs = dataclasses.is_dataclass(thing) or (inspect.isfunction(own_init) and parameters(own_init))
         return ["Args or Attributes"] if needs and not has_section(doc, "Args", "Attributes") else []
-    if "." in thing.__qualname__ and len(parameters(thing)) < 2:
+    if "." in thing.__qualname__:
         return []
     lacks = []
     if parameters(thing) and not has_section(doc, "Args"):

@@ -10,10 +10,12 @@ import numpy as np
 
 
 def nearness(x, y, similarity):
-    """Return an exact fraction that ranks items y as their similarity to x does."""
+    """Return a number that ranks items y as their similarity to x does: an exact fraction, for Euclidean distances
+    rounded once to float64, as ties are defined.
+    """
     x, y = [Fraction(float(v)) for v in x], [Fraction(float(v)) for v in y]
     if similarity == "euclidean":
-        return -sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
+        return -float(sum((a - b) ** 2 for a, b in zip(x, y, strict=True)))
     dot = sum(a * b for a, b in zip(x, y, strict=True))
     length = sum(b * b for b in y)
     if length == 0 or not any(x):
