@@ -114,12 +114,13 @@ def test_add_and_remove_images(model, photo_folder):
     whole = Index.build(model, paths, [None, None, None, "a", "b", "c"])
     assert (index.ids, index.labels) == (whole.ids, whole.labels)
     np.testing.assert_allclose(index.vectors, whole.vectors, atol=1e-6)  # another batch size may round differently
-    index.add([Image.open(paths[0])], ids=["an image"])
+    with Image.open(paths[0]) as image:
+        index.add([image], ids=["an image"])
     assert {hit.id for hit in index.search(paths[0], 2)} == {str(paths[0]), "an image"}
     with pytest.raises(DataError, match="is already in the index"):
         index.add([paths[0]])
     with pytest.raises(DataError, match="required for images that are not files"):
-        index.add([Image.open(paths[0])])
+        index.add([image])
 
 
 def test_relative_paths_are_relative_to_the_current_folder(model, tmp_path, monkeypatch):
