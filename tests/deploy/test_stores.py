@@ -160,9 +160,9 @@ def test_a_foreign_table_is_not_touched(address):
     import psycopg
 
     with psycopg.connect(address.replace("pgvector:", "postgresql:"), autocommit=True) as database:
-        database.execute("CREATE TABLE IF NOT EXISTS foreign (a int)")
+        database.execute("CREATE TABLE IF NOT EXISTS other_table (a int)")
     with pytest.raises(DataError, match="was not created by nearkin"):
-        open_store(f"{address}?table=foreign", DIM, "model a")
+        open_store(f"{address}?table=other_table", DIM, "model a")
     with pytest.raises(ConfigError, match="lowercase letters"):
         open_store(f"{address}?table=x%22;drop", DIM, "model a")
 
