@@ -91,6 +91,6 @@ def test_the_numba_backend_refuses_another_device():
 def test_clusters():
     pytest.importorskip("sklearn")
     emb, labels = random_batch(60, classes=5)
-    expected = cluster_scores(emb, labels, backend="sklearn")
-    actual = cluster_scores(emb.to(DEVICE), labels, backend="sklearn")
+    expected = cluster_scores(emb, labels)
+    actual = cluster_scores(emb.to(DEVICE), labels)
     np.testing.assert_array_equal(actual.clusters, expected.clusters)

@@ -186,7 +186,7 @@ def compilations(after_step: Callable[[torch.device], None]) -> int:
         optimizer.zero_grad()
         loss = model(torch.ones(4, 8, device=DEVICE)).square().sum()
         loss.backward()
-        float(loss)
+        float(loss.detach())
         optimizer.step()
         after_step(DEVICE)
         compiled.append(metrics.metric_data("CompileTime")[0])

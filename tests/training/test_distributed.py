@@ -183,8 +183,8 @@ def test_misfits_are_refused_on_every_rank(ranks):
         width, labels, dtype, module, empty = found["mistakes"]
         assert "torch.float32 [n, 3] and torch.int64 [n]; torch.float32 [n, 4]" in width
         assert labels == "all_gather_with_grad: [2, 2] embeddings but [2, 3] labels on ranks 0 to 1."
-        assert "torch.float32 [n]; torch.float64 [n] on ranks 0 to 1" in dtype
-        assert "Objective: its parameters or buffers are of other names, sizes or dtypes" in module
+        assert "between ranks 0 to 1: torch.float32 [n]; torch.float64 [n]" in dtype
+        assert "Objective: parameters or buffers differ in name, shape or dtype" in module
         assert empty == "emb: the batch is empty."
 
 
