@@ -65,33 +65,32 @@ def run(argv: list[str]) -> None:
     from nearkin.deploy.serve.service import Service
 
     token = _read_token(args.token_file)
-    sock = bind(args.host, args.port)  # before the model, which takes seconds to load
-    address = str(sock.getsockname()[0])
-    loopback = ip_address(address).is_loopback
-    limits = RequestLimits(
-        max_upload_bytes=args.max_upload_bytes,
-        max_pixels=args.max_pixels,
-        upload_timeout=args.upload_timeout,
-        timeout=args.timeout,
-        max_requests=args.max_requests,
-    )
-    index = Index.load(folder)
-    index.set_model(load_model(args.run or run_of(index), args.device))
-    service = Service(
-        index,
-        limits=limits,
-        workers=args.workers,
-        token=token,
-        hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,
-    )
-    if not loopback and token is None:
-        print("nearkin: other machines can access this server without a token (--token-file).", file=sys.stderr)
-
-    print(f"serving {len(index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
-    try:
-        serve_until_stopped(make_app(service), sock)
-    finally:
-        service.close()
+    # Listen before loading the model, which takes seconds: a port in use is reported at once.
+    with bind(args.host, args.port) as sock:
+        address = str(sock.getsockname()[0])
+        loopback = ip_address(address).is_loopback
+        index = Index.load(folder)
+        index.set_model(load_model(args.run or run_of(index), args.device))
+        service = Service(
+            index,
+            limits=RequestLimits(
+                max_upload_bytes=args.max_upload_bytes,
+                max_pixels=args.max_pixels,
+                upload_timeout=args.upload_timeout,
+                timeout=args.timeout,
+                max_requests=args.max_requests,
+            ),
+            workers=args.workers,
+            token=token,
+            hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,
+        )
+        if not loopback and token is None:
+            print("nearkin: other machines can access this server without a token (--token-file).", file=sys.stderr)
+        print(f"serving {len(index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
+        try:
+            serve_until_stopped(make_app(service), sock)
+        finally:
+            service.close()
     print("stopped")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from nearkin.bench.summary import format_p
 from nearkin.bench.tournament import Tournament
 from nearkin.errors import DataError, import_extra
-from nearkin.report.figures import COLOURS, save_figure
+from nearkin.report.print_figures import COLOURS, save_figure
 
 INK, FAINT = "#222222", "#666666"
 BLUE, ORANGE, *_ = COLOURS

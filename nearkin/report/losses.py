@@ -15,7 +15,7 @@ from nearkin.analysis.information import gradient_of
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.registry import LOSSES, ONE_PER_CLASS, Loss
 from nearkin.ops.pairs import Pairs
-from nearkin.report.figures import plot_lines, save_figure
+from nearkin.report.print_figures import plot_lines, save_figure
 
 FAMILIES = {
     "pair": "pairs of the same class are pulled together, pairs of different classes are pushed apart",

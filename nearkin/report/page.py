@@ -23,7 +23,7 @@ from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
 from nearkin.report.highlights import Highlights, find_highlights
 from nearkin.report.html import render_template, write_html
-from nearkin.report.plots import Series, histogram, line_chart
+from nearkin.report.svg_charts import Series, histogram, line_chart
 from nearkin.report.text import headline
 from nearkin.training.run import Run
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nearkin.report.critical_difference import draw_critical_difference
-from nearkin.report.figures import COLOURS, WIDTH, plot_lines, write_drawings
+from nearkin.report.print_figures import COLOURS, WIDTH, plot_lines, write_drawings
 from nearkin.report.study import StudyReport
 
 MAX_LINES = 6  # methods per plot

@@ -81,16 +81,7 @@ def process_group(
         yield device
         return
     ranks, number = _environment("WORLD_SIZE", 1), _environment("RANK")
-    if device.type == "cuda":
-        device = torch.device("cuda", _environment("LOCAL_RANK"))
-        if device.index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"process {number} of {ranks} needs GPU {device.index}; there are {torch.cuda.device_count()}. "
-                "Start one process per GPU: torchrun --nproc-per-node N."
-            )
-        torch.cuda.set_device(device)
-    elif device.type != "cpu":
-        raise ConfigError(f"device: training in {ranks} processes works on cpu or cuda, not on {device.type}.")
+    device = _own_device(device, number, ranks)
     who = f"process {number} of {ranks}"
     # Its functions bind the current group as a default argument at import. Imported during training, as optimisers do,
     # they would keep the group and its threads alive past its end, and Python occasionally aborts at exit.
@@ -119,6 +110,21 @@ def process_group(
         ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _own_device(device: torch.device, number: int, ranks: int) -> torch.device:
+    """Return the device of this process: its own GPU, or the CPU that all share."""
+    if device.type == "cuda":
+        device = torch.device("cuda", _environment("LOCAL_RANK"))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {number} of {ranks} needs GPU {device.index}; there are {torch.cuda.device_count()}. "
+                "Start one process per GPU: torchrun --nproc-per-node N."
+            )
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"device: training in {ranks} processes works on cpu or cuda, not on {device.type}.")
+    return device
 
 
 def _environment(name: str, default: int | None = None) -> int:

@@ -21,7 +21,7 @@ from nearkin.report.compare import comparison_headline
 from nearkin.report.contents import PageItems
 from nearkin.report.eval_data import load_eval_data
 from nearkin.report.page import build_report, render, safe_json, write_page, write_report
-from nearkin.report.plots import Series, histogram, line_chart
+from nearkin.report.svg_charts import Series, histogram, line_chart
 from nearkin.training import recipes
 
 
