@@ -59,8 +59,8 @@ def run(argv: list[str]) -> None:
     if args.tsne:
         require_extra("bench", "sklearn")
     from nearkin._common.progress import Reporter
-    from nearkin.report.print_figures import write_figures
     from nearkin.report.page import build_report, write_report
+    from nearkin.report.print_figures import write_figures
     from nearkin.report.tables import write_tables
     from nearkin.training.run import Run
 

@@ -25,8 +25,8 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.html import render_template, write_html
-from nearkin.report.svg_charts import Series, line_chart
 from nearkin.report.study_overview import in_order, run_study_tournament
+from nearkin.report.svg_charts import Series, line_chart
 
 MAX_LINES = 4  # methods per chart: more would not be distinguishable
 
