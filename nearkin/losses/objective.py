@@ -30,7 +30,7 @@ class Objective(nn.Module):
         miner_settings: Settings of the miner, for example {"epsilon": 0.2}.
         memory: Number of earlier embeddings used as extra references (cross-batch memory); for pair losses only.
         reduction: "mean" (as the loss defines it), "sum" or "none".
-        prefixes: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
+        matryoshka_dims: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
         **settings: Settings of the loss, for example alpha=32.0.
 
     Raises:
@@ -58,7 +58,7 @@ class Objective(nn.Module):
         miner_settings: dict[str, Any] | None = None,
         memory: int = 0,
         reduction: Reduction = "mean",
-        prefixes: Sequence[int] = (),
+        matryoshka_dims: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Objective(nn.Module):
         self.reduction: Reduction = reduction
         self.num_classes = None if num_classes is None else _as_int("num_classes", num_classes)
         self.dim = None if dim is None else _as_int("dim", dim)
-        self.prefixes = _check_prefixes(prefixes, self.dim)
+        self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._create_parameters()
         self._create_memory(memory)
@@ -100,10 +100,12 @@ class Objective(nn.Module):
         emb, labels = as_batch(emb, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
             raise DataError(f"{self.name}: expected embeddings of {self.dim} dimensions, got {emb.shape[1]}.")
-        if self.prefixes and max(self.prefixes) > emb.shape[1]:
-            raise DataError(f"prefixes: {max(self.prefixes)} exceeds the {emb.shape[1]} dimensions of the embeddings.")
+        if self.matryoshka_dims and max(self.matryoshka_dims) > emb.shape[1]:
+            raise DataError(
+                f"matryoshka_dims: {max(self.matryoshka_dims)} exceeds the {emb.shape[1]} dimensions of the embeddings."
+            )
         with full_precision(emb):
-            parts = [self._loss(emb[:, :size], labels, *constants) for size in self.prefixes or (emb.shape[1],)]
+            parts = [self._loss(emb[:, :size], labels, *constants) for size in self.matryoshka_dims or (emb.shape[1],)]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if self.memory_size and self.training:
             self._update_memory(emb.detach(), labels)
@@ -270,7 +272,7 @@ class Objective(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the name and the settings, for repr()."""
-        extras = {"miner": self.miner, "memory": self.memory_size, "prefixes": self.prefixes}
+        extras = {"miner": self.miner, "memory": self.memory_size, "matryoshka_dims": self.matryoshka_dims}
         shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
 
@@ -343,9 +345,9 @@ def _as_int(name: str, value: Any, expected: str = "an integer above 0", minimum
     return cast(int, number)
 
 
-def _check_prefixes(prefixes: Sequence[int], dim: int | None) -> tuple[int, ...]:
+def _check_matryoshka_dims(matryoshka_dims: Sequence[int], dim: int | None) -> tuple[int, ...]:
     expected = f"sizes from 1 to {dim or 'the embedding size'}"
-    sizes = tuple(_as_int("prefixes", size, expected) for size in prefixes)
+    sizes = tuple(_as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
     if dim is not None and max(sizes, default=0) > dim:
-        raise ConfigError(f"prefixes: expected {expected}, got {max(sizes)}.")
+        raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(sizes)}.")
     return sizes

@@ -122,7 +122,7 @@ def rank(
     groups: Any = None,
     gallery_groups: Any = None,
     memory: str | int = "1GB",
-    path: str = "auto",
+    backend: str = "auto",
     progress: Progress | None = None,
     verbose: bool | None = None,
 ) -> Ranking:
@@ -141,7 +141,7 @@ def rank(
             excluded, neither right nor wrong. For "same person and same camera" use one group per such pair.
         gallery_groups: [G] groups of the gallery.
         memory: Maximum extra memory beside the vectors and the result, for example "1GB".
-        path: Backend: "numba" (fastest on a CPU), "torch" (any device) or "auto". The results are identical.
+        backend: "numba" (fastest on a CPU), "torch" (any device) or "auto". The results are identical.
         progress: Called with the fraction done.
         verbose: Print the plan before starting; by default only for large problems.
 
@@ -153,15 +153,15 @@ def rank(
         [0, 1]
     """
     problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, gallery_groups)
-    ranking = assemble(problem, list(count_hits(problem, parse_bytes(memory), path, progress, verbose)))
+    ranking = assemble(problem, list(count_hits(problem, parse_bytes(memory), backend, progress, verbose)))
     return replace(ranking, notes=tuple(data_notes(problem, *count_singletons_and_ties(ranking))))
 
 
 def count_hits(
-    problem: RankingProblem, budget: int, path: str, progress: Progress | None, verbose: bool | None
+    problem: RankingProblem, budget: int, backend: str, progress: Progress | None, verbose: bool | None
 ) -> Iterator[PartialRanking]:
     """Count with the chosen backend, some queries at a time."""
-    backend = _choose_backend(problem, path, budget)
+    backend = _choose_backend(problem, backend, budget)
     pairs = len(problem.query) * len(problem.gallery)
     if verbose or (verbose is None and pairs >= 10**9):
         print(_plan(problem, backend, budget), file=sys.stderr, flush=True)
@@ -177,16 +177,16 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _choose_backend(problem: RankingProblem, path: str, budget: int) -> str:
-    if path not in ("auto", "numba", "torch"):
-        raise ConfigError(f"path: expected 'auto', 'numba' or 'torch', got {path!r}.")
+def _choose_backend(problem: RankingProblem, backend: str, budget: int) -> str:
+    if backend not in ("auto", "numba", "torch"):
+        raise ConfigError(f"backend: expected 'auto', 'numba' or 'torch', got {backend!r}.")
     on_cpu = problem.query.x.device.type == "cpu"
-    if path == "numba":
+    if backend == "numba":
         import_extra("numba", extra="images")
         if not on_cpu:
-            raise ConfigError("path: 'numba' runs on the CPU. Move the vectors with .cpu(), or use path='torch'.")
-    if path != "auto":
-        return path
+            raise ConfigError("backend: 'numba' runs on the CPU. Move the vectors with .cpu(), or use backend='torch'.")
+    if backend != "auto":
+        return backend
     large = len(problem.query) * len(problem.gallery) >= _MIN_NUMBA_PAIRS
     # With very large classes sorting beats comparing.
     small_classes = problem.max_pairs <= min(128 * len(problem.query), budget // 250)

@@ -277,7 +277,7 @@ def score(
     groups: Any = None,
     gallery_groups: Any = None,
     memory: str | int = "1GB",
-    path: str = "auto",
+    backend: str = "auto",
     progress: Progress | None = None,
     verbose: bool | None = None,
 ) -> Scores:
@@ -297,7 +297,7 @@ def score(
         groups: [Q] groups whose items are excluded.
         gallery_groups: [G] groups of the gallery.
         memory: Maximum extra memory.
-        path: Backend.
+        backend: "numba", "torch" or "auto".
         progress: Called with the fraction done.
         verbose: Print the plan.
 
@@ -311,7 +311,7 @@ def score(
     names = _metric_names(ks, singletons)
     problem = make_problem(query, labels, gallery, gallery_labels, similarity, groups, gallery_groups)
     budget = parse_bytes(memory)
-    parts = count_hits(problem, budget, path, progress, verbose)
+    parts = count_hits(problem, budget, backend, progress, verbose)
     if 100 * problem.max_pairs <= budget:
         ranking = assemble(problem, list(parts))
         notes = tuple(data_notes(problem, *count_singletons_and_ties(ranking)))

@@ -23,7 +23,7 @@ class Case:
     name: str
     miner: str | None = None
     memory: int = 0
-    prefixes: tuple[int, ...] = ()
+    matryoshka_dims: tuple[int, ...] = ()
     reduction: str = "mean"
     learned: str | None = None  # a switch of the loss
     rows: int = 20
@@ -41,7 +41,7 @@ class Case:
             dim=DIM,
             miner=self.miner,
             memory=self.memory,
-            prefixes=self.prefixes,
+            matryoshka_dims=self.matryoshka_dims,
             reduction=self.reduction,
             **({self.learned: True} if self.learned else {}),
             **({"dropout": 0.0} if LOSSES[self.name].inputs.dropout else {}),
@@ -54,14 +54,14 @@ class Case:
 
 
 CASES = [Case(name, reduction=reduction) for name in LOSSES for reduction in LOSSES[name].reductions]
-CASES += [Case(name, prefixes=(2, 5, 8)) for name in LOSSES]
+CASES += [Case(name, matryoshka_dims=(2, 5, 8)) for name in LOSSES]
 CASES += [Case(name, miner=miner) for name in PAIR_LOSSES for miner in MINERS]
 CASES += [Case(n, learned=s.switch) for n in LOSSES for s in LOSSES[n].inputs.learned_scalars if s.switch]
 # A memory that is filled after two steps and overwritten in the third; one smaller than the batch; one with a miner.
 CASES += [Case(name, memory=30, steps=4) for name in LOSSES if LOSSES[name].inputs.memory]
 CASES += [Case("contrastive", memory=12, steps=2), Case("margin", memory=30, steps=3, learned="learn_beta")]
 CASES += [Case("multi_similarity", miner=miner, memory=30, steps=3) for miner in MINERS]
-CASES += [Case("multi_similarity", memory=30, steps=3, prefixes=(4, 8))]
+CASES += [Case("multi_similarity", memory=30, steps=3, matryoshka_dims=(4, 8))]
 # Above 256 rows masks and products are computed in other ways.
 CASES += [Case(name, rows=300) for name in LOSSES]
 CASES += [Case("triplet", miner=miner, rows=300) for miner in MINERS]

@@ -85,7 +85,7 @@ def test_the_numba_backend_refuses_another_device():
     if DEVICE.type == "mps":
         pytest.skip("vectors on MPS are ranked on the CPU")
     with pytest.raises(ConfigError, match="'numba' runs on the CPU"):
-        nk.rank(emb.to(DEVICE), labels, path="numba")
+        nk.rank(emb.to(DEVICE), labels, backend="numba")
 
 
 def test_clusters():

@@ -1,4 +1,4 @@
-"""Objective: parameters, memory, prefixes, weighted sums, and losses that users declare."""
+"""Objective: parameters, memory, matryoshka_dims, weighted sums, and losses that users declare."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_memory_is_rejected_by_losses_that_cannot_use_it(name: str) -> None:
         nk.Objective(name, num_classes=3, dim=4, memory=10)
 
 
-# --- prefixes and sums ------------------------------------------------------------------------------------------------
+# --- matryoshka_dims and sums -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["contrastive", "proxy_anchor", "soft_triple", "softmax", "center"])
 def test_prefixes_sum_the_loss_over_sizes(name: str) -> None:
     emb, labels = batch()
-    whole = nk.Objective(name, num_classes=3, dim=6, prefixes=(2, 3, 6)).double().eval()
+    whole = nk.Objective(name, num_classes=3, dim=6, matryoshka_dims=(2, 3, 6)).double().eval()
     for value in whole.parameters():
         torch.nn.init.normal_(value)
     want = torch.zeros((), dtype=torch.float64)
@@ -109,8 +109,8 @@ def test_prefixes_sum_the_loss_over_sizes(name: str) -> None:
             getattr(part, key).data = value.data[..., :size] if value.shape[-1] == 6 else value.data
         want += part(emb[:, :size], labels).detach()
     torch.testing.assert_close(whole(emb, labels).detach(), want)
-    with pytest.raises(nk.UserError, match="prefixes: expected sizes from 1 to 6, got 7"):
-        nk.Objective(name, num_classes=3, dim=6, prefixes=(7,))
+    with pytest.raises(nk.UserError, match="matryoshka_dims: expected sizes from 1 to 6, got 7"):
+        nk.Objective(name, num_classes=3, dim=6, matryoshka_dims=(7,))
 
 
 def test_weighted_sum() -> None:
@@ -128,8 +128,8 @@ def test_weighted_sum() -> None:
 def test_prefixes_longer_than_the_embeddings() -> None:
     """Without dim it is detected at the first batch."""
     emb, labels = batch()
-    with pytest.raises(nk.UserError, match="prefixes: 100 exceeds the 6 dimensions of the embeddings"):
-        nk.Objective("contrastive", prefixes=(2, 100))(emb, labels)
+    with pytest.raises(nk.UserError, match="matryoshka_dims: 100 exceeds the 6 dimensions of the embeddings"):
+        nk.Objective("contrastive", matryoshka_dims=(2, 100))(emb, labels)
 
 
 # --- learned state ----------------------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def test_invalid_sizes_are_rejected(options: dict[str, object], message: str) ->
 
 
 def test_sizes_may_be_numpy_scalars() -> None:
-    sizes = {"num_classes": np.int64(3), "dim": np.int32(6), "memory": np.int64(5), "prefixes": np.array([2, 6])}
+    sizes = {"num_classes": np.int64(3), "dim": np.int32(6), "memory": np.int64(5), "matryoshka_dims": np.array([2, 6])}
     objective = nk.Objective("contrastive", **sizes, margin=np.float32(0.25))
-    assert (objective.num_classes, objective.dim, objective.memory_size, objective.prefixes) == (3, 6, 5, (2, 6))
+    assert (objective.num_classes, objective.dim, objective.memory_size, objective.matryoshka_dims) == (3, 6, 5, (2, 6))
     assert torch.isfinite(objective(*batch()))
     for wrong in (np.float64(3), True, np.True_, "3", -1, torch.tensor([3, 4])):
         with pytest.raises(nk.UserError, match="dim: expected an integer above 0"):

@@ -17,7 +17,7 @@ from nearkin.errors import ConfigError, DataError, MissingExtraError
 from nearkin.metrics import _count_numba, _vectors, ranking
 from nearkin.metrics.ranking import neighbours, rank
 
-PATHS = ("torch", "numba")
+BACKENDS = ("torch", "numba")
 
 
 def groups_of(r):
@@ -55,9 +55,9 @@ def small_tiles(monkeypatch):
 COMMON = {"derandomize": True, "deadline": None, "max_examples": 120}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_single_set_against_exact_fractions(path, similarity, monkeypatch):
+def test_single_set_against_exact_fractions(backend, similarity, monkeypatch):
     @settings(**COMMON)
     @given(tied_sets(), st.booleans())
     def check(data, grouped):
@@ -65,7 +65,7 @@ def test_single_set_against_exact_fractions(path, similarity, monkeypatch):
         if unit == 1e-20 and similarity == "cosine":
             return
         options = {"groups": groups} if grouped else {}
-        got = rank(x, labels, similarity=similarity, path=path, **options)
+        got = rank(x, labels, similarity=similarity, backend=backend, **options)
         want = lists(x, labels, similarity=similarity, **options)
         assert groups_of(got) == [tie_groups(items) for items in want]
         assert got.items.tolist() == [len(items) for items in want]
@@ -73,9 +73,9 @@ def test_single_set_against_exact_fractions(path, similarity, monkeypatch):
     check()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_query_against_gallery_against_exact_fractions(path, similarity):
+def test_query_against_gallery_against_exact_fractions(backend, similarity):
     @settings(**COMMON)
     @given(tied_sets(), st.data())
     def check(data, more):
@@ -88,37 +88,37 @@ def test_query_against_gallery_against_exact_fractions(path, similarity):
         q_labels = more.draw(st.lists(st.integers(0, 4), min_size=len(picked), max_size=len(picked)))
         q_groups = more.draw(st.lists(st.integers(0, 2), min_size=len(picked), max_size=len(picked)))
         groups = {"groups": q_groups, "gallery_groups": gallery_groups} if more.draw(st.booleans()) else {}
-        got = rank(q, q_labels, g, g_labels, similarity=similarity, path=path, **groups)
+        got = rank(q, q_labels, g, g_labels, similarity=similarity, backend=backend, **groups)
         want = lists(q, q_labels, g, g_labels, similarity=similarity, **groups)
         assert groups_of(got) == [tie_groups(items) for items in want]
 
     check()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_binary_codes_of_unit_length_tie_exactly(path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_binary_codes_of_unit_length_tie_exactly(backend):
     # In float64 the sums of +-c*c differ in the last bit by the order of the signs; the similarities do not.
     rng = np.random.default_rng(0)
     x = (np.sign(rng.standard_normal((30, 21))) / np.sqrt(21)).astype(np.float32)
     labels = rng.integers(0, 6, 30)
-    assert groups_of(rank(x, labels, path=path)) == [tie_groups(items) for items in lists(x, labels)]
+    assert groups_of(rank(x, labels, backend=backend)) == [tie_groups(items) for items in lists(x, labels)]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 @pytest.mark.parametrize(("offset", "noise"), [(1.0, 1e-7), (1.0, 1e-4), (1000.0, 1e-3)])
-def test_nearly_collapsed_models_are_ranked_exactly(path, similarity, offset, noise):
+def test_nearly_collapsed_models_are_ranked_exactly(backend, similarity, offset, noise):
     rng = np.random.default_rng(1)
     x = (offset + noise * rng.standard_normal((24, 16))).astype(np.float32)
     labels = np.arange(24) // 4
-    got = rank(x, labels, similarity=similarity, path=path)
+    got = rank(x, labels, similarity=similarity, backend=backend)
     assert groups_of(got) == [tie_groups(items) for items in lists(x, labels, similarity=similarity)]
 
 
 def test_zero_and_vanishing_vectors_have_cosine_zero():
     x = np.array([[0.0, 0.0], [1e-13, 0.0], [1.0, 0.0], [-1.0, 0.1], [0.0, 1.0]])
-    for path in PATHS:
-        got = rank(x[[2]], [0], x[[0, 1, 3, 4]], [0, 1, 2, 3], path=path)
+    for backend in BACKENDS:
+        got = rank(x[[2]], [0], x[[0, 1, 3, 4]], [0, 1, 2, 3], backend=backend)
         assert groups_of(got) == [[(0, 1, 3)]]  # both zero vectors and the orthogonal one tie at 0
     assert neighbours(x, k=1)[1][0] == 0.0
 
@@ -126,8 +126,8 @@ def test_zero_and_vanishing_vectors_have_cosine_zero():
 def test_backends_agree_on_inputs_of_several_tiles(monkeypatch):
     monkeypatch.setattr(_count_numba, "TILE", 512)
     x, labels = clustered(1500, 128, samples_per_class=20, noise=2.0)
-    assert 0.3 < nk.score(x, labels, path="numba")["R@1"] < 0.95
-    assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
+    assert 0.3 < nk.score(x, labels, backend="numba")["R@1"] < 0.95
+    assert_same(rank(x, labels, backend="numba"), rank(x, labels, backend="torch"))
 
 
 def test_cub_features_have_their_known_recall_in_both_backends(monkeypatch):
@@ -138,11 +138,11 @@ def test_cub_features_have_their_known_recall_in_both_backends(monkeypatch):
     with np.load(path) as file:
         test = file["labels"] >= 100
         x, labels = file["features"][test], file["labels"][test]
-    scores = nk.score(x, labels, path="numba")
+    scores = nk.score(x, labels, backend="numba")
     for name, percent in {"R@1": 57.88, "R@2": 69.97, "R@4": 80.79, "R@8": 88.72}.items():
         assert 100 * scores[name] == pytest.approx(percent, abs=0.02)
     half = np.arange(0, len(x), 3)
-    assert_same(rank(x[half], labels[half], path="numba"), rank(x[half], labels[half], path="torch"))
+    assert_same(rank(x[half], labels[half], backend="numba"), rank(x[half], labels[half], backend="torch"))
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
@@ -151,20 +151,20 @@ def test_result_depends_on_nothing_but_the_data(similarity, monkeypatch):
     x, labels = clustered(900, 24, samples_per_class=6, noise=1.5)
     x[::7] = x[3]  # copies across classes
     x[1::5] = np.round(x[1::5] * 2) / 2  # coarse values: ties between different vectors
-    base = rank(x, labels, similarity=similarity, path="numba")
+    base = rank(x, labels, similarity=similarity, backend="numba")
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert_same(base, rank(x, labels, similarity=similarity, path="numba"))
+            assert_same(base, rank(x, labels, similarity=similarity, backend="numba"))
             assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
     for tile in (64, 100, 1000):
         monkeypatch.setattr(_count_numba, "TILE", tile)
-        assert_same(base, rank(x, labels, similarity=similarity, path="numba"))
+        assert_same(base, rank(x, labels, similarity=similarity, backend="numba"))
     for memory in ("1MB", "3MB", "1GB"):
-        assert_same(base, rank(x, labels, similarity=similarity, path="torch", memory=memory))
+        assert_same(base, rank(x, labels, similarity=similarity, backend="torch", memory=memory))
     shuffled = np.random.default_rng(5).permutation(len(x))
     first, second = (
         nk.score(x, labels, similarity=similarity),
@@ -176,11 +176,11 @@ def test_result_depends_on_nothing_but_the_data(similarity, monkeypatch):
         assert first.interval(name) == second.interval(name)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_gallery_larger_than_the_memory_budget(path, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gallery_larger_than_the_memory_budget(backend, monkeypatch):
     monkeypatch.setattr(_count_numba, "TILE", 512)
     x, labels = clustered(1100, 200, samples_per_class=4, noise=1.5)
-    assert_same(rank(x, labels, path=path, memory="1MB"), rank(x, labels, path=path))
+    assert_same(rank(x, labels, backend=backend, memory="1MB"), rank(x, labels, backend=backend))
     index, value = neighbours(x[:50], x, k=3, memory="1MB")
     want, similarity = neighbours(x[:50], x, k=3)
     np.testing.assert_array_equal(index, want)
@@ -191,17 +191,17 @@ def test_reduced_precision_setting_is_ignored_and_restored():
     x, labels = clustered(60, 8, samples_per_class=3, noise=1.0)
     torch.set_float32_matmul_precision("high")
     try:
-        got = rank(x, labels, path="numba")
+        got = rank(x, labels, backend="numba")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert_same(got, rank(x, labels, path="torch"))
+    assert_same(got, rank(x, labels, backend="torch"))
 
 
 def test_large_classes_use_binary_search():
     x, labels = clustered(400, 8, samples_per_class=100, noise=2.0)
     x = np.round(x * 4) / 4
-    assert_same(rank(x, labels, path="numba"), rank(x, labels, path="torch"))
+    assert_same(rank(x, labels, backend="numba"), rank(x, labels, backend="torch"))
 
 
 def test_the_error_bound_holds():
@@ -261,9 +261,9 @@ def test_collapse_is_not_rewarded_and_row_order_does_not_matter():
     x = np.ones((1000, 16), dtype=np.float32)
     labels = np.repeat([0, 1], [900, 100])
     chance = (900 * 899 + 100 * 99) / 1000 / 999
-    for path in PATHS:
+    for backend in BACKENDS:
         for order in (np.arange(1000), np.arange(1000)[::-1]):
-            scores = nk.score(x, labels[order], ks=(1,), path=path)
+            scores = nk.score(x, labels[order], ks=(1,), backend=backend)
             assert scores["P@1"] == pytest.approx(chance, abs=1e-12)
             assert scores["R@1"] == pytest.approx(chance, abs=1e-12)
             assert scores.bounds("R@1") == (0.0, 1.0)
@@ -287,8 +287,8 @@ def test_self_is_excluded_by_index_not_by_rank():
     # Every item has an exact copy with another label; dropping the first column would keep the self match.
     x = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0)
     labels = np.array([0, 1, 0, 1, 2, 3, 2, 3])
-    for path in PATHS:
-        assert nk.score(x, labels, path=path)["R@1"] == 0.0
+    for backend in BACKENDS:
+        assert nk.score(x, labels, backend=backend)["R@1"] == 0.0
     assert neighbours(x, k=1)[0].ravel().tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
 
 
@@ -392,7 +392,7 @@ def test_accepted_input():
         (lambda x, y: rank(x, [None] * 12), DataError, "expected integers or strings, got NoneType"),
         (lambda x, y: rank(x, y, similarity="cosin"), ConfigError, "Did you mean 'cosine'"),
         (lambda x, y: rank(x, y, memory="lots"), ConfigError, "memory: expected a size such as"),
-        (lambda x, y: rank(x, y, path="cuda"), ConfigError, "path: expected 'auto'"),
+        (lambda x, y: rank(x, y, backend="cuda"), ConfigError, "backend: expected 'auto'"),
         (lambda x, y: rank(x, y, groups=[1, 2]), DataError, "groups: 2 labels for 12 rows"),
         (lambda x, y: rank(x, y, x, y, groups=y), ConfigError, "both groups and gallery_groups"),
         (lambda x, y: neighbours(x, k=12), ConfigError, "k: expected 1 to 11"),
@@ -413,7 +413,7 @@ def test_without_numba(monkeypatch):
     assert_same(base, rank(x, labels))
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(MissingExtraError, match=r"nearkin\[images\]"):
-        rank(x, labels, path="numba")
+        rank(x, labels, backend="numba")
 
 
 def test_small_inputs_do_not_import_numba():
@@ -425,11 +425,11 @@ def test_small_inputs_do_not_import_numba():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_progress_and_plan(path, capsys):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_progress_and_plan(backend, capsys):
     seen = []
     x, labels = clustered(40, 4, samples_per_class=4, noise=0.5)
-    rank(x, labels, path=path, progress=seen.append, verbose=True)
+    rank(x, labels, backend=backend, progress=seen.append, verbose=True)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
     assert "ranking 40 queries against 40 items of 4 dimensions" in capsys.readouterr().err
@@ -445,5 +445,5 @@ def test_error_in_a_thread_is_raised(monkeypatch):
     x, labels = clustered(40, 4, samples_per_class=4, noise=0.5)
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match="broken tile"):
-        rank(x, labels, path="numba")
+        rank(x, labels, backend="numba")
     assert torch.get_num_threads() == threads

@@ -46,13 +46,13 @@ def golden_name(key):
     return plain.get(key) or at[kind] + k + after.get(kind, "")
 
 
-@pytest.mark.parametrize("path", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize(
     ("singletons", "part"), [("zero", "all_queries_lone_score_0"), ("exclude", "excluding_lone_queries")]
 )
-def test_golden_retrieval(path, singletons, part):
+def test_golden_retrieval(backend, singletons, part):
     g = golden("metrics")
-    scores = nk.score(np.array(g["embeddings"]), g["labels"], singletons=singletons, path=path)
+    scores = nk.score(np.array(g["embeddings"]), g["labels"], singletons=singletons, backend=backend)
     want = g["retrieval"][part]
     assert int((~np.isnan(scores.per_query["R@1"])).sum()) == want.pop("n_queries")
     for key, value in want.items():
