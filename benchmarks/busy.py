@@ -74,15 +74,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--busy", type=int, default=1, help="number of competing processes")
     parser.add_argument("--out", type=Path, help="write the seconds as JSON")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: all")
     args = parser.parse_args()
+    policies = {name: POLICIES[name] for name in dict.fromkeys(["OpenMP's default", *args.policies])}
     found: dict[str, list[float]] = {}
     for busy in (0, args.busy):
         competitors = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
         try:
             for _ in range(args.repeats):
                 for work, code in WORK.items():
-                    for policy, settings in POLICIES.items():
-                        found.setdefault(f"{work} | {policy} | {busy}", []).append(seconds(code, settings))
+                    for policy, settings in policies.items():
+                        case = f"{work} | {policy} | {busy}"
+                        found.setdefault(case, []).append(seconds(code, settings))
+                        print(f"{case}: {found[case][-1]:.2f} s", file=sys.stderr)
         finally:
             for process in competitors:
                 process.kill()
@@ -93,7 +97,7 @@ def main() -> None:
     for work in WORK:
         base = statistics.median(found[f"{work} | OpenMP's default | 0"])
         print(f"\n{work} ({base:.1f} s)")
-        for policy in POLICIES:
+        for policy in policies:
             idle, busy = (statistics.median(found[f"{work} | {policy} | {n}"]) / base for n in (0, args.busy))
             print(f"  {policy:26}  idle {idle:4.2f}x   {args.busy} busy {busy:5.2f}x")
 
