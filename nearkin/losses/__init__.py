@@ -1,11 +1,5 @@
-"""Losses: each is a pure function, registered under its own name.
-
->>> import nearkin as nk, torch
->>> pairs = nk.pair_up(torch.eye(4), torch.tensor([0, 0, 1, 1]))
->>> loss = nk.losses.multi_similarity(pairs, alpha=2.0, beta=50.0, base=0.5)
-
-Pair losses take `Pairs`; class losses take (emb, labels, proxies), or the parameters of their head. Both take
-`reduction="mean" | "sum" | "none"` where their definition allows it. `LOSSES` is the registry, `loss` the decorator.
+"""Losses: pure functions, registered under their own names. Pair losses take `Pairs`; class losses take (emb, labels,
+proxies), or the parameters of their head; both take `reduction="mean" | "sum" | "none"` where their definition allows.
 """
 
 from nearkin.losses.miners import MINERS, miner

@@ -1,7 +1,6 @@
 """ToClasses: the similarities of a batch to its classes, and the primitives of the losses that use them.
 
-No mask [N, C] is ever built. The similarity to a sample's own class is one gathered column, and "all other classes" is
-the same block without that entry, so 100,000 classes cost the similarity block and one more buffer.
+No mask [N, C] is ever built, so 100,000 classes cost the similarity block and one more buffer.
 """
 
 from __future__ import annotations
@@ -92,17 +91,10 @@ HEAD = Inputs(
     dropout="dropout",
 )
 
-# --- primitives -------------------------------------------------------------------------------------------------------
 
-
-def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute, per sample, the similarity to its class and the log-sum-exp over all other classes."""
-    return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
-
-
-def own_and_other_samples(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and per class the log-sum-exp over samples of other classes."""
-    return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
+def own_and_others(sim: Tensor, labels: Tensor, scale: float, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0)."""
+    return _OwnAndOthers.apply(sim, labels, scale, dim)  # type: ignore[no-any-return]
 
 
 class _OwnAndOthers(torch.autograd.Function):

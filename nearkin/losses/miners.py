@@ -1,12 +1,5 @@
 """Miners select pairs for a loss: `Pairs -> Pairs`. They never change a similarity or its gradient.
 
-    all                all pairs (the same as no miner)
-    hard               per anchor, the farthest positive and the nearest negative
-    semihard           per (anchor, positive), the nearest negative that is farther than the positive
-    multi_similarity   pairs that violate the order of positives and negatives, within epsilon
-    distance_weighted  per anchor, a random positive, and a negative drawn uniformly over distance
-    random             per anchor, a random positive and a random negative
-
 Ties go to the lowest index. An anchor without positives or without negatives gets no pairs, except with `all`.
 """
 
@@ -23,6 +16,7 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses.registry import check_known
 from nearkin.ops.pairs import Pairs
 from nearkin.ops.reductions import PairSet, rank_positives, shifted_exp
 
@@ -45,11 +39,7 @@ def miner(function: Miner) -> Miner:
 
     def check(settings: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in settings.items():
-            if key not in known:
-                hint = did_you_mean(key, known) or (
-                    f" Settings: {', '.join(known)}." if known else " It has no settings."
-                )
-                raise ConfigError(f"miner {name}: no setting '{key}'.{hint}")
+            check_known(f"miner {name}", key, known)
             annotation = known[key].removesuffix(" | None")
             if annotation not in _SETTING_TYPES or (value is None and known[key] != annotation):
                 continue

@@ -1,9 +1,4 @@
-"""Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class.
-
-snca   scalable neighbourhood components analysis: cosines over a temperature
-nca    neighbourhood components analysis: squared distances of vectors that are not normalised
-ice    instance cross entropy: one softmax per positive, with its own gradient weights
-"""
+"""Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
 """Tuple losses: an anchor compared with all its positives and negatives together.
 
-    triplet            all (anchor, positive, negative) triplets, or those a miner selects
-    lifted_structure   soft maxima over positives and negatives, then a hinge
-    lifted_song        the original lifted structure, squared, over positive pairs
-    npair              one logarithm over all (positive, negative) differences
-    npair_mc           one pair per class, classified among the positives of the other classes
-
 None of them enumerates tuples: sums over pairs of sets are computed by sorting, or as sums of logarithms.
 """
 

@@ -1,7 +1,5 @@
-"""Normalisation, dot products, cosines and Euclidean distances.
-
-Each has a hand-written backward pass that is exact where autograd would divide zero by zero: for a zero vector or two
-coincident points. Second derivatives are not defined.
+"""Normalisation, dot products, cosines and Euclidean distances, each with a backward pass that is exact where autograd
+would divide zero by zero: for a zero vector or two coincident points. Second derivatives are not defined.
 """
 
 from __future__ import annotations
