@@ -17,19 +17,8 @@ from nearkin.losses.proxy import (
     proxy_repulsion_batch,
     soft_triple,
 )
-from nearkin.losses.registry import (
-    LOSSES,
-    Inputs,
-    LearnedScalar,
-    Loss,
-    Param,
-    Range,
-    choice,
-    integer,
-    linear,
-    log,
-    loss,
-)
+from nearkin.losses.ranges import Range, choice, integer, linear, log
+from nearkin.losses.registry import LOSSES, Inputs, LearnedScalar, Loss, Param, loss
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 

@@ -143,8 +143,8 @@ def distance_weighted(
     """
     probability = distance_weights(p, cutoff=cutoff, limit=limit, dim=dim)
     rows = p.pos.any(1) & (probability.sum(1) > 0)
-    neg = _one_per_row(p.neg, _draw(probability, rows, generator), rows)
-    pos = _one_per_row(p.pos, _draw(p.pos.to(probability.dtype), rows, generator), rows)
+    neg = _draw(probability, rows, generator)
+    pos = _draw(p.pos.to(probability.dtype), rows, generator)
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -164,18 +164,18 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
 def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
     """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
-    pos = _one_per_row(p.pos, _draw(p.pos.to(p.sim.dtype), rows, generator), rows)
-    neg = _one_per_row(p.neg, _draw(p.neg.to(p.sim.dtype), rows, generator), rows)
+    pos, neg = (_draw(mask.to(p.sim.dtype), rows, generator) for mask in (p.pos, p.neg))
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one column by weight in each selected row; 0 in the others."""
-    column = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+    """Draw one column by weight in each selected row; returns a mask."""
+    mask = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
     if rows.any():
         device = generator.device if generator else weight.device
-        column[rows] = torch.multinomial(weight[rows].to(device), 1, generator=generator).squeeze(1).to(column.device)
-    return column
+        column = torch.multinomial(weight[rows].to(device), 1, generator=generator).to(mask.device)
+        mask[rows.nonzero(), column] = True
+    return mask
 
 
 def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
@@ -184,11 +184,6 @@ def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
     pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
     pos[a, i], neg[a, j] = True, True
     return replace(p, pos=pos, neg=neg, triplets=triplets)
-
-
-def _one_per_row(mask: Tensor, column: Tensor, rows: Tensor) -> Tensor:
-    """Return a mask with the given column of each selected row."""
-    return torch.zeros_like(mask).scatter_(1, column.view(-1, 1), rows.view(-1, 1))
 
 
 def _farthest_positive(p: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

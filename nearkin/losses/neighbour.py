@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.losses.registry import PRODUCTS, Inputs, log, loss
+from nearkin.losses.ranges import log
+from nearkin.losses.registry import PRODUCTS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import PairSet, log_sums, shifted_exp, softplus
 

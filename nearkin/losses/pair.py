@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nearkin.losses.registry import Inputs, LearnedScalar, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import gather_pairs, hinge_sum, log_sums, row_sum
 

@@ -13,7 +13,8 @@ from nearkin.losses.classes import (
     log1p_sum_exp_per_class,
     own_and_others,
 )
-from nearkin.losses.registry import choice, integer, linear, log, loss
+from nearkin.losses.ranges import choice, integer, linear, log
+from nearkin.losses.registry import loss
 from nearkin.ops.geometry import gram, safe_sqrt, unit
 from nearkin.ops.reductions import PairSet, log1p_sum_exp, softplus
 

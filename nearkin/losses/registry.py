@@ -1,4 +1,4 @@
-"""The `@loss` decorator, the registry of losses, and the search ranges of their settings.
+"""The `@loss` decorator and the registry of losses.
 
 A loss is a pure function; the state it needs (proxies, a linear head) it declares in `Inputs`, for `Objective` to own.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,104 +15,12 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses.ranges import Range
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
 
 Reduction = Literal["mean", "sum", "none"]
 LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values of a setting that a tuner searches, and the wider interval that the formula accepts.
-
-    Attributes:
-        kind: "log" or "linear" for an interval on that scale, "integer" or "choice".
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        options: The values of a choice.
-        legal: The interval that the formula accepts, such as "[0, 1)"; values outside are rejected.
-    """
-
-    kind: Literal["log", "linear", "integer", "choice"]
-    low: float = math.nan
-    high: float = math.nan
-    options: tuple[Any, ...] = ()
-    legal: str = "(-inf, inf)"
-
-    def __str__(self) -> str:
-        if self.kind == "choice":
-            return "one of " + ", ".join(map(str, self.options))
-        scale = {"log": ", log scale", "linear": "", "integer": ", integer"}[self.kind]
-        return f"{self.low:g} to {self.high:g}{scale}"
-
-    def __contains__(self, value: object) -> bool:
-        if self.kind == "choice":
-            return value in self.options
-        return isinstance(value, int | float) and self.low <= value <= self.high
-
-    def allows(self, value: float) -> bool:
-        """Return whether a number is legal, inside the search range or not."""
-        low, high = map(float, self.legal[1:-1].split(","))
-        at_closed_end = (self.legal[0] == "[" and value == low) or (self.legal[-1] == "]" and value == high)
-        return at_closed_end or low < value < high
-
-
-def log(low: float, high: float, *, legal: str = "(0, inf)") -> Range:
-    """Return a range on a log scale, for positive settings.
-
-    Args:
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        legal: What the formula accepts; "[0, inf)" for a weight that may be switched off.
-
-    Returns:
-        The range.
-
-    Example:
-        >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
-        ('0.5 to 50, log scale', True)
-    """
-    return Range("log", low, high, legal=legal)
-
-
-def linear(low: float, high: float, *, legal: str = "(-inf, inf)") -> Range:
-    """Return a range on a linear scale.
-
-    Args:
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        legal: What the formula accepts.
-
-    Returns:
-        The range.
-    """
-    return Range("linear", low, high, legal=legal)
-
-
-def integer(low: int, high: int) -> Range:
-    """Return a range of integers.
-
-    Args:
-        low: The smallest legal value, and the lower end of the search interval.
-        high: Upper end of the search interval.
-
-    Returns:
-        The range.
-    """
-    return Range("integer", low, high, legal=f"[{low}, inf)")
-
-
-def choice(*options: Any) -> Range:
-    """Return a range of a few values.
-
-    Args:
-        *options: The values.
-
-    Returns:
-        The range.
-    """
-    return Range("choice", options=options)
 
 
 @dataclass(frozen=True)
@@ -408,19 +315,13 @@ def _public_function(entry: Loss) -> Callable[..., Tensor]:
             return entry.reduce(entry.function(built, **settings), reduction)
 
     public.loss = entry  # type: ignore[attr-defined]
-    public.__signature__ = _public_signature(entry)  # type: ignore[attr-defined]
-    return public
-
-
-def _public_signature(entry: Loss) -> inspect.Signature:
-    """Return the signature of the public function, which help() shows."""
     function = inspect.signature(entry.function)
-    called = function if entry.inputs.pairs else inspect.signature(entry.inputs.build)
-    return inspect.Signature(
-        [
-            *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
-            *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
-            inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
-        ],
-        return_annotation="Tensor",
-    )
+    called = function if inputs.pairs else build_signature
+    parameters = [
+        *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
+        *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
+        inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
+    ]
+    # What help() shows.
+    public.__signature__ = inspect.Signature(parameters, return_annotation="Tensor")  # type: ignore[attr-defined]
+    return public

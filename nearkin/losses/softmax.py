@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nearkin.errors import DataError
 from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, linear_logits, own_and_others
-from nearkin.losses.registry import Inputs, Param, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import Inputs, Param, loss
 from nearkin.ops.geometry import check_finite, full_precision
 from nearkin.ops.pairs import as_batch
 from nearkin.ops.reductions import softplus

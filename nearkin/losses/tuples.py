@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.errors import ConfigError
-from nearkin.losses.registry import ONE_PER_CLASS, Inputs, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import ONE_PER_CLASS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import PairSet, gather_pairs, log_sum_exp, log_sums, rank_positives, softplus
 

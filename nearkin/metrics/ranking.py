@@ -283,20 +283,14 @@ def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints)
 
 def assemble(problem: RankingProblem, parts: list[PartialRanking]) -> Ranking:
     """Merge partial rankings into one, with the queries in ascending order."""
-    queries = np.concatenate([p.queries for p in parts])
-    ordered = np.sort(queries)
-    index = np.searchsorted(ordered, queries)
-    part_counts = np.concatenate([p.counts for p in parts])
-    counts = np.empty(len(queries), dtype=np.int64)
-    counts[index] = part_counts
-    start = np.concatenate([[0], np.cumsum(counts)])
-    # Target of each group: the start of its query plus its index among the query's groups.
-    first = np.cumsum(part_counts) - part_counts
-    target = np.repeat(start[index] - first, part_counts) + np.arange(part_counts.sum())
-    fields: dict[str, Any] = {}
-    for name in ("above", "relevant", "size"):
-        fields[name] = np.empty(len(target), dtype=np.int64)
-        fields[name][target] = np.concatenate([getattr(p, name) for p in parts])
+    queries, counts = (np.concatenate([getattr(p, name) for p in parts]) for name in ("queries", "counts"))
+    by_query = np.argsort(queries)
+    ordered, ordered_counts = queries[by_query], counts[by_query]
+    start = np.concatenate([[0], np.cumsum(ordered_counts)])
+    # Source of each group: the first of its query plus its index among the query's groups.
+    first = np.cumsum(counts) - counts
+    source = np.repeat(first[by_query] - start[:-1], ordered_counts) + np.arange(start[-1])
+    fields = {name: np.concatenate([getattr(p, name) for p in parts])[source] for name in ("above", "relevant", "size")}
     items = np.full(len(ordered), len(problem.gallery) - int(problem.single_set), dtype=np.int64)
     if problem.groups is not None:
         query_group, position_group = problem.groups
