@@ -35,9 +35,7 @@ class ToClasses:
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
     """Compute the cosines between embeddings and proxies."""
-    emb, labels = as_batch(emb, labels)
-    check_range(labels, len(proxies))
-    check_width(emb, proxies, "proxies")
+    emb, labels = _class_batch(emb, labels, proxies, "proxies")
     with full_precision(emb):
         f, w = unit(emb), unit(proxies.to(emb.dtype))
         if w.dim() == 2:
@@ -51,9 +49,7 @@ def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Ten
 
 def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
     """Compute the logits of a linear head on embeddings that are not normalised. Returns logits [N, C]."""
-    emb, labels = as_batch(emb, labels)
-    check_range(labels, len(weight))
-    check_width(emb, weight, "weight")
+    emb, labels = _class_batch(emb, labels, weight, "weight")
     check_finite(emb)
     with full_precision(emb):
         return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
@@ -69,10 +65,13 @@ def check_range(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def check_width(emb: Tensor, params: Tensor, name: str) -> None:
-    """Raise DataError if embeddings and parameters have different dimensions."""
+def _class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Validate a batch against the parameters of its classes, [C, ..., D]."""
+    emb, labels = as_batch(emb, labels)
+    check_range(labels, len(params))
     if params.shape[-1] != emb.shape[1]:
         raise DataError(f"{name}: expected {emb.shape[1]} dimensions, as the embeddings have, got {params.shape[-1]}.")
+    return emb, labels
 
 
 PROXIES = Inputs(proxy_similarities, params=(Param("proxies", "CD", lr=100.0),))

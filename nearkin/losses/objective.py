@@ -191,13 +191,7 @@ class Objective(nn.Module):
             self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return one optimizer group per parameter, with its "name", given the learning rate of the network.
-
-        Example:
-            >>> objective = Objective("proxy_anchor", num_classes=3, dim=8)
-            >>> [(g["name"], g["lr"]) for g in objective.param_groups(lr=1e-4)]
-            [('proxies', 0.01)]
-        """
+        """Return one optimizer group per parameter, with its "name", given the learning rate of the network."""
         groups: list[dict[str, Any]] = []
         for param, value in self._params():
             groups.append({"name": param.name, "params": [value], "lr": lr * param.lr})

@@ -37,14 +37,14 @@ def compiled(**options: Any) -> Callable[[_F], _F]:
 
 
 # The exact distance is the same code as in the torch backend, so the results are the same to the last bit.
-for _function in (_vectors.two_sum, _vectors.two_product):
-    register_jitable(inline="always")(_function)
-for _function in (sum_products, sum_squares, cosine_distance):
-    register_jitable(_function)
+for _name in ("two_sum", "two_product"):
+    register_jitable(inline="always")(getattr(_vectors, _name))
+for _name in ("sum_products", "sum_squares", "cosine_distance"):
+    register_jitable(getattr(_vectors, _name))
 
 
 @compiled()
-def _exact(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> float:
+def _exact(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> Any:
     """The exact distance of row i of the query and row j of the gallery, both from _arrays."""
     x, y = query[0][i] * query[2][i], gallery[0][j] * gallery[2][j]
     if not cosine:

@@ -17,13 +17,7 @@ from nearkin.metrics.ranking import Ranking
 
 
 def recall(r: Ranking, k: int) -> Floats:
-    """Compute R@k: whether a relevant item is among the first k; under ties the probability of it.
-
-    Example:
-        >>> from nearkin import rank
-        >>> recall(rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"]), k=1).tolist()
-        [1.0, 1.0, 0.0]
-    """
+    """Compute R@k: whether a relevant item is among the first k; under ties the probability of it."""
     has_relevant, above, relevant, size = _first_group(r)
     out = np.zeros(len(r))
     slots = np.clip(k - above, 0, size)
@@ -42,7 +36,7 @@ def r_precision(r: Ranking) -> Floats:
 
 
 def mean_average_precision(r: Ranking, k: int | None = None, denominator: str = "min(k,R)") -> Floats:
-    """Compute MAP@k (MAP@R by default): the sum of P@i over the ranks i <= k of relevant items, divided."""
+    """Compute MAP@k, or MAP@R: the sum of P@i over the ranks i <= k of relevant items, divided by the denominator."""
     total = r.total
     depth = total if k is None else np.full(len(r), k)
     if denominator == "hits":

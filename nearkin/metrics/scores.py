@@ -176,11 +176,11 @@ class _Values(Mapping[str, Floats]):
 
     def __getitem__(self, name: str) -> Floats:
         value = self._values.get(name)
-        if value is None and self.ranking is None:
-            hint = did_you_mean(name, self._values) or f" Available: {', '.join(self._values)}."
-            fix = "The ranking was not stored; other k need ks= when scoring, or a larger memory=."
-            raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {fix}")
         if value is None:
+            if self.ranking is None:
+                hint = did_you_mean(name, self._values) or f" Available: {', '.join(self._values)}."
+                fix = "The ranking was not stored; other k need ks= when scoring, or a larger memory=."
+                raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {fix}")
             value = self._values[name] = evaluate_metric(self.ranking, name, self._singletons)
         return value
 
