@@ -1,11 +1,5 @@
-"""Losses: each is a pure function, registered under its own name.
-
->>> import nearkin as nk, torch
->>> pairs = nk.pair_up(torch.eye(4), torch.tensor([0, 0, 1, 1]))
->>> loss = nk.losses.multi_similarity(pairs, alpha=2.0, beta=50.0, base=0.5)
-
-Pair losses take `Pairs`; class losses take (emb, labels, proxies), or the parameters of their head. Both take
-`reduction="mean" | "sum" | "none"` where their definition allows it. `LOSSES` is the registry, `loss` the decorator.
+"""Losses: pure functions, registered under their own names. Pair losses take `Pairs`; class losses take (emb, labels,
+proxies), or the parameters of their head; both take `reduction="mean" | "sum" | "none"` where their definition allows.
 """
 
 from nearkin.losses.miners import MINERS, miner
@@ -23,19 +17,8 @@ from nearkin.losses.proxy import (
     proxy_repulsion_batch,
     soft_triple,
 )
-from nearkin.losses.registry import (
-    LOSSES,
-    Inputs,
-    LearnedScalar,
-    Loss,
-    Param,
-    Range,
-    choice,
-    integer,
-    linear,
-    log,
-    loss,
-)
+from nearkin.losses.ranges import Range, choice, integer, linear, log
+from nearkin.losses.registry import LOSSES, Inputs, LearnedScalar, Loss, Param, loss
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 

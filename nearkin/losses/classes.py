@@ -1,7 +1,6 @@
 """ToClasses: the similarities of a batch to its classes, and the primitives of the losses that use them.
 
-No mask [N, C] is ever built. The similarity to a sample's own class is one gathered column, and "all other classes" is
-the same block without that entry, so 100,000 classes cost the similarity block and one more buffer.
+No mask [N, C] is ever built, so 100,000 classes cost the similarity block and one more buffer.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ class ToClasses:
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
     """Compute the cosines between embeddings and proxies."""
-    emb, labels = as_batch(emb, labels)
-    check_range(labels, len(proxies))
-    check_width(emb, proxies, "proxies")
+    emb, labels = _class_batch(emb, labels, proxies, "proxies")
     with full_precision(emb):
         f, w = unit(emb), unit(proxies.to(emb.dtype))
         if w.dim() == 2:
@@ -52,9 +49,7 @@ def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Ten
 
 def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
     """Compute the logits of a linear head on embeddings that are not normalised. Returns logits [N, C]."""
-    emb, labels = as_batch(emb, labels)
-    check_range(labels, len(weight))
-    check_width(emb, weight, "weight")
+    emb, labels = _class_batch(emb, labels, weight, "weight")
     check_finite(emb)
     with full_precision(emb):
         return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
@@ -70,10 +65,13 @@ def check_range(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def check_width(emb: Tensor, params: Tensor, name: str) -> None:
-    """Raise DataError if embeddings and parameters have different dimensions."""
+def _class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Validate a batch against the parameters of its classes, [C, ..., D]."""
+    emb, labels = as_batch(emb, labels)
+    check_range(labels, len(params))
     if params.shape[-1] != emb.shape[1]:
         raise DataError(f"{name}: expected {emb.shape[1]} dimensions, as the embeddings have, got {params.shape[-1]}.")
+    return emb, labels
 
 
 PROXIES = Inputs(proxy_similarities, params=(Param("proxies", "CD", lr=100.0),))
@@ -92,17 +90,10 @@ HEAD = Inputs(
     dropout="dropout",
 )
 
-# --- primitives -------------------------------------------------------------------------------------------------------
 
-
-def own_and_others(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute, per sample, the similarity to its class and the log-sum-exp over all other classes."""
-    return _OwnAndOthers.apply(sim, labels, scale, 1)  # type: ignore[no-any-return]
-
-
-def own_and_other_samples(sim: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and per class the log-sum-exp over samples of other classes."""
-    return _OwnAndOthers.apply(sim, labels, scale, 0)  # type: ignore[no-any-return]
+def own_and_others(sim: Tensor, labels: Tensor, scale: float, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0)."""
+    return _OwnAndOthers.apply(sim, labels, scale, dim)  # type: ignore[no-any-return]
 
 
 class _OwnAndOthers(torch.autograd.Function):

@@ -1,12 +1,5 @@
 """Miners select pairs for a loss: `Pairs -> Pairs`. They never change a similarity or its gradient.
 
-    all                all pairs (the same as no miner)
-    hard               per anchor, the farthest positive and the nearest negative
-    semihard           per (anchor, positive), the nearest negative that is farther than the positive
-    multi_similarity   pairs that violate the order of positives and negatives, within epsilon
-    distance_weighted  per anchor, a random positive, and a negative drawn uniformly over distance
-    random             per anchor, a random positive and a random negative
-
 Ties go to the lowest index. An anchor without positives or without negatives gets no pairs, except with `all`.
 """
 
@@ -23,6 +16,7 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses.registry import check_known
 from nearkin.ops.pairs import Pairs
 from nearkin.ops.reductions import PairSet, rank_positives, shifted_exp
 
@@ -45,11 +39,7 @@ def miner(function: Miner) -> Miner:
 
     def check(settings: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in settings.items():
-            if key not in known:
-                hint = did_you_mean(key, known) or (
-                    f" Settings: {', '.join(known)}." if known else " It has no settings."
-                )
-                raise ConfigError(f"miner {name}: no setting '{key}'.{hint}")
+            check_known(f"miner {name}", key, known)
             annotation = known[key].removesuffix(" | None")
             if annotation not in _SETTING_TYPES or (value is None and known[key] != annotation):
                 continue
@@ -153,8 +143,8 @@ def distance_weighted(
     """
     probability = distance_weights(p, cutoff=cutoff, limit=limit, dim=dim)
     rows = p.pos.any(1) & (probability.sum(1) > 0)
-    neg = _one_per_row(p.neg, _draw(probability, rows, generator), rows)
-    pos = _one_per_row(p.pos, _draw(p.pos.to(probability.dtype), rows, generator), rows)
+    neg = _draw(probability, rows, generator)
+    pos = _draw(p.pos.to(probability.dtype), rows, generator)
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -174,18 +164,18 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
 def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
     """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
-    pos = _one_per_row(p.pos, _draw(p.pos.to(p.sim.dtype), rows, generator), rows)
-    neg = _one_per_row(p.neg, _draw(p.neg.to(p.sim.dtype), rows, generator), rows)
+    pos, neg = (_draw(mask.to(p.sim.dtype), rows, generator) for mask in (p.pos, p.neg))
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one column by weight in each selected row; 0 in the others."""
-    column = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+    """Draw one column by weight in each selected row; returns a mask."""
+    mask = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
     if rows.any():
         device = generator.device if generator else weight.device
-        column[rows] = torch.multinomial(weight[rows].to(device), 1, generator=generator).squeeze(1).to(column.device)
-    return column
+        column = torch.multinomial(weight[rows].to(device), 1, generator=generator).to(mask.device)
+        mask[rows.nonzero(), column] = True
+    return mask
 
 
 def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
@@ -194,11 +184,6 @@ def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
     pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
     pos[a, i], neg[a, j] = True, True
     return replace(p, pos=pos, neg=neg, triplets=triplets)
-
-
-def _one_per_row(mask: Tensor, column: Tensor, rows: Tensor) -> Tensor:
-    """Return a mask with the given column of each selected row."""
-    return torch.zeros_like(mask).scatter_(1, column.view(-1, 1), rows.view(-1, 1))
 
 
 def _farthest_positive(p: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,9 +1,4 @@
-"""Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class.
-
-snca   scalable neighbourhood components analysis: cosines over a temperature
-nca    neighbourhood components analysis: squared distances of vectors that are not normalised
-ice    instance cross entropy: one softmax per positive, with its own gradient weights
-"""
+"""Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class."""
 
 from __future__ import annotations
 
@@ -13,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearkin.losses.registry import PRODUCTS, Inputs, log, loss
+from nearkin.losses.ranges import log
+from nearkin.losses.registry import PRODUCTS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import PairSet, log_sums, shifted_exp, softplus
 

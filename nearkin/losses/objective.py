@@ -82,20 +82,7 @@ class Objective(nn.Module):
         return LOSSES[self.name]
 
     def forward(self, emb: Tensor, labels: Tensor | Sequence[int], *constants: Tensor) -> Tensor:
-        """Compute the loss of a batch.
-
-        Args:
-            emb: Embeddings [N, D] of any float dtype.
-            labels: Labels [N] of any integer dtype.
-            *constants: Tensors that the loss declares as `constants`, such as the class probabilities of `pce`.
-
-        Returns:
-            A 0-dim tensor, or one value per anchor with reduction="none".
-
-        Raises:
-            ConfigError: The loss does not take these constants.
-            DataError: The embeddings or labels cannot be used.
-        """
+        """Compute the loss of a batch; `constants` are tensors that the loss declares, as `pce` does probabilities."""
         self._check_constants(constants)
         emb, labels = as_batch(emb, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
@@ -118,8 +105,6 @@ class Objective(nn.Module):
         built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
         learned = {scalar.name: value for scalar, value in self._learned_scalars()}
         return self.loss.reduce(self.loss.function(built, **{**self.loss_kwargs, **learned}), self.reduction)
-
-    # --- inputs of the loss function ----------------------------------------------------------------------------------
 
     def _build_pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
         kwargs = self.loss.inputs.build_kwargs(self.builder_kwargs)
@@ -160,8 +145,6 @@ class Objective(nn.Module):
         check = getattr(_find_miner(miner), "check", dict)  # an unregistered function checks its settings itself
         return cast(dict[str, Any], check(settings))
 
-    # --- parameters ---------------------------------------------------------------------------------------------------
-
     def _create_parameters(self) -> None:
         inputs = self.loss.inputs
         sizes = {"C": self.num_classes, "D": self.dim}
@@ -193,10 +176,6 @@ class Objective(nn.Module):
 
         A good initial network would be damaged by random proxies. Several proxies of a class keep their random offsets
         around the mean; a class without embeddings keeps its proxies. Losses without proxies are left unchanged.
-
-        Args:
-            emb: Embeddings [N, D].
-            labels: Labels [N] in 0..C-1.
         """
         if "proxies" not in self._parameters:
             return
@@ -212,22 +191,7 @@ class Objective(nn.Module):
             self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return optimizer groups for the parameters of the loss.
-
-        Proxies and centres get 100 times the learning rate of the network; biases, centres and learned scalars get no
-        weight decay.
-
-        Args:
-            lr: Learning rate of the network.
-
-        Returns:
-            One group per parameter, with its "name".
-
-        Example:
-            >>> objective = Objective("proxy_anchor", num_classes=3, dim=8)
-            >>> [(g["name"], g["lr"]) for g in objective.param_groups(lr=1e-4)]
-            [('proxies', 0.01)]
-        """
+        """Return one optimizer group per parameter, with its "name", given the learning rate of the network."""
         groups: list[dict[str, Any]] = []
         for param, value in self._params():
             groups.append({"name": param.name, "params": [value], "lr": lr * param.lr})
@@ -236,8 +200,6 @@ class Objective(nn.Module):
         for scalar, value in self._learned_scalars():
             groups.append({"name": scalar.name, "params": [value], "lr": scalar.lr * lr, "weight_decay": 0.0})
         return groups
-
-    # --- cross-batch memory -------------------------------------------------------------------------------------------
 
     def _create_memory(self, size: int) -> None:
         size = _as_int("memory", size, "a number of embeddings, 0 or more", minimum=0)
@@ -298,37 +260,17 @@ class WeightedSum(nn.Module):
         self.parts = nn.ModuleList(objective for _, objective in parts)
 
     def forward(self, emb: Tensor, labels: Tensor | Sequence[int]) -> Tensor:
-        """Compute the weighted sum of the losses of a batch.
-
-        Args:
-            emb: Embeddings [N, D].
-            labels: Labels [N].
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Compute the weighted sum of the losses of a batch."""
         terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
         return torch.stack(terms).sum(0)
 
     def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Set the proxies of every part to the means of their classes.
-
-        Args:
-            emb: Embeddings [N, D].
-            labels: Labels [N] in 0..C-1.
-        """
+        """Set the proxies of every part to the means of their classes."""
         for part in self.parts:
             cast(Objective, part).init_proxies(emb, labels)
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return the optimizer groups of every part, their names prefixed with its index.
-
-        Args:
-            lr: Learning rate of the network.
-
-        Returns:
-            One group per parameter.
-        """
+        """Return the optimizer groups of every part, their names prefixed with its index."""
         parts = [cast(Objective, part) for part in self.parts]
         return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.param_groups(lr)]
 

@@ -1,13 +1,4 @@
-"""Pair losses: pairs of the same class are pulled together, pairs of different classes are pushed apart.
-
-    contrastive         cosine; -s for positives, a hinge for negatives
-    contrastive_l2      squared Euclidean distance; its two parts are tightness and contrast
-    margin              hinges around a distance that may be learned
-    margin_similarity   hinges around a cosine
-    multi_similarity    soft hinges, each pair weighted relative to the others
-
-All take `Pairs` (similarities [N, M] with masks) and return one value per anchor [N], or (sums [N], number of terms).
-"""
+"""Pair losses: pairs of the same class are pulled together, pairs of different classes are pushed apart."""
 
 from __future__ import annotations
 
@@ -15,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nearkin.losses.registry import Inputs, LearnedScalar, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import gather_pairs, hinge_sum, log_sums, row_sum
 

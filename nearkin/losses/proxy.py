@@ -1,14 +1,4 @@
-"""Proxy losses: the batch compared with learned proxies of the classes.
-
-    proxy_nca                 own proxy against all others, per sample
-    proxy_anchor              every proxy is an anchor for the whole batch
-    soft_triple               several centres per class, in a softmax
-    mpa, mpa_dw, mpa_ap       several centres per class: as anchors, per sample, per sample in one logarithm
-    proxy_repulsion           proxies pull their samples and push each other
-    proxy_repulsion_batch     proxies pull their samples and push each other through the batch
-
-Proxies are normalised wherever they are compared; train them with about 100 times the learning rate of the network.
-"""
+"""Proxy losses: the batch compared with learned proxies of the classes, normalised wherever they are compared."""
 
 from __future__ import annotations
 
@@ -21,10 +11,10 @@ from nearkin.losses.classes import (
     ToClasses,
     class_similarity,
     log1p_sum_exp_per_class,
-    own_and_other_samples,
     own_and_others,
 )
-from nearkin.losses.registry import choice, integer, linear, log, loss
+from nearkin.losses.ranges import choice, integer, linear, log
+from nearkin.losses.registry import loss
 from nearkin.ops.geometry import gram, safe_sqrt, unit
 from nearkin.ops.reductions import PairSet, log1p_sum_exp, softplus
 
@@ -56,9 +46,6 @@ def _center_spread(w: Tensor) -> Tensor:
     return safe_sqrt(squared, scale=2.0).sum() / (2 * classes * centers * (centers - 1))
 
 
-# --- one value per sample ---------------------------------------------------------------------------------------------
-
-
 @loss(
     family="proxy",
     paper="Movshovitz-Attias et al. 2017; Psomas 2020, eq 2.27",
@@ -66,7 +53,6 @@ def _center_spread(w: Tensor) -> Tensor:
     use="The first proxy loss; train with scale 8 to 32. With include_positive it is norm_softmax.",
     space={"scale": log(1, 64), "include_positive": choice(False, True)},
     inputs=PROXIES,
-    cost="N C D",
 )
 def proxy_nca(c: ToClasses, *, scale: float = 1.0, include_positive: bool = False) -> Tensor:
     """Keep each sample nearer to its own proxy than to the others.
@@ -133,8 +119,6 @@ def _regulariser(c: ToClasses, tau: float) -> Tensor | float:
     return tau * _center_spread(c.proxies) if tau else 0.0
 
 
-# --- proxies as anchors -----------------------------------------------------------------------------------------------
-
 _ANCHOR_SPACE = {"alpha": log(8, 64), "margin": linear(0.0, 0.5)}
 _MPA_SPACE = {**_ANCHOR_SPACE, "gamma": log(0.02, 0.5), "tau": linear(0.0, 0.5), "centers": integer(1, 20)}
 
@@ -147,7 +131,6 @@ _MPA_SPACE = {**_ANCHOR_SPACE, "gamma": log(0.02, 0.5), "tau": linear(0.0, 0.5),
     use="The default: fast, robust, no miner. Train its proxies with 100 times the learning rate.",
     space=_ANCHOR_SPACE,
     inputs=PROXIES,
-    cost="N C D",
     reductions=("mean",),
 )
 def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> Tensor:
@@ -169,7 +152,7 @@ def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> T
 
 
 def _anchor_loss(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
-    own, others = own_and_other_samples(sim, labels, alpha)
+    own, others = own_and_others(sim, labels, alpha, dim=0)
     push = softplus(others + alpha * margin)
     return _anchor_pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
 
@@ -269,9 +252,6 @@ def mpa_ap(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: flo
     """
     own, others = own_and_others(class_similarity(c.sim, gamma), c.labels, alpha)
     return softplus(torch.logaddexp(alpha * (margin - own), others + alpha * margin)) + _regulariser(c, tau)
-
-
-# --- proxies that push each other -------------------------------------------------------------------------------------
 
 
 @loss(

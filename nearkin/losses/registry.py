@@ -1,19 +1,13 @@
-"""The `@loss` decorator, the registry of losses, and the search ranges of their settings.
+"""The `@loss` decorator and the registry of losses.
 
-    @loss(family="pair", paper="...", formula="...", use="...", space={"margin": linear(0, 1)})
-    def my_loss(p: Pairs, *, margin: float = 0.5) -> Tensor: ...
-
-The decorated function is the formula alone: a pure function of similarities and labels. The decorator adds the
-reduction and records what the tuner, the command line and the documentation need. A loss with state (proxies, a linear
-head, a learned margin) declares it in `Inputs`; `Objective` creates and owns that state.
+A loss is a pure function; the state it needs (proxies, a linear head) it declares in `Inputs`, for `Objective` to own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,120 +15,12 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses.ranges import Range
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
 
 Reduction = Literal["mean", "sum", "none"]
 LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
-
-# --- search ranges ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values of a setting that a tuner searches, and the wider interval that the formula accepts.
-
-    Attributes:
-        kind: "log" or "linear" for an interval on that scale, "integer" or "choice".
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        options: The values of a choice.
-        legal: The interval that the formula accepts, such as "[0, 1)"; values outside are rejected.
-    """
-
-    kind: Literal["log", "linear", "integer", "choice"]
-    low: float = math.nan
-    high: float = math.nan
-    options: tuple[Any, ...] = ()
-    legal: str = "(-inf, inf)"
-
-    def __str__(self) -> str:
-        if self.kind == "choice":
-            return "one of " + ", ".join(map(str, self.options))
-        scale = {"log": ", log scale", "linear": "", "integer": ", integer"}[self.kind]
-        return f"{self.low:g} to {self.high:g}{scale}"
-
-    def __contains__(self, value: object) -> bool:
-        if self.kind == "choice":
-            return value in self.options
-        return isinstance(value, int | float) and self.low <= value <= self.high
-
-    def allows(self, value: float) -> bool:
-        """Return whether a number is legal, inside the search range or not.
-
-        Args:
-            value: The number to check.
-
-        Returns:
-            True if the number is in the `legal` interval.
-
-        Example:
-            >>> log(0.5, 50).allows(1000.0), log(0.5, 50).allows(0.0)
-            (True, False)
-        """
-        low, high = map(float, self.legal[1:-1].split(","))
-        at_closed_end = (self.legal[0] == "[" and value == low) or (self.legal[-1] == "]" and value == high)
-        return at_closed_end or low < value < high
-
-
-def log(low: float, high: float, *, legal: str = "(0, inf)") -> Range:
-    """Return a range on a log scale, for positive settings.
-
-    Args:
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        legal: What the formula accepts; "[0, inf)" for a weight that may be switched off.
-
-    Returns:
-        The range.
-
-    Example:
-        >>> str(log(0.5, 50)), 2.0 in log(0.5, 50)
-        ('0.5 to 50, log scale', True)
-    """
-    return Range("log", low, high, legal=legal)
-
-
-def linear(low: float, high: float, *, legal: str = "(-inf, inf)") -> Range:
-    """Return a range on a linear scale.
-
-    Args:
-        low: Lower end of the search interval.
-        high: Upper end of the search interval.
-        legal: What the formula accepts.
-
-    Returns:
-        The range.
-    """
-    return Range("linear", low, high, legal=legal)
-
-
-def integer(low: int, high: int) -> Range:
-    """Return a range of integers.
-
-    Args:
-        low: The smallest legal value, and the lower end of the search interval.
-        high: Upper end of the search interval.
-
-    Returns:
-        The range.
-    """
-    return Range("integer", low, high, legal=f"[{low}, inf)")
-
-
-def choice(*options: Any) -> Range:
-    """Return a range of a few values.
-
-    Args:
-        *options: The values.
-
-    Returns:
-        The range.
-    """
-    return Range("choice", options=options)
-
-
-# --- what a loss reads ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,14 +99,7 @@ class Inputs:
         return frozenset(name for name in (*self.dims.values(), self.dropout, *switches) if name is not None)
 
     def build_kwargs(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that are passed to `build`.
-
-        Args:
-            settings: Any settings of the loss.
-
-        Returns:
-            Those of them that are keyword arguments of `build`.
-        """
+        """Return those of the settings that are passed to `build`."""
         return {k: v for k, v in settings.items() if k in self.builder_kwargs and k not in self.state_settings}
 
 
@@ -233,24 +112,14 @@ PRODUCTS = Inputs(
 )
 ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True, call_example="nearkin.ops.pairs.one_pair_per_class(emb, labels)")
 
-# --- the loss itself --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Loss:
-    """A registered loss: the function and its metadata.
+    """A registered loss: the function, and the metadata that were passed to the decorator `loss`.
 
     Attributes:
         name: The registered name, which is the name of the function.
         function: The undecorated function.
-        family: "pair", "tuple", "neighbour", "proxy", "softmax" or a new one.
-        paper: Where it was published.
-        formula: The formula, as text.
-        use: When to use it.
-        cost: Computational cost of one batch.
-        inputs: How its input is built, and the state it needs.
-        space: Search ranges of its settings.
-        reductions: The reductions that its definition allows.
         loss_kwargs: Settings of the function, with their defaults.
         learnable: Those of them that may be a tensor with a gradient.
     """
@@ -289,25 +158,12 @@ class Loss:
         return f"nk.losses.{self.name}({', '.join(args)})"
 
     def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate settings and convert them to Python numbers.
-
-        Args:
-            settings: Settings by name. A 0-dim tensor with a gradient is kept where the function is differentiable
-                in that setting.
-
-        Returns:
-            The settings as Python numbers.
-
-        Raises:
-            ConfigError: A setting does not exist or has an illegal value.
-        """
+        """Validate settings and convert them to Python numbers; a tensor to be learned is kept."""
         return {key: self._check_setting(key, value) for key, value in settings.items()}
 
     def _check_setting(self, key: str, value: Any) -> Any:
         known = self.settings
-        if key not in known:
-            hint = did_you_mean(key, known) or (f" Settings: {', '.join(known)}." if known else " It has no settings.")
-            raise ConfigError(f"{self.name}: no setting '{key}'.{hint}")
+        check_known(self.name, key, known)
         if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad:
             if key not in self.learnable:
                 raise ConfigError(f"{self.name}: {key} cannot be learned. Pass a number, or detach the tensor.")
@@ -322,14 +178,7 @@ class Loss:
         return value
 
     def check_params(self, values: Sequence[Any]) -> None:
-        """Check the shapes of parameters that were passed to the function.
-
-        Args:
-            values: The parameters, in the order of `inputs.params`; further values are ignored.
-
-        Raises:
-            ConfigError: One is not a tensor, or its shape does not match.
-        """
+        """Check the shapes of the parameters that were passed to the function, in the order of `inputs.params`."""
         sizes: dict[str, int] = {}
         for param, value in zip(self.inputs.params, values, strict=False):
             expected = ", ".join(str(sizes.get(letter, letter)) for letter in param.shape)
@@ -339,28 +188,13 @@ class Loss:
                 raise ConfigError(f"{self.name}: {param.name} must be a tensor [{expected}], got {got}.")
 
     def check_reduction(self, reduction: str) -> None:
-        """Check that the loss supports a reduction.
-
-        Args:
-            reduction: "mean", "sum" or "none".
-
-        Raises:
-            ConfigError: The definition of the loss does not allow it.
-        """
+        """Check that the definition of the loss allows a reduction."""
         if reduction not in self.reductions:
             allowed = " or ".join(repr(r) for r in self.reductions)
             raise ConfigError(f"{self.name}: reduction must be {allowed}, got {reduction!r}.")
 
     def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
-        """Reduce what the function returned.
-
-        Args:
-            result: Values [N], (sums [N], number of terms), or a finished 0-dim loss.
-            reduction: "mean", "sum" or "none".
-
-        Returns:
-            A 0-dim tensor, or [N] for "none".
-        """
+        """Reduce what the function returned: values [N], (sums [N], number of terms), or a finished 0-dim loss."""
         self.check_reduction(reduction)
         values, count = result if isinstance(result, tuple) else (result, None)
         if reduction == "none" or values.dim() == 0:
@@ -371,6 +205,13 @@ class Loss:
             return values.mean()
         # Without terms the sum is 0 with a graph attached: divide it by 1, not by 0.
         return values.sum() / (1 if count is None else count + (count == 0))
+
+
+def check_known(owner: str, key: str, known: Collection[str]) -> None:
+    """Raise a ConfigError unless a setting exists."""
+    if key not in known:
+        hint = did_you_mean(key, known) or (f" Settings: {', '.join(known)}." if known else " It has no settings.")
+        raise ConfigError(f"{owner}: no setting '{key}'.{hint}")
 
 
 LOSSES: Registry[Loss] = Registry("loss")
@@ -384,7 +225,7 @@ def loss(
     use: str,
     space: Mapping[str, Range] | None = None,
     inputs: Inputs = BATCH,
-    cost: str = "N^2 D",
+    cost: str | None = None,
     reductions: tuple[Reduction, ...] = ("mean", "sum", "none"),
 ) -> Callable[[LossFunction], Callable[..., Tensor]]:
     """Register a function as a loss under its own name.
@@ -401,7 +242,7 @@ def loss(
         use: When to use it.
         space: Search ranges of the settings.
         inputs: How its input is built, and the state it needs.
-        cost: Computational cost of one batch.
+        cost: Computational cost of one batch; "N^2 D" for pairs and "N C D" for classes by default.
         reductions: The reductions that its definition allows.
 
     Returns:
@@ -417,7 +258,7 @@ def loss(
             paper=paper,
             formula=formula,
             use=use,
-            cost=cost,
+            cost=cost or ("N^2 D" if inputs.pairs else "N C D"),
             inputs=inputs,
             space=space or {},
             reductions=reductions,
@@ -474,19 +315,13 @@ def _public_function(entry: Loss) -> Callable[..., Tensor]:
             return entry.reduce(entry.function(built, **settings), reduction)
 
     public.loss = entry  # type: ignore[attr-defined]
-    public.__signature__ = _public_signature(entry)  # type: ignore[attr-defined]
-    return public
-
-
-def _public_signature(entry: Loss) -> inspect.Signature:
-    """Return the signature of the public function, which help() shows."""
     function = inspect.signature(entry.function)
-    called = function if entry.inputs.pairs else inspect.signature(entry.inputs.build)
-    return inspect.Signature(
-        [
-            *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
-            *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
-            inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
-        ],
-        return_annotation="Tensor",
-    )
+    called = function if inputs.pairs else build_signature
+    parameters = [
+        *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
+        *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
+        inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
+    ]
+    # What help() shows.
+    public.__signature__ = inspect.Signature(parameters, return_annotation="Tensor")  # type: ignore[attr-defined]
+    return public

@@ -1,13 +1,4 @@
-"""Classification losses: a softmax over the training classes, or over the classes of the batch.
-
-    softmax        linear head on embeddings that are not normalised, with label smoothing
-    norm_softmax   cosines to proxies over a temperature
-    arcface        cosines to proxies, with an angular margin
-    center         linear head, plus the distance to a learned class centre
-    pce, spce      pairwise cross entropy: the head is built from the class means of the batch
-
-All take `ToClasses` and return one value per sample [N].
-"""
+"""Classification losses: a softmax over the training classes, or over the classes of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +10,8 @@ from torch import Tensor
 
 from nearkin.errors import DataError
 from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, linear_logits, own_and_others
-from nearkin.losses.registry import Inputs, Param, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import Inputs, Param, loss
 from nearkin.ops.geometry import check_finite, full_precision
 from nearkin.ops.pairs import as_batch
 from nearkin.ops.reductions import softplus
@@ -32,7 +24,6 @@ from nearkin.ops.reductions import softplus
     use="The simplest baseline, and hard to beat when tuned; it needs neither pairs nor a special sampler.",
     space={"smoothing": linear(0.0, 0.3, legal="[0, 1]"), "dropout": linear(0.0, 0.6, legal="[0, 1)")},
     inputs=HEAD,
-    cost="N C D",
 )
 def softmax(c: ToClasses, *, smoothing: float = 0.1) -> Tensor:
     """Cross entropy of a linear head with label smoothing, on embeddings that are not normalised.
@@ -70,7 +61,6 @@ def _cross_entropy(c: ToClasses, smoothing: float = 0.0, scale: float = 1.0) -> 
     use="A strong and simple baseline that needs no miner and no sampler.",
     space={"temperature": log(0.01, 0.3)},
     inputs=PROXIES,
-    cost="N C D",
 )
 def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
     """Cross entropy on cosines to the class proxies.
@@ -96,7 +86,6 @@ def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
     use="Many classes (faces, products); needs long training and a large scale.",
     space={"margin_degrees": linear(5.0, 45.0), "scale": log(8, 256)},
     inputs=PROXIES,
-    cost="N C D",
 )
 def arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) -> Tensor:
     """Cross entropy on cosines, with an angular margin between each sample and its class.
@@ -141,7 +130,6 @@ def _logits_and_center_distances(
         _logits_and_center_distances,
         params=(*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
     ),
-    cost="N C D",
 )
 def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
     """Cross entropy of a linear head, plus the squared distance to a learned centre of the class.
@@ -160,9 +148,6 @@ def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
     """
     assert c.own is not None
     return _cross_entropy(c) + (strength / 2) * c.own
-
-
-# --- heads built from the batch ---------------------------------------------------------------------------------------
 
 
 def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
@@ -212,7 +197,6 @@ def _soft_mean_logits(
     use="To study cross entropy as a pairwise loss; for training, spce is simpler.",
     space={"lam": log(0.05, 20)},
     inputs=Inputs(_soft_mean_logits, constants=("probabilities",), takes_num_classes=True),
-    cost="N C D",
 )
 def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     """Pairwise cross entropy: tightness of the classes against soft class means, without learned parameters.
@@ -245,7 +229,6 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     formula="mean_i of  -log softmax(theta x_i)_y,  theta_k = (1/N) sum_{j in k} x_j",
     use="Cross entropy without a learned head: the weights are the class sums of the batch. Use large batches.",
     inputs=Inputs(_class_sum_logits, takes_num_classes=True),
-    cost="N C D",
 )
 def spce(c: ToClasses) -> Tensor:
     """Simplified pairwise cross entropy: cross entropy of a head built from the class sums of the batch.

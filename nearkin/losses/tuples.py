@@ -1,11 +1,5 @@
 """Tuple losses: an anchor compared with all its positives and negatives together.
 
-    triplet            all (anchor, positive, negative) triplets, or those a miner selects
-    lifted_structure   soft maxima over positives and negatives, then a hinge
-    lifted_song        the original lifted structure, squared, over positive pairs
-    npair              one logarithm over all (positive, negative) differences
-    npair_mc           one pair per class, classified among the positives of the other classes
-
 None of them enumerates tuples: sums over pairs of sets are computed by sorting, or as sums of logarithms.
 """
 
@@ -18,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearkin.errors import ConfigError
-from nearkin.losses.registry import ONE_PER_CLASS, Inputs, linear, log, loss
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import ONE_PER_CLASS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import PairSet, gather_pairs, log_sum_exp, log_sums, rank_positives, softplus
 

@@ -1,13 +1,4 @@
-"""The numba backend, fastest on a CPU: a float32 product in cache-sized tiles, counted by compiled loops.
-
-When the query is the gallery a tile serves both sides: its rows as queries against its columns and, transposed, its
-columns as queries against its rows. That halves the product. Each thread multiplies and counts its own tiles with
-single-threaded calls; threads share only the totals, which are integers and do not depend on the order.
-
-A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
-items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too close,
-by the exact distance (the arithmetic of nearkin.metrics._vectors.exact_distance, repeated operation by operation).
-"""
+"""The numba backend, fastest on a CPU: a float32 product in cache-sized tiles, counted by compiled loops."""
 
 from __future__ import annotations
 
@@ -19,12 +10,16 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 import torch
+from numba.extending import register_jitable
 
-from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, hits_before, thresholds
-from nearkin.metrics._vectors import COSINE_GRID, Floats, GalleryMatrix, Ints, VectorSet
+from nearkin.metrics import _vectors
+from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
+from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, cosine_distance, sum_products, sum_squares
 
+# A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
+# items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
+# close, by the exact distance.
 TILE = 512  # rows and columns of a tile: 1 MB, about the size of a core's own cache
-_SPLITTER = 134217729.0
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -41,93 +36,32 @@ def compiled(**options: Any) -> Callable[[_F], _F]:
     return wrap
 
 
-# Allows sums in any order, so that they vectorise; the error bound covers every order.
-FASTMATH = {"reassoc", "contract", "nsz"}
-
-
-# ------------------------------------------------------------------------------------------------ the exact distance
-
-
-@compiled(inline="always")
-def _two_sum(a: float, b: float) -> tuple[float, float]:
-    s = a + b
-    t = s - a
-    return s, (a - (s - t)) + (b - t)
-
-
-@compiled(inline="always")
-def _two_product(a: float, b: float) -> tuple[float, float]:
-    p = a * b
-    t = _SPLITTER * a
-    a1 = t - (t - a)
-    a2 = a - a1
-    t = _SPLITTER * b
-    b1 = t - (t - b)
-    b2 = b - b1
-    return p, a2 * b2 - (((p - a1 * b1) - a2 * b1) - a1 * b2)
+# The exact distance is the same code as in the torch backend, so the results are the same to the last bit.
+for _name in ("two_sum", "two_product"):
+    register_jitable(inline="always")(getattr(_vectors, _name))
+for _name in ("sum_products", "sum_squares", "cosine_distance"):
+    register_jitable(getattr(_vectors, _name))
 
 
 @compiled()
-def _sum_products(x: Any, px: float, y: Any, py: float) -> tuple[float, float]:
-    total = low = 0.0
-    for k in range(len(x)):
-        p, e = _two_product(np.float64(x[k]) * px, np.float64(y[k]) * py)
-        total, r = _two_sum(total, p)
-        low = low + (e + r)
-    return total, low
-
-
-@compiled()
-def _exact_cosine(xy: float, xy1: float, xx: float, xx1: float, yy: float, yy1: float) -> float:
-    p, e = _two_product(xx, yy)
-    e = e + (xx * yy1 + xx1 * yy)
-    root = np.sqrt(p)
-    f, g = _two_product(root, root)
-    low = (((p - f) - g) + e) / (2.0 * root)
-    q = xy / root
-    f, g = _two_product(q, root)
-    rest = (((xy - f) - g) + xy1 - q * low) / root
-    d, e = _two_sum(1.0, -q)
-    return float(np.rint((d + (e - rest)) * COSINE_GRID) / COSINE_GRID)
-
-
-@compiled()
-def _exact_square(x: Any, px: float, y: Any, py: float) -> float:
-    s = c = 0.0
-    for k in range(len(x)):
-        d, e = _two_sum(np.float64(x[k]) * px, -(np.float64(y[k]) * py))
-        p, q = _two_product(d, d)
-        s, r = _two_sum(s, p)
-        c = c + ((q + 2.0 * d * e) + r)
-    return s + c
-
-
-@compiled()
-def _exact(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> float:
+def _exact(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> Any:
     """The exact distance of row i of the query and row j of the gallery, both from _arrays."""
-    x, scale, pow2, square = query[0], query[1], query[2], query[6]
-    y, g_scale, g_pow2, g_square = gallery[0], gallery[1], gallery[2], gallery[6]
+    x, y = query[0][i] * query[2][i], gallery[0][j] * gallery[2][j]
     if not cosine:
-        return _exact_square(x[i], pow2[i], y[j], g_pow2[j])
-    if scale[i] == 0.0 or g_scale[j] == 0.0:
+        return sum_squares(x, y)
+    if query[1][i] == 0.0 or gallery[1][j] == 0.0:
         return 1.0
     # Squared norms are computed on first use.
-    if square[i, 0] < 0.0:
-        xx, xx1 = _sum_products(x[i], pow2[i], x[i], pow2[i])
-        square[i, 1] = xx1
-        square[i, 0] = xx
-    if g_square[j, 0] < 0.0:
-        yy, yy1 = _sum_products(y[j], g_pow2[j], y[j], g_pow2[j])
-        g_square[j, 1] = yy1
-        g_square[j, 0] = yy
-    xy, xy1 = _sum_products(x[i], pow2[i], y[j], g_pow2[j])
-    return _exact_cosine(xy, xy1, square[i, 0], square[i, 1], g_square[j, 0], g_square[j, 1])
+    square, g_square = query[6][i], gallery[6][j]
+    if square[0] < 0.0:
+        square[0], square[1] = sum_products(x, x)
+    if g_square[0] < 0.0:
+        g_square[0], g_square[1] = sum_products(y, y)
+    return cosine_distance(sum_products(x, y), (square[0], square[1]), (g_square[0], g_square[1]))
 
 
-# ---------------------------------------------------------------------------------------------------------- counting
-
-
-@compiled(fastmath=FASTMATH)
+# fastmath allows sums in any order, so that they vectorise; the error bound covers every order.
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _key(x: Any, zx: float, y: Any, zy: float, centre: Any) -> float:
     total = 0.0
     for k in range(len(x)):
@@ -221,7 +155,7 @@ def _mask_class(tile: Any, begin: Any, end: Any, first: int, column: int) -> Non
 
 
 @compiled()
-def _mask_group(tile: Any, code: Any, first: int, column: int, group_start: Any, member: Any) -> None:
+def _mask_group(tile: Any, code: Any, group_start: Any, member: Any, first: int, column: int) -> None:
     """Exclude the items of the query's group; `member` lists the positions of each group, ascending."""
     for r in range(tile.shape[0]):
         begin, end = group_start[code[first + r]], group_start[code[first + r] + 1]
@@ -242,9 +176,6 @@ def _transpose(tile: Any, out: Any) -> None:
                     out[c, r] = tile[r, c]
 
 
-# --------------------------------------------------------------------------------------------------- tiles and threads
-
-
 def count_numba(problem: RankingProblem, budget: int, progress: Progress | None) -> Iterator[PartialRanking]:
     """Count the items above every relevant item, for all queries at once."""
     queries = problem.order if problem.single_set else np.argsort(problem.codes, kind="stable")
@@ -254,12 +185,11 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
     key = _keys(_arrays(problem.query), _arrays(problem.gallery), scale, queries[row], problem.order[position])
     t = thresholds(problem, queries, row, position, key, bound64)
     gallery = GalleryMatrix(problem.gallery, problem.order, torch.float32, budget // 2)
-    scheduler = _TileScheduler(len(queries), len(problem.order), problem.single_set, progress)
     counter = _TileCounter(problem, queries, gallery, t, bound32, bound64)
     # Each thread has counts of its own; with very many threads and thresholds they must share the budget.
     threads = max(1, min(torch.get_num_threads(), budget // 4 // (8 * len(t.key) + 1)))
-    above, tied = scheduler.run(lambda: counter.count(scheduler), threads).astype(np.int64)
-    yield PartialRanking(queries, t.counts, above=above + hits_before(t), relevant=t.relevant, size=t.relevant + tied)
+    above, tied = counter.run(threads, progress).astype(np.int64)
+    yield t.result(queries, above, tied)
 
 
 def _arrays(vectors: VectorSet) -> tuple[Any, ...]:
@@ -269,7 +199,7 @@ def _arrays(vectors: VectorSet) -> tuple[Any, ...]:
 
 
 class _TileCounter:
-    """Counts tiles against the thresholds; `count` is the work of one thread."""
+    """Counts tiles against the thresholds. Threads share only the totals, integers that do not depend on the order."""
 
     def __init__(
         self,
@@ -291,9 +221,50 @@ class _TileCounter:
         code = problem.codes[queries]
         self._class_range = problem.class_start[code], problem.class_start[code + 1]
         self._groups = _group_members(problem, queries)
+        rows = len(queries)
+        self._next = iter(range(0, rows, TILE))
+        self._total = rows * (rows + TILE) // 2 if problem.single_set else rows * len(problem.order)
+        self._remaining = self._total
+        self._lock = threading.Lock()
+        self._stop = False
 
-    def count(self, scheduler: _TileScheduler) -> Any:
-        """Take rows of tiles until none are left; return (above, tied) per threshold."""
+    def run(self, threads: int, progress: Progress | None) -> Any:
+        """Count in several threads and return (above, tied) per threshold; one that fails stops all."""
+        torch_threads = torch.get_num_threads()
+        precision = torch.get_float32_matmul_precision()
+        # Anything below full float32 would break the error bound.
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                futures = {pool.submit(self._count) for _ in range(threads)}
+                pending = futures
+                try:
+                    while pending:
+                        finished, pending = wait(pending, timeout=0.5)
+                        if progress:
+                            progress(min(1.0, 1 - max(0, self._remaining) / self._total))
+                        if any(f.exception() for f in finished):
+                            break
+                finally:
+                    self._stop = True
+            total = sum(f.result() for f in futures)
+            if progress:
+                progress(1.0)
+            return total
+        finally:
+            torch.set_num_threads(torch_threads)
+            torch.set_float32_matmul_precision(precision)
+
+    def _tile_rows(self) -> Iterator[int]:
+        while not self._stop:
+            with self._lock:
+                a = next(self._next, None)
+            if a is None:
+                return
+            yield a
+
+    def _count(self) -> Any:
+        """Take rows of tiles until none are left: the work of one thread."""
         torch.set_num_threads(1)
         problem, queries, order = self._problem, self._queries, self._problem.order
         # Squared norms of its own too: two threads must not fill the same entry.
@@ -302,7 +273,7 @@ class _TileCounter:
         buffer, transposed = torch.empty(TILE * TILE), np.empty(TILE * TILE, dtype=np.float32)
         out = np.zeros((2, len(self._exact[0])), dtype=np.int32)
         shared = self._start, self._band, self._exact, query, gallery, (out[0], out[1])
-        for a in scheduler.rows():
+        for a in self._tile_rows():
             b = min(a + TILE, len(queries))
             left = self._query_block(a, b)
             for c in range(a if problem.single_set else 0, len(order), TILE):
@@ -310,14 +281,18 @@ class _TileCounter:
                 product = buffer[: (b - a) * (d - c)].view(b - a, d - c)
                 torch.mm(left, self._gallery.block(c, d).T, out=product)
                 tile = product.numpy()
-                self._mask(tile, a, c)
+                _mask_class(tile, *self._class_range, a, c)
+                if self._groups is not None:
+                    _mask_group(tile, *self._groups, a, c)
                 rows, cols = queries[a:b], order[c:d]
                 _count_tile(tile, rows, cols, a, *shared)
+                # A single set needs half the product: transposed, the columns are queries against the rows.
                 if problem.single_set and c > a:
                     mirrored = transposed[: (b - a) * (d - c)].reshape(d - c, b - a)
                     _transpose(tile, mirrored)
                     _count_tile(mirrored, cols, rows, c, *shared)
-                scheduler.finish((b - a) * (d - c))
+                with self._lock:
+                    self._remaining -= (b - a) * (d - c)
         return out
 
     def _query_block(self, a: int, b: int) -> torch.Tensor:
@@ -327,68 +302,12 @@ class _TileCounter:
             return left
         return self._problem.query.query_matrix(torch.as_tensor(self._queries[a:b])).float()
 
-    def _mask(self, tile: Any, a: int, c: int) -> None:
-        _mask_class(tile, *self._class_range, a, c)
-        if self._groups is not None:
-            code, start, member = self._groups
-            _mask_group(tile, code, a, c, start, member)
-
 
 def _group_members(problem: RankingProblem, queries: Ints) -> tuple[Ints, Ints, Ints] | None:
     """(group per query, start of each group, positions by group), or None without groups."""
-    if problem.query_group is None or problem.position_group is None:
+    if problem.groups is None:
         return None
-    count = int(max(problem.query_group.max(), problem.position_group.max())) + 1
-    start = np.concatenate([[0], np.cumsum(np.bincount(problem.position_group, minlength=count))])
-    return problem.query_group[queries], start, np.argsort(problem.position_group, kind="stable")
-
-
-class _TileScheduler:
-    """Hands rows of tiles to threads, sums their results, and stops all threads when one fails."""
-
-    def __init__(self, rows: int, cols: int, half: bool, progress: Progress | None) -> None:
-        self._next = iter(range(0, rows, TILE))
-        self._lock = threading.Lock()
-        self._remaining = rows * (rows + TILE) // 2 if half else rows * cols
-        self._total = self._remaining
-        self._stop = False
-        self._progress = progress
-
-    def rows(self) -> Iterator[int]:
-        while not self._stop:
-            with self._lock:
-                a = next(self._next, None)
-            if a is None:
-                return
-            yield a
-
-    def finish(self, cells: int) -> None:
-        with self._lock:
-            self._remaining -= cells
-
-    def run(self, work: Callable[[], Any], threads: int) -> Any:
-        """Run `work` in every thread and return the sum of the results."""
-        torch_threads = torch.get_num_threads()
-        precision = torch.get_float32_matmul_precision()
-        # Anything below full float32 would break the error bound.
-        torch.set_float32_matmul_precision("highest")
-        try:
-            with ThreadPoolExecutor(threads) as pool:
-                pending = {pool.submit(work) for _ in range(threads)}
-                try:
-                    futures = set(pending)
-                    while pending:
-                        finished, pending = wait(pending, timeout=0.5)
-                        if self._progress:
-                            self._progress(min(1.0, 1 - max(0, self._remaining) / self._total))
-                        if any(f.exception() for f in finished):
-                            break
-                finally:
-                    self._stop = True
-            total = sum(f.result() for f in futures)
-            if self._progress:
-                self._progress(1.0)
-            return total
-        finally:
-            torch.set_num_threads(torch_threads)
-            torch.set_float32_matmul_precision(precision)
+    query_group, position_group = problem.groups
+    size = np.bincount(position_group, minlength=int(query_group.max()) + 1)
+    start = np.concatenate([[0], np.cumsum(size)])
+    return query_group[queries], start, np.argsort(position_group, kind="stable")

@@ -1,7 +1,4 @@
-"""The torch backend, for any device and without a compiler: a float64 product per block of queries.
-
-float64 leaves almost no near-ties, and reduced-precision modes of the hardware do not affect it.
-"""
+"""The torch backend, for any device and without a compiler: a float64 product per block of queries."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, hits_before, thresholds
+from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
 from nearkin.metrics._vectors import GalleryMatrix, Ints, exact_distance
 
 _MAX_LOOP = 16  # relevant items per query up to which comparing with each in turn beats sorting the row
@@ -44,8 +41,8 @@ def _count_block(problem: RankingProblem, queries: Ints, keys: Tensor, error_bou
     keys[cells] = -torch.inf
     if problem.single_set:
         keys.masked_fill_(torch.as_tensor(problem.order[None, :] == queries[:, None], device=device), -torch.inf)
-    if problem.query_group is not None and problem.position_group is not None:
-        same = problem.position_group[None, :] == problem.query_group[queries][:, None]
+    if problem.groups is not None:
+        same = problem.groups[1][None, :] == problem.groups[0][queries][:, None]
         keys.masked_fill_(torch.as_tensor(same, device=device), -torch.inf)
     max_groups = int(t.counts.max(initial=0))
     above = np.zeros(len(t.key), dtype=np.int64)
@@ -60,7 +57,7 @@ def _count_block(problem: RankingProblem, queries: Ints, keys: Tensor, error_bou
         above = certain[r, slot]
         ambiguous = np.nonzero(possible[r, slot] > above)[0]
         _break_ties(problem, queries, keys, t, r, ambiguous, 2 * error_bound, above, tied)
-    return PartialRanking(queries, t.counts, above=above + hits_before(t), relevant=t.relevant, size=t.relevant + tied)
+    return t.result(queries, above, tied)
 
 
 def _count_above(keys: Tensor, threshold: Tensor, margin: Tensor) -> tuple[Ints, Ints]:
@@ -70,17 +67,12 @@ def _count_above(keys: Tensor, threshold: Tensor, margin: Tensor) -> tuple[Ints,
         certain = torch.stack([(keys > high[:, k, None]).sum(1) for k in range(threshold.shape[1])], dim=1)
         possible = torch.stack([(keys >= low[:, k, None]).sum(1) for k in range(threshold.shape[1])], dim=1)
     else:
-        ascending = _sort_rows(keys)
+        # On a CPU NumPy sorts several times faster than torch.
+        on_cpu = keys.device.type == "cpu"
+        ascending = torch.from_numpy(np.sort(keys.numpy(), axis=1)) if on_cpu else keys.sort(dim=1).values
         certain = keys.shape[1] - torch.searchsorted(ascending, high, right=True)
         possible = keys.shape[1] - torch.searchsorted(ascending, low, right=False)
     return certain.cpu().numpy(), possible.cpu().numpy()
-
-
-def _sort_rows(keys: Tensor) -> Tensor:
-    # On a CPU NumPy sorts several times faster than torch.
-    if keys.device.type == "cpu":
-        return torch.from_numpy(np.sort(keys.numpy(), axis=1))
-    return keys.sort(dim=1).values
 
 
 def _break_ties(

@@ -12,17 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._vectors import (
-    Floats,
-    Ints,
-    VectorSet,
-    as_labels,
-    as_matrix,
-    check_similarity,
-    encode,
-    exact_distance,
-    prepare,
-)
+from nearkin.metrics._vectors import Floats, Ints, VectorSet, as_labels, as_matrix, encode, exact_distance, prepare
 
 Progress = Callable[[float], None]
 
@@ -39,8 +29,7 @@ class RankingProblem:
     order: Ints  # [G] gallery row at each position
     class_start: Ints  # [C + 1] first position of each class
     similarity: str  # "cosine" or "euclidean"
-    query_group: Ints | None  # [Q] group of each query, or None
-    position_group: Ints | None  # [G] group of the item at each position, or None
+    groups: tuple[Ints, Ints] | None  # group of each query [Q] and of the item at each position [G]
 
     @property
     def max_pairs(self) -> int:
@@ -57,8 +46,8 @@ class RankingProblem:
         keep = np.ones(len(row), dtype=bool)
         if self.single_set:
             keep &= self.order[position] != queries[row]
-        if self.query_group is not None and self.position_group is not None:
-            keep &= self.position_group[position] != self.query_group[queries][row]
+        if self.groups is not None:
+            keep &= self.groups[1][position] != self.groups[0][queries][row]
         return row[keep], position[keep]
 
 
@@ -82,25 +71,16 @@ class Thresholds:
     sample: Ints  # [T] position of one relevant item of the group
     relevant: Ints  # [T] relevant items in the group
 
+    def result(self, queries: Ints, above: Ints, tied: Ints) -> PartialRanking:
+        """Return the ranking of the queries, given the counts of other items above and in each group."""
+        above = above + hits_before(self.counts, self.relevant)
+        return PartialRanking(queries, self.counts, above=above, relevant=self.relevant, size=self.relevant + tied)
+
 
 def make_problem(
     query: Any, labels: Any, gallery: Any, gallery_labels: Any, similarity: str, groups: Any, gallery_groups: Any
 ) -> RankingProblem:
-    """Validate the arguments of `nearkin.metrics.rank` and prepare the vectors.
-
-    Args:
-        query: [Q, D] vectors.
-        labels: [Q] labels.
-        gallery: [G, D] vectors, or None.
-        gallery_labels: [G] labels, or None.
-        similarity: "cosine" or "euclidean".
-        groups: [Q] groups, or None.
-        gallery_groups: [G] groups, or None.
-
-    Returns:
-        The problem.
-    """
-    check_similarity(similarity)
+    """Validate the arguments of `nearkin.metrics.rank` and prepare the vectors."""
     if (gallery is None) != (gallery_labels is None):
         missing = "gallery labels are" if gallery_labels is None else "gallery is"
         raise ConfigError(f"rank: the {missing} missing. Use (emb, labels) or (query, labels, gallery, labels).")
@@ -113,10 +93,10 @@ def make_problem(
         q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
         g_labels = as_labels(gallery_labels, len(g), "gallery labels", "gallery")
     codes, g_codes, classes = encode(q_labels, g_labels, "labels")
-    query_group, g_group = _encode_groups(groups, gallery_groups, len(q), None if g is None else len(g))
+    pair = _encode_groups(groups, gallery_groups, len(q), None if g is None else len(g))
     q_vectors, g_vectors = prepare(q, g, similarity)
     size = np.bincount(g_codes, minlength=len(classes))
-    order = np.lexsort((np.arange(len(g_codes)), g_codes))
+    order = np.argsort(g_codes, kind="stable")
     return RankingProblem(
         query=q_vectors,
         gallery=g_vectors,
@@ -126,8 +106,7 @@ def make_problem(
         order=order,
         class_start=np.concatenate([[0], np.cumsum(size)]),
         similarity=similarity,
-        query_group=query_group,
-        position_group=None if g_group is None else g_group[order],
+        groups=None if pair is None else (pair[0], pair[1][order]),
     )
 
 
@@ -141,19 +120,16 @@ def match_dtype_and_device(query: Tensor, gallery: Tensor) -> tuple[Tensor, Tens
     return query.to(dtype), gallery.to(device=query.device, dtype=dtype)
 
 
-def _encode_groups(
-    groups: Any, gallery_groups: Any, queries: int, items: int | None
-) -> tuple[Ints | None, Ints | None]:
+def _encode_groups(groups: Any, gallery_groups: Any, queries: int, items: int | None) -> tuple[Ints, Ints] | None:
     if groups is None and gallery_groups is None:
-        return None, None
+        return None
     if groups is None or (items is not None) != (gallery_groups is not None):
         raise ConfigError(
             "groups: give groups for one set, or both groups and gallery_groups for a query and a gallery."
         )
     first = as_labels(groups, queries, "groups", "the query")
     second = None if items is None else as_labels(gallery_groups, items, "gallery_groups", "the gallery")
-    query_group, gallery_group, _ = encode(first, second, "groups")
-    return query_group, gallery_group
+    return encode(first, second, "groups")[:2]
 
 
 def parse_bytes(memory: str | int) -> int:
@@ -175,26 +151,13 @@ def parse_bytes(memory: str | int) -> int:
     return size
 
 
-# ------------------------------------------------------------------------------------------------------------- ties
-
-
 def order_by_distance(
     query: VectorSet, gallery: VectorSet, i: Ints, row: Ints, col: Ints, key: Floats, error_bound: Floats
 ) -> tuple[Ints, Ints, Floats]:
-    """Order items by row, nearest first, comparing near-ties by their exact distance.
+    """Order items (query i, gallery row col) by row, nearest first, comparing near-ties by their exact distance.
 
-    Args:
-        query: Query vectors.
-        gallery: Gallery vectors.
-        i: [P] query of each item.
-        row: [P] row of each item, the first sort key and the index into `error_bound`.
-        col: [P] gallery row of each item.
-        key: [P] float64 key of each item.
-        error_bound: [rows] error bound of the keys.
-
-    Returns:
-        The order [P]; then, per item, the run of indistinguishable keys [P] that it belongs to and its exact distance
-        [P] (0 for items alone in their run). Ties share row, run and distance.
+    Returns the order; then, per item, the run of indistinguishable keys that it belongs to and its exact distance (0
+    for items alone in their run). Ties share row, run and distance.
     """
     order = np.lexsort((-key, row))
     r, k = row[order], key[order]
@@ -234,9 +197,8 @@ def thresholds(
     )
 
 
-def hits_before(t: Thresholds) -> Ints:
-    """Count the relevant items in earlier groups of the same row, which are above as well."""
-    ends = np.cumsum(t.relevant)
-    first = np.cumsum(t.counts) - t.counts
-    start = np.concatenate([[0], ends])[first]
-    return np.asarray(ends - t.relevant - np.repeat(start, t.counts))
+def hits_before(counts: Ints, relevant: Ints) -> Ints:
+    """[T] the relevant items in earlier groups of the same row, which are above as well."""
+    ends = np.cumsum(relevant)
+    start = np.concatenate([[0], ends])[np.cumsum(counts) - counts]
+    return np.asarray(ends - relevant - np.repeat(start, counts))

@@ -1,20 +1,4 @@
-"""Input conversion for the ranking engine, and the exact distance that resolves near-ties.
-
-Both similarities share one geometry. Let z be the unit vectors (cosine) or the raw vectors (Euclidean), m the mean of
-the gallery's z and c = z - m. The key of a pair is
-
-    w_ij = c_i . c_j + b_i + b_j,        b = -|c|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
-
-that is, the cosine minus one, or minus half the squared distance. Subtracting the mean does not change the order, but
-it keeps the rounding error proportional to the spread of the vectors, so a nearly collapsed model is ranked as
-precisely as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half. Finally a constant
-is subtracted from all b, which does not change the order either.)
-
-The key comes from a matrix product and is known only within an error bound, `VectorSet.error_bounds`. Pairs closer
-than the bound are compared by `exact_distance`, which is computed in a fixed order with twice the precision of float64
-and then rounded to one float64. Two gallery items tie for a query when these values are equal. The block size, the
-number of threads and the BLAS library cannot change the outcome.
-"""
+"""Input conversion for the ranking engine, and the exact distance that resolves near-ties."""
 
 from __future__ import annotations
 
@@ -30,7 +14,6 @@ from torch import Tensor
 from nearkin.errors import ConfigError, DataError, did_you_mean
 from nearkin.ops.geometry import where_float64_exists
 
-SIMILARITIES = ("cosine", "euclidean")
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # a vector of at most this norm counts as zero: its cosine with everything is 0
 COSINE_GRID = 2.0**80  # exact cosine distances are rounded to multiples of its inverse (see exact_distance)
@@ -39,17 +22,6 @@ _CHUNK = 4096  # rows converted at a time, to keep float64 copies small
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-# ------------------------------------------------------------------------------------------------ input conversion
-
-
-def check_similarity(name: str) -> str:
-    """Return the name of a similarity, or raise a ConfigError if there is none of that name."""
-    if name not in SIMILARITIES:
-        hint = did_you_mean(name, SIMILARITIES) or f" Available: {', '.join(SIMILARITIES)}."
-        raise ConfigError(f"similarity: no similarity named {name!r}.{hint}")
-    return name
 
 
 def as_matrix(values: Any, name: str) -> Tensor:
@@ -177,12 +149,20 @@ def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
     return np.split(row_id, np.cumsum([len(x) for x in sets])[:-1])
 
 
-# ---------------------------------------------------------------------------------------------------- the geometry
-
-
 @dataclass(frozen=True)
 class VectorSet:
-    """A set of vectors prepared for products with another set of the same geometry."""
+    """A set of vectors prepared for products with another set of the same geometry.
+
+    Let z be the unit vectors (cosine) or the raw vectors (Euclidean), m the mean of the gallery's z and c = z - m. The
+    key of a pair, the cosine minus one or minus half the squared distance, is
+
+        w_ij = c_i . c_j + b_i + b_j,        b = -|c|^2 / 2        so that        w_ij = -|z_i - z_j|^2 / 2
+
+    Subtracting the mean keeps the rounding error proportional to the spread of the vectors, so a nearly collapsed model
+    is ranked as precisely as any other. (A zero vector has cosine 0 with everything, so its b is lower by one half.)
+    Pairs closer than `error_bounds` are compared by `exact_distance`, and tie if that is equal, so the block size, the
+    number of threads and the BLAS library cannot change the outcome.
+    """
 
     x: Tensor  # [N, D] the input vectors
     row_scale: Tensor  # [N] float64 factor that turns x into z: 1 / norm (0 for zero vectors), or a common power of two
@@ -262,19 +242,17 @@ class GalleryMatrix:
 
 def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[VectorSet, VectorSet]:
     """Build the query and gallery vectors of one geometry."""
+    if similarity not in ("cosine", "euclidean"):
+        hint = did_you_mean(similarity, ("cosine", "euclidean")) or " Available: cosine, euclidean."
+        raise ConfigError(f"similarity: no similarity named {similarity!r}.{hint}")
     cosine = similarity == "cosine"
     sets = [query] if gallery is None else [query, gallery]
-    pow2s, row_scales, zero_masks = [], [], []
-    for x in sets:
-        pow2, row_scale, zero_mask = _unit_scales(x) if cosine else _common_scale(x, sets)
-        pow2s.append(pow2)
-        row_scales.append(row_scale)
-        zero_masks.append(zero_mask)
-    centre = _scaled_mean(sets[-1], row_scales[-1])
-    norms = [_centred_norms(x, row_scale, centre) for x, row_scale in zip(sets, row_scales, strict=True)]
+    scales = [_unit_scales(x) if cosine else _common_scale(x, sets) for x in sets]
+    zero_masks = [row_scale == 0 for _, row_scale in scales]
+    centre = _scaled_mean(sets[-1], scales[-1][1])
+    norms = [_centred_norms(x, row_scale, centre) for x, (_, row_scale) in zip(sets, scales, strict=True)]
     largest = max(float(norm.max()) for norm in norms)
     scale = 2.0 ** -np.frexp(largest)[1] if largest > 0 else 1.0
-    row_ids = identical_rows(sets, zero_masks)
     biases = [
         -((norm * scale) ** 2) / 2 - zero_mask.double() * (scale**2 / 2)
         for norm, zero_mask in zip(norms, zero_masks, strict=True)
@@ -283,13 +261,15 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
     middle = (biases[-1].max() + biases[-1].min()) / 2
     prepared = [
         VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id)
-        for x, row_scale, pow2, bias, norm, row_id in zip(sets, row_scales, pow2s, biases, norms, row_ids, strict=True)
+        for x, (pow2, row_scale), bias, norm, row_id in zip(
+            sets, scales, biases, norms, identical_rows(sets, zero_masks), strict=True
+        )
     ]
     return prepared[0], prepared[-1]
 
 
-def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pow2, row_scale and the mask of zero vectors for the cosine."""
+def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return pow2 and row_scale for the cosine; row_scale is 0 for a zero vector."""
     pow2 = torch.empty(len(x), dtype=torch.float64, device=x.device)
     row_scale = torch.empty_like(pow2)
     for a in range(0, len(x), _CHUNK):
@@ -300,15 +280,15 @@ def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         norm = (part.double() * factor[:, None]).square().sum(1).sqrt()
         pow2[a : a + _CHUNK] = factor
         row_scale[a : a + _CHUNK] = torch.where(norm / factor > ZERO_NORM, factor / norm, 0.0)
-    return pow2, row_scale, row_scale == 0
+    return pow2, row_scale
 
 
-def _common_scale(x: Tensor, sets: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pow2, row_scale and the (empty) mask of zero vectors for the Euclidean distance."""
+def _common_scale(x: Tensor, sets: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return pow2 and row_scale for the Euclidean distance: one power of two for all vectors."""
     largest = max(float(s.abs().max()) for s in sets)
     factor = float(np.ldexp(1.0, -int(np.frexp(largest)[1]))) if largest > 0 else 1.0
-    ones = torch.ones(len(x), dtype=torch.float64, device=x.device)
-    return ones * factor, ones * factor, torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    pow2 = torch.full((len(x),), factor, dtype=torch.float64, device=x.device)
+    return pow2, pow2
 
 
 def _scaled_mean(x: Tensor, row_scale: Tensor) -> Tensor:
@@ -324,9 +304,6 @@ def _centred_norms(x: Tensor, row_scale: Tensor, centre: Tensor) -> Tensor:
         for a in range(0, len(x), _CHUNK)
     ]
     return torch.cat(parts)
-
-
-# --------------------------------------------------------------------------------------------- the exact distance
 
 
 def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
@@ -348,39 +325,14 @@ def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Fl
 
 
 def _exact(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
-    x = _columns(query, i)
-    y = _columns(gallery, j)
-    zero = np.zeros(len(i))
+    x, y = _columns(query, i), _columns(gallery, j)
     if not query.cosine:
-        s, c = zero, zero
-        for a, b in zip(x, y, strict=True):
-            d, e = _two_sum(a, -b)
-            p, q = _two_product(d, d)
-            s, r = _two_sum(s, p)
-            c = c + ((q + 2.0 * d * e) + r)
         # All vectors share one power of two. Undoing it would be exact and would not change the order.
-        return np.asarray(s + c)
-    xy, xx, yy = [(zero, zero)] * 3
-    for a, b in zip(x, y, strict=True):
-        xy, xx, yy = _add_product(xy, a, b), _add_product(xx, a, a), _add_product(yy, b, b)
-    is_zero = (query.row_scale[i].cpu() == 0) | (gallery.row_scale[j].cpu() == 0)
-    return _exact_cosine_distance(xy, xx, yy, np.asarray(is_zero))
-
-
-def _exact_cosine_distance(xy: Any, xx: Any, yy: Any, is_zero: NDArray[np.bool_]) -> Floats:
-    """1 - xy / sqrt(xx * yy) for sums given as pairs of float64."""
-    one = np.where(is_zero, 1.0, 0.0)  # keeps the division below defined; the result is overwritten
-    xx0, yy0 = xx[0] + one, yy[0] + one
-    p, e = _two_product(xx0, yy0)
-    e = e + (xx0 * yy[1] + xx[1] * yy0)
-    root = np.sqrt(p)
-    f, g = _two_product(root, root)
-    low = (((p - f) - g) + e) / (2.0 * root)
-    q = xy[0] / root
-    f, g = _two_product(q, root)
-    rest = (((xy[0] - f) - g) + xy[1] - q * low) / root
-    d, e = _two_sum(np.ones_like(q), -q)
-    distance = np.rint((d + (e - rest)) * COSINE_GRID) / COSINE_GRID
+        return np.asarray(sum_squares(x, y))
+    is_zero = np.asarray((query.row_scale[i].cpu() == 0) | (gallery.row_scale[j].cpu() == 0))
+    (xx, xx_low), (yy, yy_low) = sum_products(x, x), sum_products(y, y)
+    one = np.where(is_zero, 1.0, 0.0)  # keeps the division defined; the result is overwritten
+    distance = cosine_distance(sum_products(x, y), (xx + one, xx_low), (yy + one, yy_low))
     return np.where(is_zero, 1.0, distance)
 
 
@@ -390,13 +342,19 @@ def _columns(vectors: VectorSet, rows: Ints) -> Floats:
     return np.ascontiguousarray(scaled.cpu().numpy().T)
 
 
-def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+# The functions below take numbers or arrays of them; _count_numba compiles them for numbers. A sum is two float64: its
+# value and what rounding took away.
+
+
+def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return a + b and its rounding error."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
 
 
-def _two_product(a: Any, b: Any) -> tuple[Any, Any]:
+def two_product(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return a * b and its rounding error."""
     p = a * b
     t = _SPLITTER * a
     a1 = t - (t - a)
@@ -407,7 +365,36 @@ def _two_product(a: Any, b: Any) -> tuple[Any, Any]:
     return p, a2 * b2 - (((p - a1 * b1) - a2 * b1) - a1 * b2)
 
 
-def _add_product(total: tuple[Any, Any], a: Any, b: Any) -> tuple[Any, Any]:
-    p, e = _two_product(a, b)
-    s, r = _two_sum(total[0], p)
-    return s, total[1] + (e + r)
+def sum_products(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return the sum of x * y over the first axis."""
+    total = low = 0.0
+    for a, b in zip(x, y):  # noqa: B905  (numba knows no strict=)
+        p, e = two_product(a, b)
+        total, r = two_sum(total, p)
+        low = low + (e + r)
+    return total, low
+
+
+def sum_squares(x: Any, y: Any) -> Any:
+    """Return the sum of (x - y)^2 over the first axis, rounded to float64."""
+    total = low = 0.0
+    for a, b in zip(x, y):  # noqa: B905
+        d, e = two_sum(a, -b)
+        p, q = two_product(d, d)
+        total, r = two_sum(total, p)
+        low = low + ((q + 2.0 * d * e) + r)
+    return total + low
+
+
+def cosine_distance(xy: Any, xx: Any, yy: Any) -> Any:
+    """Return 1 - xy / sqrt(xx * yy) for three sums, rounded to the grid."""
+    p, e = two_product(xx[0], yy[0])
+    e = e + (xx[0] * yy[1] + xx[1] * yy[0])
+    root = np.sqrt(p)
+    f, g = two_product(root, root)
+    low = (((p - f) - g) + e) / (2.0 * root)
+    q = xy[0] / root
+    f, g = two_product(q, root)
+    rest = (((xy[0] - f) - g) + xy[1] - q * low) / root
+    d, e = two_sum(1.0, -q)
+    return np.rint((d + (e - rest)) * COSINE_GRID) / COSINE_GRID

@@ -1,8 +1,5 @@
-"""Confidence intervals and paired comparisons of mean scores, clustered by class.
-
-Queries of one class are correlated: they share an appearance, a photographer, a set of confusable classes. Resampling
-single queries would treat them as independent and give intervals that are too narrow, so whole classes are resampled
-(a cluster bootstrap), and whole classes are swapped in the test.
+"""Confidence intervals and paired comparisons of mean scores. Queries of one class are correlated, and resampling
+single ones would give intervals that are too narrow, so whole classes are resampled, and swapped in the test.
 """
 
 from __future__ import annotations

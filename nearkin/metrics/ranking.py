@@ -1,11 +1,5 @@
-"""The exact ranking engine: the rank of every relevant item, without sorting the others.
-
-A retrieval metric depends only on the ranks of a query's relevant items. A rank is a count of items that are more
-similar, so nothing is sorted and no list of the k nearest is stored: the similarity matrix is computed in blocks, and
-each block is counted against the similarities of the relevant items.
-
-Ties stay ties. `Ranking` stores, per query, the groups of equally similar items that contain a relevant one; the
-metrics (nearkin.metrics.retrieval) take the expectation over a random order within each group.
+"""The exact ranking engine. A rank is a count of items that are more similar, so nothing is sorted: the similarity
+matrix is computed in blocks, and each block is counted against the similarities of the relevant items.
 """
 
 from __future__ import annotations
@@ -22,17 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, import_extra
+from nearkin.metrics import _problem
 from nearkin.metrics._count_torch import count_torch
-from nearkin.metrics._problem import (
-    PartialRanking,
-    Progress,
-    RankingProblem,
-    make_problem,
-    match_dtype_and_device,
-    order_by_distance,
-    parse_bytes,
-)
-from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, as_matrix, check_similarity, prepare
+from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, make_problem, parse_bytes
+from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, as_matrix, prepare
 
 _MIN_NUMBA_PAIRS = 3000**2  # below this, loading the compiled loops costs more than it saves
 
@@ -88,19 +75,10 @@ class Ranking:
     @property
     def hits_before(self) -> Ints:
         """[T] relevant items in the query's earlier groups."""
-        ends = np.cumsum(self.relevant)
-        first = np.concatenate([[0], ends])[self.start[:-1]]
-        return np.asarray(ends - self.relevant - np.repeat(first, np.diff(self.start)))
+        return _problem.hits_before(np.diff(self.start), self.relevant)
 
     def break_ties(self, order: str) -> Ranking:
-        """Break all ties in favour of the query or against it.
-
-        Args:
-            order: "best" puts relevant items first within a group, "worst" last.
-
-        Returns:
-            A ranking without ties.
-        """
+        """Break all ties: "best" puts relevant items first within a group, "worst" last."""
         if order not in ("best", "worst"):
             raise ConfigError(f"order: expected 'best' or 'worst', got {order!r}.")
         offset = np.zeros_like(self.size) if order == "best" else self.size - self.relevant
@@ -202,9 +180,6 @@ def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- neighbours
-
-
 def neighbours(
     query: Any,
     gallery: Any = None,
@@ -232,11 +207,10 @@ def neighbours(
         >>> neighbours([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], k=2)[0].tolist()
         [[1, 2], [0, 2], [0, 1]]
     """
-    check_similarity(similarity)
     q = as_matrix(query, "query")
     g = None
     if gallery is not None:
-        q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
+        q, g = _problem.match_dtype_and_device(q, as_matrix(gallery, "gallery"))
     skip_self = g is None if exclude_self is None else exclude_self
     if skip_self and g is not None and len(g) != len(q):
         raise ConfigError("exclude_self: query and gallery must be the same rows in the same order.")
@@ -280,7 +254,7 @@ def _nearest(
     key = keys[near[:, 0], near[:, 1]].cpu().numpy()
     row, col = near[:, 0].cpu().numpy(), candidates[near[:, 1].cpu().numpy()]
     bound = error_bound.cpu().numpy()
-    order, run, distance = order_by_distance(query, gallery, row + rows.start, row, col, key, bound)
+    order, run, distance = _problem.order_by_distance(query, gallery, row + rows.start, row, col, key, bound)
     row, col, run, distance = row[order], col[order], run[order], distance[order]
     order = np.lexsort((col, distance, run, row))
     first = np.searchsorted(row, np.arange(keys.shape[0]))
@@ -307,30 +281,21 @@ def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints)
     return np.asarray((-squared.sqrt() / query.pow2[0]).cpu().numpy())
 
 
-# ------------------------------------------------------------------------------------------------------- the result
-
-
 def assemble(problem: RankingProblem, parts: list[PartialRanking]) -> Ranking:
     """Merge partial rankings into one, with the queries in ascending order."""
-    queries = np.concatenate([p.queries for p in parts])
-    ordered = np.sort(queries)
-    index = np.searchsorted(ordered, queries)
-    part_counts = np.concatenate([p.counts for p in parts])
-    counts = np.empty(len(queries), dtype=np.int64)
-    counts[index] = part_counts
-    start = np.concatenate([[0], np.cumsum(counts)])
-    # Target of each group: the start of its query plus its index among the query's groups.
-    first = np.cumsum(part_counts) - part_counts
-    target = np.repeat(start[index] - first, part_counts) + np.arange(part_counts.sum())
-    fields: dict[str, Any] = {}
-    for name in ("above", "relevant", "size"):
-        fields[name] = np.empty(len(target), dtype=np.int64)
-        fields[name][target] = np.concatenate([getattr(p, name) for p in parts])
+    queries, counts = (np.concatenate([getattr(p, name) for p in parts]) for name in ("queries", "counts"))
+    by_query = np.argsort(queries)
+    ordered, ordered_counts = queries[by_query], counts[by_query]
+    start = np.concatenate([[0], np.cumsum(ordered_counts)])
+    # Source of each group: the first of its query plus its index among the query's groups.
+    first = np.cumsum(counts) - counts
+    source = np.repeat(first[by_query] - start[:-1], ordered_counts) + np.arange(start[-1])
+    fields = {name: np.concatenate([getattr(p, name) for p in parts])[source] for name in ("above", "relevant", "size")}
     items = np.full(len(ordered), len(problem.gallery) - int(problem.single_set), dtype=np.int64)
-    if problem.query_group is not None and problem.position_group is not None:
-        num_groups = int(max(problem.query_group.max(), problem.position_group.max())) + 1
-        group_size = np.bincount(problem.position_group, minlength=num_groups)
-        items = len(problem.gallery) - group_size[problem.query_group[ordered]]
+    if problem.groups is not None:
+        query_group, position_group = problem.groups
+        group_size = np.bincount(position_group, minlength=int(query_group.max()) + 1)
+        items = len(problem.gallery) - group_size[query_group[ordered]]
     codes, similarity = problem.codes[ordered], problem.similarity
     return Ranking(start=start, items=items, codes=codes, classes=problem.classes, similarity=similarity, **fields)
 

@@ -1,46 +1,24 @@
-"""Retrieval metrics of a Ranking, one value per query.
-
-Every function takes a Ranking and returns the expectation over a random order of tied items (McSherry and Najork
-2008), so that neither the order of the rows nor a collapsed model can gain anything. For a query without relevant
-items, metrics that divide by their number return NaN; `evaluate_metric` applies the chosen convention.
-
-    name         value for a query with R relevant items
-    R@k          1 if a relevant item is among the first k, else 0
-    P@k          fraction of relevant items among the first k
-    RP           the same with k = R (R-precision)
-    MAP@R        sum of P@i over the ranks i <= R of relevant items, divided by R
-    MAP@k        the same over ranks i <= k, divided by min(k, R); MAP@k/k, MAP@k/R, MAP@k/hits divide by those
-    MAP          the same over all ranks, divided by R
-    nDCG@k       sum of 1 / log2(rank + 1) over relevant items in the first k, divided by the best possible sum
-    MRR          1 / rank of the first relevant item
+"""Retrieval metrics of a Ranking, one value per query: the expectation over a random order of tied items (McSherry and
+Najork 2008), so that neither the order of the rows nor a collapsed model can gain anything.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import ConfigError, UnknownNameError, did_you_mean
+from nearkin.errors import UnknownNameError, did_you_mean
+from nearkin.metrics._vectors import Floats, Ints
 from nearkin.metrics.ranking import Ranking
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-DENOMINATORS = ("min(k,R)", "k", "R", "hits")
-SINGLETONS = ("auto", "exclude", "zero")  # conventions for queries without relevant items
 
 
 def recall(r: Ranking, k: int) -> Floats:
-    """Compute R@k: whether a relevant item is among the first k; under ties the probability of it.
-
-    Example:
-        >>> from nearkin import rank
-        >>> recall(rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"]), k=1).tolist()
-        [1.0, 1.0, 0.0]
-    """
-    has_relevant, above, relevant, size = _first_group(_check_k(r, k))
+    """Compute R@k: whether a relevant item is among the first k; under ties the probability of it."""
+    has_relevant, above, relevant, size = _first_group(r)
     out = np.zeros(len(r))
     slots = np.clip(k - above, 0, size)
     out[has_relevant] = 1.0 - _map_unique(_prob_no_hit, slots, relevant, size)
@@ -48,8 +26,8 @@ def recall(r: Ranking, k: int) -> Floats:
 
 
 def precision(r: Ranking, k: int) -> Floats:
-    """Compute P@k: relevant items among the first k, divided by k. Returns one value per query [Q]."""
-    return _expected_hits(_check_k(r, k), np.full(len(r), k)) / k
+    """Compute P@k: relevant items among the first k, divided by k."""
+    return _expected_hits(r, np.full(len(r), k)) / k
 
 
 def r_precision(r: Ranking) -> Floats:
@@ -57,17 +35,10 @@ def r_precision(r: Ranking) -> Floats:
     return _divide(_expected_hits(r, r.total), r.total)
 
 
-def mean_average_precision(r: Ranking, k: int | str = "R", denominator: str = "min(k,R)") -> Floats:
-    """Compute MAP@k: the sum of P@i over the ranks i <= k of relevant items, divided by the denominator."""
-    if denominator not in DENOMINATORS:
-        raise ConfigError(f"denominator: expected one of {', '.join(DENOMINATORS)}; got {denominator!r}.")
+def mean_average_precision(r: Ranking, k: int | None = None, denominator: str = "min(k,R)") -> Floats:
+    """Compute MAP@k, or MAP@R: the sum of P@i over the ranks i <= k of relevant items, divided by the denominator."""
     total = r.total
-    if k == "R":
-        depth = total
-    elif isinstance(k, int | np.integer):
-        depth = np.full(len(_check_k(r, k)), k)
-    else:
-        raise ConfigError(f"k: expected a number of ranks or 'R', got {k!r}.")
+    depth = total if k is None else np.full(len(r), k)
     if denominator == "hits":
         return _map_over_hits(r, depth)
     divisor = {"min(k,R)": np.minimum(depth, total), "k": depth, "R": total}[denominator]
@@ -76,14 +47,13 @@ def mean_average_precision(r: Ranking, k: int | str = "R", denominator: str = "m
 
 def average_precision(r: Ranking) -> Floats:
     """Compute the average precision over the whole ranking."""
-    depth = np.full(len(r), int(r.items.max(initial=1)))
-    return _divide(_sum_per_query(r, _precision_sums(r, depth)), r.total)
+    return mean_average_precision(r, int(r.items.max(initial=1)), "R")
 
 
 def ndcg(r: Ranking, k: int) -> Floats:
     """Compute nDCG@k: discounted gain of the relevant items in the first k, divided by the best possible."""
     gain = _cumulative(1.0 / np.log2(np.arange(2, int(r.items.max(initial=1)) + 2)))
-    inside = _ranks_inside(_check_k(r, k), np.full(len(r), k))
+    inside = _ranks_inside(r, np.full(len(r), k))
     per_group = r.relevant / r.size * (gain[r.above + inside] - gain[r.above])
     single = (r.size == 1) & (inside == 1)
     per_group[single] = 1.0 / np.log2(r.above[single] + 2)
@@ -99,8 +69,6 @@ def reciprocal_rank(r: Ranking) -> Floats:
     return out
 
 
-# ------------------------------------------------------------------------------------------------- metrics by name
-
 _METRIC_AT_K = re.compile(r"(R|P|nDCG|MAP)@([1-9]\d*)(?:/(k|R|hits))?")
 _METRICS: dict[str, Callable[[Ranking], Floats]] = {
     "RP": r_precision,
@@ -109,12 +77,6 @@ _METRICS: dict[str, Callable[[Ranking], Floats]] = {
     "MRR": reciprocal_rank,
 }
 _COUNT_AS_MISS = ("R", "P")  # with "auto", a query without relevant items scores 0 in these and is excluded elsewhere
-
-
-def check_singletons(singletons: str) -> None:
-    """Raise a ConfigError unless this is one of SINGLETONS."""
-    if singletons not in SINGLETONS:
-        raise ConfigError(f"singletons: expected 'auto', 'exclude' or 'zero', got {singletons!r}.")
 
 
 def evaluate_metric(r: Ranking, name: str, singletons: str = "auto") -> Floats:
@@ -126,7 +88,6 @@ def evaluate_metric(r: Ranking, name: str, singletons: str = "auto") -> Floats:
         [1.0, 1.0, nan]
     """
     values = _by_name(name)(r)
-    check_singletons(singletons)
     is_miss = singletons == "zero" or (singletons == "auto" and name.partition("@")[0] in _COUNT_AS_MISS)
     return np.where(r.total == 0, 0.0 if is_miss else np.nan, values)
 
@@ -148,23 +109,13 @@ def _by_name(name: str) -> Callable[[Ranking], Floats]:
         return _METRICS[name]
     match = _METRIC_AT_K.fullmatch(name)
     if match and (match[3] is None or match[1] == "MAP"):
-        k = int(match[2])
         if match[1] == "MAP":
-            return lambda r: mean_average_precision(r, k, match[3] or "min(k,R)")
-        return {"R": lambda r: recall(r, k), "P": lambda r: precision(r, k), "nDCG": lambda r: ndcg(r, k)}[match[1]]
+            return partial(mean_average_precision, k=int(match[2]), denominator=match[3] or "min(k,R)")
+        return partial({"R": recall, "P": precision, "nDCG": ndcg}[match[1]], k=int(match[2]))
     number = re.sub(r"\D", "", name) or "10"
     known = [f"R@{number}", f"P@{number}", f"MAP@{number}", f"nDCG@{number}", *_METRICS]
     hint = did_you_mean(name, known) or " Available: R@k, P@k, RP, MAP@R, MAP@k, MAP@k/k, MAP, nDCG@k, MRR."
     raise UnknownNameError(f"No metric named '{name}'.{hint}")
-
-
-# ------------------------------------------------------------------------------------------- expectations over ties
-
-
-def _check_k(r: Ranking, k: int) -> Ranking:
-    if k < 1:
-        raise ConfigError(f"k: expected at least 1, got {k}.")
-    return r
 
 
 def _divide(sums: Floats, divisor: Floats | Ints) -> Floats:

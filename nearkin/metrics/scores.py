@@ -1,8 +1,4 @@
-"""Evaluate embeddings: every retrieval metric at once, stored per query, with intervals and comparisons.
-
-`score` returns Scores. The metrics are defined in retrieval.py, the intervals in bootstrap.py, the clustering metrics
-in clustering.py.
-"""
+"""Evaluate embeddings: every retrieval metric at once, stored per query, with intervals and comparisons."""
 
 from __future__ import annotations
 
@@ -23,12 +19,11 @@ from numpy.typing import NDArray
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from nearkin.metrics._problem import Progress, make_problem, parse_bytes
+from nearkin.metrics._vectors import Floats
 from nearkin.metrics.bootstrap import Difference, bootstrap, mean, paired_difference, percentiles
 from nearkin.metrics.ranking import Ranking, assemble, count_hits, count_singletons_and_ties, data_notes
-from nearkin.metrics.retrieval import check_singletons, evaluate_metric, metric_bounds
+from nearkin.metrics.retrieval import evaluate_metric, metric_bounds
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 DRAWS = 2000
 
 
@@ -70,17 +65,8 @@ class Scores:
 
     @staticmethod
     def of(ranking: Ranking, *, ks: Sequence[int] = (1, 2, 4, 8), singletons: str = "auto") -> Scores:
-        """Compute the scores of an existing ranking.
-
-        Args:
-            ranking: From `rank`.
-            ks: As in `score`.
-            singletons: As in `score`.
-
-        Returns:
-            The scores.
-        """
-        values = _LazyValues(ranking, _metric_names(ks, singletons), singletons)
+        """Compute the scores of an existing ranking, with ks and singletons as in `score`."""
+        values = _Values(dict.fromkeys(_metric_names(ks, singletons)), ranking, singletons)
         notes = [*ranking.notes, *_singleton_notes(values, ranking.total == 0, ks, singletons)]
         labels = ranking.classes[ranking.codes]
         return Scores(values, labels, ks=ks, singletons=singletons, similarity=ranking.similarity, notes=notes)
@@ -112,46 +98,22 @@ class Scores:
         return {name: self[name] for name in self.per_query}
 
     def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Compute a confidence interval of the mean, by a cluster bootstrap over classes.
-
-        Args:
-            name: The metric.
-            level: Of the interval.
-
-        Returns:
-            Lower and upper end; NaN with a single class.
-        """
+        """Compute a confidence interval of the mean, by a cluster bootstrap over classes; NaN with a single class."""
         return self._intervals([name], level)[0]
 
     def bounds(self, name: str) -> tuple[float, float]:
-        """Compute the lowest and highest mean over all orders of tied items.
-
-        Args:
-            name: The metric.
-
-        Returns:
-            Lowest and highest mean.
-
-        Raises:
-            ConfigError: The ranking is not available, for example after `load`.
-        """
-        if not isinstance(self.per_query, _LazyValues):
+        """Compute the lowest and highest mean over all orders of tied items; the ranking must be available."""
+        ranking = getattr(self.per_query, "ranking", None)
+        if ranking is None:
             raise ConfigError(
                 "bounds: the ranking is not available: these scores were loaded, or the ranking exceeded `memory`. "
                 "Score the embeddings again, if need be with a larger memory=."
             )
-        low, high = metric_bounds(self.per_query.ranking, name, self.singletons)
+        low, high = metric_bounds(ranking, name, self.singletons)
         return mean(low), mean(high)
 
     def table(self, level: float = 0.95) -> str:
-        """Format means in percent with their intervals as plain text.
-
-        Args:
-            level: Of the intervals.
-
-        Returns:
-            The table, followed by the notes.
-        """
+        """Format means in percent with their intervals as plain text, followed by the notes."""
         names = self.shown()
         lines = [f"{'metric':<10}{'mean %':>8}   {100 * level:g} % interval"]
         for name, (low, high) in zip(names, self._intervals(names, level), strict=True):
@@ -171,17 +133,8 @@ class Scores:
         return [percentiles(self._bootstrapped[name], level) for name in names]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save one float64 array per metric, the labels and the settings to an .npz file.
-
-        Args:
-            path: The file.
-        """
-        about: dict[str, Any] = {
-            "ks": self.ks,
-            "singletons": self.singletons,
-            "similarity": self.similarity,
-            "notes": self.notes,
-        }
+        """Save one float64 array per metric, the labels and the settings to an .npz file."""
+        about = {name: getattr(self, name) for name in ("ks", "singletons", "similarity", "notes")}
         labels = self.labels
         if labels.dtype == object:  # integers too large for int64
             labels, about["big"] = labels.astype(np.str_), True
@@ -192,17 +145,7 @@ class Scores:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Scores:
-        """Load scores written by `save`. Nothing is unpickled.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The scores, without the ranking behind them.
-
-        Raises:
-            DataError: Not a file of saved scores, or a damaged one.
-        """
+        """Load scores written by `save`, without the ranking behind them. Nothing is unpickled."""
         arrays = _read_npz(path)
         if "about" not in arrays or "labels" not in arrays:
             raise DataError(
@@ -216,53 +159,39 @@ class Scores:
             if "lone" in about:  # the former name of the setting and of its values
                 old = about.pop("lone")
                 about["singletons"] = {"drop": "exclude", "keep": "zero"}.get(old, old)
-            return Scores(_StoredValues(arrays), labels, **about)
+            return Scores(_Values(arrays), labels, **about)
         except (AttributeError, TypeError, ValueError) as error:
             raise DataError(f"{path}: saved scores with damaged settings ({error}).") from None
 
 
-class _StoredValues(Mapping[str, Floats]):
-    """Values computed earlier; other metrics raise an error that says why they are missing."""
+class _Values(Mapping[str, Floats]):
+    """Values by metric. With a ranking, any metric by name is computed on first use; None stands for one to come."""
 
-    def __init__(self, values: dict[str, Floats]) -> None:
-        self._values = values
+    def __init__(
+        self, values: Mapping[str, Floats | None], ranking: Ranking | None = None, singletons: str = "auto"
+    ) -> None:
+        self.ranking = ranking
+        self._values = dict(values)
+        self._singletons = singletons
 
     def __getitem__(self, name: str) -> Floats:
-        if name not in self._values:
-            hint = did_you_mean(name, self._values) or f" Available: {', '.join(self._values)}."
-            fix = "The ranking was not stored; other k need ks= when scoring, or a larger memory=."
-            raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {fix}")
-        return self._values[name]
+        value = self._values.get(name)
+        if value is None:
+            if self.ranking is None:
+                hint = did_you_mean(name, self._values) or f" Available: {', '.join(self._values)}."
+                fix = "The ranking was not stored; other k need ks= when scoring, or a larger memory=."
+                raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {fix}")
+            value = self._values[name] = evaluate_metric(self.ranking, name, self._singletons)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
-
-
-class _LazyValues(Mapping[str, Floats]):
-    """Values computed from a ranking on first use: any metric by name; iteration yields the listed ones."""
-
-    def __init__(self, ranking: Ranking, names: list[str], singletons: str) -> None:
-        self.ranking = ranking
-        self._names = names
-        self._singletons = singletons
-        self._values: dict[str, Floats] = {}
-
-    def __getitem__(self, name: str) -> Floats:
-        if name not in self._values:
-            self._values[name] = evaluate_metric(self.ranking, name, self._singletons)
-        return self._values[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names or name in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._names, *self._values]))
-
-    def __len__(self) -> int:
-        return len(dict.fromkeys([*self._names, *self._values]))
 
 
 def score(
@@ -283,23 +212,17 @@ def score(
 ) -> Scores:
     """Rank and evaluate: `score(emb, labels)` or `score(query, labels, gallery, gallery_labels)`.
 
+    The arguments that are not explained here are those of `rank`.
+
     Args:
         query: [Q, D] array or tensor.
         labels: [Q] integers or strings.
         gallery: [G, D]; the query itself when omitted.
         gallery_labels: [G].
-        ks: The k of the listed R@k, P@k, MAP@k and nDCG@k. Any other k is available by name as long as the ranking
-            fits `memory` (few but huge classes may not).
-        singletons: How to score queries without relevant items (the only image of their class): "auto" counts them as
-            misses in R@k and P@k and excludes them from the metrics that divide by R, "exclude" excludes them from
-            all metrics, "zero" scores them 0 in all.
-        similarity: As in `rank`, like all further arguments.
-        groups: [Q] groups whose items are excluded.
-        gallery_groups: [G] groups of the gallery.
-        memory: Maximum extra memory.
-        backend: "numba", "torch" or "auto".
-        progress: Called with the fraction done.
-        verbose: Print the plan.
+        ks: The k of the listed R@k, P@k, MAP@k and nDCG@k; any other k by name as long as the ranking fits `memory`.
+        singletons: "exclude" excludes queries without relevant items, "zero" scores them 0, "auto" counts them as
+            misses in R@k and P@k and excludes them from the metrics that divide by R.
+        similarity: "cosine" or "euclidean".
 
     Returns:
         The scores.
@@ -326,7 +249,7 @@ def score(
         for name in names:
             values[name][index] = evaluate_metric(ranking, name, singletons)
     return Scores(
-        _StoredValues(values),
+        _Values(values),
         problem.classes[problem.codes],
         ks=ks,
         singletons=singletons,
@@ -341,7 +264,8 @@ def score(
 def _metric_names(ks: Sequence[int], singletons: str) -> list[str]:
     if not all(isinstance(k, int | np.integer) and k >= 1 for k in ks):
         raise ConfigError(f"ks: expected integers of at least 1, got {tuple(ks)}.")
-    check_singletons(singletons)
+    if singletons not in ("auto", "exclude", "zero"):
+        raise ConfigError(f"singletons: expected 'auto', 'exclude' or 'zero', got {singletons!r}.")
     return [f"{metric}@{k}" for metric in ("R", "P", "MAP", "nDCG") for k in ks] + ["RP", "MAP@R", "MAP", "MRR"]
 
 

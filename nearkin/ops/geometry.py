@@ -1,7 +1,5 @@
-"""Normalisation, dot products, cosines and Euclidean distances.
-
-Each has a hand-written backward pass that is exact where autograd would divide zero by zero: for a zero vector or two
-coincident points. Second derivatives are not defined.
+"""Normalisation, dot products, cosines and Euclidean distances, each with a backward pass that is exact where autograd
+would divide zero by zero: for a zero vector or two coincident points. Second derivatives are not defined.
 """
 
 from __future__ import annotations
@@ -48,12 +46,7 @@ def check_finite(x: Tensor) -> None:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise rows to length 1; a zero row stays zero and gets zero gradient.
-
-    Example:
-        >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-        [[0.6..., 0.8...], [0.0, 0.0]]
-    """
+    """Normalise rows to length 1; a zero row stays zero and gets zero gradient."""
     return _Unit.apply(x)  # type: ignore[no-any-return]
 
 
@@ -203,12 +196,7 @@ class _Distances(torch.autograd.Function):
 
 
 def safe_sqrt(square: Tensor, scale: float = 1.0) -> Tensor:
-    """Compute the square root of a difference, with 0 and zero gradient where it is within rounding of 0.
-
-    Example:
-        >>> safe_sqrt(torch.tensor([4.0, 1e-9, -1e-9])).tolist()
-        [2.0, 0.0, 0.0]
-    """
+    """Compute the square root of a difference, with 0 and zero gradient where it is within rounding of 0."""
     return _Root.apply(square, 4 * torch.finfo(square.dtype).eps * scale)  # type: ignore[no-any-return]
 
 

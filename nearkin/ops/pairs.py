@@ -1,11 +1,6 @@
-"""Pairs: similarities with positive and negative masks, the input of pair losses and miners.
+"""Pairs: similarities with positive and negative masks, which a miner narrows (`Pairs -> Pairs`) and a loss reads.
 
-    pairs = pair_up(emb, labels)            # cosine similarities [N, N]; self-pairs removed by index
-    pairs.sim, pairs.pos, pairs.neg         # [N, M] similarities (higher is nearer) and two boolean masks
-
-A miner narrows the masks (`Pairs -> Pairs`) and a loss reads them. Sums over many pairs use `pairs.positives` and
-`pairs.negatives` with the reductions of `nearkin.ops.reductions`: a class has few samples, so positives are a short
-list of indices, and negatives are everything but a short list.
+A class has few samples, so positives are a short list of indices, and negatives are everything but a short list.
 """
 
 from __future__ import annotations
@@ -176,40 +171,36 @@ def _checked_squared_norms(x: Tensor) -> Tensor:
 
 def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, ClassPairs | None]:
     """Return the positive and negative masks, and the pairs of the same class if they are few."""
+    pos, index = _same_class(labels, ref_labels)
+    neg = ~pos
+    if self_columns is not None:
+        pos.scatter_(1, self_columns[:, None], False)
+    if index is None:
+        return pos, neg, None
+    row, column = index
+    is_self = None if self_columns is None else column == self_columns[row]
+    return pos, neg, ClassPairs(row, column, is_self, pos, neg, (_version(pos), _version(neg)))
+
+
+def _same_class(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return the mask of the same class, and its indices if they are few."""
     n, m = len(labels), len(ref_labels)
     if n * m <= 1 << 16:  # for a small block comparing is faster than sorting
-        pos = labels[:, None] == ref_labels
-        row, column = mask_indices(pos)
-        return _with_class_pairs(pos, row, column, self_columns)
+        same = labels[:, None] == ref_labels
+        row, column = mask_indices(same)
+        return same, (row, column) if len(row) * 8 <= n * m else None
     order = torch.argsort(ref_labels, stable=True)
     ranked = ref_labels[order]
     start = torch.searchsorted(ranked, labels)
     size = torch.searchsorted(ranked, labels, right=True) - start
     total = int(size.sum())
     if total * 8 > n * m:
-        pos = labels[:, None] == ref_labels
-        neg = ~pos
-        if self_columns is not None:
-            pos.scatter_(1, self_columns[:, None], False)
-        return pos, neg, None
+        return labels[:, None] == ref_labels, None
     row = torch.repeat_interleave(size, output_size=total)
     column = order[(start - size.cumsum(0) + size)[row] + torch.arange(total, device=row.device)]
-    pos = torch.zeros(n, m, dtype=torch.bool, device=row.device)
-    pos[row, column] = True
-    return _with_class_pairs(pos, row, column, self_columns)
-
-
-def _with_class_pairs(
-    same: Tensor, row: Tensor, column: Tensor, self_columns: Tensor | None
-) -> tuple[Tensor, Tensor, ClassPairs | None]:
-    """Return both masks and the list, given the mask of the same class, which is modified."""
-    neg = ~same
-    if self_columns is not None:
-        same.scatter_(1, self_columns[:, None], False)
-    if len(row) * 8 > same.numel():
-        return same, neg, None
-    is_self = None if self_columns is None else column == self_columns[row]
-    return same, neg, ClassPairs(row, column, is_self, same, neg, (_version(same), _version(neg)))
+    same = torch.zeros(n, m, dtype=torch.bool, device=row.device)
+    same[row, column] = True
+    return same, (row, column)
 
 
 def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
@@ -238,12 +229,8 @@ def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
         anchor_sq, ref_sq = selected.square().sum(1).tensor_split(2)
         anchors, refs = selected.tensor_split(2)
         sim = anchors @ refs.t()
-    pos, diagonal = torch.eye(len(first), dtype=torch.bool, device=emb.device), torch.arange(len(first))
-    pos, neg, same_class = _with_class_pairs(pos, diagonal.to(emb.device), diagonal.to(emb.device), None)
+    pos, neg, same_class = _masks(ranked[first], ranked[first], None)
     return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], same_class=same_class)
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
-"""Masked reductions over similarity matrices: the numeric primitives of the pair losses.
-
-Each has a hand-written backward pass that needs one buffer and is exact where autograd would divide zero by zero, as
-for an empty row. Second derivatives are not defined.
+"""Masked reductions over similarity matrices, each with a backward pass that needs one buffer and is exact where
+autograd would divide zero by zero, as for an empty row. Second derivatives are not defined.
 """
 
 from __future__ import annotations
@@ -31,15 +29,7 @@ class PairSet:
     outside: tuple[Tensor, Tensor] | None = None
 
     def fill_outside_(self, x: Tensor, value: float) -> Tensor:
-        """Fill every entry that is not in the set, in place.
-
-        Args:
-            x: [N, M], modified.
-            value: The fill value.
-
-        Returns:
-            The same tensor.
-        """
+        """Fill every entry of x [N, M] that is not in the set, in place."""
         if self.outside is None:
             return x.masked_fill_(~self.mask, value)
         x[self.outside] = value
@@ -63,9 +53,6 @@ def mask_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return (row, column) of every True entry."""
     row, column = mask.nonzero(as_tuple=True)
     return row, column
-
-
-# --- log-sum-exp ------------------------------------------------------------------------------------------------------
 
 
 def log_sum_exp(x: Tensor, pairs: PairSet, scale: float = 1.0) -> Tensor:
@@ -178,20 +165,7 @@ def log_sums(
     offset: float = 0.0,
     add_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-sum-exp over positives and over negatives in one pass.
-
-    Args:
-        x: [N, M].
-        positives: The first set of pairs.
-        negatives: The second set, disjoint from the first.
-        pos_scale: Factor on x - offset over the positives.
-        neg_scale: Factor on x - offset over the negatives.
-        offset: Subtracted from x.
-        add_one: Whether each is `log1p_sum_exp` rather than `log_sum_exp`.
-
-    Returns:
-        The values over positives [N] and over negatives [N].
-    """
+    """Compute `log_sum_exp` (with add_one, `log1p_sum_exp`) over two disjoint sets of pairs in one pass."""
     if x.numel() == 0 or positives.inside is None or negatives.inside is not None:
         return _lse(x, positives, pos_scale, offset, add_one), _lse(x, negatives, neg_scale, offset, add_one)
     return _TwoLSE.apply(x, positives, negatives, pos_scale, neg_scale, offset, add_one)  # type: ignore[no-any-return]
@@ -238,9 +212,6 @@ def softplus(x: Tensor) -> Tensor:
     """
     # torch switches to x itself at 20 by default, which is wrong in the ninth digit.
     return torch.nn.functional.softplus(x, threshold=40.0)
-
-
-# --- sums and hinges --------------------------------------------------------------------------------------------------
 
 
 def gather_pairs(x: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -314,9 +285,6 @@ class _HingeSum(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         grad = weight * (ctx.slope * g)[:, None]
         return grad, None, None, -grad.sum() if ctx.needs_input_grad[3] else None, None
-
-
-# --- sorted positives -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

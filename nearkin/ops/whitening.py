@@ -1,7 +1,4 @@
-"""Whitening as a linear map x -> weight @ x + bias: the initial weights of a head, or the whole head.
-
-Needs torch only. `nearkin.linear.estimators` wraps it as scikit-learn estimators.
-"""
+"""Whitening as a linear map x -> weight @ x + bias: the initial weights of a head, or the whole head."""
 
 from __future__ import annotations
 
@@ -21,21 +18,17 @@ def within_class_whitening(
     """Compute the map that whitens the covariance within classes, then keeps the directions of largest variance.
 
     Directions in which samples of the same class differ carry no information about the class, so they are shrunk;
-    unseen classes tend to vary in the same directions. A closed form: no step size, no epochs.
-
-    The result is always finite: directions without variance within classes are left out at shrinkage 0, and components
-    beyond the rank of the data are constant 0 on it. With a single class this whitens that class.
+    unseen classes tend to vary in the same directions. Directions without variance within classes are left out at
+    shrinkage 0, and components beyond the rank of the data are constant 0 on it.
 
     Args:
         features: [N, F] float; half precision is computed and returned in float32.
         labels: [N] integers; at least one class needs two samples.
         dim: Output dimensions, at most F; F by default.
-        shrinkage: Multiple of the mean variance that is added to every variance within classes: 0 trusts the estimate
-            fully, large values approach PCA. 0.1 to 1 works; more with few samples per class.
+        shrinkage: Multiple of the mean variance added to every variance within classes; large values approach PCA.
 
     Returns:
-        weight [dim, F] and bias [dim], computed in float64, in the dtype of features. The mapped training data have
-        mean 0 and uncorrelated components, largest variance first.
+        weight [dim, F] and bias [dim]: the mapped data have mean 0 and uncorrelated components, largest variance first.
 
     Raises:
         ConfigError: dim or shrinkage is out of range.
@@ -91,11 +84,7 @@ def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage:
 
 
 def _leading_axes(covariance: Tensor, dim: int) -> Tensor:
-    """Return the `dim` directions of largest variance [F, dim].
-
-    Beyond the rank of the data the solver's choice depends on rounding: two runs on the same few images would differ by
-    points of recall. Fixed random directions, orthogonal to the others, are used there instead.
-    """
+    """Return the `dim` directions of largest variance [F, dim]."""
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(0), vectors.flip(1)
     tolerance = float(values[0].clamp(min=0)) * len(values) * 10 * torch.finfo(values.dtype).eps
@@ -103,6 +92,8 @@ def _leading_axes(covariance: Tensor, dim: int) -> Tensor:
     leading: Tensor = vectors[:, :rank]
     if rank == dim:
         return leading
+    # Beyond the rank of the data the solver's choice depends on rounding: two runs on the same few images would differ
+    # by points of recall. Fixed random directions, orthogonal to the others, are used there instead.
     generator = torch.Generator().manual_seed(0)
     rest = torch.randn(len(values), dim - rank, dtype=values.dtype, generator=generator).to(values.device)
     for _ in range(2):  # twice, to remove what rounding leaves

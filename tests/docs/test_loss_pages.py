@@ -13,7 +13,7 @@ from helpers.paths import ROOT
 from helpers.rows import ROWS
 
 from nearkin.analysis import information
-from nearkin.losses import LOSSES, classes, miners, objective, registry
+from nearkin.losses import LOSSES, classes, miners, objective, ranges, registry
 from nearkin.ops import geometry, pairs, reductions
 from nearkin.report import losses
 
@@ -64,7 +64,9 @@ def test_add_a_loss_in_five_minutes() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [pairs, reductions, geometry, miners, objective, information, classes, registry], ids=lambda m: m.__name__
+    "module",
+    [pairs, reductions, geometry, miners, objective, information, classes, ranges, registry],
+    ids=lambda m: m.__name__,
 )
 def test_examples(module: object) -> None:
     scope = {**vars(module), "torch": torch}

@@ -197,13 +197,9 @@ def test_invalid_settings_raise():
     with pytest.raises(ConfigError, match="singletons: expected 'auto', 'exclude' or 'zero', got 'ignore'"):
         nk.score(x, labels, singletons="ignore")
     with pytest.raises(ConfigError, match="singletons: expected 'auto'"):
-        retrieval.evaluate_metric(rank(x, labels), "R@1", "ignore")
+        scores.Scores.of(rank(x, labels), singletons="ignore")
     with pytest.raises(ConfigError, match="ks: expected integers of at least 1"):
         nk.score(x, labels, ks=(0, 1))
-    with pytest.raises(ConfigError, match="denominator"):
-        retrieval.mean_average_precision(rank(x, labels), 3, "max")
-    with pytest.raises(ConfigError, match="k: expected at least 1"):
-        retrieval.precision(rank(x, labels), 0)
 
 
 @pytest.mark.parametrize("labels", ["int", "str", "big"])
