@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from typing import TYPE_CHECKING
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nearkin._common.version import __version__
+from nearkin._common.version import __version__, installed_version
 from nearkin.cli._arguments import parse, show
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def run(argv: list[str]) -> None:
     """Run `nearkin doctor`."""
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.distributed:
-        from nearkin._common.progress import Reporter
         from nearkin.training.distributed_check import check_gradients
 
-        rows = check_gradients(2, reporter=Reporter())
+        rows = check_gradients(2, quiet=False)
         show(*summarize_gradient_check(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
     show(environment_table())
@@ -127,10 +126,7 @@ def extra_packages(extra: str) -> dict[str, str | None]:
     for requirement in requires("nearkin") or []:
         if re.search(rf"extra == ['\"]{extra}['\"]", requirement):
             package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                found[package] = None
+            found[package] = installed_version(package)
     return found
 
 
