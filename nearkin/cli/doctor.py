@@ -64,7 +64,8 @@ def environment_table() -> RichTable:
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     table.add_row("torch", torch.__version__)
     table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
-    table.add_row("devices", ", ".join(devices()))
+    gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    table.add_row("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])]))
     listed: set[str] = set()
     for extra, job in JOBS.items():
         packages = extra_packages(extra)
@@ -107,17 +108,6 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
         return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."
     worst = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in failed[:10])
     return table, f"FAILED: {len(failed)} of {len(rows)} cases differ by more than {TOLERANCE:g}; the largest:{worst}"
-
-
-def devices() -> list[str]:
-    """Return the devices that torch can use."""
-    import torch
-
-    names = ["cpu"]
-    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        names.append("mps")
-    return names
 
 
 def extra_packages(extra: str) -> dict[str, str | None]:

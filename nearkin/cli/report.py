@@ -86,7 +86,7 @@ def _report_study(args: ReportArgs) -> None:
 
 
 def _write_data(report: Any, path: Path | None, *writers: tuple[Callable[..., Sequence[Path]], Path | None]) -> None:
-    """Write the data behind the page to a file, its tables and figures to folders, where asked for; print the paths."""
+    """Write the data behind the page to a file, its tables and figures to folders if given; print the paths."""
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,18 +14,6 @@ from typing import Any, Literal
 from nearkin.config._parsing import from_dict, load_toml, to_plain_dict
 from nearkin.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "ComponentConfig",
-    "DataConfig",
-    "ModelConfig",
-    "Recipe",
-    "Scalar",
-    "TrainConfig",
-    "from_dict",
-    "load_toml",
-    "to_plain_dict",
-]
-
 Scalar = bool | int | float | str
 
 # Metadata of a field that cannot change a result, such as a path or the number of workers: not part of the run key.

@@ -76,11 +76,6 @@ class BlockSpec(NamedTuple):
             chains = [*chains[1:3], []]
         return [[c._replace(name=f"inception_{self.name}_{c.name}") for c in chain] for chain in chains]
 
-    @property
-    def out_channels(self) -> int:
-        """Channels of the block's output."""
-        return sum(chain[-1].out_channels if chain else self.in_channels for chain in self.branches())
-
 
 STEM = (
     ConvSpec("conv1_7x7_s2", 3, 64, 7, stride=2),
@@ -115,7 +110,7 @@ class BNInception(Backbone):
         [1, 1024, 3, 3]
     """
 
-    num_features = BLOCKS[-1].out_channels
+    num_features = 1024
     pixel_norm = PixelNorm(mean=tuple(m / 255 for m in MEAN), std=tuple(s / 255 for s in STD), bgr=True)
 
     def __init__(self) -> None:

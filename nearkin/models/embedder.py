@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import ModelConfig, Recipe, from_dict
+from nearkin.config._parsing import from_dict
+from nearkin.config.recipe import ModelConfig, Recipe
 from nearkin.data.images import FileImages, Images
 from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
