@@ -1,18 +1,6 @@
-"""Exceptions raised for input that cannot be used.
+"""Exceptions raised for input that cannot be used: what is wrong, where, what was given and how to fix it.
 
-    UserError                     anything the user can fix; the command line prints it and exits with code 2
-    ├── ConfigError               an invalid recipe, setting or name
-    │   └── UnknownNameError      a name missing from a registry, with a suggestion
-    ├── DataError                 unusable images, labels, features or folders
-    ├── RunError                  a run folder that cannot be written, read or resumed
-    │   └── RunBusyError          another process is using the run
-    ├── TrainingFailedError       training diverged, for example the loss is not finite
-    ├── TrainingStoppedError      a callback stopped the run early, for example to prune a trial
-    ├── ProcessLostError          in distributed training, a process died or does not respond
-    └── MissingExtraError         an optional package is not installed
-
-`UserError` is a `ValueError`, so library users may catch either. A message says what is wrong, where, what was given
-and how to fix it, in one or two lines. Bugs of ours are plain `assert`s.
+The command line prints a `UserError` and exits with code 2. Bugs of ours are plain `assert`s.
 """
 
 from __future__ import annotations
@@ -25,7 +13,7 @@ from types import ModuleType
 
 
 class UserError(ValueError):
-    """Input that cannot be used; the message says how to fix it."""
+    """Anything the user can fix. As it is a `ValueError`, library users may catch either."""
 
 
 class ConfigError(UserError):

@@ -15,12 +15,7 @@ LINE_INTERVAL = 5.0  # seconds between lines when the output is not a terminal
 
 
 class ProgressBar:
-    """Progress of one task; made by `Reporter.track`.
-
-    Attributes:
-        done: Units completed so far.
-        total: Units in all.
-    """
+    """Progress of one task: `done` of `total` units; made by `Reporter.track`."""
 
     def __init__(self, label: str, total: int, unit: str, out: TextIO | None, progress: Progress | None) -> None:
         self.label, self.total, self.unit = label, total, unit

@@ -1,3 +1,13 @@
-"""Package version, in a module without imports."""
+"""Versions of this package and of others; imports nothing."""
 
 __version__ = "0.2.0.dev0"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

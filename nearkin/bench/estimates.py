@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
 
 def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
     with torch.device("meta"):
-        return Embedder(model, shape).eval()
+        return Embedder(replace(model, weights="none"), shape).eval()
 
 
 @functools.lru_cache(maxsize=1)

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from nearkin.bench.protocols import Protocol
-from nearkin.config.recipe import Recipe, from_dict, load_toml
+from nearkin.config._parsing import from_dict, load_toml
+from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
 from nearkin.training import recipes

@@ -16,48 +16,28 @@ from nearkin.errors import ConfigError, UserError, did_you_mean
 
 __all__ = ["COMMANDS", "main"]
 
-HELP = """\
-nearkin {version}: train embeddings, evaluate them on unseen classes, search with them.
-
-  nearkin demo                 train, evaluate and report on built-in data (two minutes on two CPU cores)
-  nearkin train [RECIPE]       train with a named recipe, a .toml file, or --data FOLDER (or .csv) with your images
-  nearkin evaluate PATH        retrieval metrics of a run or of a features.npz, with confidence intervals
-  nearkin report RUN [RUN ...] one self-contained HTML page for a run, or for a comparison of runs
-  nearkin index RUN FOLDER     embed images with a run's model and make them searchable
-  nearkin search DIR IMAGE     nearest images in an index, or "unknown"
-  nearkin serve DIR            web page and JSON API to search an index by image
-  nearkin export RUN           save the model as an ONNX or torch file that runs without nearkin
-  nearkin data list|check|get  list benchmarks, check images and labels, download a benchmark
-  nearkin losses [NAME]        list the available losses, or explain one
-  nearkin tune [RECIPE]        tune hyperparameters of losses on validation classes, with equal trial budgets
-  nearkin bench run STUDY      compare methods under one protocol over seeds, resumable (also: plan, status, work)
-  nearkin tournament STUDY     rank methods over experiments and test which differences are significant
-  nearkin doctor               versions, devices, optional dependencies, known issues
-
-Run `nearkin COMMAND --help` for details.
-"""
+# Usage and summary of each command, which is a module in this folder with a function `run(argv)`.
+_USAGE = {
+    "demo": "train, evaluate and report on built-in data (two minutes on two CPU cores)",
+    "train [RECIPE]": "train with a named recipe, a .toml file, or --data FOLDER (or .csv) with your images",
+    "evaluate PATH": "retrieval metrics of a run or of a features.npz, with confidence intervals",
+    "report RUN [RUN ...]": "one self-contained HTML page for a run, or for a comparison of runs",
+    "index RUN FOLDER": "embed images with a run's model and make them searchable",
+    "search DIR IMAGE": 'nearest images in an index, or "unknown"',
+    "serve DIR": "web page and JSON API to search an index by image",
+    "export RUN": "save the model as an ONNX or torch file that runs without nearkin",
+    "data list|check|get": "list benchmarks, check images and labels, download a benchmark",
+    "losses [NAME]": "list the available losses, or explain one",
+    "tune [RECIPE]": "tune hyperparameters of losses on validation classes, with equal trial budgets",
+    "bench run STUDY": "compare methods under one protocol over seeds, resumable (also: plan, status, work)",
+    "tournament STUDY": "rank methods over experiments and test which differences are significant",
+    "doctor": "versions, devices, optional dependencies, known issues",
+}
+COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
 # training several times as soon as another process needs a core. For GNU's and LLVM's implementation.
 _OPENMP_WAIT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
-
-# Each is a module in this folder with a function `run(argv)`.
-COMMANDS = (
-    "demo",
-    "train",
-    "evaluate",
-    "report",
-    "index",
-    "search",
-    "serve",
-    "export",
-    "data",
-    "losses",
-    "tune",
-    "bench",
-    "tournament",
-    "doctor",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in _OPENMP_WAIT.items():
         os.environ.setdefault(name, value)
     if not args or args[0] in {"-h", "--help", "help"}:
-        print(HELP.format(version=__version__), end="")
+        print(f"nearkin {__version__}: train embeddings, evaluate them on unseen classes, search with them.\n")
+        for usage, summary in _USAGE.items():
+            print(f"  nearkin {usage:20} {summary}")
+        print("\nRun `nearkin COMMAND --help` for details.")
         return
     if args[0] in {"-V", "--version"}:
         print(f"nearkin {__version__}")

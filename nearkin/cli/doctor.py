@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from typing import TYPE_CHECKING
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nearkin._common.version import __version__
+from nearkin._common.version import __version__, installed_version
 from nearkin.cli._arguments import parse, show
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def run(argv: list[str]) -> None:
     """Run `nearkin doctor`."""
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.distributed:
-        from nearkin._common.progress import Reporter
         from nearkin.training.distributed_check import check_gradients
 
-        rows = check_gradients(2, reporter=Reporter())
+        rows = check_gradients(2, quiet=False)
         show(*summarize_gradient_check(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
     show(environment_table())
@@ -65,7 +64,8 @@ def environment_table() -> RichTable:
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     table.add_row("torch", torch.__version__)
     table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
-    table.add_row("devices", ", ".join(devices()))
+    gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    table.add_row("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])]))
     listed: set[str] = set()
     for extra, job in JOBS.items():
         packages = extra_packages(extra)
@@ -110,27 +110,13 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
     return table, f"FAILED: {len(failed)} of {len(rows)} cases differ by more than {TOLERANCE:g}; the largest:{worst}"
 
 
-def devices() -> list[str]:
-    """Return the devices that torch can use."""
-    import torch
-
-    names = ["cpu"]
-    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        names.append("mps")
-    return names
-
-
 def extra_packages(extra: str) -> dict[str, str | None]:
     """Return the packages of an extra with their installed versions, None if missing, read from our own metadata."""
     found: dict[str, str | None] = {}
     for requirement in requires("nearkin") or []:
         if re.search(rf"extra == ['\"]{extra}['\"]", requirement):
             package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                found[package] = None
+            found[package] = installed_version(package)
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -67,13 +68,7 @@ def run(argv: list[str]) -> None:
     runs = [Run(target) for target in targets]
     report = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
     print(write_report(report, args.out or runs[0].path / "report.html"))
-    if args.json is not None:
-        _write_json(report.to_dict(), args.json)
-        print(args.json)
-    for path in write_tables(report, args.tables) if args.tables is not None else []:
-        print(path)
-    for path in write_figures(report, args.figures) if args.figures is not None else []:
-        print(path)
+    _write_data(report, args.json, (write_tables, args.tables), (write_figures, args.figures))
 
 
 def _report_study(args: ReportArgs) -> None:
@@ -87,16 +82,19 @@ def _report_study(args: ReportArgs) -> None:
         raise ConfigError(f"{flag}: cannot be used with --study. The tables of a study are in {args.study}/tournament.")
     report = build_study_report(args.study)
     print(write_study_page(report, args.out or args.study / "report.html"))
-    if args.json is not None:
-        _write_json(report.to_dict(), args.json)
-        print(args.json)
-    for path in write_study_figures(report, args.figures) if args.figures is not None else []:
+    _write_data(report, args.json, (write_study_figures, args.figures))
+
+
+def _write_data(report: Any, path: Path | None, *writers: tuple[Callable[..., Sequence[Path]], Path | None]) -> None:
+    """Write the data behind the page to a file, its tables and figures to folders if given; print the paths."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
+        except OSError as error:
+            reason = f"cannot write the file ({error.strerror}). Choose another path with --json."
+            raise RunError(f"{path}: {reason}") from None
         print(path)
-
-
-def _write_json(values: object, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path}: cannot write the file ({error.strerror}). Choose another path with --json.") from None
+    for write, folder in writers:
+        for written in write(report, folder) if folder is not None else []:
+            print(written)

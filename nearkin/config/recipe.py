@@ -1,13 +1,11 @@
 """`Recipe`: everything that decides the outcome of a training run, as frozen, typed data.
 
-A recipe comes from a TOML file, from a named function in `nearkin.training.recipes` or from command-line flags. All
-three go through `Recipe.from_dict`, which rejects unknown keys and suggests the nearest one.
+TOML files, named recipes and command-line flags all go through `Recipe.from_dict`, which rejects unknown keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +13,6 @@ from typing import Any, Literal
 
 from nearkin.config._parsing import from_dict, load_toml, to_plain_dict
 from nearkin.errors import ConfigError, did_you_mean
-
-__all__ = [
-    "ComponentConfig",
-    "DataConfig",
-    "ModelConfig",
-    "Recipe",
-    "Scalar",
-    "TrainConfig",
-    "from_dict",
-    "load_toml",
-    "to_plain_dict",
-]
 
 Scalar = bool | int | float | str
 
@@ -78,20 +64,15 @@ class DataConfig:
     """Seed of the class split; use the same one for all runs you compare."""
 
     def __post_init__(self) -> None:
-        _check(self.image_size >= 8, "data.image_size", "at least 8", self.image_size)
-        _check(self.max_cache_gb > 0, "data.max_cache_gb", "above 0", self.max_cache_gb)
-        _check(self.num_workers >= 0, "data.num_workers", "0 or above", self.num_workers)
+        _check_at_least(self, "data", image_size=8, num_workers=0, folds=0)
+        _check_above_zero(self, "data", "max_cache_gb")
         _check(0 <= self.val_fraction < 1, "data.val_fraction", "from 0 to below 1", self.val_fraction)
         _check(0 < self.test_fraction < 1, "data.test_fraction", "between 0 and 1", self.test_fraction)
-        _check(self.folds == 0 or self.folds >= 2, "data.folds", "0 or at least 2", self.folds)
+        _check(self.folds != 1, "data.folds", "0 or at least 2", self.folds)
         _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
         _check(0 <= self.split_seed < 2**63, "data.split_seed", "0 to 2**63 - 1", self.split_seed)
-        _check(
-            self.val_fraction + self.test_fraction < 1,
-            "data.val_fraction + data.test_fraction",
-            "below 1, so that classes remain to train on",
-            self.val_fraction + self.test_fraction,
-        )
+        held_out, names = self.val_fraction + self.test_fraction, "data.val_fraction + data.test_fraction"
+        _check(held_out < 1, names, "below 1, so that classes remain to train on", held_out)
 
 
 @dataclass(frozen=True)
@@ -132,23 +113,14 @@ class ModelConfig:
     """What to freeze in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:
-        _check(self.width >= 1, "model.width", "at least 1", self.width)
-        _check(self.dim >= 0, "model.dim", "at least 1, or 0 for no head", self.dim)
-        _check(self.gem_p > 0, "model.gem_p", "above 0", self.gem_p)
+        _check_at_least(self, "model", width=1, dim=0)
+        _check_above_zero(self, "model", "gem_p", "shrinkage")
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
-        _check(self.shrinkage > 0, "model.shrinkage", "above 0", self.shrinkage)
-        _check(
-            self.feature_levels == "high" or self.dim % 3 == 0,
-            "model.dim",
-            "a multiple of 3 (or 0) with model.feature_levels low_mid_high",
-            self.dim,
-        )
-        _check(
-            self.dim > 0 or self.head_init == "random",
-            "model.head_init",
-            "random when there is no head (model.dim 0)",
-            self.head_init,
-        )
+        thirds = "a multiple of 3 (or 0) with model.feature_levels low_mid_high"
+        _check(self.feature_levels == "high" or self.dim % 3 == 0, "model.dim", thirds, self.dim)
+        is_linear = self.dim > 0 and self.head != "mlp"
+        linear = "random without a linear or residual head (see model.dim, model.head)"
+        _check(is_linear or self.head_init == "random", "model.head_init", linear, self.head_init)
 
 
 @dataclass(frozen=True)
@@ -169,15 +141,7 @@ class ComponentConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], section: str) -> ComponentConfig:
-        """Build a component from the values of its section.
-
-        Args:
-            values: `name` and the settings.
-            section: The section's name, for error messages: "loss" or "miner".
-
-        Returns:
-            The component.
-        """
+        """Build a component from the values of its section, "loss" or "miner": `name` and the settings."""
         settings = dict(values)
         name = settings.pop("name", None)
         if not isinstance(name, str):
@@ -244,35 +208,17 @@ class TrainConfig:
     """With a frozen backbone: maximum weight of another image of the same class mixed into a training feature."""
 
     def __post_init__(self) -> None:
-        _check(self.epochs >= 1, "train.epochs", "at least 1", self.epochs)
-        _check(self.batch_size >= 2, "train.batch_size", "at least 2", self.batch_size)
-        _check(
-            0 <= self.samples_per_class <= self.batch_size,
-            "train.samples_per_class",
-            "from 0 to batch_size",
-            self.samples_per_class,
-        )
-        _check(
-            self.samples_per_class == 0 or self.batch_size % self.samples_per_class == 0,
-            "train.batch_size",
-            f"a multiple of train.samples_per_class ({self.samples_per_class})",
-            self.batch_size,
-        )
-        _check(self.lr > 0, "train.lr", "above 0", self.lr)
-        _check(self.class_lr is None or self.class_lr > 0, "train.class_lr", "above 0", self.class_lr)
-        _check(self.weight_decay >= 0, "train.weight_decay", "0 or above", self.weight_decay)
-        _check(self.clip_norm >= 0, "train.clip_norm", "0 or above", self.clip_norm)
-        _check(self.head_lr is None or self.head_lr > 0, "train.head_lr", "above 0", self.head_lr)
+        _check_at_least(self, "train", epochs=1, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
+        _check_at_least(self, "train", warmup_steps=0, micro_batch_size=0, patience=0, feature_noise=0)
+        _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes")
+        per_class = self.samples_per_class
+        _check(0 <= per_class <= self.batch_size, "train.samples_per_class", "from 0 to batch_size", per_class)
+        whole_groups = f"a multiple of train.samples_per_class ({per_class})"
+        _check(not per_class or self.batch_size % per_class == 0, "train.batch_size", whole_groups, self.batch_size)
         _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
-        _check(self.warmup_steps >= 0, "train.warmup_steps", "0 or above", self.warmup_steps)
-        _check(self.step_epochs >= 1, "train.step_epochs", "at least 1", self.step_epochs)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
         _check(0 <= self.frozen_epochs <= self.epochs, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
-        _check(self.micro_batch_size >= 0, "train.micro_batch_size", "0 or above", self.micro_batch_size)
         _check(0 <= self.ema < 1, "train.ema", "from 0 to below 1", self.ema)
-        _check(self.patience >= 0, "train.patience", "0 or above", self.patience)
-        _check(self.checkpoint_minutes > 0, "train.checkpoint_minutes", "above 0", self.checkpoint_minutes)
-        _check(self.feature_noise >= 0, "train.feature_noise", "0 or above", self.feature_noise)
         _check(0 <= self.feature_mix <= 1, "train.feature_mix", "from 0 to 1", self.feature_mix)
 
 
@@ -303,7 +249,8 @@ class Recipe:
         _check(0 <= self.seed < 2**63, "seed", "0 to 2**63 - 1", self.seed)
         for name, path in (("data.root", str(self.data.root)), ("model.weights", self.model.weights)):
             # Checked here because writing recipe.toml would fail on it only after all images are read.
-            _check(_is_unicode(path), name, "a path in valid Unicode (rename the file or folder)", ascii(path))
+            is_unicode = path == path.encode(errors="replace").decode()
+            _check(is_unicode, name, "a path in valid Unicode (rename the file or folder)", ascii(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values without None: the form that TOML and the flags share."""
@@ -317,32 +264,12 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """Build a recipe from nested plain values.
-
-        Args:
-            values: Settings by section, as in TOML; those left out keep their defaults.
-
-        Returns:
-            The recipe.
-
-        Raises:
-            ConfigError: A key is unknown, a value has the wrong type or is out of range.
-        """
+        """Build a recipe from nested plain values; settings left out keep their defaults."""
         return from_dict(cls, values, "", suggest=_suggest)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
-        """Read a recipe from a TOML file.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The recipe.
-
-        Raises:
-            ConfigError: As `from_dict`, or the file cannot be read; the message names the file.
-        """
+        """Read a recipe from a TOML file, which errors name."""
         return load_toml(Path(path), "recipe", cls.from_dict)
 
 
@@ -351,33 +278,25 @@ def _check(valid: bool, name: str, expected: str, got: object) -> None:
         raise ConfigError(f"{name}: expected {expected}, got {got}.")
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _check_at_least(config: Any, section: str, **lowest: int) -> None:
+    for name, bound in lowest.items():
+        value = getattr(config, name)
+        _check(value >= bound, f"{section}.{name}", f"at least {bound}" if bound else "0 or above", value)
+
+
+def _check_above_zero(config: Any, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value is None or value > 0, f"{section}.{name}", "above 0", value)
 
 
 def _suggest(prefix: str, key: str) -> str:
     """Return the hint for an unknown key of a recipe."""
-    names = _setting_names()
+    names = [*(field.name for field in dataclasses.fields(Recipe)), "loss.name", "miner.name"]
+    for section, config in (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig)):
+        names += [f"{section}.{field.name}" for field in dataclasses.fields(config)]
     elsewhere = [name for name in names if name.endswith(f".{key}")]  # `lr` at the top level means `train.lr`
     if elsewhere:
         return f" Did you mean '{elsewhere[0]}'?"
     siblings = [name for name in names if name.startswith(prefix)]
     return did_you_mean(f"{prefix}{key}", siblings) or f" Available: {', '.join(siblings)}."
-
-
-def _setting_names() -> list[str]:
-    """Return the dotted names of all settings of a recipe, as in TOML and in flags."""
-    names: list[str] = []
-    for name, hint in typing.get_type_hints(Recipe).items():
-        section = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
-        if section is None:
-            names.append(name)
-        elif section is ComponentConfig:
-            names += [name, f"{name}.name"]
-        else:
-            names += [name, *(f"{name}.{f.name}" for f in dataclasses.fields(section))]
-    return names

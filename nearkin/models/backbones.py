@@ -15,14 +15,19 @@ from nearkin._common.registry import Registry
 from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, did_you_mean, import_extra
 from nearkin.models._base import IMAGENET_NORM, INCEPTION_NORM, Backbone, PixelNorm
-from nearkin.models.bn_inception import MEAN, STD, BNInception
+from nearkin.models.bn_inception import BNInception
 
 # backbone(model, in_channels) -> Backbone
 BACKBONES: Registry[Callable[[ModelConfig, int], Backbone]] = Registry("backbone")
+_RGB_ONLY = ("efficientnet_lite0", "googlenet", "resnet50", "bn_inception")
 
 
 def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
     """Build a backbone with random weights."""
+    if model.backbone in _RGB_ONLY and in_channels != 3:
+        raise ConfigError(
+            f"model.backbone: {model.backbone} expects colour images (3 channels), got {in_channels} channels."
+        )
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
     return TimmBackbone(model.backbone, in_channels)
@@ -111,7 +116,6 @@ class TorchvisionBackbone(Backbone):
 
 def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
     """Build torchvision's ResNet-50."""
-    _check_rgb("resnet50", in_channels)
     network = import_extra("torchvision.models", extra="images").resnet50()
     layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
     backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
@@ -121,7 +125,6 @@ def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
 
 def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     """Build torchvision's GoogLeNet."""
-    _check_rgb("googlenet", in_channels)
     network = import_extra("torchvision.models", extra="images").googlenet(aux_logits=False, init_weights=False)
     layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
     backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
@@ -129,21 +132,6 @@ def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     # normalisation back to that range; we normalise to it directly.
     backbone.pixel_norm = INCEPTION_NORM
     return backbone
-
-
-def bn_inception(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build BN-Inception."""
-    _check_rgb("bn_inception", in_channels)
-    backbone = BNInception()
-    # Its public weights come from Caffe: pixels from 0 to 255, in the order BGR.
-    backbone.pixel_norm = PixelNorm(mean=tuple(m / 255 for m in MEAN), std=tuple(s / 255 for s in STD), bgr=True)
-    return backbone
-
-
-def efficientnet_lite0(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build timm's EfficientNet-Lite0."""
-    _check_rgb("efficientnet_lite0", in_channels)
-    return TimmBackbone("tf_efficientnet_lite0", in_channels)
 
 
 class TimmBackbone(Backbone):
@@ -176,13 +164,8 @@ class TimmBackbone(Backbone):
         return {"low": intermediates[-3], "mid": intermediates[-2], "high": maps}
 
 
-def _check_rgb(name: str, in_channels: int) -> None:
-    if in_channels != 3:
-        raise ConfigError(f"model.backbone: {name} expects colour images (3 channels), got {in_channels} channels.")
-
-
 BACKBONES.add("small_conv", lambda model, in_channels: SmallConv(in_channels, model.width))
-BACKBONES.add("efficientnet_lite0", efficientnet_lite0)
+BACKBONES.add("efficientnet_lite0", lambda model, in_channels: TimmBackbone("tf_efficientnet_lite0", in_channels))
 BACKBONES.add("googlenet", googlenet)
 BACKBONES.add("resnet50", resnet50)
-BACKBONES.add("bn_inception", bn_inception)
+BACKBONES.add("bn_inception", lambda model, in_channels: BNInception())

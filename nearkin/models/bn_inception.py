@@ -7,6 +7,7 @@ One table of widths builds the layers and runs them; docs/bn-inception.md lists 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearkin.errors import DataError
-from nearkin.models._base import Backbone
+from nearkin.models._base import Backbone, PixelNorm
 
 # The public weights were trained on pixels from 0 to 255 in the order BGR, minus a mean per channel.
 MEAN = (104.0, 117.0, 128.0)  # blue, green, red
@@ -75,11 +76,6 @@ class BlockSpec(NamedTuple):
             chains = [*chains[1:3], []]
         return [[c._replace(name=f"inception_{self.name}_{c.name}") for c in chain] for chain in chains]
 
-    @property
-    def out_channels(self) -> int:
-        """Channels of the block's output."""
-        return sum(chain[-1].out_channels if chain else self.in_channels for chain in self.branches())
-
 
 STEM = (
     ConvSpec("conv1_7x7_s2", 3, 64, 7, stride=2),
@@ -114,7 +110,8 @@ class BNInception(Backbone):
         [1, 1024, 3, 3]
     """
 
-    num_features = BLOCKS[-1].out_channels
+    num_features = 1024
+    pixel_norm = PixelNorm(mean=tuple(m / 255 for m in MEAN), std=tuple(s / 255 for s in STD), bgr=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,14 +131,7 @@ class BNInception(Backbone):
         return self.forward_levels(images)["high"]
 
     def forward_levels(self, images: Tensor) -> dict[str, Tensor]:
-        """Compute the feature maps of the blocks 3c, 4e and 5b: the levels L, M and H of the ICE paper.
-
-        Args:
-            images: Normalised images [B, 3, H, W].
-
-        Returns:
-            Maps by level, for 224 x 224 images: low [B, 576, 14, 14], mid [B, 1056, 7, 7], high [B, 1024, 7, 7].
-        """
+        """Compute the feature maps of the blocks 3c, 4e and 5b: the levels L, M and H of the ICE paper."""
         if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < MIN_IMAGE_SIZE:
             raise DataError(
                 f"bn_inception: expected colour images [B, 3, H, W] of at least "
@@ -186,16 +176,9 @@ def _halve(maps: Tensor) -> Tensor:
     return _max_pool(maps)
 
 
-def _avg_pool_same(maps: Tensor) -> Tensor:
-    return F.avg_pool2d(maps, 3, stride=1, padding=1)  # counts the zero padding, as the public network does
-
-
-def _max_pool_same(maps: Tensor) -> Tensor:
-    return F.max_pool2d(maps, 3, stride=1, padding=1)
-
-
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "average": _avg_pool_same,
-    "maximum": _max_pool_same,
+    # counts the zero padding, as the public network does
+    "average": partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1),
+    "maximum": partial(F.max_pool2d, kernel_size=3, stride=1, padding=1),
     "halve": _halve,
 }

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import ModelConfig, Recipe, from_dict
+from nearkin.config._parsing import from_dict
+from nearkin.config.recipe import ModelConfig, Recipe
 from nearkin.data.images import FileImages, Images
 from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
@@ -28,7 +29,7 @@ from nearkin.models._base import Backbone, PixelNorm
 from nearkin.models.backbones import make_backbone
 from nearkin.models.heads import Head, unit
 from nearkin.models.pooling import Pool
-from nearkin.models.weights import fingerprint, load_checkpoint
+from nearkin.models.weights import fingerprint, load_checkpoint, load_weights
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
 FORMAT = 1  # version of model.json
@@ -42,9 +43,10 @@ class Embedder(nn.Module):
     frozen backbone need run only once.
 
     Args:
-        model: Configuration of the network.
+        model: Configuration of the network; the backbone starts with its `weights`.
         image_shape: Shape (C, H, W) of the input; (F, 1, 1) if there is no backbone and the data are features.
         augment: Name of the augmentation whose evaluation transform crops files and stored images to the input.
+        reporter: Shows what is ignored of a file of weights; by default nothing is shown.
 
     Attributes:
         dim: Dimension of the embedding.
@@ -54,7 +56,14 @@ class Embedder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: ModelConfig, image_shape: tuple[int, int, int], *, augment: str = "none") -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        image_shape: tuple[int, int, int],
+        *,
+        augment: str = "none",
+        reporter: Reporter | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.image_shape, self.augment = model, image_shape, augment
         channels = image_shape[0]
@@ -73,6 +82,8 @@ class Embedder(nn.Module):
         self.register_buffer("mean", torch.tensor(norm.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(norm.std).view(-1, 1, 1))
         self.freeze_backbone(False)
+        if self.backbone is not None:
+            load_weights(self.backbone, model.backbone, model.weights, reporter or Reporter(quiet=True))
 
     @torch.no_grad()
     def _probe(self, backbone: Backbone) -> tuple[Tensor, ...]:
@@ -89,25 +100,11 @@ class Embedder(nn.Module):
             ) from None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute raw embeddings.
-
-        Args:
-            inputs: Images uint8 [B, C, H, W] or pooled features [B, F].
-
-        Returns:
-            Embeddings [B, dim], not normalised.
-        """
+        """Compute raw embeddings [B, dim] of images uint8 [B, C, H, W] or pooled features [B, F]."""
         return self.head(inputs if inputs.ndim == 2 else self.features(inputs))  # type: ignore[no-any-return]
 
     def features(self, images: Tensor) -> Tensor:
-        """Compute the pooled features of the backbone.
-
-        Args:
-            images: Images uint8 [B, C, H, W].
-
-        Returns:
-            Features [B, F], the input of the head.
-        """
+        """Compute the pooled features [B, F] of images uint8 [B, C, H, W]: the input of the head."""
         if self.backbone is None:
             raise DataError("This model has no backbone: it expects features [N, F], not images.")
         if self.bgr:
@@ -124,14 +121,7 @@ class Embedder(nn.Module):
         return tuple(backbone.forward_levels(scaled).values())
 
     def train(self, mode: bool = True) -> Embedder:
-        """Set training mode; a frozen backbone and frozen batch norms stay in evaluation mode.
-
-        Args:
-            mode: False sets evaluation mode.
-
-        Returns:
-            The model itself.
-        """
+        """Set training mode; a frozen backbone and frozen batch norms stay in evaluation mode."""
         super().train(mode)
         if mode and self.backbone is not None:
             if self.backbone_frozen or self.model.freeze == "backbone":
@@ -142,11 +132,7 @@ class Embedder(nn.Module):
         return self
 
     def freeze_backbone(self, frozen: bool) -> None:
-        """Freeze or unfreeze the backbone: its parameters and its batch-norm statistics.
-
-        Args:
-            frozen: False unfreezes all but what the configuration's `freeze` and `freeze_norm` keep frozen.
-        """
+        """Freeze the backbone, parameters and batch-norm statistics; False unfreezes what the configuration allows."""
         self.backbone_frozen = frozen
         if self.backbone is None:
             return
@@ -159,11 +145,7 @@ class Embedder(nn.Module):
                 norm.requires_grad_(False)
 
     def fit_pixel_norm(self, images: Images) -> None:
-        """Set the mean and standard deviation of each channel from images, unless the backbone defines them.
-
-        Args:
-            images: Training images; at most 4096 of them are read.
-        """
+        """Set the mean and deviation of each channel from at most 4096 images, unless the backbone defines them."""
         if self.backbone is None or self.backbone.pixel_norm is not None:
             return
         rows = np.linspace(0, len(images) - 1, min(len(images), 4096)).astype(np.int64)
@@ -177,8 +159,6 @@ class Embedder(nn.Module):
         std = (squares / count / 255**2 - mean**2).clamp(min=1e-4).sqrt()
         self.mean.copy_(mean.view(-1, 1, 1))
         self.std.copy_(std.view(-1, 1, 1))
-
-    # --- many images --------------------------------------------------------------------------------------------------
 
     def embed(
         self, images: ImageInput, *, batch_size: int = 256, raw: bool = False, reporter: Reporter | None = None
@@ -198,16 +178,7 @@ class Embedder(nn.Module):
         return vectors if raw or not self.model.normalize else unit(vectors)
 
     def embed_features(self, images: ImageInput, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
-        """Compute the pooled features of any number of images: the backbone without the head.
-
-        Args:
-            images: As for `embed`, except features.
-            batch_size: Images per forward pass.
-            reporter: Shows the progress; by default nothing is shown.
-
-        Returns:
-            Features float32 [N, F] on the CPU.
-        """
+        """Compute the pooled features float32 [N, F] of any number of images, given as for `embed`."""
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
     @torch.no_grad()  # not inference_mode(), which some devices (XLA) do not support
@@ -256,17 +227,8 @@ class Embedder(nn.Module):
             f"got {inputs.dtype} {list(inputs.shape)}.{hint}"
         )
 
-    # --- on disk ------------------------------------------------------------------------------------------------------
-
     def save(self, folder: str | Path) -> Path:
-        """Write model.safetensors (all tensors) and model.json (the configuration).
-
-        Args:
-            folder: Where to write; created if missing.
-
-        Returns:
-            The folder, for `nearkin.load`.
-        """
+        """Write model.safetensors and model.json into a folder, for `nearkin.load`. Returns the folder."""
         folder = Path(folder)
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         data: bytes = safetensors.save(tensors)
@@ -280,14 +242,7 @@ class Embedder(nn.Module):
         return folder
 
     def config_dict(self, sha256: str = "") -> dict[str, Any]:
-        """Return what is needed to rebuild the network, without its weights.
-
-        Args:
-            sha256: Checksum of the weights to record.
-
-        Returns:
-            Plain values, the content of model.json.
-        """
+        """Return the content of model.json: what is needed to rebuild the network, and the checksum of its weights."""
         return {
             "format": FORMAT,
             "model": {k: v for k, v in dataclasses.asdict(self.model).items() if k != "weights"},
@@ -325,7 +280,8 @@ def load(path: str | Path) -> Embedder:
         )
     checkpoint = load_checkpoint(weights_file)
     recipe = Recipe.from_toml(recipe_file)
-    model = Embedder(recipe.model, tuple(checkpoint["image_shape"]), augment=recipe.data.augment)
+    config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed
+    model = Embedder(config, tuple(checkpoint["image_shape"]), augment=recipe.data.augment)
     _load_state(model, checkpoint["model"], weights_file)
     return model.eval()
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearkin.config.recipe import ModelConfig
-from nearkin.errors import ConfigError
 from nearkin.ops.whitening import within_class_whitening
 
 
@@ -17,8 +16,6 @@ class Head(nn.Module):
     Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
     variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
     the linear map, which starts at zero.
-    Attributes:
-        dim: Dimension of the embedding.
     """
 
     def __init__(self, model: ModelConfig, parts: tuple[int, ...]) -> None:
@@ -26,7 +23,11 @@ class Head(nn.Module):
         self.parts = parts
         num_features = sum(parts)
         self.dim = model.dim or num_features
-        self.norm = _make_norm(model.norm, num_features)
+        self.norm: nn.Module = nn.Identity()
+        if model.norm == "layer":
+            self.norm = nn.LayerNorm(num_features, elementwise_affine=False)
+        elif model.norm == "batch":
+            self.norm = nn.BatchNorm1d(num_features, affine=False)
         self.dropout = nn.Dropout(model.dropout)
         self.correction: nn.Sequential | None = None
         if not model.dim:
@@ -55,9 +56,6 @@ class Head(nn.Module):
         A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
         it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
         """
-        for layer in self.maps:
-            if not isinstance(layer, nn.Linear):
-                raise ConfigError("model.head_init: whitened needs a linear or residual head. Use --model.head linear.")
         if isinstance(self.norm, nn.BatchNorm1d):
             # Evaluation uses the running statistics, so they must be those of the features.
             assert self.norm.running_mean is not None
@@ -78,14 +76,6 @@ def _mlp(in_features: int, out_features: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(in_features, out_features), nn.ReLU(inplace=True), nn.Linear(out_features, out_features)
     )
-
-
-def _make_norm(name: str, num_features: int) -> nn.Module:
-    if name == "layer":
-        return nn.LayerNorm(num_features, elementwise_affine=False)
-    if name == "batch":
-        return nn.BatchNorm1d(num_features, affine=False)
-    return nn.Identity()
 
 
 def unit(emb: Tensor) -> Tensor:

@@ -10,30 +10,6 @@ from torch import Tensor, nn
 from nearkin._common.registry import Registry
 from nearkin.config.recipe import ModelConfig
 
-POOLINGS: Registry[Callable[[Tensor], Tensor]] = Registry("pooling")
-
-
-def _pooling(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return POOLINGS.add(function.__name__, function)
-
-
-@_pooling
-def average(maps: Tensor) -> Tensor:
-    """Return the mean over positions: [B, F]."""
-    return maps.mean(dim=(2, 3))
-
-
-@_pooling
-def maximum(maps: Tensor) -> Tensor:
-    """Return the maximum over positions: [B, F]."""
-    return maps.amax(dim=(2, 3))
-
-
-@_pooling
-def average_maximum(maps: Tensor) -> Tensor:
-    """Return the sum of average and maximum pooling: [B, F]."""
-    return average(maps) + maximum(maps)
-
 
 def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
     """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions. Returns pooled features [B, F]."""
@@ -43,13 +19,13 @@ def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
     return (positive / largest).pow(p).mean(dim=(2, 3)).pow(1.0 / p) * largest[:, :, 0, 0]
 
 
+POOLINGS: Registry[Callable[[Tensor], Tensor]] = Registry("pooling")
+POOLINGS.add("average", lambda maps: maps.mean(dim=(2, 3)))
+POOLINGS.add("maximum", lambda maps: maps.amax(dim=(2, 3)))
+POOLINGS.add("average_maximum", lambda maps: maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3)))
 POOLINGS.add("gem", gem)
-
-
-@_pooling
-def grid(maps: Tensor) -> Tensor:
-    """Flatten the maps: [B, F * h * w]. For very small images, where layout matters as much as texture."""
-    return maps.flatten(1)
+# All positions, [B, F * h * w]: for very small images, where layout matters as much as texture.
+POOLINGS.add("grid", lambda maps: maps.flatten(1))
 
 
 class Pool(nn.Module):

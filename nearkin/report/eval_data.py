@@ -19,8 +19,13 @@ from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.training.device import choose_device
-from nearkin.training.embedding_cache import load_embeddings, save_embeddings
-from nearkin.training.evaluation import embed_table, query_and_gallery_rows, score_embeddings
+from nearkin.training.evaluation import (
+    embed_table,
+    load_embeddings,
+    query_and_gallery_rows,
+    save_embeddings,
+    score_embeddings,
+)
 from nearkin.training.run import Run
 
 NEIGHBOURS = 8

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nearkin.config.recipe import ComponentConfig, Recipe, Scalar, to_plain_dict
+from nearkin.config._parsing import to_plain_dict
+from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.losses import LOSSES
 from nearkin.losses.miners import MINERS
 

@@ -12,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from nearkin._common.progress import Reporter
 from nearkin.errors import RunError
+from nearkin.losses.objective import Objective
+from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_checkpoint
 from nearkin.training.run import Run
 
@@ -32,11 +33,11 @@ class TrainingState:
     The previous checkpoint is kept as well, in case the last one is damaged.
     """
 
-    model: nn.Module  # the network
-    objective: nn.Module  # the loss with its class parameters and memory
+    model: Embedder  # the network
+    objective: Objective  # the loss with its class parameters and memory
     optimizer: torch.optim.Optimizer  # of both
     scaler: torch.amp.GradScaler  # the gradient scaler of fp16 training
-    ema_model: nn.Module | None = None  # the moving average of the network, if the recipe has one
+    ema_model: Embedder | None = None  # the moving average of the network, if the recipe has one
     epoch: int = 0  # finished epochs
     step: int = 0  # finished steps of the current epoch
     loss_sum: float = 0.0  # sum of the losses of those steps
@@ -45,6 +46,7 @@ class TrainingState:
     best_epoch: int = 0  # the epoch whose weights are in best.pt
     seconds: float = 0.0  # time spent training, over all interruptions
 
+    _PARTS = ("model", "objective", "optimizer", "scaler", "ema_model")
     _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
 
     def __post_init__(self) -> None:
@@ -73,14 +75,10 @@ class TrainingState:
         now = time.monotonic()
         self.seconds, self._timer = self.seconds + now - self._timer, now
         state: dict[str, Any] = {name: getattr(self, name) for name in self._COUNTERS}
-        state |= {
-            "model": self.model.state_dict(),
-            "objective": self.objective.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "ema_model": self.ema_model.state_dict() if self.ema_model is not None else None,
-            "events_size": run.events_size(),
-        }
+        for name in self._PARTS:
+            part = getattr(self, name)
+            state[name] = None if part is None else part.state_dict()
+        state["events_size"] = run.events_size()
         run.save("last.pt", state, keep="previous.pt")
 
     def restore(self, run: Run, reporter: Reporter) -> bool:
@@ -100,12 +98,9 @@ class TrainingState:
             return False
         for name in self._COUNTERS:
             setattr(self, name, state[name])
-        self.model.load_state_dict(state["model"])
-        self.objective.load_state_dict(state["objective"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema_model is not None:
-            self.ema_model.load_state_dict(state["ema_model"])
+        for name in self._PARTS:
+            if state[name] is not None:
+                getattr(self, name).load_state_dict(state[name])
         run.rewind_events(state["events_size"])
         return True
 

@@ -1,20 +1,6 @@
-"""Distributed training: N ranks share one batch, and their gradients equal those of one process.
+"""Distributed training: N ranks share one batch, and their gradients equal those of one process (docs/distributed.md).
 
-Every rank computes the loss of the whole batch, on embeddings gathered from all ranks in rank order:
-
-    with process_group(device) as device:                     # from torchrun's environment, if there is one
-        broadcast_state(model), broadcast_state(objective)    # start from rank 0's weights
-        for x, labels in my_share_of_each_batch:
-            emb, labels = all_gather_with_grad(model(x), labels)    # the whole batch, on every rank
-            with fork_rng(seed, epoch, step):                 # dropout and random miners draw the same on every rank
-                loss = objective(emb, labels)                 # the same value on every rank
-            loss.backward()
-            all_reduce_gradients([*model.parameters(), *objective.parameters()])
-
-One rule holds for all parameters: the mean over ranks is the gradient of one process. For the network, because the
-gather returns to each rank the gradient of its own rows times the number of ranks. For class parameters, because every
-rank already has the whole gradient. `all_reduce_gradients` takes this mean; DistributedDataParallel takes it too, so a
-model may be wrapped in that instead. A cross-batch memory stores the gathered batch and so is the same on every rank.
+Every rank computes the loss of the whole batch, on the embeddings gathered from all ranks in rank order.
 """
 
 from __future__ import annotations
@@ -34,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 
 from nearkin.data.samplers import rank_share
@@ -63,9 +50,6 @@ def is_main_process() -> bool:
 
 def _grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-# --- the group --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -102,7 +86,8 @@ def process_group(
     try:
         yield device
     except RuntimeError as error:
-        if not _is_lost_connection(error):
+        # gloo raises plain RuntimeErrors that begin with a path of its own source.
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
         raise ProcessLostError(
             f"{who}: another process died or did not respond for {timeout:g} s ({_reason(error)}). "
@@ -156,24 +141,16 @@ def _loopback_if_one_machine(ranks: int) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    # gloo raises plain RuntimeErrors that begin with a path of its own source.
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-
-
 def _reason(error: Exception) -> str:
     """Return the first sentence of an error, without gloo's source location."""
     first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
     return first.rpartition("] ")[2] if first.startswith("[/") else first
 
 
-# --- the batch --------------------------------------------------------------------------------------------------------
-
-
 def all_gather_with_grad(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Gather the embeddings and labels of all ranks, in rank order, on every rank.
 
-    The gradient returns to this rank's own rows, times the number of ranks: see the rule at the top of this file. It
+    The gradient returns to this rank's own rows, times the number of ranks (`all_reduce_gradients` takes the mean). It
     needs no communication, because every rank computes the same loss of the same batch.
 
     Example:
@@ -263,16 +240,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
     """Replace every gradient by its mean over ranks, which is the gradient of one process.
 
-    For models that are not wrapped in DistributedDataParallel, and for class parameters, where it also removes rounding
-    differences between ranks. A gradient that only some ranks have counts as zero on the others (a rank without rows);
-    one that no rank has stays None. Clip gradients after this, not before.
+    Of the network, because `all_gather_with_grad` multiplies by the number of ranks; of class parameters, because every
+    rank has the whole gradient. DistributedDataParallel takes the same mean, so a model may be wrapped in that instead.
+    A gradient that only some ranks have counts as zero on the others (a rank without rows); one that no rank has stays
+    None. Clip gradients after this, not before.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if world_size() == 1 or not trainable:
@@ -284,10 +259,9 @@ def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
         if has_gradient:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(p.grad)
-    for bucket in _buckets(grads):
-        flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat)
-        _copy_back(flat.div_(world_size()), bucket)
+    for message in _messages(grads):
+        dist.all_reduce(message)
+        message.div_(world_size())
 
 
 @torch.no_grad()
@@ -303,35 +277,17 @@ def broadcast_state(module: nn.Module) -> None:
             f"{type(module).__name__}: parameters or buffers differ in name, shape or dtype between ranks. "
             "Build it with the same settings in every process."
         )
-    for bucket in _buckets([t for t in tensors.values() if t.numel()]):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        dist.broadcast(_bytes(flat), 0)
-        _copy_back(flat, bucket)
+    for message in _messages([t for t in tensors.values() if t.numel()]):
+        dist.broadcast(_bytes(message), 0)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype and device into messages of about `_BUCKET` bytes."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault((t.dtype, t.device), []).append(t)
-    for group in groups.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for t in group:
-            if bucket and size + t.nbytes > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(t)
-            size += t.nbytes
-        yield bucket
-
-
-def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
-    for t, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-        t.copy_(part.view(t.shape))
-
-
-# --- randomness and decisions -----------------------------------------------------------------------------------------
+def _messages(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors joined into flat ones of about `_BUCKET` bytes; what becomes of each is copied back."""
+    for bucket in _take_tensors(tensors, _BUCKET):  # type: ignore[no-untyped-call]
+        message = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+        yield message
+        for t, part in zip(bucket, _unflatten_dense_tensors(message, bucket), strict=True):  # type: ignore[no-untyped-call]
+            t.copy_(part)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+import zlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import Recipe
 from nearkin.data.images import Rows
@@ -18,12 +22,12 @@ from nearkin.metrics.scores import Scores, compare, score
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.training.distributed import gather_rows, rank_slice, world_size
-from nearkin.training.embedding_cache import save_embeddings
 from nearkin.training.run import Run
 
 DEFAULT_KS = (1, 2, 4, 8)
 HEADLINE_METRICS = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, in this order
 TEST_SELECTED = "THE TEST CLASSES: optimistic, and not comparable with other protocols"
+SAVED_EMBEDDINGS = "vectors.npz"  # of the test images, in the run folder, so that a report needs no forward pass
 
 
 def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
@@ -115,6 +119,36 @@ def evaluate_final(
         "gain": {"over": baseline, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
         "notes": scores["trained"].notes,
     }
+
+
+def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> None:
+    """Save the best epoch's embeddings of a table; ignored if the folder cannot be written, as it only saves time."""
+    if not run.is_writer:
+        return
+    buffer = io.BytesIO()
+    try:
+        tag = _tag(run, part, table)
+        np.savez(buffer, vectors=embeddings.cpu().float().numpy(), rows=table.row_numbers, of=tag)
+        atomic_write(run.path / SAVED_EMBEDDINGS, buffer.getvalue())
+    except OSError:
+        return
+
+
+def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
+    """Load saved embeddings, if they belong to this part, data and weights."""
+    try:
+        # Opened here: np.load does not close a file that proves broken.
+        with (run.path / SAVED_EMBEDDINGS).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):
+                return None
+            return torch.from_numpy(stored["vectors"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def _tag(run: Run, part: str, table: Table) -> str:
+    weights = zlib.crc32((run.path / "best.pt").read_bytes())
+    return f"{part} of {table.fingerprint} by {weights:08x}"
 
 
 def raw_pixels(table: Table, max_side: int = 40) -> Tensor:

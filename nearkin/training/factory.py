@@ -19,7 +19,7 @@ from nearkin.models.backbones import check_backbone
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.models.pooling import POOLINGS
-from nearkin.models.weights import fingerprint, load_weights
+from nearkin.models.weights import fingerprint
 
 
 def validate_recipe(recipe: Recipe) -> None:
@@ -27,8 +27,6 @@ def validate_recipe(recipe: Recipe) -> None:
     objective = make_objective(recipe, recipe.model.dim or 2, num_classes=2)
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
-    if recipe.model.head_init == "whitened" and recipe.model.head == "mlp":
-        raise ConfigError("model.head_init: whitened needs a linear or residual head. Use --model.head linear.")
     _check_something_learns(recipe, objective)
 
 
@@ -65,10 +63,8 @@ def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
     if recipe.model.backbone == "none":
         raise ConfigError(f"{table.source}: contains images, which need a backbone. Use --model.backbone NAME.")
     augment = AUGMENTS[recipe.data.augment]
-    model = Embedder(recipe.model, augment.input_shape(table.images.shape), augment=recipe.data.augment)
-    assert model.backbone is not None
-    load_weights(model.backbone, recipe.model.backbone, recipe.model.weights, reporter)
-    return model
+    shape = augment.input_shape(table.images.shape)
+    return Embedder(recipe.model, shape, augment=recipe.data.augment, reporter=reporter)
 
 
 def model_fingerprint(recipe: Recipe, model: Embedder) -> str:

@@ -24,32 +24,16 @@ from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
+from nearkin.training import distributed as dist
+from nearkin.training import factory
 from nearkin.training._run_key import run_key
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.device import choose_device, end_step
-from nearkin.training.distributed import (
-    any_rank,
-    broadcast_object,
-    broadcast_state,
-    gather_rows,
-    is_main_process,
-    process_group,
-    rank,
-    world_size,
-)
 from nearkin.training.evaluation import describe_protocol, embed_table, evaluate_final, score_embeddings
-from nearkin.training.factory import (
-    initial_features,
-    make_model,
-    make_objective,
-    model_fingerprint,
-    validate_recipe,
-    warn_about_few_positives,
-)
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
 from nearkin.training.run import Run
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
-from nearkin.training.trackers import Tracker, open_trackers
+from nearkin.training.trackers import Log, open_trackers
 
 EpochCallback = Callable[[int, float], bool]
 
@@ -63,23 +47,17 @@ class Session:
     device: torch.device
     train: Table
     val: Table | None
-    labels: Tensor  # of the training rows
-    model: Embedder
     initial_model: Embedder  # before the first step: a baseline of the final evaluation
     frozen_features: FrozenFeatures | None  # of the initial backbone, where it is pretrained or frozen
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema_model: Embedder | None
     forward: Callable[[Tensor], Tensor]  # the model, compiled if the recipe says so
     sampler: Sampler
-    state: TrainingState
-    tracker: Tracker
+    state: TrainingState  # the model, the objective, the optimizer and the progress
+    log: Log  # to the experiment trackers
     reporter: Reporter
 
     @property
     def eval_model(self) -> Embedder:
-        return self.ema_model or self.model
+        return self.state.ema_model or self.state.model
 
 
 def fit(
@@ -114,20 +92,20 @@ def fit(
         TrainingStoppedError: `on_epoch_end` stopped the run.
         TrainingFailedError: The loss, the embeddings or a gradient became NaN or infinite.
     """
-    with process_group(choose_device(device)) as torch_device:
-        reporter = (reporter or Reporter()) if is_main_process() else Reporter(quiet=True)
-        validate_recipe(recipe)
+    with dist.process_group(choose_device(device)) as torch_device:
+        reporter = (reporter or Reporter()) if dist.is_main_process() else Reporter(quiet=True)
+        factory.validate_recipe(recipe)
         table = sources.load(recipe.data, reporter)
         split, holdout = make_split(table, recipe.data)
-        model = make_model(recipe, table, reporter)
+        model = factory.make_model(recipe, table, reporter)
         run = open_run(recipe, table, model, Path(runs))
-        if broadcast_object(is_complete(run, final)):
+        if dist.broadcast_object(is_complete(run, final)):
             reporter.info(f"run already complete: {run.path}")
             return run
-        with run.lock(), open_trackers(trackers, run) as tracker:
-            if broadcast_object(is_complete(run, final)):  # another process finished it before we got the lock
+        with run.lock(), open_trackers(trackers, run) as log:
+            if dist.broadcast_object(is_complete(run, final)):  # another process finished it before we got the lock
                 return run
-            session = prepare(recipe, run, table, split, model, torch_device, tracker, reporter)
+            session = prepare(recipe, run, table, split, model, torch_device, log, reporter)
             train(session, on_epoch_end)
             finish(session, holdout, final)
     return run
@@ -135,10 +113,10 @@ def fit(
 
 def open_run(recipe: Recipe, table: Table, model: Embedder, runs: Path) -> Run:
     """Open or create the run folder of a recipe; only the main process writes to it."""
-    key = run_key(recipe, f"{table.fingerprint}{model_fingerprint(recipe, model)}")
-    path = broadcast_object(Run.create(runs, key, recipe).path if is_main_process() else None)
+    key = run_key(recipe, f"{table.fingerprint}{factory.model_fingerprint(recipe, model)}")
+    path = dist.broadcast_object(Run.create(runs, key, recipe).path if dist.is_main_process() else None)
     run = Run(path or runs / key)
-    run.is_writer = is_main_process()
+    run.is_writer = dist.is_main_process()
     return run
 
 
@@ -154,7 +132,7 @@ def prepare(
     split: Split,
     model: Embedder,
     device: torch.device,
-    tracker: Tracker,
+    log: Log,
     reporter: Reporter,
 ) -> Session:
     """Build everything training needs, and resume from the run's checkpoint if it has one."""
@@ -164,17 +142,16 @@ def prepare(
     model.to(device)
     initial_model = copy.deepcopy(model)
     # Features of the initial backbone: a baseline, the input of a whitened head, and of training with it frozen.
-    frozen_features = initial_features(recipe, initial_model, table, reporter)
+    frozen_features = factory.initial_features(recipe, initial_model, table, reporter)
     train, val = split.train, split.val
     if frozen_features is not None and recipe.model.freeze == "backbone":
         train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
-    objective = make_objective(recipe, model.dim, train.num_classes).to(device)
+    objective = factory.make_objective(recipe, model.dim, train.num_classes).to(device)
     if recipe.model.head_init == "whitened":
         init_whitened(model, initial_model, objective, split.train, frozen_features, recipe.model.shrinkage)
-    broadcast_state(model)
-    broadcast_state(objective)
+    dist.broadcast_state(model)
+    dist.broadcast_state(objective)
 
-    ema_model = copy.deepcopy(model) if config.ema else None
     optimizer = make_optimizer(model, objective, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     sampler = make_sampler(
@@ -182,8 +159,8 @@ def prepare(
         batch_size=config.batch_size,
         samples_per_class=config.samples_per_class,
         seed=recipe.seed,
-        rank=rank(),
-        world_size=world_size(),
+        rank=dist.rank(),
+        world_size=dist.world_size(),
     )
     session = Session(
         recipe=recipe,
@@ -191,18 +168,12 @@ def prepare(
         device=device,
         train=train,
         val=val,
-        labels=torch.from_numpy(train.labels),
-        model=model,
         initial_model=initial_model,
         frozen_features=frozen_features,
-        objective=objective,
-        optimizer=optimizer,
-        scaler=scaler,
-        ema_model=ema_model,
         forward=torch.compile(model) if config.compile else model,
         sampler=sampler,
-        state=TrainingState(model, objective, optimizer, scaler, ema_model),
-        tracker=tracker,
+        state=TrainingState(model, objective, optimizer, scaler, copy.deepcopy(model) if config.ema else None),
+        log=log,
         reporter=reporter,
     )
     resume_or_start(session)
@@ -231,13 +202,13 @@ def resume_or_start(s: Session) -> None:
     if s.state.restore(s.run, s.reporter):
         s.reporter.info(f"resuming {s.run.path} after epoch {s.state.epoch}, step {s.state.step}")
         return
-    processes = f" in {world_size()} processes" if world_size() > 1 else ""
+    processes = f" in {dist.world_size()} processes" if dist.world_size() > 1 else ""
     validation = f"validation on {s.val.num_classes} other classes" if s.val else "no validation, last epoch is used"
     s.reporter.info(
         f"train: {len(s.train):,} images of {s.train.num_classes} classes, {s.recipe.loss.name}, "
-        f"{s.model.dim} dimensions, on {s.device}{processes}; {validation}"
+        f"{s.state.model.dim} dimensions, on {s.device}{processes}; {validation}"
     )
-    if warning := warn_about_few_positives(s.recipe, s.train):
+    if warning := factory.warn_about_few_positives(s.recipe, s.train):
         s.reporter.info(warning)
     if s.recipe.model.head_init == "whitened":  # the start may be better than every trained epoch
         s.reporter.info(f"start  {evaluate_epoch(s, epoch=0)}".rstrip())
@@ -260,53 +231,55 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
             )
-            if on_epoch_end and s.val and any_rank(is_main_process() and on_epoch_end(epoch + 1, state.best)):
+            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, state.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)
                 raise TrainingStoppedError(
                     s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end."
                 )
             state.next_epoch()
             state.save(s.run)
-            if any_rank(sigint_received()):
+            if dist.any_rank(sigint_received()):
                 raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {config.epochs}")
 
 
 def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> None:
     """Train one epoch, or what is left of it after a checkpoint within it."""
     config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
-    s.model.train()
-    s.model.freeze_backbone(epoch < config.frozen_epochs)
+    model, objective, optimizer, scaler = state.model, state.objective, state.optimizer, state.scaler
+    model.train()
+    model.freeze_backbone(epoch < config.frozen_epochs)
     state.start_timer()
     saved_at = time.monotonic()
+    all_labels = torch.from_numpy(s.train.labels)
     batches = s.sampler.epoch(epoch)
     inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, first=s.sampler.share.start)
     with s.reporter.track(f"epoch {epoch + 1}/{config.epochs}", steps - state.step, unit="step") as bar:
         for rows, batch in zip(batches[state.step :], inputs, strict=True):
             step = epoch * steps + state.step
-            set_learning_rate(s.optimizer, config, step, steps)
-            s.optimizer.zero_grad(set_to_none=True)
-            x, labels = batch.to(s.device), s.labels[rows].to(s.device)
+            set_learning_rate(optimizer, config, step, steps)
+            optimizer.zero_grad(set_to_none=True)
+            x, labels = batch.to(s.device), all_labels[rows].to(s.device)
             try:
                 rng_key = (s.recipe.seed, epoch, state.step)
-                loss = backward(s.forward, s.objective, x, labels, config, s.scaler, rng_key)
-                optimizer_step(s.model, s.objective, s.optimizer, config, s.scaler)
+                loss = backward(s.forward, objective, x, labels, config, scaler, rng_key)
+                optimizer_step(model, objective, optimizer, config, scaler)
             except NonFiniteError as error:
                 raise failed_step(s, rows, error, epoch=epoch + 1) from None
-            if s.ema_model is not None:
-                update_ema(s.ema_model, s.model, config.ema, step)
+            if state.ema_model is not None:
+                update_ema(state.ema_model, model, config.ema, step)
             end_step(s.device)
             state.record_step(loss)
             bar.advance(note=f"loss {state.mean_loss:.3f}")
 
-            interrupted = any_rank(sigint_received())
+            interrupted = dist.any_rank(sigint_received())
             if interrupted or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                 state.save(s.run)
                 saved_at = time.monotonic()
             if interrupted:
                 raise TrainingInterrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps}")
-    broadcast_state(s.model)  # each process has the batch-norm statistics of its own images
-    if s.ema_model is not None:
-        broadcast_state(s.ema_model)
+    dist.broadcast_state(model)  # each process has the batch-norm statistics of its own images
+    if state.ema_model is not None:
+        dist.broadcast_state(state.ema_model)
 
 
 def evaluate_epoch(s: Session, *, epoch: int) -> str:
@@ -337,7 +310,7 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
         "diagnosis": diagnose(emb, torch.from_numpy(table.labels)).to_dict(),
     }
     s.run.log(event="epoch", **event)
-    s.tracker.log(event)
+    s.log(event)
     for alarm in new_alarms(s.run):
         s.run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
         s.reporter.info(f"ALARM at epoch {epoch}: {alarm}")
@@ -356,7 +329,7 @@ def new_alarms(run: Run) -> list[Any]:
 
 def failed_step(s: Session, rows: Any, error: NonFiniteError, *, epoch: int) -> TrainingFailedError:
     """Write failed.json with the batch's files, and return the error to raise."""
-    suspects = gather_rows(torch.from_numpy(rows if error.rows is None else rows[error.rows])).tolist()
+    suspects = dist.gather_rows(torch.from_numpy(rows if error.rows is None else rows[error.rows])).tolist()
     files = [str(s.train.paths[r]) if s.train.paths else f"row {s.train.row_numbers[r]}" for r in suspects]
     step = s.state.step + 1
     reason = f"{error.tensor} became NaN or infinite at epoch {epoch}, step {step}"
@@ -372,7 +345,7 @@ def finish(s: Session, holdout: Holdout, final: bool) -> None:
     """Evaluate the best epoch on the test classes if `final`, and write the result: the last write of a run."""
     result: dict[str, Any] = {"test": None}
     if final:
-        broadcast_object(None)  # wait until rank 0 has written best.pt, which every rank reads
+        dist.broadcast_object(None)  # wait until rank 0 has written best.pt, which every rank reads
         result = evaluate_final(
             s.run, holdout, initial_model=s.initial_model, frozen_features=s.frozen_features, reporter=s.reporter
         )
@@ -384,4 +357,4 @@ def finish(s: Session, holdout: Holdout, final: bool) -> None:
             "seconds": round(s.state.seconds, 1),
         }
     )
-    broadcast_object(None)  # no rank returns before the result is on disk
+    dist.broadcast_object(None)  # no rank returns before the result is on disk

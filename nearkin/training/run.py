@@ -1,10 +1,6 @@
 """The run folder: what is stored of a training run, written so that no crash leaves an inconsistent state.
 
-recipe.toml    first write           events.jsonl      one line per epoch, append only
-env.json       versions, machine     last.pt, best.pt  replaced atomically
-per_query.npz  values per query      result.json       last write: its existence means that the run is complete
-failed.json    the reason            (either result or failed, never both)
-embeddings.npz of the test images, if the network was fine-tuned; may be deleted
+result.json is written last: its existence means that the run is complete. docs/architecture.md lists all files.
 """
 
 from __future__ import annotations
@@ -18,12 +14,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin._common.files import atomic_file, atomic_write, file_lock, nan_to_none, none_to_nan, remove_leftovers
-from nearkin._common.version import __version__
+from nearkin._common.version import __version__, installed_version
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunBusyError, RunError
 
@@ -68,14 +63,6 @@ class Run:
         """Open the run with this key, creating its folder if necessary.
 
         A recipe with the same key gives the same numbers, but its data may have moved: the newest paths are stored.
-
-        Args:
-            runs: Folder that holds the run folders.
-            key: From `run_key`.
-            recipe: What the run trains.
-
-        Returns:
-            The run.
         """
         path = Path(runs) / key
         recipe = _with_full_paths(recipe)
@@ -91,8 +78,6 @@ class Run:
                 f"{path}: cannot write the run folder ({error.strerror}). Choose another folder with --runs DIR."
             ) from None
         return cls(path)
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -130,8 +115,6 @@ class Run:
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path / name}: cannot be read ({error}). Delete the file to train again.") from None
 
-    # --- writing ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the run for this process. A second process gets `RunBusyError`; a killed one releases the lock."""
@@ -167,24 +150,21 @@ class Run:
                 os.truncate(path, size)
 
     def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
-        """Replace a checkpoint atomically.
-
-        Args:
-            name: File name, for example "best.pt".
-            state: What `torch.save` writes.
-            keep: File name under which the previous checkpoint is kept, in case the new one gets damaged on disk.
-        """
+        """Replace a checkpoint atomically; the previous one stays as `keep`, in case the new one gets damaged."""
         import torch
+        from torch.utils._pytree import tree_map_only
 
         if not self.is_writer:
             return
         target = self.path / name
+        # One written on a GPU or XLA is to be read on any machine.
+        state = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), state)
         try:
             with (
                 atomic_file(target, keep=self.path / keep if keep else None) as temporary,
                 open(temporary, "wb") as file,
             ):
-                torch.save(_to_cpu(state), file)
+                torch.save(state, file)
         except (OSError, RuntimeError) as error:
             cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
             reason = getattr(cause, "strerror", None) or error
@@ -200,12 +180,7 @@ class Run:
             atomic_write(target, json.dumps(nan_to_none(result), indent=2, allow_nan=False))
 
     def fail(self, reason: str, **details: Any) -> None:
-        """Write failed.json.
-
-        Args:
-            reason: Why the run failed.
-            **details: Further JSON values, for example the epoch and the files of the batch.
-        """
+        """Write failed.json; `details` are further JSON values, such as the epoch and the files of the batch."""
         if not self.is_writer:
             return
         target = self.path / "failed.json"
@@ -236,32 +211,16 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Return versions, machine and command, for env.json."""
-    packages: dict[str, str | None] = {}
-    for name in ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
+    packages = ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow")
     return {
         "time": _now(),
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "packages": packages,
+        "packages": {name: installed_version(name) for name in packages},
         "commit": _commit(),
     }
-
-
-def _to_cpu(value: Any) -> Any:
-    """Move the tensors of a checkpoint to the CPU: one written on a GPU or XLA is to be read on any machine."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: _to_cpu(entry) for key, entry in value.items()}
-    return [_to_cpu(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _commit() -> str | None:

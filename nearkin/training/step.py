@@ -19,16 +19,11 @@ RngKey = tuple[int, int, int]
 
 
 class NonFiniteError(Exception):
-    """A tensor became NaN or infinite.
-
-    Attributes:
-        tensor: Which one, in words.
-        rows: Rows of this process's batch that caused it, where known.
-    """
+    """A tensor became NaN or infinite."""
 
     def __init__(self, tensor: str, rows: list[int] | None = None) -> None:
         super().__init__(tensor)
-        self.tensor, self.rows = tensor, rows
+        self.tensor, self.rows = tensor, rows  # in words; rows of this process's batch that caused it, where known
 
 
 def backward(
@@ -46,17 +41,7 @@ def backward(
     whole batch is computed; then one micro-batch at a time, each with the gradient of the loss by its embeddings. The
     sum is exactly the gradient of the whole batch, for any loss, with the activations of one micro-batch in memory.
 
-    Args:
-        forward: The network.
-        objective: The loss; it sees the embeddings of all processes.
-        batch: This process's share of the inputs.
-        labels: Their labels.
-        config: Micro-batch size and precision.
-        scaler: Scales the loss when training in fp16.
-        rng_key: (seed, epoch, step). Dropout and random miners draw from it, so a resumed run repeats them.
-
-    Returns:
-        The loss of the whole batch.
+    Dropout and random miners draw from `rng_key` (seed, epoch, step), so a resumed run repeats them.
     """
     size = config.micro_batch_size or max(1, len(batch))
     micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]

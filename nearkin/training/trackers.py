@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from nearkin.errors import ConfigError, did_you_mean, import_extra
+from nearkin._common.registry import Registry
+from nearkin.errors import import_extra
 from nearkin.training.run import Run
 
-TRACKERS = ("tensorboard", "wandb")
+Log = Callable[[Mapping[str, Any]], None]
+Sink = Callable[[dict[str, float], int], None]  # takes the metrics and the epoch
+TRACKERS: Registry[Callable[[Run], AbstractContextManager[Sink]]] = Registry("tracker")
 
 
-class Tracker:
-    """Sends the metrics of each epoch to all chosen trackers."""
+@contextmanager
+def open_trackers(names: Sequence[str], run: Run) -> Iterator[Log]:
+    """Open trackers for a run, and yield a function that sends them an epoch's event; only the run's writer has any."""
+    chosen = [TRACKERS[name] for name in names]
+    with ExitStack() as stack:
+        sinks = [stack.enter_context(tracker(run)) for tracker in chosen if run.is_writer]
 
-    def __init__(self, sinks: Sequence[Any]) -> None:
-        self.sinks = sinks
+        def log(event: Mapping[str, Any]) -> None:
+            for sink in sinks:
+                sink(scalars(event), event["epoch"])
 
-    def log(self, event: Mapping[str, Any]) -> None:
-        """Send one epoch's event."""
-        for sink in self.sinks:
-            sink(int(event["epoch"]), scalars(event))
+        yield log
 
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
@@ -39,54 +44,30 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuse an unknown tracker, with a suggestion."""
-    for name in names:
-        if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f" Available: {', '.join(TRACKERS)}."
-            raise ConfigError(f"No tracker named '{name}'.{hint}")
-
-
 @contextmanager
-def open_trackers(names: Sequence[str], run: Run) -> Iterator[Tracker]:
-    """Open trackers for a run and close them at the end; only the process that writes the run has any."""
-    check_trackers(names)
-    with ExitStack() as stack:
-        sinks = [stack.enter_context(_OPEN[name](run)) for name in names] if run.is_writer else []
-        yield Tracker(sinks)
-
-
-@contextmanager
-def _tensorboard(run: Run) -> Iterator[Any]:
+def _tensorboard(run: Run) -> Iterator[Sink]:
     import_extra("tensorboard", extra="tensorboard")
-    writer = import_extra("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard")
+    with import_extra("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(run.path / "tensorboard") as writer:
 
-    def log(epoch: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, epoch)
+        def log(values: dict[str, float], epoch: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, epoch)
 
-    try:
         yield log
-    finally:
-        writer.close()
 
 
 @contextmanager
-def _wandb(run: Run) -> Iterator[Any]:
+def _wandb(run: Run) -> Iterator[Sink]:
     """Online or offline by W&B's own settings (WANDB_MODE=offline writes to the run folder only)."""
-    wandb = import_extra("wandb", extra="wandb")
-    session = wandb.init(
-        project="nearkin",
-        name=run.path.name,
-        id=run.path.name,
-        dir=run.path,
-        resume="allow",
-        config=run.recipe.to_dict(),
+    name = run.path.name
+    session = import_extra("wandb", extra="wandb").init(
+        project="nearkin", name=name, id=name, dir=run.path, resume="allow", config=run.recipe.to_dict()
     )
     try:
-        yield lambda epoch, values: session.log(dict(values), step=epoch)
+        yield session.log
     finally:
         session.finish()
 
 
-_OPEN = {"tensorboard": _tensorboard, "wandb": _wandb}
+TRACKERS.add("tensorboard", _tensorboard)
+TRACKERS.add("wandb", _wandb)

@@ -1,4 +1,4 @@
-"""What each of the processes of test_distributed.py does; started once per rank by `launch`, never by pytest.
+"""What each of the processes of test_distributed.py does; started once per rank, never by pytest.
 
 The functions up to the line are used by the test process too, alone: they are the one process to compare with.
 """
@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nearkin as nk
 from nearkin.data.samplers import make_sampler
-from nearkin.errors import ProcessLostError, UserError
+from nearkin.errors import DataError, ProcessLostError, UserError
 from nearkin.training import distributed as nd
-from nearkin.training.distributed_check import cases, gradients
 
 # The loss with its options, the class parameters' learning rate, and how the ranks' gradients are joined.
 TRAININGS: dict[str, tuple[dict[str, Any], float, str]] = {
@@ -180,8 +179,19 @@ def lost(folder: Path, how: str) -> list[Any]:
     return ["not lost", 0.0, nd.world_size()]
 
 
-def main(folder: Path) -> None:
+def ends_early(rank: int, *_: Any) -> None:
+    """Rank 1 ends at once, as the environment says; the other one must not be waited for."""
+    if rank == 0:
+        time.sleep(120)
+    if os.environ["HOW"] == "raises":
+        raise DataError("no disk")
+    os.kill(os.getpid(), 9)
+
+
+def main(rank: int, folder: Path, port: str) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     found: dict[str, Any] = {}
     with nd.process_group("cpu", timeout=60.0, meeting_file=folder / "meeting") as place:
         found["place"] = str(place)
@@ -189,15 +199,10 @@ def main(folder: Path) -> None:
         found["mistakes"] = mistakes()
         found["listening"] = listening() if sys.platform == "linux" else []
         found["environment"] = "GLOO_SOCKET_IFNAME" in os.environ
-        found["cases"] = [gradients(case, nd.world_size(), torch.float64) for case in cases()]
         found["trained"] = {name: train(name) for name in TRAININGS}
     found["world after"] = nd.world_size()
     found["sleeps"] = lost(folder, "sleeps")
-    target = folder / f"rank{os.environ['RANK']}.pt"
+    target = folder / f"rank{rank}.pt"
     torch.save(found, target)
     found["dies"] = lost(folder, "dies")
     torch.save(found, target)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -206,7 +206,7 @@ def test_whitened_init_whitens_within_classes(norm):
     covariance = residuals.T @ residuals / (1000 - 5)
     torch.testing.assert_close(covariance, torch.eye(16, dtype=torch.float64), atol=5e-3, rtol=0)
     with pytest.raises(ConfigError, match="linear or residual"):
-        embedder(head="mlp").head.init_whitened(features, labels, shrinkage=0.3)
+        ModelConfig(head="mlp", head_init="whitened")
 
 
 @pytest.mark.parametrize(("freeze_norm", "learn"), [("none", True), ("statistics", True), ("all", False)])

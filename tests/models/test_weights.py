@@ -50,6 +50,19 @@ def test_old_files_without_num_batches_tracked_and_with_batch_norms_as_rows_load
     assert fingerprint(target) == fingerprint(source)
 
 
+def test_an_embedder_starts_with_the_weights_of_its_configuration(tmp_path):
+    source, path = backbone(), tmp_path / "w.pth"
+    torch.save(source.state_dict(), path)
+    config = ModelConfig(width=4, dim=8, weights=str(path))
+    model = Embedder(config, (3, 16, 16))
+    assert fingerprint(model.backbone) == fingerprint(source)
+    folder = model.save(tmp_path / "model")
+    path.unlink()
+    assert fingerprint(nk.load(folder)) == fingerprint(model)  # needs its own weights only
+    with pytest.raises(UserError, match="no such file"):
+        Embedder(config, (3, 16, 16))
+
+
 def test_unused_tensors_are_reported_except_classifiers(tmp_path, capsys):
     state = {**backbone().state_dict(), "fc.weight": torch.zeros(2, 2), "projector.weight": torch.zeros(2, 2)}
     torch.save(state, tmp_path / "w.pth")

@@ -244,7 +244,8 @@ def test_ctrl_c_twice_stops_at_once():
 def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
     finished, tiny_recipe, tmp_path, quiet, monkeypatch, where
 ):
-    real, pressed = getattr(loop, where), []
+    module = factory if where == "initial_features" else loop
+    real, pressed = getattr(module, where), []
 
     def press_once(*args, **named):
         if not pressed:
@@ -252,7 +253,7 @@ def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
             signal.raise_signal(signal.SIGINT)
         return real(*args, **named)
 
-    monkeypatch.setattr(loop, where, press_once)
+    monkeypatch.setattr(module, where, press_once)
     with pytest.raises(KeyboardInterrupt) as stopped:
         nk.fit(tiny_recipe, tmp_path / "stopped", reporter=quiet)
     assert str(stopped.value) == ("stopped after epoch 1 of 3" if where == "evaluate_epoch" else "")

@@ -6,7 +6,7 @@ from nearkin.cli import train
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
 from nearkin.training import recipes
-from nearkin.training.loop import validate_recipe
+from nearkin.training.factory import validate_recipe
 
 # Instance cross entropy: SGD with momentum 0.8, weight decay 1e-5, learning rate 1e-3 and ten times that for the new
 # layer; BN-Inception with 512 dimensions; crops of 227; scale 64. Steps: 4,000 on CUB and Cars, 20,000 on SOP.
@@ -120,7 +120,6 @@ def test_multi_proxy_anchor(loss, dataset, batch, epochs, centers):
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_every_recipe_is_valid(name):
     validate_recipe(recipes.find(name))
-    assert recipes.RECIPES[name].__doc__
 
 
 def test_help_and_page_list_every_recipe(pytestconfig, capsys):
