@@ -119,6 +119,8 @@ def data_get(argv: list[str]) -> None:
     name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
     args = parse(GetArgs, flags, "nearkin data get NAME")
     from nearkin._common.progress import Reporter
-    from nearkin.data.get import get_dataset
+    from nearkin.data.benchmarks import BENCHMARKS
+    from nearkin.data.get import get_benchmark
 
-    print(get_dataset(name, args.root, files=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))
+    reporter = Reporter(quiet=args.quiet)
+    print(get_benchmark(BENCHMARKS[name], args.root, files=args.from_, sha256=args.sha256, reporter=reporter))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.loading import empty_batch, map_in_threads
-from nearkin.data.reading import Decoder, read_image, square
+from nearkin.data.reading import read_image, square
 from nearkin.errors import DataError
 
 Rows = NDArray[np.int64]
@@ -51,9 +51,8 @@ class ArrayImages:
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
-        assert pixels.ndim == 4
-        self.pixels = torch.from_numpy(pixels)
         _, channels, height, width = pixels.shape
+        self.pixels = torch.from_numpy(pixels)
         self.shape = (channels, height, width)
 
     def __len__(self) -> int:
@@ -82,22 +81,22 @@ class FileImages:
         boxes: NDArray[np.float64] | None = None,
         channels: int = 3,
         workers: int = 0,
-        decoder: Decoder = "auto",
     ) -> None:
         if boxes is not None and boxes.shape != (len(paths), 4):
             raise DataError(f"boxes: expected [{len(paths)}, 4] (x, y, width, height), got {list(boxes.shape)}.")
-        self.paths, self.boxes, self.side, self.workers, self.decoder = tuple(paths), boxes, side, workers, decoder
+        self.paths, self.boxes, self.side, self.workers = tuple(paths), boxes, side, workers
         self.shape = (channels, side, side)
 
     def __len__(self) -> int:
         return len(self.paths)
 
+    def box(self, row: int) -> list[float] | None:
+        """Return the box to which an image is cropped."""
+        return None if self.boxes is None else self.boxes[row].tolist()
+
     def whole(self, row: int) -> Tensor:
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
-        path = self.paths[row]
-        path = Path(path) if isinstance(path, str) else path
-        box = None if self.boxes is None else self.boxes[row].tolist()
-        return read_image(path, self.side, box=box, channels=self.shape[0], decoder=self.decoder)
+        return read_image(self.paths[row], self.side, box=self.box(row), channels=self.shape[0])
 
     def read(self, rows: Rows) -> Tensor:
         """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
@@ -105,14 +104,9 @@ class FileImages:
 
     def take(self, rows: Rows) -> FileImages:
         """Return a store of these rows."""
-        return FileImages(
-            [self.paths[row] for row in rows],
-            self.side,
-            boxes=None if self.boxes is None else self.boxes[rows],
-            channels=self.shape[0],
-            workers=self.workers,
-            decoder=self.decoder,
-        )
+        paths = [self.paths[row] for row in rows]
+        boxes = None if self.boxes is None else self.boxes[rows]
+        return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
 
 
 def file_digest(path: Path) -> bytes:

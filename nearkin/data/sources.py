@@ -17,6 +17,7 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
 from nearkin.data.images import FileImages, file_digest
 from nearkin.data.listing import (
+    COLUMNS,
     TABLE_SUFFIXES,
     Listing,
     encode_labels,
@@ -31,14 +32,16 @@ from nearkin.errors import DataError, UserError, did_you_mean
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}
+# Accepted names of each array in an .npz, ours first.
+_ARRAYS = {"features": ("features", "embeddings"), "labels": ("labels",), "part": COLUMNS["part"]}
 
 
-def load(data: DataConfig, reporter: Reporter) -> Table:
+def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
     """Load the images and labels of a recipe.
 
     Args:
         data: The data section of a recipe.
-        reporter: Reports what is loaded and what is skipped.
+        reporter: Reports what is loaded and what is skipped; by default nothing does.
 
     Returns:
         All images, not yet split.
@@ -46,16 +49,14 @@ def load(data: DataConfig, reporter: Reporter) -> Table:
     Raises:
         DataError: If the source is incomplete or unreadable.
     """
+    reporter = reporter or Reporter(quiet=True)
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
     if data.source == "features":
-        if data.root is None:
-            raise DataError("data.root: missing. Give an .npz file of features and labels with --data FILE.")
-        table = load_features(data.root)
+        table = load_features(_root(data, "an .npz file of features and labels with --data FILE"))
         assert table.features is not None
-        dim = table.features.shape[1]
-        shape = f"{len(table):,} features of {dim:,} dimensions, {table.num_classes:,} classes"
+        shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
         return table
     listing = list_source(data)
@@ -69,13 +70,10 @@ def list_source(data: DataConfig) -> Listing:
     if data.source in BENCHMARKS:
         return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
     if data.source == "folder":
-        if data.root is None:
-            raise DataError("data.root: missing. Give a folder of class folders with --data FOLDER.")
-        return list_folder(data.root)
+        return list_folder(_root(data, "a folder of class folders with --data FOLDER"))
     if data.source == "table":
-        if data.root is None:
-            raise DataError("data.root: missing. Give a .csv or .parquet file with --data FILE.")
-        listing = list_table(data.root, path_column=data.path_column, label_column=data.label_column)
+        root = _root(data, "a .csv or .parquet file with --data FILE")
+        listing = list_table(root, path_column=data.path_column, label_column=data.label_column)
         if listing.missing and not data.allow_missing:
             total = len(listing) + len(listing.missing)
             raise DataError(
@@ -86,6 +84,12 @@ def list_source(data: DataConfig) -> Listing:
         return listing
     hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
     raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+
+
+def _root(data: DataConfig, expected: str) -> Path:
+    if data.root is None:
+        raise DataError(f"data.root: missing. Give {expected}.")
+    return data.root
 
 
 def detect_source(path: Path) -> str:
@@ -128,15 +132,14 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
         notes += (f"{len(opened.broken):,} images could not be read and were skipped",)
         listing = listing.take(opened.kept)
         boxes = None if boxes is None else boxes[opened.kept]
-    digests = file_digests(listing.paths) if opened.digests is None else opened.digests
-    present, labels = np.unique(listing.labels, return_inverse=True)
-    class_names = tuple(listing.class_names[c] for c in present)
+    digests = map(file_digest, listing.paths) if opened.digests is None else opened.digests
+    listing = listing.without_empty_classes()
     return Table(
         source=listing.source,
-        labels=labels.astype(np.int64),
-        class_names=class_names,
+        labels=listing.labels,
+        class_names=listing.class_names,
         images=opened.images,
-        fingerprint=fingerprint(digests, labels, class_names, listing.part, boxes),
+        fingerprint=fingerprint(digests, listing.labels, listing.class_names, listing.part, boxes),
         paths=listing.paths,
         part=listing.part,
         groups=listing.groups,
@@ -155,11 +158,6 @@ def images_of(paths: Sequence[Path], data: DataConfig, reporter: Reporter, boxes
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )
-
-
-def file_digests(paths: Iterable[Path]) -> list[bytes]:
-    """Return the SHA-256 of each file."""
-    return [file_digest(path) for path in paths]
 
 
 def fingerprint(
@@ -183,7 +181,8 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
     """Load precomputed features of any modality.
 
     Args:
-        path: An .npz with `features` [N, D] and `labels` [N] (integers or text), optionally `part` [N]; or an .npy.
+        path: An .npz with `features` [N, D] and `labels` [N] (integers or text), optionally `part` or `split` [N]; or
+            an .npy.
         labels: For an .npy: an .npy or a text file with one label per line; by default NAME.labels.npy or
             NAME.labels.txt in the same folder.
 
@@ -235,10 +234,10 @@ def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
             # Opened here: np.load does not close a file that proves broken.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {
-                    key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")
+                    key: stored[next(name for name in names if name in stored.files)]
+                    for key, names in _ARRAYS.items()
+                    if set(names) & set(stored.files)
                 }
-            if "embeddings" in arrays:
-                arrays.setdefault("features", arrays["embeddings"])
         else:
             defaults = [path.with_suffix(f".labels{suffix}") for suffix in (".npy", ".txt")]
             labels = labels or next((p for p in defaults if p.exists()), None)

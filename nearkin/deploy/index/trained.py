@@ -8,8 +8,9 @@ import numpy as np
 
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
+from nearkin.data.images import file_digest
 from nearkin.data.loading import map_in_threads
-from nearkin.data.sources import file_digests, fingerprint, images_of, list_source
+from nearkin.data.sources import fingerprint, images_of, list_source
 from nearkin.data.splits import make_split
 from nearkin.data.table import NoImages, Table
 from nearkin.deploy.index.index import Index
@@ -55,7 +56,7 @@ def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
     table = list_training_data(data, reporter)
     digests: list[bytes] = []
     with reporter.track("hashing the training images", len(table), unit="img") as bar:
-        for part in map_in_threads(lambda path: file_digests([path])[0], table.paths):
+        for part in map_in_threads(file_digest, table.paths):
             digests += part
             bar.advance(len(part))
     current = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
