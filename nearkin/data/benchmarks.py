@@ -1,8 +1,7 @@
-"""The field's four benchmarks: counts, files, download addresses and terms.
+"""The field's four benchmarks: counts, files, download addresses and terms. Each is split by class.
 
-Each is split by class: training and test classes are disjoint. The archives of CUB and Cars also contain a
-classification split, in which every class is on both sides. It is never used here, because its scores say nothing
-about unseen classes.
+The archives of CUB and Cars also contain a classification split, in which every class is on both sides. It is never
+used here, because its scores say nothing about unseen classes.
 """
 
 from __future__ import annotations

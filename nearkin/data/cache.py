@@ -2,16 +2,10 @@
 
     <cache>/images/<key>.pixels     pixels of all images, then an index (JSON), then the length of the index
 
-Images keep their aspect ratio, with their shorter side at most `side`, so that random crops still vary. The key hashes
-everything that could change a pixel: each file's name relative to the common folder, size and modification time, its
-box, the side, the channels, and the versions of our preprocessing and of the decoder. File contents are hashed once,
-when the cache is built, and stored in its index: the dataset's fingerprint is computed from them without reading every
-file again. A file changed without a new size or time is missed, as with make or rsync; the fingerprint then still
-matches the cached pixels.
-
-The file is written under a temporary name and renamed, under a lock: two processes build it only once, and a crash or
-a full disk leaves nothing behind. Opening it checks its length, its index and a sample of images. Each image's checksum
-is checked when a process first reads it; a damaged image is decoded from its file instead.
+Images keep their aspect ratio, with their shorter side at most `side`, so that random crops still vary. The index also
+holds the hash of each file: the dataset's fingerprint needs no second reading. A file changed without a new size or
+time is missed, as with make or rsync; the fingerprint then still matches the cached pixels. Two processes build the
+file only once, and a crash or a full disk leaves nothing behind. A damaged image is decoded from its file instead.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -55,7 +56,7 @@ def _tar_members(tar: tarfile.TarFile) -> Iterator[_Member]:
                 raise _UnsafeError(f"'{info.name}', a link to outside the target or not to a file")
         elif not info.isfile() and not info.isdir():
             raise _UnsafeError(f"'{info.name}', a device or pipe")
-        yield path, info.size, None if info.isdir() else lambda info=info: tar.extractfile(info)
+        yield path, info.size, None if info.isdir() else partial(tar.extractfile, info)
 
 
 def _zip_members(file: zipfile.ZipFile) -> Iterator[_Member]:
@@ -63,7 +64,7 @@ def _zip_members(file: zipfile.ZipFile) -> Iterator[_Member]:
         path = _safe_path(info.filename)
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise _UnsafeError(f"'{info.filename}', a link, device or pipe")
-        yield path, info.file_size, None if info.is_dir() else lambda info=info: file.open(info)
+        yield path, info.file_size, None if info.is_dir() else partial(file.open, info)
 
 
 def _safe_path(name: str) -> PurePosixPath:

@@ -1,9 +1,7 @@
-"""`glyphs`: a small benchmark drawn from the fonts that matplotlib ships.
+"""`glyphs`: a small benchmark drawn from the fonts that matplotlib ships; nothing is downloaded.
 
-A class is a character (Latin, Greek, Cyrillic, phonetic, digits, currency); an image is one drawing of it in one of 16
-fonts, with a random affine transform, stroke width, blur and noise from a seeded generator. Nothing is downloaded.
-Characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A) are found by comparing their drawings, and
-only the first of each such group is used.
+A class is a character; an image is one drawing of it in one of 16 fonts, distorted with a seeded generator. Of the
+characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A), only the first is used.
 """
 
 from __future__ import annotations

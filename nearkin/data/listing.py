@@ -1,7 +1,6 @@
 """`Listing`: the files and labels of a source, before any image is decoded.
 
-Lists folders of class folders, CSV and Parquet files, and Hugging Face-style folders with metadata.csv. The official
-layouts of the four benchmarks are in layouts.py.
+Lists class folders, CSV and Parquet files, and Hugging Face-style folders; layouts.py those of the benchmarks.
 """
 
 from __future__ import annotations
@@ -71,14 +70,9 @@ class Listing:
 
     def take(self, rows: NDArray[np.int64]) -> Listing:
         """Return a listing of these rows; labels and class names stay the same."""
-        return replace(
-            self,
-            paths=tuple(self.paths[r] for r in rows),
-            labels=self.labels[rows],
-            part=None if self.part is None else self.part[rows],
-            groups=None if self.groups is None else self.groups[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-        )
+        columns = ((name, getattr(self, name)) for name in ("labels", "part", "groups", "boxes"))
+        selected = {name: column[rows] for name, column in columns if column is not None}
+        return replace(self, paths=tuple(self.paths[r] for r in rows), **selected)
 
     def without_missing(self) -> Listing:
         """Return the rows whose file exists (even as a broken link), with the others in `missing`."""

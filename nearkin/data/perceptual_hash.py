@@ -1,8 +1,7 @@
-"""Near-duplicate images: a 64-bit perceptual hash (dHash) and all pairs of hashes within a Hamming distance.
+"""Near-duplicate images: pairs of similar 64-bit perceptual hashes (dHash), confirmed on 16 x 16 grey thumbnails.
 
-dHash shrinks an image to 9 x 8 grey values and stores for each position whether the next value to the right is
-brighter. Scaling, recompression and light edits change a few bits at most. Different photos on plain backgrounds can
-have similar hashes too, so candidate pairs are confirmed on 16 x 16 grey thumbnails.
+dHash stores for 9 x 8 grey values whether the next one to the right is brighter. Scaling, recompression and light
+edits change a few bits at most; different photos on plain backgrounds can have similar hashes too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Image decoding: the only place where image files are decoded.
+"""Image decoding: the only place where image files are decoded, so training, search and reports see the same pixels.
 
-Training, the cache, search and reports all read images here, so they see the same pixels. JPEG files are decoded by
-torchvision, other formats by Pillow, which decodes everything if torchvision is not installed; torch resizes in both
-cases. (torchvision 0.29 also reads PNG, but crashes the process on a damaged one.) EXIF orientation is applied,
-transparency is composited over white, 16-bit values keep their high byte, CMYK and palettes become RGB.
+torchvision decodes JPEG (it crashes the process on a damaged PNG), Pillow everything else, or everything if torchvision
+is missing. EXIF orientation is applied, transparency goes over white, 16-bit values keep their high byte.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Batch samplers. An epoch is a pure function of (seed, epoch), so any step can be reproduced.
 
-With several processes (`rank` of `world_size`) each gets a contiguous share of every batch. The shares of one step,
-concatenated in rank order, are exactly the batch that a single process would get. Shares are equal if world_size
-divides the batch size; otherwise they differ by at most one row. A class's images stay on one rank if
-batch_size / world_size is a multiple of samples_per_class; otherwise they may be split between two neighbouring ranks.
+With several processes (`rank` of `world_size`) each gets a contiguous share of every batch; the shares of one step,
+concatenated in rank order, are the batch of a single process. Shares differ by at most one row.
 """
 
 from __future__ import annotations
