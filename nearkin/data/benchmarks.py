@@ -53,20 +53,22 @@ class Benchmark:
     @property
     def total(self) -> Counts:
         """Numbers of images and classes of all parts."""
+        train, *others = self.parts.values()
         # Query and gallery have the same classes, which count once.
-        eval_classes = [c.classes for part, c in self.parts.items() if part != "train"]
-        train_classes = self.parts["train"].classes if "train" in self.parts else 0
-        return Counts(sum(c.images for c in self.parts.values()), train_classes + max(eval_classes, default=0))
+        return Counts(sum(c.images for c in self.parts.values()), train.classes + max(c.classes for c in others))
 
     def find(self, root: Path) -> Path | None:
         """Find the folder with the official files."""
-        candidates = (root, root / self.folder)
-        for folder in candidates:
-            if any((folder / name).exists() for name in self.marker_files):
-                return folder
-        if self.allow_class_folders:
-            return next((p for p in reversed(candidates) if p.is_dir() and any(f.is_dir() for f in p.iterdir())), None)
-        return None
+        folder = self.marked_folder(root)
+        if folder is None and self.allow_class_folders:
+            candidates = (root / self.folder, root)
+            return next((p for p in candidates if p.is_dir() and any(f.is_dir() for f in p.iterdir())), None)
+        return folder
+
+    def marked_folder(self, root: Path) -> Path | None:
+        """Find the folder with the files that identify the layout."""
+        folders = (root, root / self.folder)
+        return next((f for f in folders if any((f / name).exists() for name in self.marker_files)), None)
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
         """List all images with their official part. Returns the listing."""

@@ -20,11 +20,7 @@ Rows = NDArray[np.int64]
 
 
 class Images(Protocol):
-    """A store of equally sized uint8 images.
-
-    A store may also define `whole(row) -> uint8 [channels, h, w]`, the uncropped image that random crops are taken
-    from. `whole_of` works for every store.
-    """
+    """A store of uint8 images."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
 
@@ -34,16 +30,13 @@ class Images(Protocol):
         """Return these rows as uint8 [len(rows), channels, height, width]."""
         ...
 
+    def whole(self, row: int) -> Tensor:
+        """Return one image as uint8 [channels, h, w], uncropped, for random crops."""
+        ...
+
     def take(self, rows: Rows) -> Images:
         """Return a view of the store restricted to these rows."""
         ...
-
-
-def whole_of(images: Images, row: int) -> Tensor:
-    """Read one image, uncropped if the store provides that. Returns the image as uint8 [channels, h, w]."""
-    if hasattr(images, "whole"):
-        return images.whole(row)  # type: ignore[no-any-return]
-    return images.read(np.array([row]))[0]
 
 
 class ArrayImages:
@@ -61,6 +54,10 @@ class ArrayImages:
     def read(self, rows: Rows) -> Tensor:
         """Return these rows as uint8 [len(rows), channels, height, width]."""
         return self.pixels[torch.from_numpy(rows)]
+
+    def whole(self, row: int) -> Tensor:
+        """Return one image as uint8 [channels, height, width]."""
+        return self.pixels[row]
 
     def take(self, rows: Rows) -> ArrayImages:
         """Return a copy of these rows as a new store."""

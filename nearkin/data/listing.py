@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.table import PARTS
+from nearkin.data.images import Images
+from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, MissingExtraError, did_you_mean
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -85,6 +86,11 @@ class Listing:
         present, labels = np.unique(self.labels, return_inverse=True)
         return replace(self, labels=labels.astype(np.int64), class_names=tuple(self.class_names[c] for c in present))
 
+    def to_table(self, images: Images, fingerprint: str) -> Table:
+        """Return these rows as a table."""
+        columns = ("source", "labels", "class_names", "paths", "part", "groups", "boxes", "notes")
+        return Table(images=images, fingerprint=fingerprint, **{name: getattr(self, name) for name in columns})
+
     def count_parts(self) -> dict[str, Counts]:
         """Count the images and classes of each part; empty if the source has no parts."""
         labels_of = {} if self.part is None else {part: self.labels[self.part == part] for part in PARTS}
@@ -100,15 +106,11 @@ def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, .
     """
     distinct = set(names)
     numeric = all(name.isascii() and name.isdigit() for name in distinct)
-    class_names = sorted(distinct, key=_numeric_key) if numeric else sorted(distinct)
+    class_names = sorted(distinct)  # "01" before "1"
+    if numeric:  # like int(name), which Python refuses to compute for very long ones
+        class_names.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
     label_of = {name: c for c, name in enumerate(class_names)}
     return np.array([label_of[name] for name in names], np.int64), tuple(class_names)
-
-
-def _numeric_key(digits: str) -> tuple[int, str, str]:
-    """Sort like int(digits), which Python refuses to compute for very long ones; "01" before "1"."""
-    value = digits.lstrip("0")
-    return len(value), value, digits
 
 
 def part_name(word: str) -> str:

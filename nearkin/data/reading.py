@@ -110,7 +110,7 @@ def name_of(source: Any) -> str:
 
 def open_header(file: Any) -> Any:
     """Open an image with Pillow, which reads only its header. Raises an exception if it is too large to decode."""
-    pillow = import_extra("PIL.Image", extra="images")
+    pillow: Any = import_extra("PIL.Image", extra="images")
     with _limit_lock:  # Pillow's own limit would give neither width nor height
         limit, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,10 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
 def list_source(data: DataConfig) -> Listing:
     """List the files and labels of a source without decoding any image. Returns the listing."""
     if data.source in BENCHMARKS:
-        return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
-    if data.source == "folder":
-        return list_folder(_root(data, "a folder of class folders with --data FOLDER"))
-    if data.source == "table":
+        listing = BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
+    elif data.source == "folder":
+        listing = list_folder(_root(data, "a folder of class folders with --data FOLDER"))
+    elif data.source == "table":
         root = _root(data, "a .csv or .parquet file with --data FILE")
         listing = list_table(root, path_column=data.path_column, label_column=data.label_column)
         if listing.missing and not data.allow_missing:
@@ -81,9 +82,12 @@ def list_source(data: DataConfig) -> Listing:
                 f"{listing.missing[0]}.\n"
                 f"Paths are relative to the folder of the table; --data.allow-missing ignores missing files."
             )
-        return listing
-    hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
-    raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+    else:
+        hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
+        raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+    if data.crop_to_boxes and listing.boxes is None:
+        raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
+    return listing if data.crop_to_boxes else replace(listing, boxes=None)
 
 
 def _root(data: DataConfig, expected: str) -> Path:
@@ -103,56 +107,41 @@ def detect_source(path: Path) -> str:
     if path.suffix.lower() in FEATURE_SUFFIXES and not path.is_dir():
         return "features"
     for name, benchmark in BENCHMARKS.items():
-        if any((top / file).exists() for top in (path, path / benchmark.folder) for file in benchmark.marker_files):
+        if benchmark.marked_folder(path):
             return name
     return "table" if path.is_dir() and metadata_files(path) else "folder"
 
 
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     """Open the listed images as a table. Returns the table, without classes that have no images."""
-    if data.crop_to_boxes and listing.boxes is None:
-        raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
     if listing.unopened and not data.skip_broken:
         raise DataError(
             f"{listing.root}: {len(listing.unopened)} folders cannot be opened, first {listing.unopened[0]}.\n"
             f"Fix their permissions, or skip them with --data.skip-broken."
         )
-    if listing.empty:
-        names = ", ".join(listing.empty[:3])
-        reporter.info(f"data: ignoring {len(listing.empty)} folders without images: {names}")
-    if listing.unlabelled:
-        names = ", ".join(map(listing.shown, listing.unlabelled[:3]))
-        reporter.info(f"data: ignoring {len(listing.unlabelled)} images outside any class folder: {names}")
-    boxes = listing.boxes if data.crop_to_boxes else None
-    opened = images_of(listing.paths, data, reporter, boxes)
+    loose = [listing.shown(path) for path in listing.unlabelled]
+    for what, names in (("folders without images", listing.empty), ("images outside any class folder", loose)):
+        if names:
+            reporter.info(f"data: ignoring {len(names)} {what}: {', '.join(names[:3])}")
+    opened = images_of(listing, data, reporter)
     notes = listing.notes
     if listing.missing and not notes:
         notes += (f"{len(listing.missing):,} listed files did not exist",)
     if opened.broken:
         notes += (f"{len(opened.broken):,} images could not be read and were skipped",)
         listing = listing.take(opened.kept)
-        boxes = None if boxes is None else boxes[opened.kept]
     digests = map(file_digest, listing.paths) if opened.digests is None else opened.digests
-    listing = listing.without_empty_classes()
-    return Table(
-        source=listing.source,
-        labels=listing.labels,
-        class_names=listing.class_names,
-        images=opened.images,
-        fingerprint=fingerprint(digests, listing.labels, listing.class_names, listing.part, boxes),
-        paths=listing.paths,
-        part=listing.part,
-        groups=listing.groups,
-        boxes=boxes,
-        notes=notes,
-    )
+    listing = replace(listing.without_empty_classes(), notes=notes)
+    content = fingerprint(digests, listing.labels, listing.class_names, listing.part, listing.boxes)
+    return listing.to_table(opened.images, content)
 
 
-def images_of(paths: Sequence[Path], data: DataConfig, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
+def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
     """Open image files as a store, at the size that the recipe's augmentation crops from."""
     side = AUGMENTS[data.augment].stored_side(data.image_size)
+    boxes = None if listing.boxes is None else listing.boxes.astype(np.float64)
     return open_images(
-        FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.num_workers),
+        FileImages(listing.paths, side, boxes=boxes, workers=data.num_workers),
         cache=data.cache,
         limit_gb=data.max_cache_gb,
         on_broken="skip" if data.skip_broken else "stop",

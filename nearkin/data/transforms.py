@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry
-from nearkin.data.images import Images, Rows, whole_of
+from nearkin.data.images import ArrayImages, Images, Rows
 from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import resize, square
 from nearkin.errors import import_extra
@@ -271,20 +271,20 @@ def training_batches(
 
     def batch(step: int, rows: Rows) -> list[Callable[[], Tensor]]:
         draws = random_draws(seed, epoch, step, first + len(rows))[first:].tolist()
-        return _batch_tasks(lambda i: augment.train(whole_of(images, int(rows[i])), draws[i], side), rows, images, side)
+        return _batch_tasks(lambda i: augment.train(images.whole(int(rows[i])), draws[i], side), rows, images, side)
 
     yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
 
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
     """Yield batches with the evaluation transform, prefetched in threads."""
-    if augment.evaluates_center_square and not hasattr(images, "whole"):  # in memory already
+    if augment.evaluates_center_square and isinstance(images, ArrayImages):
         yield from (images.read(rows) for rows in plan)
         return
     side = augment.input_side(images.shape[1])
 
     def batch(rows: Rows) -> list[Callable[[], Tensor]]:
-        return _batch_tasks(lambda i: augment.evaluate(whole_of(images, int(rows[i])), side), rows, images, side)
+        return _batch_tasks(lambda i: augment.evaluate(images.whole(int(rows[i])), side), rows, images, side)
 
     yield from prefetch((batch(rows) for rows in plan), workers=workers)
 

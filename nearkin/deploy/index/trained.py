@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
 from nearkin.data.images import file_digest
@@ -73,16 +71,5 @@ def list_training_data(data: DataConfig, reporter: Reporter) -> Table:
     """List the images of a recipe's source without reading pixels, minus the broken files that training skips."""
     listing = list_source(data)
     if data.skip_broken:
-        boxes = listing.boxes if data.crop_to_boxes else None
-        listing = listing.take(images_of(listing.paths, replace(data, cache=False), reporter, boxes).kept)
-    present, codes = np.unique(listing.labels, return_inverse=True)
-    return Table(
-        source=listing.source,
-        labels=codes.astype(np.int64),
-        class_names=tuple(listing.class_names[c] for c in present),
-        images=NoImages(listing.source, len(listing)),
-        fingerprint="",
-        paths=listing.paths,
-        part=listing.part,
-        boxes=listing.boxes if data.crop_to_boxes else None,
-    )
+        listing = listing.take(images_of(listing, replace(data, cache=False), reporter).kept)
+    return listing.without_empty_classes().to_table(NoImages(listing.source, len(listing)), fingerprint="")
