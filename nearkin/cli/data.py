@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -73,11 +73,6 @@ def run(argv: list[str]) -> None:
 def data_list(argv: list[str]) -> None:
     """Run `nearkin data list`."""
     parse(DataListArgs, argv, "nearkin data list")
-    show(source_table())
-
-
-def source_table() -> Any:
-    """Return the table that `nearkin data list` prints."""
     from rich.table import Table as RichTable
 
     from nearkin.data.benchmarks import BENCHMARKS
@@ -92,7 +87,7 @@ def source_table() -> Any:
         table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command)
     table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
     table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
-    return table
+    show(table)
 
 
 def data_check(argv: list[str]) -> None:
@@ -119,6 +114,8 @@ def data_get(argv: list[str]) -> None:
     name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
     args = parse(GetArgs, flags, "nearkin data get NAME")
     from nearkin._common.progress import Reporter
-    from nearkin.data.get import get_dataset
+    from nearkin.data.benchmarks import BENCHMARKS
+    from nearkin.data.get import get_benchmark
 
-    print(get_dataset(name, args.root, files=args.from_, sha256=args.sha256, reporter=Reporter(quiet=args.quiet)))
+    reporter = Reporter(quiet=args.quiet)
+    print(get_benchmark(BENCHMARKS[name], args.root, files=args.from_, sha256=args.sha256, reporter=reporter))

@@ -21,27 +21,12 @@ def training_inputs(
 
     Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one.
     """
-    if table.features is not None:
-        yield from _feature_batches(table, plan, recipe, epoch=epoch, start=start, first=first)
+    if table.features is None:
+        order = {"seed": recipe.seed, "epoch": epoch, "start": start, "first": first}
+        augment = AUGMENTS[recipe.data.augment]
+        yield from training_batches(table.images, plan, augment, workers=recipe.data.num_workers, **order)
         return
-    data = recipe.data
-    yield from training_batches(
-        table.images,
-        plan,
-        AUGMENTS[data.augment],
-        seed=recipe.seed,
-        epoch=epoch,
-        start=start,
-        workers=data.num_workers,
-        first=first,
-    )
-
-
-def _feature_batches(
-    table: Table, plan: Sequence[Rows], recipe: Recipe, *, epoch: int, start: int, first: int
-) -> Iterator[Tensor]:
-    """Features, mixed with others of their class and with Gaussian noise as the recipe says."""
-    assert table.features is not None
+    # Features are mixed with others of their class and with Gaussian noise as the recipe says.
     features, labels = torch.from_numpy(table.features), table.labels
     noise, mix = recipe.train.feature_noise, recipe.train.feature_mix
     std = features.std(dim=0) if noise else torch.empty(0)

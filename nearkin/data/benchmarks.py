@@ -1,8 +1,7 @@
-"""The field's four benchmarks: counts, files, download addresses and terms.
+"""The field's four benchmarks: counts, files, download addresses and terms. Each is split by class.
 
-Each is split by class: training and test classes are disjoint. The archives of CUB and Cars also contain a
-classification split, in which every class is on both sides. It is never used here, because its scores say nothing
-about unseen classes.
+The archives of CUB and Cars also contain a classification split, in which every class is on both sides. It is never
+used here, because its scores say nothing about unseen classes.
 """
 
 from __future__ import annotations
@@ -10,27 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-
-import numpy as np
 
 from nearkin._common.registry import Registry
 from nearkin.data.layouts import read_cars, read_cub, read_inshop, read_sop
-from nearkin.data.listing import Listing
+from nearkin.data.listing import Counts, Listing
 from nearkin.errors import DataError
 
 CLOSED_SET_REASON = (
     "it has images of the same classes on both sides, so it measures recognition of known classes, "
     "not retrieval of unseen ones"
 )
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of images and classes."""
-
-    images: int
-    classes: int
 
 
 @dataclass(frozen=True)
@@ -54,31 +42,33 @@ class Benchmark:
     parts: Mapping[str, Counts]  # official numbers of images and classes of each part
     folder: str  # folder that its archive creates
     marker_files: tuple[str, ...]  # files in that folder that identify the layout; any one of them suffices
-    image_folder: str  # folder of the images in that folder, for messages
     archives: tuple[Archive, ...]  # files to download
     homepage: str  # where people find it
     terms: str  # terms of use
     read_layout: Callable[[Path], Listing] = field(repr=False)  # lists the files and labels of an unpacked folder
     # whether the form with one folder per class, as others redistribute it, is read as well
     allow_class_folders: bool = False
+    image_folder: str = "."  # folder of the images in that folder, for messages
 
     @property
     def total(self) -> Counts:
         """Numbers of images and classes of all parts."""
+        train, *others = self.parts.values()
         # Query and gallery have the same classes, which count once.
-        eval_classes = [c.classes for part, c in self.parts.items() if part != "train"]
-        train_classes = self.parts["train"].classes if "train" in self.parts else 0
-        return Counts(sum(c.images for c in self.parts.values()), train_classes + max(eval_classes, default=0))
+        return Counts(sum(c.images for c in self.parts.values()), train.classes + max(c.classes for c in others))
 
     def find(self, root: Path) -> Path | None:
         """Find the folder with the official files."""
-        candidates = (root, root / self.folder)
-        for folder in candidates:
-            if any((folder / name).exists() for name in self.marker_files):
-                return folder
-        if self.allow_class_folders:
-            return next((p for p in reversed(candidates) if p.is_dir() and any(f.is_dir() for f in p.iterdir())), None)
-        return None
+        folder = self.marked_folder(root)
+        if folder is None and self.allow_class_folders:
+            candidates = (root / self.folder, root)
+            return next((p for p in candidates if p.is_dir() and any(f.is_dir() for f in p.iterdir())), None)
+        return folder
+
+    def marked_folder(self, root: Path) -> Path | None:
+        """Find the folder with the files that identify the layout."""
+        folders = (root, root / self.folder)
+        return next((f for f in folders if any((f / name).exists() for name in self.marker_files)), None)
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
         """List all images with their official part. Returns the listing."""
@@ -101,7 +91,7 @@ class Benchmark:
 
     def count_mismatch(self, listing: Listing, folder: Path) -> str:
         """Describe how the files on disk differ from the official counts."""
-        actual = count_parts(listing)
+        actual = listing.count_parts()
         if actual == dict(self.parts):
             return ""
         folder = folder / self.image_folder
@@ -121,26 +111,11 @@ class Benchmark:
         )
 
 
-def count_parts(listing: Listing) -> dict[str, Counts]:
-    """Count the images and classes of each part."""
-    assert listing.part is not None
-    counts = {}
-    for part in np.unique(listing.part):
-        labels = listing.labels[listing.part == part]
-        counts[str(part)] = Counts(len(labels), len(np.unique(labels)))
-    return counts
-
-
 # --- the registry ----------------------------------------------------------------------------------------------------
 
 BENCHMARKS: Registry[Benchmark] = Registry("benchmark")
-
-
-def _add(benchmark: Benchmark) -> None:
-    BENCHMARKS.add(benchmark.name, replace(benchmark, parts=MappingProxyType(dict(benchmark.parts))))
-
-
-_add(
+BENCHMARKS.add(
+    "cub",
     Benchmark(
         name="cub",
         title="CUB-200-2011",
@@ -159,53 +134,42 @@ _add(
         homepage="https://data.caltech.edu/records/65de6-vp158",
         terms="for research, not for sale; the photos belong to their photographers",
         read_layout=read_cub,
-    )
+    ),
 )
-_add(
+
+
+def _cars_archive(name: str, creates: str, md5: str) -> Archive:
+    # Both addresses have been reported dead since 2023; they are listed because they are the official ones.
+    servers = ("http://ai.stanford.edu/~jkrause/car196", "http://imagenet.stanford.edu/internal/car196")
+    return Archive(name, creates, tuple(f"{server}/{name}" for server in servers), md5=md5, extract_to="cars196")
+
+
+BENCHMARKS.add(
+    "cars",
     Benchmark(
         name="cars",
         title="Cars196",
         parts={"train": Counts(8_054, 98), "test": Counts(8_131, 98)},
         folder="cars196",
         marker_files=("cars_annos.mat",),
-        image_folder=".",
         allow_class_folders=True,
-        # Both addresses have been reported dead since 2023; they are listed because they are the official ones.
         archives=(
-            Archive(
-                "car_ims.tgz",
-                creates="cars196/car_ims",
-                urls=(
-                    "http://ai.stanford.edu/~jkrause/car196/car_ims.tgz",
-                    "http://imagenet.stanford.edu/internal/car196/car_ims.tgz",
-                ),
-                md5="d5c8f0aa497503f355e17dc7886c3f14",
-                extract_to="cars196",
-            ),
-            Archive(
-                "cars_annos.mat",
-                creates="cars196/cars_annos.mat",
-                urls=(
-                    "http://ai.stanford.edu/~jkrause/car196/cars_annos.mat",
-                    "http://imagenet.stanford.edu/internal/car196/cars_annos.mat",
-                ),
-                md5="b407c6086d669747186bd1d764ff9dbc",
-                extract_to="cars196",
-            ),
+            _cars_archive("car_ims.tgz", "cars196/car_ims", "d5c8f0aa497503f355e17dc7886c3f14"),
+            _cars_archive("cars_annos.mat", "cars196/cars_annos.mat", "b407c6086d669747186bd1d764ff9dbc"),
         ),
         homepage="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
         terms="for research only",
         read_layout=read_cars,
-    )
+    ),
 )
-_add(
+BENCHMARKS.add(
+    "sop",
     Benchmark(
         name="sop",
         title="Stanford Online Products",
         parts={"train": Counts(59_551, 11_318), "test": Counts(60_502, 11_316)},
         folder="Stanford_Online_Products",
         marker_files=("Ebay_train.txt",),
-        image_folder=".",
         archives=(
             Archive(
                 "Stanford_Online_Products.zip",
@@ -220,16 +184,16 @@ _add(
         homepage="https://cvgl.stanford.edu/projects/lifted_struct/",
         terms="for research; the photos belong to their sellers",
         read_layout=read_sop,
-    )
+    ),
 )
-_add(
+BENCHMARKS.add(
+    "inshop",
     Benchmark(
         name="inshop",
         title="In-Shop Clothes Retrieval",
         parts={"train": Counts(25_882, 3_997), "query": Counts(14_218, 3_985), "gallery": Counts(12_612, 3_985)},
         folder="inshop",
         marker_files=("Eval/list_eval_partition.txt", "list_eval_partition.txt"),
-        image_folder=".",
         # The authors share it on request; there is no address to download from.
         archives=(
             Archive("img.zip", creates="inshop/img", extract_to="inshop"),
@@ -238,5 +202,5 @@ _add(
         homepage="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
         terms="for research only, on request from its authors",
         read_layout=read_inshop,
-    )
+    ),
 )

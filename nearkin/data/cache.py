@@ -2,16 +2,10 @@
 
     <cache>/images/<key>.pixels     pixels of all images, then an index (JSON), then the length of the index
 
-Images keep their aspect ratio, with their shorter side at most `side`, so that random crops still vary. The key hashes
-everything that could change a pixel: each file's name relative to the common folder, size and modification time, its
-box, the side, the channels, and the versions of our preprocessing and of the decoder. File contents are hashed once,
-when the cache is built, and stored in its index: the dataset's fingerprint is computed from them without reading every
-file again. A file changed without a new size or time is missed, as with make or rsync; the fingerprint then still
-matches the cached pixels.
-
-The file is written under a temporary name and renamed, under a lock: two processes build it only once, and a crash or
-a full disk leaves nothing behind. Opening it checks its length, its index and a sample of images. Each image's checksum
-is checked when a process first reads it; a damaged image is decoded from its file instead.
+Images keep their aspect ratio, with their shorter side at most `side`, so that random crops still vary. The index also
+holds the hash of each file: the dataset's fingerprint needs no second reading. A file changed without a new size or
+time is missed, as with make or rsync; the fingerprint then still matches the cached pixels. Two processes build the
+file only once, and a crash or a full disk leaves nothing behind. A damaged image is decoded from its file instead.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +28,7 @@ from torch import Tensor
 from nearkin._common.files import atomic_file, file_lock, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.data import reading
+from nearkin.data.glyphs import cache_dir
 from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
 from nearkin.data.loading import map_in_threads
 from nearkin.errors import DataError
@@ -44,6 +38,7 @@ _MAGIC = b"nearkin pixels 2"
 _SAMPLE_SIZE = 16  # images whose checksum is checked when a cache is opened
 _INDEX_BYTES = 96  # per image, approximately
 _MIN_FREE_BYTES = 256 * 2**20  # left free on the disk
+_FREE_SPACE = "Free some space, set NEARKIN_CACHE to another folder, or disable the cache: --data.no-cache."
 
 
 @dataclass(frozen=True)
@@ -67,20 +62,35 @@ def open_images(
 ) -> Opened:
     """Open image files through a cache, which is built if missing."""
     reporter = reporter or Reporter(quiet=True)
-    rows = np.arange(len(files))
-    if not cache:
-        if on_broken == "stop":
-            return Opened(files, rows, {}, None)
-        broken = _find_broken(files, reporter)
-    else:
-        stored = _open_or_build(files, folder or default_folder(), limit_gb, reporter)
-        broken = stored.broken
+    images: FileImages | CachedImages = files
+    broken: dict[int, str] = {}
+    if cache:
+        images = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
+        broken = images.broken
+    elif on_broken == "skip":
+        rows = range(len(files))
+        with reporter.track("looking for unreadable images", len(files), unit="img") as bar:
+            for chunk in map_in_threads(lambda row: (row, _read(files, row)[1]), rows, workers=files.workers):
+                broken |= {row: reason for row, reason in chunk if reason}
+                bar.advance(len(chunk))
     if broken:
         _report_broken(files, broken, on_broken, reporter)
-    kept = np.delete(rows, list(broken))
-    images: Images = stored if cache else files
-    digests = [stored.digests[row] for row in kept] if cache else None
+    kept = np.delete(np.arange(len(files)), list(broken))
+    digests = [images.digests[row] for row in kept] if isinstance(images, CachedImages) else None
     return Opened(images.take(kept) if broken else images, kept, broken, digests)
+
+
+def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroken, reporter: Reporter) -> None:
+    reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
+    reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
+    if on_broken == "stop":
+        raise DataError(
+            f"{len(broken):,} of {len(files):,} images cannot be read:\n{reasons}\n"
+            "Fix or remove them, or skip them with --data.skip-broken."
+        )
+    if len(broken) == len(files):
+        raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
+    reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
 
 
 class CachedImages:
@@ -94,8 +104,7 @@ class CachedImages:
         self.broken = {int(row): str(reason) for row, reason in index["broken"].items()}
         hashes = bytes.fromhex(index["sha256"])
         self.digests = [hashes[start : start + 32] for start in range(0, len(hashes), 32)]
-        sizes = self.heights * self.widths * self.shape[0]
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.starts = np.concatenate([[0], np.cumsum(self.heights * self.widths * self.shape[0])])
         if not len(self.heights) == len(self.widths) == len(self.checksums) == len(self.digests) == len(files):
             raise ValueError("the index does not match the files")
         if self.starts[-1] != index["bytes"]:
@@ -111,15 +120,14 @@ class CachedImages:
     def whole(self, row: int) -> Tensor:
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
         index = int(self.rows[row])
-        pixels = self._pixels(index)
         if not self._verified[index]:
-            if not self._intact(index, pixels):
+            if self.damaged(np.array([index])):
                 path = self.files.paths[index]
                 self._reporter.info(f"cache: {self.path.name} is damaged at {path}; reading the file instead")
                 return self.files.whole(index)
             self._verified[index] = True
         height, width = int(self.heights[index]), int(self.widths[index])
-        return torch.from_numpy(pixels).view(height, width, self.shape[0]).permute(2, 0, 1)
+        return torch.from_numpy(self._pixels(index)).view(height, width, self.shape[0]).permute(2, 0, 1)
 
     def read(self, rows: Rows) -> Tensor:
         """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
@@ -132,23 +140,12 @@ class CachedImages:
         view.rows = self.rows[rows]
         return view
 
-    def damaged(self, rows: Rows | None = None) -> list[int]:
-        """Verify checksums. Returns the rows whose pixels are damaged."""
-        indices = np.arange(len(self.heights)) if rows is None else rows
-        return [int(index) for index in indices if not self._intact(index, self._pixels(index))]
+    def damaged(self, indices: Rows) -> list[int]:
+        """Return which of these images have pixels that do not match their checksum."""
+        return [int(i) for i in indices if zlib.crc32(self._pixels(i).data) != self.checksums[i]]
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         return self._bytes[self.starts[index] : self.starts[index + 1]]
-
-    def _intact(self, index: int, pixels: NDArray[np.uint8]) -> bool:
-        return zlib.crc32(pixels.data) == self.checksums[index] if len(pixels) else index in self.broken
-
-
-def default_folder() -> Path:
-    """Return the folder of the image caches in the user's cache folder."""
-    from nearkin.data.glyphs import cache_dir
-
-    return cache_dir() / "images"
 
 
 def cache_key(files: FileImages) -> str:
@@ -156,7 +153,7 @@ def cache_key(files: FileImages) -> str:
     paths = [Path(os.path.abspath(path)) for path in files.paths]
     common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     digest = hashlib.sha256()
-    settings = (_MAGIC, reading.VERSION, reading.decoder_name(files.decoder), files.side, files.shape[0], len(paths))
+    settings = (_MAGIC, reading.VERSION, reading.decoder_name(), files.side, files.shape[0], len(paths))
     digest.update(repr(settings).encode())
     for path in paths:
         try:
@@ -187,12 +184,15 @@ def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: R
                 stack.enter_context(file_lock(lock, wait=True))
             images = _open_valid(path, files, reporter)  # another process may have built it meanwhile
             if images is None:
-                _build(path, files, limit_gb, reporter)
+                remove_leftovers(folder)
+                _check_size(folder, files, limit_gb, reporter)
+                with atomic_file(path) as temporary, open(temporary, "wb") as out:
+                    _write(out, files, reporter)
                 images = CachedImages(path, files, reporter)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot write the cache of {len(files):,} images ({error.strerror or error}); the partial file "
-            "was removed.\nFree some space, set NEARKIN_CACHE to another folder, or disable the cache: --data.no-cache."
+            f"was removed.\n{_FREE_SPACE}"
         ) from None
     return images
 
@@ -201,113 +201,32 @@ def _open_valid(path: Path, files: FileImages, reporter: Reporter) -> CachedImag
     """The cache at this path, or None if it is missing, damaged or outdated."""
     try:
         images = CachedImages(path, files, reporter)
+        sample = np.linspace(0, len(files) - 1, min(_SAMPLE_SIZE, len(files))).astype(np.int64)
+        if images.damaged(sample):
+            raise ValueError("pixels are damaged")
+        # Changed permissions do not change the modification time.
+        if any(not _read(files, row)[1] for row in images.broken):
+            raise ValueError("files that could not be read now can be")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         reporter.info(f"cache: {path.name} is invalid ({error}); rebuilding")
         return None
-    sample = np.linspace(0, len(files) - 1, min(_SAMPLE_SIZE, len(files))).astype(np.int64)
-    if images.damaged(sample):
-        reporter.info(f"cache: {path.name} is damaged; rebuilding")
-        return None
-    read = _pixels_or_reason(files)
-    if any(not read(row)[1] for row in images.broken):  # changed permissions do not change the modification time
-        reporter.info(f"cache: {path.name}: files that could not be read now can be; rebuilding")
-        return None
     return images
-
-
-def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> None:
-    """Decode every file and write the cache under a temporary name, then rename it."""
-    remove_leftovers(path.parent)
-    _check_size(path.parent, files, limit_gb, reporter)
-    with atomic_file(path) as temporary, open(temporary, "wb") as out:
-        index = _write_pixels(out, files, reporter)
-        encoded = json.dumps(index).encode()
-        trailer = [len(encoded).to_bytes(8), zlib.crc32(encoded).to_bytes(8), _MAGIC]
-        out.write(encoded + b"".join(trailer))
 
 
 def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> None:
     size = _expected_bytes(files)
     free = shutil.disk_usage(folder).free
-    reporter.info(f"cache: {len(files):,} images at {files.side} pixels, {_gb(size)} in {folder} ({_gb(free)} free)")
+    images = f"cache: {len(files):,} images at {files.side} pixels"
+    reporter.info(f"{images}, {_gb(size)} in {folder} ({_gb(free)} free)")
     if size > limit_gb * 1e9:
         raise DataError(
-            f"cache: {len(files):,} images at {files.side} pixels need {_gb(size)}, more than the limit of "
-            f"{limit_gb:g} GB.\n"
+            f"{images} need {_gb(size)}, more than the limit of {limit_gb:g} GB.\n"
             "Raise --data.max-cache-gb, lower --data.image-size, or disable the cache: --data.no-cache."
         )
     if size + _MIN_FREE_BYTES > free:
-        raise DataError(
-            f"cache: {len(files):,} images at {files.side} pixels need {_gb(size)}, but {folder} has {_gb(free)} free."
-            "\nFree some space, set NEARKIN_CACHE to another folder, or disable the cache: --data.no-cache."
-        )
-
-
-def _write_pixels(out: BinaryIO, files: FileImages, reporter: Reporter) -> dict[str, Any]:
-    """Decode all files, write their pixels and return the index."""
-    heights: list[int] = []
-    widths: list[int] = []
-    checksums: list[int] = []
-    digests: list[bytes] = []
-    broken: dict[int, str] = {}
-    with reporter.track("building the cache", len(files), unit="img") as bar:
-        for chunk in map_in_threads(_read_and_hash(files), range(len(files)), workers=files.workers):
-            for pixels, reason, digest in chunk:
-                if reason:
-                    broken[len(heights)] = reason
-                heights.append(pixels.shape[0])
-                widths.append(pixels.shape[1])
-                checksums.append(zlib.crc32(pixels.data))
-                digests.append(digest)
-                out.write(pixels.data)
-            bar.advance(len(chunk))
-    index: dict[str, Any] = {"heights": heights, "widths": widths, "crc": checksums}
-    return index | {"sha256": b"".join(digests).hex(), "broken": broken, "bytes": out.tell()}
-
-
-def _pixels_or_reason(files: FileImages) -> Callable[[int], tuple[NDArray[np.uint8], str]]:
-    """A function from a row to its pixels [h, w, channels], or to no pixels and why they cannot be read."""
-
-    def read(row: int) -> tuple[NDArray[np.uint8], str]:
-        try:
-            return np.ascontiguousarray(files.whole(row).permute(1, 2, 0).numpy()), ""
-        except DataError as error:
-            return np.empty((0, 0, files.shape[0]), np.uint8), str(error)
-
-    return read
-
-
-def _read_and_hash(files: FileImages) -> Callable[[int], tuple[NDArray[np.uint8], str, bytes]]:
-    read = _pixels_or_reason(files)
-
-    def read_and_hash(row: int) -> tuple[NDArray[np.uint8], str, bytes]:
-        pixels, reason = read(row)
-        return pixels, reason, bytes(32) if reason else file_digest(files.paths[row])
-
-    return read_and_hash
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        file_size = file.seek(0, os.SEEK_END)
-        trailer_size = 16 + len(_MAGIC)
-        if file_size < trailer_size:
-            raise ValueError("truncated")
-        file.seek(file_size - trailer_size)
-        trailer = file.read(trailer_size)
-        length, checksum = int.from_bytes(trailer[:8]), int.from_bytes(trailer[8:16])
-        if trailer[16:] != _MAGIC or length > file_size - trailer_size:
-            raise ValueError("truncated")
-        file.seek(file_size - trailer_size - length)
-        encoded = file.read(length)
-    if zlib.crc32(encoded) != checksum:
-        raise ValueError("the index is damaged")
-    index: dict[str, Any] = json.loads(encoded)
-    if index["bytes"] != file_size - trailer_size - length:
-        raise ValueError("pixels are missing")
-    return index
+        raise DataError(f"{images} need {_gb(size)}, but {folder} has {_gb(free)} free.\n{_FREE_SPACE}")
 
 
 def _expected_bytes(files: FileImages) -> int:
@@ -315,49 +234,68 @@ def _expected_bytes(files: FileImages) -> int:
 
     Exact to a pixel or two per image, unless a box is cropped from a file that is stored rotated.
     """
-    total = 0
-    for chunk in map_in_threads(_pixel_counter(files), range(len(files)), workers=files.workers):
-        total += sum(chunk)
-    return total * files.shape[0] + _INDEX_BYTES * len(files)
 
-
-def _pixel_counter(files: FileImages) -> Callable[[int], int]:
-    def count(row: int) -> int:
+    def num_pixels(row: int) -> int:
         try:
-            box = None if files.boxes is None else files.boxes[row].tolist()
-            height, width = reading.stored_shape(*reading.read_size(files.paths[row]), files.side, box=box)
+            height, width = reading.stored_shape(*reading.read_size(files.paths[row]), files.side, box=files.box(row))
         except DataError:
             return 0
         return height * width
 
-    return count
+    total = sum(sum(chunk) for chunk in map_in_threads(num_pixels, range(len(files)), workers=files.workers))
+    return total * files.shape[0] + _INDEX_BYTES * len(files)
 
 
-# --- unreadable files ------------------------------------------------------------------------------------------------
+def _write(out: BinaryIO, files: FileImages, reporter: Reporter) -> None:
+    """Decode all files and write their pixels and the index."""
 
+    def read_and_hash(row: int) -> tuple[NDArray[np.uint8], str, bytes]:
+        pixels, reason = _read(files, row)
+        return pixels, reason, bytes(32) if reason else file_digest(files.paths[row])
 
-def _find_broken(files: FileImages, reporter: Reporter) -> dict[int, str]:
+    index: dict[str, Any] = {"heights": [], "widths": [], "crc": []}
+    digests: list[bytes] = []
     broken: dict[int, str] = {}
-    read, start = _pixels_or_reason(files), 0
-    with reporter.track("looking for unreadable images", len(files), unit="img") as bar:
-        for chunk in map_in_threads(lambda row: read(row)[1], range(len(files)), workers=files.workers):
-            broken |= {start + i: reason for i, reason in enumerate(chunk) if reason}
-            start += len(chunk)
+    with reporter.track("building the cache", len(files), unit="img") as bar:
+        for chunk in map_in_threads(read_and_hash, range(len(files)), workers=files.workers):
+            for pixels, reason, digest in chunk:
+                if reason:
+                    broken[len(digests)] = reason
+                for key, value in zip(index, (*pixels.shape[:2], zlib.crc32(pixels.data)), strict=True):
+                    index[key].append(value)
+                digests.append(digest)
+                out.write(pixels.data)
             bar.advance(len(chunk))
-    return broken
+    index |= {"sha256": b"".join(digests).hex(), "broken": broken, "bytes": out.tell()}
+    encoded = json.dumps(index).encode()
+    out.write(encoded + len(encoded).to_bytes(8) + zlib.crc32(encoded).to_bytes(8) + _MAGIC)
 
 
-def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroken, reporter: Reporter) -> None:
-    reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
-    reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
-    if on_broken == "stop":
-        raise DataError(
-            f"{len(broken):,} of {len(files):,} images cannot be read:\n{reasons}\n"
-            "Fix or remove them, or skip them with --data.skip-broken."
-        )
-    if len(broken) == len(files):
-        raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
-    reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
+def _read(files: FileImages, row: int) -> tuple[NDArray[np.uint8], str]:
+    """The pixels [h, w, channels] of a row, or no pixels and why they cannot be read."""
+    try:
+        return np.ascontiguousarray(files.whole(row).permute(1, 2, 0).numpy()), ""
+    except DataError as error:
+        return np.empty((0, 0, files.shape[0]), np.uint8), str(error)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        trailer_size = 16 + len(_MAGIC)
+        pixels_and_index = file.seek(0, os.SEEK_END) - trailer_size
+        file.seek(max(0, pixels_and_index))
+        trailer = file.read()
+        length, checksum = int.from_bytes(trailer[:8]), int.from_bytes(trailer[8:16])
+        if trailer[16:] != _MAGIC or length > pixels_and_index:
+            raise ValueError("truncated")
+        file.seek(pixels_and_index - length)
+        encoded = file.read(length)
+    if zlib.crc32(encoded) != checksum:
+        raise ValueError("the index is damaged")
+    index: dict[str, Any] = json.loads(encoded)
+    if index["bytes"] != pixels_and_index - length:
+        raise ValueError("pixels are missing")
+    return index
 
 
 def _gb(size: float) -> str:

@@ -1,21 +1,18 @@
-"""Resumable HTTP download of one file from a list of mirrors, with checksums."""
+"""Resumable download of one file from a list of mirrors, with checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
-import json
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from nearkin._common.files import atomic_write
-from nearkin._common.progress import ProgressBar, Reporter
+from nearkin._common.progress import Reporter
 from nearkin.errors import DataError
 
 CHUNK = 2**18
@@ -27,10 +24,23 @@ _RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 @dataclass(frozen=True)
 class Checksums:
-    """Expected checksums of a file."""
+    """Expected checksums of a file, in hexadecimal; None if unknown."""
 
-    sha256: str | None = None  # hexadecimal SHA-256, or None if unknown
-    md5: str | None = None  # hexadecimal MD5, or None if unknown
+    sha256: str | None = None
+    md5: str | None = None
+
+    def mismatch(self, file: Path) -> str:
+        """Describe the first checksum that a file does not have; empty if it has all."""
+        for name, expected in (("sha256", self.sha256), ("md5", self.md5)):
+            if expected is not None and (actual := digest(file, name)) != expected.lower():
+                return f"wrong {name}: expected {expected.lower()}, got {actual}"
+        return ""
+
+
+def digest(file: Path, name: str) -> str:
+    """Compute the checksum of a file."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, partial(hashlib.new, name, usedforsecurity=False)).hexdigest()
 
 
 def download(
@@ -40,7 +50,7 @@ def download(
     checksums: Checksums,
     reporter: Reporter,
     retry_delay: float = RETRY_DELAY,
-) -> str:
+) -> None:
     """Download a file from the first mirror that works.
 
     The bytes go to TARGET.part, which a later call resumes, and are renamed to `target` once they are complete and the
@@ -48,23 +58,24 @@ def download(
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
+    if checksums == Checksums():  # nothing would tell that the rest belongs to another version of the file
+        part.unlink(missing_ok=True)
     failures: list[str] = []
-    for url in urls:
+    pending = list(urls)
+    while pending:
+        resumed = part.exists()
         try:
-            _fetch(url, part, reporter, retry_delay)
+            _fetch(pending[0], part, reporter, retry_delay)
+            if not (reason := checksums.mismatch(part)):
+                part.replace(target)
+                return
+            part.unlink()
+            if resumed:  # its start may be that of another file: once more from the same mirror
+                continue
         except _MirrorError as error:
-            reporter.info(f"{url}: {error}")
-            failures.append(f"{url} ({error})")
-            continue
-        digest = verify(part, checksums)
-        if isinstance(digest, _ChecksumMismatch):
-            _discard(part)  # not resumable: no byte of it can be trusted
-            reporter.info(f"{url}: {digest.message}")
-            failures.append(f"{url} ({digest.message})")
-            continue
-        part.replace(target)
-        _discard(part)
-        return digest
+            reason = str(error)
+        failures.append(f"{pending[0]} ({reason})")
+        reporter.info(f"{pending.pop(0)}: {reason}")
     raise DataError(
         f"{target.name}: could not be downloaded from {'; '.join(failures)}.\n"
         f"Download it by other means and pass it with --from FILE."
@@ -75,60 +86,25 @@ class _MirrorError(Exception):
     """This mirror does not provide the file."""
 
 
-@dataclass(frozen=True)
-class _ChecksumMismatch:
-    message: str
-
-
-def verify(file: Path, checksums: Checksums) -> str | _ChecksumMismatch:
-    """Compare a file with its expected checksums. Returns the SHA-256, or which checksum does not match."""
-    hashes = {"sha256": hashlib.sha256(), "md5": hashlib.md5(usedforsecurity=False)}
-    with open(file, "rb") as stream:
-        while block := stream.read(2**20):
-            for digest in hashes.values():
-                digest.update(block)
-    for name, expected in (("sha256", checksums.sha256), ("md5", checksums.md5)):
-        actual = hashes[name].hexdigest()
-        if expected is not None and actual != expected.lower():
-            return _ChecksumMismatch(f"wrong {name}: expected {expected.lower()}, got {actual}")
-    return hashes["sha256"].hexdigest()
-
-
-def check_file(file: Path, checksums: Checksums) -> str:
-    """Verify a file that the user provided. Returns the SHA-256."""
-    try:
-        digest = verify(file, checksums)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be opened ({error.strerror}).") from None
-    if isinstance(digest, _ChecksumMismatch):
-        raise DataError(
-            f"{file}: {digest.message}.\nIt is damaged or a different file: remove it and download it again, or pass "
-            f"another with --from FILE."
-        )
-    return digest
-
-
-# --- one mirror ------------------------------------------------------------------------------------------------------
-
-
 def _fetch(url: str, part: Path, reporter: Reporter, retry_delay: float) -> None:
     """Complete `part` from one mirror, reconnecting as often as bytes keep coming."""
+    headers: dict[str, str] = {}
     failures = 0
     while True:
-        size_before = _resumable_size(url, part)
+        size_before = _size(part)
         try:
-            if _transfer(url, part, size_before, reporter):
+            if _transfer(url, part, headers, reporter):
                 return
             reason = "the connection was interrupted"
         except urllib.error.HTTPError as error:
-            if error.code not in _RETRY_STATUS:
-                raise _MirrorError(f"{error.code} {error.reason}") from None
             reason = f"{error.code} {error.reason}"
+            if error.code not in _RETRY_STATUS:
+                raise _MirrorError(reason) from None
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
-        except ValueError as error:
+        except ValueError as error:  # not an address
             raise _MirrorError(str(error)) from None
-        size = part.stat().st_size if part.exists() else 0
+        size = _size(part)
         failures = 0 if size > size_before else failures + 1
         if failures >= MAX_FAILURES:
             raise _MirrorError(reason)
@@ -136,94 +112,43 @@ def _fetch(url: str, part: Path, reporter: Reporter, retry_delay: float) -> None
         time.sleep(min(60.0, retry_delay * 2**failures))
 
 
-def _transfer(url: str, part: Path, size: int, reporter: Reporter) -> bool:
-    """Download over one connection, starting at byte `size`. True if the file is complete."""
+def _transfer(url: str, part: Path, headers: dict[str, str], reporter: Reporter) -> bool:
+    """Append to `part` over one connection. True if it is complete. `headers` gets what the next connection sends."""
+    size = _size(part)
     request = urllib.request.Request(url, headers={"User-Agent": "nearkin", "Accept-Encoding": "identity"})
     if size:
-        request.add_header("Range", f"bytes={size}-")
-        if validator := _read_state(part).get("validator"):
-            request.add_header("If-Range", validator)  # a new version of the file is then sent from its start
+        request.headers.update({"Range": f"bytes={size}-"} | headers)
     try:
         reply = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and size:  # complete already, or the file on the server has become shorter
-            if _total_size(error.headers.get("Content-Range")) == size:
-                return True
-            _discard(part)
-            return False
+        if error.code == 416 and size:  # nothing is left to send; the checksum tells whether the file is complete
+            return True
         raise
     with reply:
-        headers: Any = reply.headers
-        if "text/html" in (headers.get("Content-Type") or ""):
+        if "text/html" in (reply.headers.get("Content-Type") or ""):
             raise _MirrorError("the server sent a web page instead of the file")
-        resumed = reply.status == 206 if getattr(reply, "status", None) else False
-        if resumed and not (headers.get("Content-Range") or "").startswith(f"bytes {size}-"):
-            _discard(part)  # not the requested range
-            return False
-        size = size if resumed else 0
-        length = headers.get("Content-Length")
-        total = size + int(length) if length else None
-        _write_state(part, url, headers.get("ETag") or headers.get("Last-Modified"))
+        size = size if reply.status == 206 else 0
+        total = size + int(reply.headers.get("Content-Length") or 0)
+        version = reply.headers.get("ETag") or ""
+        if version and not version.startswith("W/"):
+            headers["If-Range"] = version  # a new version of the file is then sent from its start
         with (
-            open(part, "ab" if resumed else "wb") as out,
-            reporter.track(f"downloading {part.stem}", max(1, total or 1), unit="B") as bar,
+            open(part, "ab" if size else "wb") as out,
+            reporter.track(f"downloading {part.stem}", max(1, total), unit="B") as bar,
         ):
             bar.advance(size)
-            copied, ended = _copy(reply, out, bar)
-            size += copied
-    return ended and (total is None or size >= total)
+            while block := _read(reply):
+                out.write(block)
+                bar.advance(len(block))
+            return out.tell() >= total
 
 
-def _copy(reply: Any, out: Any, bar: ProgressBar) -> tuple[int, bool]:
-    """Copy a reply. Returns the number of bytes, and whether it ended normally (as one shorter than announced may)."""
-    copied = 0
-    while True:
-        try:
-            block = reply.read(CHUNK)
-        except http.client.IncompleteRead as error:
-            block = error.partial
-            out.write(block)
-            return copied + len(block), False
-        except OSError:  # disconnected or timed out
-            return copied, False
-        if not block:
-            return copied, True
-        out.write(block)
-        copied += len(block)
-        bar.advance(len(block))
-
-
-def _total_size(content_range: str | None) -> int | None:
-    """The total size in `bytes */1234`."""
-    size = (content_range or "").rpartition("/")[2]
-    return int(size) if size.isdigit() else None
-
-
-def _resumable_size(url: str, part: Path) -> int:
-    """Bytes of this mirror's file on disk; a part from another mirror is discarded."""
-    if part.exists() and _read_state(part).get("url") != url:
-        _discard(part)
-    return part.stat().st_size if part.exists() else 0
-
-
-def _state_file(part: Path) -> Path:
-    return part.with_name(part.name + ".json")
-
-
-def _read_state(part: Path) -> dict[str, str]:
+def _read(reply: http.client.HTTPResponse) -> bytes:
     try:
-        state = json.loads(_state_file(part).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+        return reply.read1(CHUNK)
+    except OSError as error:  # unlike an error in writing, a reason to connect again
+        raise ConnectionError(str(error)) from None
 
 
-def _write_state(part: Path, url: str, validator: str | None) -> None:
-    state = {"url": url} | ({"validator": validator} if validator and not validator.startswith("W/") else {})
-    atomic_write(_state_file(part), json.dumps(state))
-
-
-def _discard(part: Path) -> None:
-    for file in (part, _state_file(part)):
-        if os.path.lexists(file):
-            file.unlink()
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

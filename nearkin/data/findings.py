@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,71 +19,70 @@ _ONE_OF_EACH = "Remove one of each pair: the model must not be tested on an imag
 _RIGHT_LABEL = "Keep the correct label and remove the other: one of the two must be wrong."
 _EASIER = "Remove one of each pair: duplicates make retrieval look easier than it is."
 
-# Level, title (after the number of cases) and advice of each kind of finding, by importance within a level.
-CATALOGUE: dict[str, tuple[Level, str, str]] = {
-    "counts": ("error", "differences from the official benchmark", "Unpack the archive again."),
-    "missing": ("error", "listed files are missing", "Restore them, or ignore them: --data.allow-missing."),
+# Title (after the number of cases) and advice of each kind of finding, by level and importance.
+_ERRORS = {
+    "counts": ("differences from the official benchmark", "Unpack the archive again."),
+    "missing": ("listed files are missing", "Restore them, or ignore them: --data.allow-missing."),
     "class_overlap": (
-        *("error", "classes are in more than one of training, validation and test"),
+        "classes are in more than one of training, validation and test",
         "Assign each class to one part, or split by class: --data.split by_class.",
     ),
-    "unopened": ("error", "folders cannot be opened", "Fix their permissions."),
+    "unopened": ("folders cannot be opened", "Fix their permissions."),
+    "unreadable": ("images cannot be decoded", f"Fix or remove them, {_SKIP}"),
+    "no_permission": ("images cannot be read (permission denied)", f"Run chmod +r on them, {_SKIP}"),
+    "broken_link": ("symbolic links are broken", f"Fix or remove them, {_SKIP}"),
+    "too_many_pixels": ("images are too large to decode safely", f"Downscale them, {_SKIP}"),
+    "exact_across_parts": ("pairs of identical images are in different parts", _ONE_OF_EACH),
+    "exact_across_labels": ("pairs of identical images have different labels", _RIGHT_LABEL),
+}
+_WARNINGS = {
     "label_typo": (
-        *("warning", "class names differ only in case, spacing or Unicode form"),
+        "class names differ only in case, spacing or Unicode form",
         "Merge them if they are one class: as two classes, each counts as an error for the other.",
     ),
-    "single_image": ("warning", "classes have a single image", f"Add images or remove the classes: {_NO_ANSWER}"),
-    "empty_class": ("warning", "classes have no images", "Add images or remove the folders; training ignores them."),
+    "single_image": ("classes have a single image", f"Add images or remove the classes: {_NO_ANSWER}"),
+    "empty_class": ("classes have no images", "Add images or remove the folders; training ignores them."),
     "unanswerable": (
-        *("warning", "query classes are not in the gallery"),
+        "query classes are not in the gallery",
         f"Add them to the gallery or remove the queries: {_NO_ANSWER}",
     ),
     "loose": (
-        *("warning", "images are outside any class folder"),
+        "images are outside any class folder",
         "Move each into the folder of its class; training ignores them.",
     ),
-    "listed_twice": ("warning", "files are listed more than once", "Remove the extra rows."),
-    "ignored": (
-        *("note", "files among the images have no image suffix"),
-        "Ignore this if they are not images; images end in .jpg, .png, .webp, .bmp, .gif or .tif.",
-    ),
-    "unreadable": ("error", "images cannot be decoded", f"Fix or remove them, {_SKIP}"),
-    "no_permission": ("error", "images cannot be read (permission denied)", f"Run chmod +r on them, {_SKIP}"),
-    "broken_link": ("error", "symbolic links are broken", f"Fix or remove them, {_SKIP}"),
-    "too_many_pixels": ("error", "images are too large to decode safely", f"Downscale them, {_SKIP}"),
+    "listed_twice": ("files are listed more than once", "Remove the extra rows."),
     "huge": (
-        *("warning", f"images have more than {HUGE_PIXELS / 1e6:.0f} million pixels"),
+        f"images have more than {HUGE_PIXELS / 1e6:.0f} million pixels",
         "Downscale them: they slow down every read and are shrunk anyway.",
     ),
+    "near_across_parts": ("pairs of near-duplicate images are in different parts", f"Look at them. {_ONE_OF_EACH}"),
+    "near_across_labels": ("pairs of near-duplicate images have different labels", f"Look at them. {_RIGHT_LABEL}"),
+}
+_NOTES = {
+    "ignored": (
+        "files among the images have no image suffix",
+        "Ignore this if they are not images; images end in .jpg, .png, .webp, .bmp, .gif or .tif.",
+    ),
     "not_rgb": (
-        *("note", "images are not plain RGB"),
+        "images are not plain RGB",
         "No action needed: they are converted when read. Make sure that this alone does not distinguish a class.",
     ),
     "turned": (
-        *("note", "images are stored rotated (EXIF)"),
+        "images are stored rotated (EXIF)",
         "No action needed: they are rotated when read. Other tools may show them sideways.",
     ),
-    "link": ("note", "files are symbolic links", "No action needed: they are followed."),
-    "exact_across_parts": ("error", "pairs of identical images are in different parts", _ONE_OF_EACH),
-    "exact_across_labels": ("error", "pairs of identical images have different labels", _RIGHT_LABEL),
-    "exact_within_class": ("note", "pairs of identical images are in the same class", _EASIER),
-    "near_across_parts": (
-        *("warning", "pairs of near-duplicate images are in different parts"),
-        f"Look at them. {_ONE_OF_EACH}",
-    ),
-    "near_across_labels": (
-        *("warning", "pairs of near-duplicate images have different labels"),
-        f"Look at them. {_RIGHT_LABEL}",
-    ),
-    "near_within_class": ("note", "pairs of near-duplicate images are in the same class", _EASIER),
+    "link": ("files are symbolic links", "No action needed: they are followed."),
+    "exact_within_class": ("pairs of identical images are in the same class", _EASIER),
+    "near_within_class": ("pairs of near-duplicate images are in the same class", _EASIER),
 }
+CATALOGUE: dict[Level, dict[str, tuple[str, str]]] = {"error": _ERRORS, "warning": _WARNINGS, "note": _NOTES}
 
 
 @dataclass(frozen=True)
 class Finding:
     """One type of problem."""
 
-    kind: str  # a key of `CATALOGUE`
+    kind: str  # a key of `CATALOGUE[level]`
     level: Level  # how bad it is
     title: str  # what it is; reads after the number of cases
     advice: str  # what to do
@@ -114,17 +113,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, including every case."""
-        findings = [
-            {"kind": f.kind, "level": f.level, "title": f.title, "advice": f.advice}
-            | {"count": len(f.cases), "cases": list(f.cases)}
-            for f in self.findings
-        ]
-        counts = {"images": self.images, "classes": self.classes, "parts": self.parts}
-        return (
-            {"source": self.source, "root": self.root, "ok": self.ok, "fingerprint": self.fingerprint}
-            | counts
-            | {"findings": findings}
-        )
+        findings = [asdict(finding) | {"count": len(finding.cases)} for finding in self.findings]
+        return asdict(self) | {"ok": self.ok, "findings": findings}
 
 
 def write_json(report: Report, file: Path) -> None:
@@ -138,12 +128,5 @@ def write_json(report: Report, file: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape the bytes of file names that are not UTF-8, for example as \\udce9, which JSON decodes to the same name.
-
-    Args:
-        text: Text that may contain surrogates.
-
-    Returns:
-        Text that can be encoded as UTF-8.
-    """
+    """Escape bytes of file names that are not UTF-8, for example as \\udce9, which JSON decodes to the same name."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,9 +1,7 @@
-"""`glyphs`: a small benchmark drawn from the fonts that matplotlib ships.
+"""`glyphs`: a small benchmark drawn from the fonts that matplotlib ships; nothing is downloaded.
 
-A class is a character (Latin, Greek, Cyrillic, phonetic, digits, currency); an image is one drawing of it in one of 16
-fonts, with a random affine transform, stroke width, blur and noise from a seeded generator. Nothing is downloaded.
-Characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A) are found by comparing their drawings, and
-only the first of each such group is used.
+A class is a character; an image is one drawing of it in one of 16 fonts, distorted with a seeded generator. Of the
+characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A), only the first is used.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import unicodedata
 import zipfile
 import zlib
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,7 @@ def load(*, seed: int = 0, cache: Path | None = None) -> Table:
         _write_cache(target, *stored)
     pixels, labels, names = stored
     digest = hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest()
-    return Table(
-        source="glyphs",
-        labels=labels,
-        class_names=tuple(str(n) for n in names),
-        images=ArrayImages(pixels),
-        fingerprint=digest[:16],
-    )
+    return Table("glyphs", labels, tuple(str(name) for name in names), ArrayImages(pixels), digest[:16])
 
 
 def draw(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.str_]]:
@@ -63,14 +56,8 @@ def draw(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.st
     fonts = _fonts()
     names = distinct_characters()
     rng = np.random.default_rng(seed)
-    pixels = np.empty((len(names) * len(fonts) * IMAGES_PER_FONT, 1, SIZE, SIZE), np.uint8)
-    row = 0
-    for name in names:
-        for font in fonts:
-            stencil = _stencil(font, name)
-            for _ in range(IMAGES_PER_FONT):
-                pixels[row, 0] = _distort(stencil, rng)
-                row += 1
+    stencils = (_stencil(font, name) for name in names for font in fonts)
+    pixels = np.stack([_distort(stencil, rng)[None] for stencil in stencils for _ in range(IMAGES_PER_FONT)])
     labels = np.repeat(np.arange(len(names), dtype=np.int64), len(fonts) * IMAGES_PER_FONT)
     return pixels, labels, np.array(names)
 
@@ -102,8 +89,7 @@ def _fonts() -> tuple[Any, ...]:
     from PIL import ImageFont
 
     files = sorted(p for p in _font_folder().glob("*.ttf") if p.name.startswith(("DejaVuS", "STIXGeneral")))
-    text_fonts = [p for p in files if "Display" not in p.name]
-    return tuple(ImageFont.truetype(str(p), _FONT_SIZE) for p in text_fonts)
+    return tuple(ImageFont.truetype(str(p), _FONT_SIZE) for p in files if "Display" not in p.name)
 
 
 def _font_folder() -> Path:
@@ -128,20 +114,22 @@ def _shape(font: Any, char: str, side: int = 24, margin: int = 4) -> NDArray[np.
     small = Image.frombytes("L", (width, height), data).resize(
         (max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.BOX
     )
-    full = side + 2 * margin
-    square = Image.new("L", (full, full))
-    square.paste(small, ((full - small.width) // 2, (full - small.height) // 2))
-    return np.asarray(square.filter(ImageFilter.GaussianBlur(1.0)), np.float64).ravel() / 255
+    blurred = _centred(small, side + 2 * margin).filter(ImageFilter.GaussianBlur(1.0))
+    return np.asarray(blurred, np.float64).ravel() / 255
 
 
 def _stencil(font: Any, char: str) -> Any:
     """The character in white on black, centred, with a margin for the distortion."""
     from PIL import Image
 
-    (width, height), data = _bitmap(font, char)
-    side = 2 * _FONT_SIZE
+    return _centred(Image.frombytes("L", *_bitmap(font, char)), 2 * _FONT_SIZE)
+
+
+def _centred(image: Any, side: int) -> Any:
+    from PIL import Image
+
     canvas = Image.new("L", (side, side))
-    canvas.paste(Image.frombytes("L", (width, height), data), ((side - width) // 2, (side - height) // 2))
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return canvas
 
 
@@ -184,8 +172,6 @@ def cache_dir() -> Path:
 
 def _cache_key(seed: int) -> str:
     """A hash of everything that could change a pixel: our version, the seed, and the libraries that draw."""
-    from importlib.metadata import version
-
     parts = (VERSION, SIZE, IMAGES_PER_FONT, MAX_SIMILARITY, seed, version("pillow"), version("matplotlib"))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.progress import Reporter
 from nearkin.data.perceptual_hash import hash_image
-from nearkin.data.reading import EXIF_ORIENTATION, FLOAT_PIXELS, MAX_PIXELS
+from nearkin.data.reading import EXIF_ORIENTATION, TooManyPixelsError, open_header, reason_of
 from nearkin.errors import import_extra
 
 HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any benefit
@@ -31,17 +27,11 @@ class ImageInfo:
     reason: str = ""  # the error in words
     is_link: bool = False  # whether the file is a symbolic link
     digest: bytes = b""  # SHA-256 of its content
-    width: int = 0  # width as stored
-    height: int = 0  # height as stored
+    size: tuple[int, int] = (0, 0)  # width and height as stored
     mode: str = ""  # pillow's mode, for example RGB or CMYK
     rotated: bool = False  # whether EXIF says that it is stored rotated or flipped
     hash: int = 0  # perceptual hash
-    thumb: NDArray[np.uint8] | None = field(default=None, repr=False)  # grey thumbnail [16, 16]
-
-    @property
-    def pixels(self) -> int:
-        """Number of pixels."""
-        return self.width * self.height
+    thumb: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((16, 16), np.uint8), repr=False)  # in grey
 
 
 def inspect_image(path: Path) -> ImageInfo:
@@ -51,44 +41,26 @@ def inspect_image(path: Path) -> ImageInfo:
         content = path.read_bytes()
     except PermissionError:
         return ImageInfo("no_permission", "no permission to read it", is_link)
-    except FileNotFoundError:
-        reason = f"links to {os.readlink(path)}, which does not exist" if is_link else "does not exist"
+    except OSError as error:  # also a loop of links, a folder named like an image, a disk error
+        reason = error.strerror or str(error)
+        if is_link and isinstance(error, FileNotFoundError):
+            reason = f"links to {os.readlink(path)}, which does not exist"
         return ImageInfo("broken_link" if is_link else "unreadable", reason, is_link)
-    except OSError as error:  # a loop of links, a folder named like an image, a disk error
-        return ImageInfo("broken_link" if is_link else "unreadable", error.strerror or str(error), is_link)
     digest = hashlib.sha256(content).digest()
-    image_module, ops = import_extra("PIL.Image", extra="images"), import_extra("PIL.ImageOps", extra="images")
-    width = height = 0
     try:
-        with _no_pixel_limit(image_module):
-            image = image_module.open(io.BytesIO(content))
-        with image:
-            (width, height), mode = image.size, image.mode
-            if width * height > MAX_PIXELS:
-                reason = f"{width} x {height} pixels, more than {MAX_PIXELS / 1e6:.0f} million"
-                return ImageInfo("too_many_pixels", reason, is_link, digest, width, height, mode)
-            if mode == "F":
-                raise ValueError(FLOAT_PIXELS)
+        with open_header(io.BytesIO(content)) as image:
+            size, mode = image.size, image.mode
             rotated = image.getexif().get(EXIF_ORIENTATION, 1) in range(2, 9)
             # A JPEG is decoded at reduced size, which still reads the whole file and so detects truncation.
             image.draft("L", (64, 64))
-            grey = ops.exif_transpose(_to_grey(image))
-            value, thumb = hash_image(grey)
+            value, thumb = hash_image(import_extra("PIL.ImageOps", extra="images").exif_transpose(_to_grey(image)))
+    except TooManyPixelsError as error:
+        return ImageInfo("too_many_pixels", str(error), is_link, digest)
     except Exception as error:  # decoders may raise any exception on a damaged file
-        reason = "empty file" if not content else _reason(error, content)
-        return ImageInfo("unreadable", reason, is_link, digest, width, height)
-    return ImageInfo("", "", is_link, digest, width, height, mode, rotated, value, thumb)
-
-
-def inspect_images(paths: Sequence[Path], reporter: Reporter, name: str) -> list[ImageInfo]:
-    """Read and decode files with a progress bar. Returns the properties of each file, in order."""
-    infos = []
-    with reporter.track(f"checking {name}", len(paths), unit="img") as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about unusual metadata, one line per file
-        for path in paths:
-            infos.append(inspect_image(path))
-            bar.advance()
-    return infos
+        is_text = content[:512].isascii() and b"\0" not in content[:512]
+        reason = ("a text file, not an image" if is_text else reason_of(error)) if content else "empty file"
+        return ImageInfo("unreadable", reason, is_link, digest)
+    return ImageInfo("", "", is_link, digest, size, mode, rotated, value, thumb)
 
 
 def _to_grey(image: Any) -> Any:
@@ -102,21 +74,3 @@ def _to_grey(image: Any) -> Any:
         image = import_extra("PIL.Image", extra="images").fromarray(scaled.astype(np.uint8))
         image.getexif().update(exif)
     return image.convert("L")
-
-
-def _reason(error: Exception, content: bytes) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "cannot identify image file" in text:
-        is_text = content[:512].isascii() and b"\0" not in content[:512]
-        return "a text file, not an image" if is_text else "not an image"
-    return text
-
-
-@contextmanager
-def _no_pixel_limit(image_module: Any) -> Iterator[None]:
-    """Let Pillow open a decompression bomb: reading only its header, which gives the size, is harmless."""
-    limit, image_module.MAX_IMAGE_PIXELS = image_module.MAX_IMAGE_PIXELS, None
-    try:
-        yield
-    finally:
-        image_module.MAX_IMAGE_PIXELS = limit

@@ -13,18 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.loading import empty_batch, map_in_threads
-from nearkin.data.reading import Decoder, read_image, square
+from nearkin.data.reading import read_image, square
 from nearkin.errors import DataError
 
 Rows = NDArray[np.int64]
 
 
 class Images(Protocol):
-    """A store of equally sized uint8 images.
-
-    A store may also define `whole(row) -> uint8 [channels, h, w]`, the uncropped image that random crops are taken
-    from. `whole_of` works for every store.
-    """
+    """A store of uint8 images."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
 
@@ -34,16 +30,13 @@ class Images(Protocol):
         """Return these rows as uint8 [len(rows), channels, height, width]."""
         ...
 
+    def whole(self, row: int) -> Tensor:
+        """Return one image as uint8 [channels, h, w], uncropped, for random crops."""
+        ...
+
     def take(self, rows: Rows) -> Images:
         """Return a view of the store restricted to these rows."""
         ...
-
-
-def whole_of(images: Images, row: int) -> Tensor:
-    """Read one image, uncropped if the store provides that. Returns the image as uint8 [channels, h, w]."""
-    if hasattr(images, "whole"):
-        return images.whole(row)  # type: ignore[no-any-return]
-    return images.read(np.array([row]))[0]
 
 
 class ArrayImages:
@@ -51,9 +44,8 @@ class ArrayImages:
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
-        assert pixels.ndim == 4
-        self.pixels = torch.from_numpy(pixels)
         _, channels, height, width = pixels.shape
+        self.pixels = torch.from_numpy(pixels)
         self.shape = (channels, height, width)
 
     def __len__(self) -> int:
@@ -62,6 +54,10 @@ class ArrayImages:
     def read(self, rows: Rows) -> Tensor:
         """Return these rows as uint8 [len(rows), channels, height, width]."""
         return self.pixels[torch.from_numpy(rows)]
+
+    def whole(self, row: int) -> Tensor:
+        """Return one image as uint8 [channels, height, width]."""
+        return self.pixels[row]
 
     def take(self, rows: Rows) -> ArrayImages:
         """Return a copy of these rows as a new store."""
@@ -82,22 +78,22 @@ class FileImages:
         boxes: NDArray[np.float64] | None = None,
         channels: int = 3,
         workers: int = 0,
-        decoder: Decoder = "auto",
     ) -> None:
         if boxes is not None and boxes.shape != (len(paths), 4):
             raise DataError(f"boxes: expected [{len(paths)}, 4] (x, y, width, height), got {list(boxes.shape)}.")
-        self.paths, self.boxes, self.side, self.workers, self.decoder = tuple(paths), boxes, side, workers, decoder
+        self.paths, self.boxes, self.side, self.workers = tuple(paths), boxes, side, workers
         self.shape = (channels, side, side)
 
     def __len__(self) -> int:
         return len(self.paths)
 
+    def box(self, row: int) -> list[float] | None:
+        """Return the box to which an image is cropped."""
+        return None if self.boxes is None else self.boxes[row].tolist()
+
     def whole(self, row: int) -> Tensor:
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
-        path = self.paths[row]
-        path = Path(path) if isinstance(path, str) else path
-        box = None if self.boxes is None else self.boxes[row].tolist()
-        return read_image(path, self.side, box=box, channels=self.shape[0], decoder=self.decoder)
+        return read_image(self.paths[row], self.side, box=self.box(row), channels=self.shape[0])
 
     def read(self, rows: Rows) -> Tensor:
         """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
@@ -105,14 +101,9 @@ class FileImages:
 
     def take(self, rows: Rows) -> FileImages:
         """Return a store of these rows."""
-        return FileImages(
-            [self.paths[row] for row in rows],
-            self.side,
-            boxes=None if self.boxes is None else self.boxes[rows],
-            channels=self.shape[0],
-            workers=self.workers,
-            decoder=self.decoder,
-        )
+        paths = [self.paths[row] for row in rows]
+        boxes = None if self.boxes is None else self.boxes[rows]
+        return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
 
 
 def file_digest(path: Path) -> bytes:

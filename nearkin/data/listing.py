@@ -1,7 +1,6 @@
 """`Listing`: the files and labels of a source, before any image is decoded.
 
-Lists folders of class folders, CSV and Parquet files, and Hugging Face-style folders with metadata.csv. The official
-layouts of the four benchmarks are in layouts.py.
+Lists class folders, CSV and Parquet files, and Hugging Face-style folders; layouts.py those of the benchmarks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.table import PARTS
+from nearkin.data.images import Images
+from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, MissingExtraError, did_you_mean
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -32,6 +32,14 @@ COLUMNS = {
     **{side: (side,) for side in "xywh"},
 }
 PART_ALIASES = {"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of images and classes."""
+
+    images: int
+    classes: int
 
 
 @dataclass(frozen=True)
@@ -63,20 +71,30 @@ class Listing:
 
     def take(self, rows: NDArray[np.int64]) -> Listing:
         """Return a listing of these rows; labels and class names stay the same."""
-        return replace(
-            self,
-            paths=tuple(self.paths[r] for r in rows),
-            labels=self.labels[rows],
-            part=None if self.part is None else self.part[rows],
-            groups=None if self.groups is None else self.groups[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-        )
+        columns = ((name, getattr(self, name)) for name in ("labels", "part", "groups", "boxes"))
+        selected = {name: column[rows] for name, column in columns if column is not None}
+        return replace(self, paths=tuple(self.paths[r] for r in rows), **selected)
 
     def without_missing(self) -> Listing:
         """Return the rows whose file exists (even as a broken link), with the others in `missing`."""
         exists = np.fromiter((os.path.lexists(path) for path in self.paths), bool, len(self.paths))
         missing = tuple(self.paths[r] for r in np.flatnonzero(~exists))
         return replace(self.take(np.flatnonzero(exists)), missing=missing) if missing else self
+
+    def without_empty_classes(self) -> Listing:
+        """Return the same rows, relabelled without the classes that have none."""
+        present, labels = np.unique(self.labels, return_inverse=True)
+        return replace(self, labels=labels.astype(np.int64), class_names=tuple(self.class_names[c] for c in present))
+
+    def to_table(self, images: Images, fingerprint: str) -> Table:
+        """Return these rows as a table."""
+        columns = ("source", "labels", "class_names", "paths", "part", "groups", "boxes", "notes")
+        return Table(images=images, fingerprint=fingerprint, **{name: getattr(self, name) for name in columns})
+
+    def count_parts(self) -> dict[str, Counts]:
+        """Count the images and classes of each part; empty if the source has no parts."""
+        labels_of = {} if self.part is None else {part: self.labels[self.part == part] for part in PARTS}
+        return {part: Counts(len(labels), len(np.unique(labels))) for part, labels in labels_of.items() if len(labels)}
 
 
 def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
@@ -88,15 +106,26 @@ def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, .
     """
     distinct = set(names)
     numeric = all(name.isascii() and name.isdigit() for name in distinct)
-    class_names = sorted(distinct, key=_numeric_key) if numeric else sorted(distinct)
+    class_names = sorted(distinct)  # "01" before "1"
+    if numeric:  # like int(name), which Python refuses to compute for very long ones
+        class_names.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
     label_of = {name: c for c, name in enumerate(class_names)}
     return np.array([label_of[name] for name in names], np.int64), tuple(class_names)
 
 
-def _numeric_key(digits: str) -> tuple[int, str, str]:
-    """Sort like int(digits), which Python refuses to compute for very long ones; "01" before "1"."""
-    value = digits.lstrip("0")
-    return len(value), value, digits
+def part_name(word: str) -> str:
+    """Return our name of a part: "Validation" is "val". An unknown one is returned in lower case."""
+    word = word.strip().lower()
+    return PART_ALIASES.get(word, word)
+
+
+def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+    """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split."""
+    parts = [part_name(word) for word in words]
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        raise DataError(f"{path}: unknown part '{unknown[0]}'. Expected one of {', '.join(PARTS)}.")
+    return np.array(parts)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -118,15 +147,10 @@ def list_folder(root: Path) -> Listing:
         unlabelled = [p for top in tops for p in sorted(top.iterdir()) if _has_image_suffix(p) and not p.is_dir()]
     except OSError as error:
         raise DataError(f"{root}: cannot be opened ({error.strerror}). Check its permissions.") from None
-
     rows: list[tuple[Path, str, str]] = []  # path, class, part
-    empty: list[str] = []
     ignored, unopened = list[Path](), list[Path]()
     for folder, part in classes:
-        images = list_image_files(folder, ignored, unopened)
-        rows += [(path, folder.name, part) for path in images]
-        if not images:
-            empty.append(folder.name)
+        rows += [(path, folder.name, part) for path in list_image_files(folder, ignored, unopened)]
     labels, names = encode_labels([name for _, name, _ in rows])
     if len(names) < 2:
         raise DataError(
@@ -139,17 +163,11 @@ def list_folder(root: Path) -> Listing:
         labels=labels,
         class_names=names,
         part=np.array([part for *_, part in rows]) if rows[0][2] else None,
-        empty=tuple(name for name in empty if name not in names),
+        empty=tuple(folder.name for folder, _ in classes if folder.name not in names),
         unlabelled=tuple(unlabelled),
         ignored=tuple(ignored),
         unopened=tuple(unopened),
     )
-
-
-def part_name(word: str) -> str:
-    """Return our name of a part: "Validation" is "val". An unknown one is returned in lower case."""
-    word = word.strip().lower()
-    return PART_ALIASES.get(word, word)
 
 
 def _subfolders(root: Path) -> list[Path]:
@@ -173,9 +191,8 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
             continue
         visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        paths = [Path(top) / name for name in sorted(files)]
-        images += [path for path in paths if _has_image_suffix(path)]
-        ignored += [path for path in paths if not _has_image_suffix(path) and not path.name.startswith(".")]
+        for path in (Path(top) / name for name in sorted(files) if not name.startswith(".")):
+            (images if _has_image_suffix(path) else ignored).append(path)
     return images
 
 
@@ -190,18 +207,26 @@ def list_table(
     Columns: path and label; optionally part (or split), group, and x, y, w, h of a box in pixels. Paths are relative
     to the file that lists them.
     """
-    if path.is_dir():
-        files = metadata_files(path)
-        if not files:
-            raise DataError(
-                f"{path}: contains no metadata.csv. Add one with columns file_name and label, or give a .csv file."
-            )
-    elif path.is_file():
-        files = [path]
-    else:
+    files = metadata_files(path) if path.is_dir() else [path]
+    if not files:
+        raise DataError(
+            f"{path}: contains no metadata.csv. Add one with columns file_name and label, or give a .csv file."
+        )
+    if not files[0].is_file():
         raise DataError(f"{path}: no such file. Expected a .csv or .parquet file with columns path and label.")
-
-    paths, columns = _read_files(files, {"path": path_column, "label": label_column}, parts_by_folder=path.is_dir())
+    columns: dict[str, list[str]] = {}
+    paths: list[Path] = []
+    for file in files:
+        rows = _read_columns(file, {"path": path_column, "label": label_column})
+        paths += [file.parent / value for value in rows["path"]]
+        # In a Hugging Face-style folder, the folder of metadata.csv names the part.
+        if "part" not in rows and part_name(file.parent.name) in PARTS and path.is_dir():
+            rows["part"] = [part_name(file.parent.name)] * len(rows["path"])
+        if columns and set(columns) != set(rows):
+            differing = ", ".join(sorted(set(columns) ^ set(rows)))
+            raise DataError(f"{file}: its columns differ from those of {files[0]} ({differing}).")
+        for name, values in rows.items():
+            columns.setdefault(name, []).extend(values)
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
         raise DataError(f"{path}: found {len(names)} classes, need at least {fewest}. Is the label column correct?")
@@ -225,26 +250,6 @@ def metadata_files(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("*/metadata.csv") if part_name(p.parent.name) in PARTS)
 
 
-def _read_files(
-    files: list[Path], chosen: dict[str, str | None], *, parts_by_folder: bool
-) -> tuple[list[Path], dict[str, list[str]]]:
-    """The paths and the columns of several files with the same columns, concatenated."""
-    columns: dict[str, list[str]] = {}
-    paths: list[Path] = []
-    for file in files:
-        rows = _read_columns(file, chosen)
-        paths += [file.parent / value for value in rows["path"]]
-        # In a Hugging Face-style folder, the folder of metadata.csv names the part.
-        if "part" not in rows and part_name(file.parent.name) in PARTS and parts_by_folder:
-            rows["part"] = [part_name(file.parent.name)] * len(rows["path"])
-        if columns and set(columns) != set(rows):
-            differing = ", ".join(sorted(set(columns) ^ set(rows)))
-            raise DataError(f"{file}: its columns differ from those of {files[0]} ({differing}).")
-        for name, values in rows.items():
-            columns.setdefault(name, []).extend(values)
-    return paths, columns
-
-
 def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
     """The known columns under our names, as text; path and label are required and must not have gaps.
 
@@ -266,9 +271,9 @@ def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[s
                 f"Choose columns with --data.path-column and --data.label-column."
             )
     for column in ("path", "label"):
-        for row, value in zip(row_numbers, columns[column], strict=True):
-            if not value:
-                raise DataError(f"{file}: row {row} has no {column}. Fill it in or remove the row.")
+        if "" in columns[column]:
+            row = row_numbers[columns[column].index("")]
+            raise DataError(f"{file}: row {row} has no {column}. Fill it in or remove the row.")
     if not columns["path"]:
         raise DataError(f"{file}: has a header but no rows.")
     return columns
@@ -316,23 +321,12 @@ def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _parquet_strings(column: Any, name: str, file: Path) -> list[str]:
     is_scalar = importlib.import_module("pandas").api.types.is_scalar
-    strings = []
-    for row, (value, is_na) in enumerate(zip(column.tolist(), column.isna().tolist(), strict=True), start=1):
+    for row, value in enumerate(column.tolist(), start=1):
         if not is_scalar(value):
             raise DataError(
                 f"{file}: column '{name}' contains a {type(value).__name__} in row {row}, expected text or a number."
             )
-        strings.append("" if is_na else str(value))
-    return strings
-
-
-def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
-    """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split."""
-    parts = [part_name(word) for word in words]
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown:
-        raise DataError(f"{path}: unknown part '{unknown[0]}'. Expected one of {', '.join(PARTS)}.")
-    return np.array(parts)
+    return ["" if is_na else str(value) for value, is_na in zip(column.tolist(), column.isna().tolist(), strict=True)]
 
 
 def _boxes(columns: dict[str, list[str]], path: Path) -> NDArray[np.int64]:

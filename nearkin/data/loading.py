@@ -1,8 +1,7 @@
 """Threaded loading: images are read and augmented while the model processes the previous batch.
 
-Threads rather than processes: decoders and torch's interpolation release the GIL, so two threads decode as fast as
-two processes, without copying batches between them and without a second import of torch. The work depends only on the
-row, so the number of threads does not affect the pixels.
+Threads, because decoders and torch's interpolation release the GIL: as fast as processes, without copying batches.
+The work depends only on the row, so the number of threads does not affect the pixels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Batch samplers. An epoch is a pure function of (seed, epoch), so any step can be reproduced.
 
-With several processes (`rank` of `world_size`) each gets a contiguous share of every batch. The shares of one step,
-concatenated in rank order, are exactly the batch that a single process would get. Shares are equal if world_size
-divides the batch size; otherwise they differ by at most one row. A class's images stay on one rank if
-batch_size / world_size is a multiple of samples_per_class; otherwise they may be split between two neighbouring ranks.
+With several processes (`rank` of `world_size`) each gets a contiguous share of every batch; the shares of one step,
+concatenated in rank order, are the batch of a single process. Shares differ by at most one row.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class RandomSampler:
         labels: Class of each row; only their number matters.
         batch_size: Global batch size.
         seed: Seed of the shuffling.
-        rank: This process.
+        rank: This process, of `world_size`.
         world_size: Number of processes.
 
     Example:
@@ -63,12 +61,9 @@ class BalancedSampler:
     """Class-balanced batches: P different classes with K images each. Every class appears in every epoch.
 
     A class contributes one group of K images for every K images it has, and at least one (a class smaller than K
-    repeats images). Groups are assigned so that no batch holds two groups of one class; an epoch shows each image about
-    once.
-
-    With very imbalanced classes, an epoch has as many batches as can be filled without using any class more often than
-    it has groups. A class with more groups than that contributes one group to every batch, with different images in
-    each epoch.
+    repeats images). No batch holds two groups of one class; an epoch shows each image about once. With very imbalanced
+    classes, an epoch has as many batches as can be filled without using any class more often than it has groups; a
+    class with more groups contributes one to every batch, with different images in each epoch.
 
     Args:
         labels: Class of each row.
@@ -147,18 +142,14 @@ class BalancedSampler:
 
 
 def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
-    """Return how many batches of different classes can be filled without repeating a group.
-
-    A batch takes at most one group of a class, so B batches use min(num_groups[c], B) groups of class c. The last batch
-    may be short.
+    """Return how many batches of different classes, the last perhaps short, can be filled without repeating a group.
 
     Example:
-        >>> longest_epoch(np.array([3, 3, 3, 3]), classes_per_batch=2)
-        6
         >>> longest_epoch(np.array([250, 1, 1, 1]), classes_per_batch=2)
         4
     """
     batches = -(-len(num_groups) // classes_per_batch)  # enough for every class once
+    # A batch takes at most one group of a class, so B batches use min(num_groups[c], B) groups of class c.
     while -(-int(np.minimum(num_groups, batches + 1).sum()) // classes_per_batch) > batches:
         batches += 1
     return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
 from nearkin.data.images import FileImages, file_digest
 from nearkin.data.listing import (
+    COLUMNS,
     TABLE_SUFFIXES,
     Listing,
     encode_labels,
@@ -31,14 +33,16 @@ from nearkin.errors import DataError, UserError, did_you_mean
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}
+# Accepted names of each array in an .npz, ours first.
+_ARRAYS = {"features": ("features", "embeddings"), "labels": ("labels",), "part": COLUMNS["part"]}
 
 
-def load(data: DataConfig, reporter: Reporter) -> Table:
+def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
     """Load the images and labels of a recipe.
 
     Args:
         data: The data section of a recipe.
-        reporter: Reports what is loaded and what is skipped.
+        reporter: Reports what is loaded and what is skipped; by default nothing does.
 
     Returns:
         All images, not yet split.
@@ -46,16 +50,14 @@ def load(data: DataConfig, reporter: Reporter) -> Table:
     Raises:
         DataError: If the source is incomplete or unreadable.
     """
+    reporter = reporter or Reporter(quiet=True)
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
     if data.source == "features":
-        if data.root is None:
-            raise DataError("data.root: missing. Give an .npz file of features and labels with --data FILE.")
-        table = load_features(data.root)
+        table = load_features(_root(data, "an .npz file of features and labels with --data FILE"))
         assert table.features is not None
-        dim = table.features.shape[1]
-        shape = f"{len(table):,} features of {dim:,} dimensions, {table.num_classes:,} classes"
+        shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
         return table
     listing = list_source(data)
@@ -67,15 +69,12 @@ def load(data: DataConfig, reporter: Reporter) -> Table:
 def list_source(data: DataConfig) -> Listing:
     """List the files and labels of a source without decoding any image. Returns the listing."""
     if data.source in BENCHMARKS:
-        return BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
-    if data.source == "folder":
-        if data.root is None:
-            raise DataError("data.root: missing. Give a folder of class folders with --data FOLDER.")
-        return list_folder(data.root)
-    if data.source == "table":
-        if data.root is None:
-            raise DataError("data.root: missing. Give a .csv or .parquet file with --data FILE.")
-        listing = list_table(data.root, path_column=data.path_column, label_column=data.label_column)
+        listing = BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
+    elif data.source == "folder":
+        listing = list_folder(_root(data, "a folder of class folders with --data FOLDER"))
+    elif data.source == "table":
+        root = _root(data, "a .csv or .parquet file with --data FILE")
+        listing = list_table(root, path_column=data.path_column, label_column=data.label_column)
         if listing.missing and not data.allow_missing:
             total = len(listing) + len(listing.missing)
             raise DataError(
@@ -83,9 +82,18 @@ def list_source(data: DataConfig) -> Listing:
                 f"{listing.missing[0]}.\n"
                 f"Paths are relative to the folder of the table; --data.allow-missing ignores missing files."
             )
-        return listing
-    hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
-    raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+    else:
+        hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
+        raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+    if data.crop_to_boxes and listing.boxes is None:
+        raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
+    return listing if data.crop_to_boxes else replace(listing, boxes=None)
+
+
+def _root(data: DataConfig, expected: str) -> Path:
+    if data.root is None:
+        raise DataError(f"data.root: missing. Give {expected}.")
+    return data.root
 
 
 def detect_source(path: Path) -> str:
@@ -99,67 +107,46 @@ def detect_source(path: Path) -> str:
     if path.suffix.lower() in FEATURE_SUFFIXES and not path.is_dir():
         return "features"
     for name, benchmark in BENCHMARKS.items():
-        if any((top / file).exists() for top in (path, path / benchmark.folder) for file in benchmark.marker_files):
+        if benchmark.marked_folder(path):
             return name
     return "table" if path.is_dir() and metadata_files(path) else "folder"
 
 
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     """Open the listed images as a table. Returns the table, without classes that have no images."""
-    if data.crop_to_boxes and listing.boxes is None:
-        raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
     if listing.unopened and not data.skip_broken:
         raise DataError(
             f"{listing.root}: {len(listing.unopened)} folders cannot be opened, first {listing.unopened[0]}.\n"
             f"Fix their permissions, or skip them with --data.skip-broken."
         )
-    if listing.empty:
-        names = ", ".join(listing.empty[:3])
-        reporter.info(f"data: ignoring {len(listing.empty)} folders without images: {names}")
-    if listing.unlabelled:
-        names = ", ".join(map(listing.shown, listing.unlabelled[:3]))
-        reporter.info(f"data: ignoring {len(listing.unlabelled)} images outside any class folder: {names}")
-    boxes = listing.boxes if data.crop_to_boxes else None
-    opened = images_of(listing.paths, data, reporter, boxes)
+    loose = [listing.shown(path) for path in listing.unlabelled]
+    for what, names in (("folders without images", listing.empty), ("images outside any class folder", loose)):
+        if names:
+            reporter.info(f"data: ignoring {len(names)} {what}: {', '.join(names[:3])}")
+    opened = images_of(listing, data, reporter)
     notes = listing.notes
     if listing.missing and not notes:
         notes += (f"{len(listing.missing):,} listed files did not exist",)
     if opened.broken:
         notes += (f"{len(opened.broken):,} images could not be read and were skipped",)
         listing = listing.take(opened.kept)
-        boxes = None if boxes is None else boxes[opened.kept]
-    digests = file_digests(listing.paths) if opened.digests is None else opened.digests
-    present, labels = np.unique(listing.labels, return_inverse=True)
-    class_names = tuple(listing.class_names[c] for c in present)
-    return Table(
-        source=listing.source,
-        labels=labels.astype(np.int64),
-        class_names=class_names,
-        images=opened.images,
-        fingerprint=fingerprint(digests, labels, class_names, listing.part, boxes),
-        paths=listing.paths,
-        part=listing.part,
-        groups=listing.groups,
-        boxes=boxes,
-        notes=notes,
-    )
+    digests = map(file_digest, listing.paths) if opened.digests is None else opened.digests
+    listing = replace(listing.without_empty_classes(), notes=notes)
+    content = fingerprint(digests, listing.labels, listing.class_names, listing.part, listing.boxes)
+    return listing.to_table(opened.images, content)
 
 
-def images_of(paths: Sequence[Path], data: DataConfig, reporter: Reporter, boxes: NDArray[np.int64] | None) -> Opened:
+def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
     """Open image files as a store, at the size that the recipe's augmentation crops from."""
     side = AUGMENTS[data.augment].stored_side(data.image_size)
+    boxes = None if listing.boxes is None else listing.boxes.astype(np.float64)
     return open_images(
-        FileImages(paths, side, boxes=None if boxes is None else boxes.astype(np.float64), workers=data.num_workers),
+        FileImages(listing.paths, side, boxes=boxes, workers=data.num_workers),
         cache=data.cache,
         limit_gb=data.max_cache_gb,
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )
-
-
-def file_digests(paths: Iterable[Path]) -> list[bytes]:
-    """Return the SHA-256 of each file."""
-    return [file_digest(path) for path in paths]
 
 
 def fingerprint(
@@ -183,7 +170,8 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
     """Load precomputed features of any modality.
 
     Args:
-        path: An .npz with `features` [N, D] and `labels` [N] (integers or text), optionally `part` [N]; or an .npy.
+        path: An .npz with `features` [N, D] and `labels` [N] (integers or text), optionally `part` or `split` [N]; or
+            an .npy.
         labels: For an .npy: an .npy or a text file with one label per line; by default NAME.labels.npy or
             NAME.labels.txt in the same folder.
 
@@ -235,10 +223,10 @@ def _feature_arrays(path: Path, labels: Path | None) -> dict[str, NDArray[Any]]:
             # Opened here: np.load does not close a file that proves broken.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {
-                    key: stored[key] for key in stored.files if key in ("features", "embeddings", "labels", "part")
+                    key: stored[next(name for name in names if name in stored.files)]
+                    for key, names in _ARRAYS.items()
+                    if set(names) & set(stored.files)
                 }
-            if "embeddings" in arrays:
-                arrays.setdefault("features", arrays["embeddings"])
         else:
             defaults = [path.with_suffix(f".labels{suffix}") for suffix in (".npy", ".txt")]
             labels = labels or next((p for p in defaults if p.exists()), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from nearkin.errors import ConfigError, DataError, did_you_mean
 
 EVAL_PARTS = ("test", "query", "gallery")  # only `evaluate_final` may open these
 SPLITS = ("auto", "half", "by_class")
+_PURPOSES = {"test": ("test", "test"), "val": ("validation", "validate")}
 _CLOSED_SET_NAMES = ("closed_set", "train_test_split", "train_test_split.txt", "classification")
 
 
@@ -126,42 +128,36 @@ def _check_split_name(name: str) -> None:
 
 
 def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
-    """Assign whole classes at random to training, validation and test.
-
-    Validation and test get at least two classes each, because with one class every neighbour is correct.
-    """
-    order = np.random.default_rng(seed).permutation(table.num_classes)
-    num_test = max(2, round(test_fraction * len(order)))
-    num_val = max(2, round(val_fraction * len(order)))
-    if len(order) < 6:
-        raise DataError(
-            f"{table.source}: {table.num_classes} classes are too few to split by class; "
-            f"at least 6 are needed (2 to train, 2 to validate, 2 to test)."
-        )
-    num_train = max(0, len(order) - num_test - num_val)
-    if num_train < 2:
-        raise DataError(
-            f"{table.source}: of {len(order)} classes, {num_test} to test and {num_val} to validate leave {num_train} "
-            f"to train; at least 2 are needed.\n"
-            f"Add classes, or lower --data.test-fraction or --data.val-fraction."
-        )
-    test, val, train = np.split(order, [num_test, num_test + num_val])
+    """Assign whole classes at random to training, validation and test."""
+    test, val, train = _draw(table, seed, "train", 2, test=test_fraction, val=val_fraction)
     return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
 
 
 def hold_out(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
     """Seal a random fraction of the classes for testing; the rest is for `kfold` or `fixed`."""
-    order = np.random.default_rng(seed).permutation(table.num_classes)
-    num_test = max(2, round(test_fraction * len(order)))
-    if len(order) < 6:
-        raise DataError(f"{table.source}: {table.num_classes} classes are too few; at least 6 are needed.")
-    if len(order) - num_test < 4:
-        raise DataError(
-            f"{table.source}: of {len(order)} classes, {num_test} to test leave {len(order) - num_test} to train and "
-            f"validate; at least 4 are needed.\nAdd classes, or lower --data.test-fraction."
-        )
+    test, training = _draw(table, seed, "train and validate", 4, test=test_fraction)
     description = f"by class, seed {seed}"
-    return _subset(table, order[num_test:], description), _holdout(table, order[:num_test], description)
+    return _subset(table, training, description), _holdout(table, test, description)
+
+
+def _draw(table: Table, seed: int, rest: str, min_rest: int, **fractions: float) -> list[NDArray[np.int64]]:
+    """Draw classes at random for each purpose, at least two, because with one class every neighbour is correct."""
+    order = np.random.default_rng(seed).permutation(table.num_classes)
+    counts = {purpose: max(2, round(fraction * len(order))) for purpose, fraction in fractions.items()}
+    left = len(order) - sum(counts.values())
+    if left < min_rest:
+        needed = min_rest + 2 * len(counts)
+        if len(order) < needed:
+            raise DataError(
+                f"{table.source}: {len(order)} classes are too few to split by class; at least {needed} are needed."
+            )
+        drawn = " and ".join(f"{count} to {_PURPOSES[purpose][1]}" for purpose, count in counts.items())
+        flags = " or ".join(f"--data.{purpose}-fraction" for purpose in counts)
+        raise DataError(
+            f"{table.source}: of {len(order)} classes, {drawn} leave {max(0, left)} to {rest}; at least {min_rest} are "
+            f"needed.\nAdd classes, or lower {flags}."
+        )
+    return np.split(order, np.cumsum(list(counts.values())))
 
 
 def half_half(table: Table) -> tuple[Table, Holdout]:
@@ -178,22 +174,30 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
 
 def official(table: Table) -> tuple[Table, Holdout]:
     """The parts that the source defines, provided that no class is in both training and test."""
+    train, test = _classes_of_parts(table, EVAL_PARTS, "test", min_train=4)
+    return _subset(table, train, "official"), _holdout(table, test, "official")
+
+
+def _classes_of_parts(
+    table: Table, parts: Sequence[str], purpose: str, *, min_train: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The classes of all other parts and those of these parts, which must differ."""
     assert table.part is not None
-    is_test = np.isin(table.part, EVAL_PARTS)
-    train_classes, test_classes = np.unique(table.labels[~is_test]), np.unique(table.labels[is_test])
-    overlap = np.intersect1d(train_classes, test_classes)
+    selected = np.isin(table.part, parts)
+    train, others = np.unique(table.labels[~selected]), np.unique(table.labels[selected])
+    overlap = np.intersect1d(train, others)
     if len(overlap):
         raise DataError(
-            f"{table.source}: {len(overlap)} of {table.num_classes} classes are in both training and test, first "
-            f"'{table.class_names[overlap[0]]}': {CLOSED_SET_REASON}.\n"
-            f"Split by class instead: --data.split by_class."
+            f"{table.source}: {len(overlap)} of {table.num_classes} classes are in both training and "
+            f"{_PURPOSES[purpose][0]}, first '{table.class_names[overlap[0]]}': {CLOSED_SET_REASON}.\n"
+            f"Assign each class to one part, or split by class: --data.split by_class."
         )
-    if len(train_classes) < 4 or len(test_classes) < 2:
+    if len(train) < min_train or len(others) < 2:
         raise DataError(
-            f"{table.source}: {len(train_classes)} classes to train and {len(test_classes)} to test; at least 4 and 2 "
-            f"are needed. Split by class instead: --data.split by_class."
+            f"{table.source}: {len(train)} classes to train and {len(others)} to {_PURPOSES[purpose][1]}; at least "
+            f"{min_train} and 2 are needed. Split by class instead: --data.split by_class."
         )
-    return _subset(table, train_classes, "official"), _holdout(table, test_classes, "official")
+    return train, others
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
@@ -223,35 +227,11 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio: expected a fraction between 0 and 1, got {ratio}.")
     if "val" in table.parts:
-        return _official_validation(table)
-    order = np.random.default_rng(seed).permutation(table.num_classes)
-    num_val = max(2, round((1 - ratio) * len(order)))
-    if len(order) < 4:
-        raise DataError(
-            f"{table.source}: {len(order)} classes are too few to train and validate; at least 4 are needed."
-        )
-    if len(order) - num_val < 2:
-        raise DataError(
-            f"{table.source}: of {len(order)} classes, {num_val} to validate leave {len(order) - num_val} to train; at "
-            f"least 2 are needed.\nAdd classes, or lower --data.val-fraction."
-        )
+        train, val = _classes_of_parts(table, ["val"], "val", min_train=2)
+        return _split(table, train, val, f"{table.split}; the source's own validation part")
+    val, train = _draw(table, seed, "train", 2, val=1 - ratio)
     description = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
-    return _split(table, order[num_val:], order[:num_val], description)
-
-
-def _official_validation(table: Table) -> Split:
-    assert table.part is not None
-    is_val = table.part == "val"
-    train, val = np.unique(table.labels[~is_val]), np.unique(table.labels[is_val])
-    overlap = np.intersect1d(train, val)
-    if len(overlap):
-        raise DataError(
-            f"{table.source}: {len(overlap)} classes are in both training and validation, first "
-            f"'{table.class_names[overlap[0]]}'.\nAssign each class to one part, or use --data.split by_class."
-        )
-    if len(val) < 2 or len(train) < 2:
-        raise DataError(f"{table.source}: train and val have {len(train)} and {len(val)} classes; 2 each are needed.")
-    return _split(table, train, val, f"{table.split}; the source's own validation part")
+    return _split(table, train, val, description)
 
 
 def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:

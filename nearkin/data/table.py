@@ -30,6 +30,10 @@ class NoImages:
         """Raise a `DataError`."""
         raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
 
+    def whole(self, row: int) -> Tensor:
+        """Raise a `DataError`."""
+        return self.read(np.array([row]))
+
     def take(self, rows: Rows) -> NoImages:
         """Return a placeholder for these rows."""
         return NoImages(self.source, len(rows))
@@ -88,46 +92,23 @@ class Table:
         return () if self.part is None else tuple(name for name in PARTS if (self.part == name).any())
 
     def take(self, rows: Rows) -> Table:
-        """Select rows. Labels and class names stay the same, even for classes without rows left.
-
-        Args:
-            rows: Row indices.
-
-        Returns:
-            A new table.
-        """
+        """Select rows. Labels and class names stay the same, even for classes without rows left."""
+        columns = ((name, getattr(self, name)) for name in ("part", "groups", "boxes", "features"))
         return replace(
             self,
             labels=self.labels[rows],
             images=self.images.take(rows),
             paths=tuple(self.paths[r] for r in rows) if self.paths else (),
-            part=None if self.part is None else self.part[rows],
-            groups=None if self.groups is None else self.groups[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-            features=None if self.features is None else self.features[rows],
             rows=self.row_numbers[rows],
+            **{name: column[rows] for name, column in columns if column is not None},
         )
 
     def sample(self, max_rows: int) -> Table:
-        """Select at most this many rows, spread evenly over the table.
-
-        Args:
-            max_rows: Maximum number of rows.
-
-        Returns:
-            A new table.
-        """
+        """Select at most this many rows, spread evenly over the table."""
         return self.take(np.unique(np.linspace(0, len(self) - 1, min(max_rows, len(self))).astype(np.int64)))
 
     def of_classes(self, classes: NDArray[np.int64]) -> Table:
-        """Select classes and relabel them 0..C-1 in the given order.
-
-        Args:
-            classes: Labels to keep.
-
-        Returns:
-            A new table.
-        """
+        """Select classes and relabel them 0..C-1 in the given order."""
         new_labels = np.full(self.num_classes, -1, np.int64)
         new_labels[classes] = np.arange(len(classes))
         subset = self.take(np.flatnonzero(new_labels[self.labels] >= 0))
@@ -135,27 +116,13 @@ class Table:
         return replace(subset, labels=new_labels[subset.labels], class_names=names)
 
     def of_part(self, *parts: str) -> Table:
-        """Select parts. Labels stay the same, so that query and gallery agree.
-
-        Args:
-            *parts: Names out of `PARTS`.
-
-        Returns:
-            A new table.
-
-        Raises:
-            DataError: If the source defines no parts.
-        """
+        """Select parts, names out of `PARTS`. Labels stay the same, so that query and gallery agree."""
         if self.part is None:
             raise DataError(f"{self.source}: the source defines no parts, so there is no {' or '.join(parts)} part.")
         return self.take(np.flatnonzero(np.isin(self.part, parts)))
 
     def protocol(self) -> dict[str, Any]:
         """Return what a result must state about its data: the data's share of the protocol label."""
-        description: dict[str, Any] = {
-            "source": self.source,
-            "fingerprint": self.fingerprint,
-            "split": self.split,
-            "boxes": self.boxes is not None,
-        }
-        return description | ({"data_notes": list(self.notes)} if self.notes else {})
+        described = {"source": self.source, "fingerprint": self.fingerprint, "split": self.split}
+        notes = {"data_notes": list(self.notes)} if self.notes else {}
+        return described | {"boxes": self.boxes is not None} | notes

@@ -1,15 +1,7 @@
-"""Augmentations by name: those of the papers and our own.
+"""Augmentations by name: those of the papers and our own, as functions of an image and a row of uniform draws.
 
-An `Augment` defines the size at which images are stored for a given input size, the training transform, the
-evaluation transform, and whose recipe it is. Both transforms take one stored image, uint8 [C, h, w] with its original
-aspect ratio, and return uint8 [C, side, side].
-
-Randomness enters as a row of uniform draws in [0, 1) per image, which depend only on (seed, epoch, step). Resuming,
-the number of threads and the cache therefore change nothing, and every transform is a pure function.
-
-A crop is a box in the stored image that is resized to the input in one step. This also holds where a paper first
-squashes the image to a square (ignoring its aspect ratio): squashing only moves the box. The image is interpolated
-once, not twice.
+The draws depend only on (seed, epoch, step): resuming, threads and the cache change nothing. A crop is a box in the
+stored image, resized in one interpolation even where a paper first squashes the image, which only moves the box.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry
-from nearkin.data.images import Images, Rows, whole_of
+from nearkin.data.images import ArrayImages, Images, Rows
 from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import resize, square
 from nearkin.errors import import_extra
@@ -170,20 +162,9 @@ def random_resized_crop(
     jitter: float = 0.0,
     hue: float = 0.0,
 ) -> Tensor:
-    """Random resized crop, random horizontal flip and optional color jitter.
+    """Random resized crop, random horizontal flip and optional color jitter. Returns uint8 [C, side, side].
 
-    Args:
-        image: uint8 [C, h, w].
-        draws: Random numbers of the image.
-        side: Output size.
-        scale: Range of the crop's area as a fraction of the image's.
-        ratio: Range of the crop's aspect ratio.
-        squash: Draw the box in the image squashed to a square; `ratio` then refers to that square.
-        jitter: Strength of the color jitter.
-        hue: Maximum shift of the hue.
-
-    Returns:
-        uint8 [C, side, side].
+    With `squash`, the box is drawn in the image squashed to a square, to which `ratio` then refers.
     """
     height, width = image.shape[1:]
     if squash:
@@ -278,21 +259,10 @@ def training_batches(
     workers: int = 0,
     first: int = 0,
 ) -> Iterator[Tensor]:
-    """Yield the augmented batches plan[start:] of an epoch, prefetched in threads.
+    """Yield the augmented batches plan[start:] of an epoch, uint8 [B, C, side, side], prefetched in threads.
 
-    Args:
-        images: The store.
-        plan: Rows of each batch, from `Sampler.epoch`.
-        augment: The augmentation.
-        seed: Seed of the run.
-        epoch: Epoch number.
-        start: First step.
-        workers: Number of threads; 0 means one per core.
-        first: Index of this rank's first row in the global batch (`sampler.share.start`), so that an image is
-            augmented the same way on every rank.
-
-    Returns:
-        An iterator over uint8 [B, C, side, side].
+    `first` is the index of this rank's first row in the global batch (`sampler.share.start`), so that an image is
+    augmented the same way on every rank.
     """
     if augment.train is no_augmentation:
         yield from eval_batches(images, plan[start:], augment, workers=workers)
@@ -301,20 +271,20 @@ def training_batches(
 
     def batch(step: int, rows: Rows) -> list[Callable[[], Tensor]]:
         draws = random_draws(seed, epoch, step, first + len(rows))[first:].tolist()
-        return _batch_tasks(lambda i: augment.train(whole_of(images, int(rows[i])), draws[i], side), rows, images, side)
+        return _batch_tasks(lambda i: augment.train(images.whole(int(rows[i])), draws[i], side), rows, images, side)
 
     yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
 
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
     """Yield batches with the evaluation transform, prefetched in threads."""
-    if augment.evaluates_center_square and not hasattr(images, "whole"):  # in memory already
+    if augment.evaluates_center_square and isinstance(images, ArrayImages):
         yield from (images.read(rows) for rows in plan)
         return
     side = augment.input_side(images.shape[1])
 
     def batch(rows: Rows) -> list[Callable[[], Tensor]]:
-        return _batch_tasks(lambda i: augment.evaluate(whole_of(images, int(rows[i])), side), rows, images, side)
+        return _batch_tasks(lambda i: augment.evaluate(images.whole(int(rows[i])), side), rows, images, side)
 
     yield from prefetch((batch(rows) for rows in plan), workers=workers)
 

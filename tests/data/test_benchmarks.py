@@ -100,7 +100,7 @@ def test_damaged_annotation_files_are_named(tmp_path, small_cub):
     cub = BENCHMARKS["cub"]
     for file, text, message in (
         ("image_class_labels.txt", "1 1\n", "image 10 is only in one of"),
-        ("images.txt", "1\n", "expected a number and a value, got '1'"),
+        ("images.txt", "1\n", "expected 'number value', got '1'"),
         ("classes.txt", "one Bird\n", "expected an integer, got 'one'"),
         ("bounding_boxes.txt", "1 2 3\n", "expected x, y, width and height"),
         ("classes.txt", "1 Bird\n", "class 2 is outside 1 to 1"),

@@ -87,7 +87,7 @@ def report(bad_folder):
                 r"bird 0/words.jpg: a text file, not an image",
             ],
         ),
-        ("too_many_pixels", "error", ["bird 1/huge.png: 20000 x 20000 pixels"]),
+        ("too_many_pixels", "error", ["bird 1/huge.png: 20,000 x 20,000 pixels"]),
         ("broken_link", "error", ["bird 1/lost.jpg: links to"]),
         (
             "exact_across_labels",

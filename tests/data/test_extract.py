@@ -58,8 +58,8 @@ def test_malicious_tar_archives_are_rejected(tmp_path, quiet, member, message):
     [
         (("../evil", b"x", 0), "outside the target folder"),
         (("/evil", b"x", 0), "outside the target folder"),
-        (("link", b"../evil", stat.S_IFLNK | 0o777), "a link to outside"),
-        (("device", b"", stat.S_IFCHR | 0o600), "a device or pipe"),
+        (("link", b"../evil", stat.S_IFLNK | 0o777), "a link, device or pipe"),
+        (("device", b"", stat.S_IFCHR | 0o600), "a link, device or pipe"),
     ],
 )
 def test_malicious_zip_archives_are_rejected(tmp_path, quiet, member, message):
@@ -69,23 +69,36 @@ def test_malicious_zip_archives_are_rejected(tmp_path, quiet, member, message):
 
 
 def test_a_chain_of_links_cannot_lead_outside(tmp_path, quiet):
-    """By name each link stays inside, but the last is created further up, from where its target is outside."""
+    """By name each link stays inside, but the last would be created further up, from where its target is outside."""
     archive = make_tar(
         tmp_path / "a.tar",
         ("top/d", b"", "folder"),
         ("top/x", "d/..", "link"),
         ("top/x/x/x/x/l", "../../../../../secret", "link"),
     )
-    with pytest.raises(DataError, match="'top/x/x/x/x/l' is behind a link"):
+    with pytest.raises(DataError, match="'top/x', a link to outside the target or not to a file"):
         extract(archive, tmp_path / "out", quiet)
-    assert left_over(tmp_path / "out") == []
+    assert left_over(tmp_path) == ["a.tar"]
 
 
 def test_nothing_is_written_through_a_link(tmp_path, quiet):
     archive = make_tar(tmp_path / "a.tar", ("d/e", b"", "folder"), ("x", "d", "link"), ("x/e/file", b"x", "file"))
-    with pytest.raises(DataError, match="'x/e/file' is behind a link"):
+    with pytest.raises(DataError, match="'x', a link to outside the target or not to a file"):
         extract(archive, tmp_path / "out", quiet)
-    assert left_over(tmp_path / "out") == []
+    assert left_over(tmp_path) == ["a.tar"]
+
+
+def test_a_link_becomes_a_copy_and_a_loop_of_links_is_rejected(tmp_path, quiet):
+    archive = make_tar(
+        tmp_path / "a.tar", ("file", b"one", "file"), ("link", "file", "link"), ("again", "link", "link")
+    )
+    extract(archive, tmp_path / "out", quiet)
+    for name in ("link", "again"):
+        assert not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_bytes() == b"one"
+    loop = make_tar(tmp_path / "b.tar", ("x", "y", "link"), ("y", "x", "link"))
+    with pytest.raises(DataError, match="'x', a link to outside"):
+        extract(loop, tmp_path / "out", quiet)
 
 
 def test_damaged_archives_leave_nothing_behind(tmp_path, quiet):
@@ -99,7 +112,7 @@ def test_damaged_archives_leave_nothing_behind(tmp_path, quiet):
     make_tar(tmp_path / "empty.tar")
     make_tar(tmp_path / "twice.tar", ("1", b"x", "file"), ("1", b"y", "file"))
     (tmp_path / "out").mkdir()
-    for name in ("cut.tgz", "flipped.zip", "words.tgz", "empty.tar", "twice.tar", "none.zip"):
+    for name in ("cut.tgz", "flipped.zip", "words.tgz", "empty.tar", "twice.tar"):
         with pytest.raises(DataError, match=name):
             extract(tmp_path / name, tmp_path / "out", quiet)
         assert left_over(tmp_path / "out") == []

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+import zlib
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +16,24 @@ from nearkin.data.images import FileImages
 from nearkin.data.reading import read_image, read_size, square
 from nearkin.errors import DataError
 
-DECODERS = ["auto", "pillow"]
+
+@pytest.fixture(params=["torchvision", "pillow"])
+def decoder(request):
+    """Reads JPEG files with torchvision, or everything with Pillow."""
+    with without_torchvision() if request.param == "pillow" else nullcontext():
+        yield
+
+
+@contextmanager
+def without_torchvision():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_torchvision_io", lambda: None)
+        yield
+
+
+def read_with_pillow(path, side: int) -> torch.Tensor:
+    with without_torchvision():
+        return read_image(path, side)
 
 
 def scene(height=60, width=90, channels=3, seed=0) -> np.ndarray:
@@ -33,7 +52,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.int() - b.int()).abs().max())
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path, orientation, suffix, decoder):
@@ -42,7 +60,7 @@ def test_exif_orientation_is_applied(tmp_path, orientation, suffix, decoder):
     path = tmp_path / f"rotated.{suffix}"
     Image.fromarray(scene()).save(path, exif=exif)
     expected = planes(ImageOps.exif_transpose(Image.open(path)))
-    assert difference(read_image(path, 500, decoder=decoder), expected) <= 1
+    assert difference(read_image(path, 500), expected) <= 1
     assert sorted(read_size(path)) == [60, 90]
 
 
@@ -62,7 +80,6 @@ def make_image(mode: str) -> tuple[Image.Image, Image.Image]:
     return image, image.convert("RGB")
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
     ("mode", "suffix", "tolerance"),
     [
@@ -87,9 +104,9 @@ def test_every_mode_is_converted_to_rgb(tmp_path, mode, suffix, tolerance, decod
     image, expected = make_image(mode)
     path = tmp_path / f"image.{suffix}"
     image.save(path, **({"quality": 98, "subsampling": 0} if suffix == "jpg" else {}))
-    assert difference(read_image(path, 500, decoder=decoder), planes(expected)) <= tolerance
-    assert torch.equal(read_image(path, 500, decoder=decoder), read_image(path, 500, decoder="pillow"))
-    grey = read_image(path, 500, channels=1, decoder=decoder)
+    assert difference(read_image(path, 500), planes(expected)) <= tolerance
+    assert torch.equal(read_image(path, 500), read_with_pillow(path, 500))
+    grey = read_image(path, 500, channels=1)
     assert difference(grey, torch.from_numpy(np.array(expected.convert("L")))[None]) <= max(tolerance, 1)
 
 
@@ -130,14 +147,13 @@ def test_a_small_image_is_enlarged_in_its_square_only(tmp_path):
     assert square(whole, 64).shape == (3, 64, 64)
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
 def test_a_large_jpeg_decoded_at_reduced_size_looks_the_same(tmp_path, decoder):
     image = Image.fromarray(scene(800, 1200))
     image.save(tmp_path / "large.jpg", quality=95)
-    whole = read_image(tmp_path / "large.jpg", 100, decoder=decoder)
+    whole = read_image(tmp_path / "large.jpg", 100)
     expected = planes(Image.open(tmp_path / "large.jpg").resize((150, 100), Image.Resampling.BILINEAR))
     assert difference(whole, expected) <= 4
-    boxed = read_image(tmp_path / "large.jpg", 50, box=(200, 100, 400, 400), decoder=decoder)
+    boxed = read_image(tmp_path / "large.jpg", 50, box=(200, 100, 400, 400))
     part = Image.open(tmp_path / "large.jpg").crop((200, 100, 600, 500)).resize((50, 50), Image.Resampling.BILINEAR)
     assert difference(boxed, planes(part)) <= 4
 
@@ -164,11 +180,10 @@ def test_the_bytes_of_a_file_are_read_like_the_file(tmp_path):
         Image.fromarray(scene(600, 900)).save(tmp_path / name)
         for side in (40, 700):
             assert torch.equal(read_image((tmp_path / name).read_bytes(), side), read_image(tmp_path / name, side))
-    with pytest.raises(DataError, match="image given as bytes: cannot be read as an image"):
+    with pytest.raises(DataError, match="image given as bytes: cannot be read"):
         read_image(b"words", 40)
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
 def test_unreadable_files_are_named_with_the_reason(tmp_path, decoder):
     Image.fromarray(scene()).save(tmp_path / "whole.jpg")
     Image.fromarray(scene()).save(tmp_path / "whole.png")
@@ -183,11 +198,11 @@ def test_unreadable_files_are_named_with_the_reason(tmp_path, decoder):
         if data is not None:
             (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError) as error:
-            read_image(tmp_path / name, 32, decoder=decoder)
+            read_image(tmp_path / name, 32)
         assert str(error.value).startswith(f"{tmp_path / name}: cannot be read")
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "f.tiff")
     with pytest.raises(DataError, match=r"f\.tiff.*float pixels have no defined range"):
-        read_image(tmp_path / "f.tiff", 32, decoder=decoder)
+        read_image(tmp_path / "f.tiff", 32)
 
 
 def test_a_decompression_bomb_is_rejected_before_it_is_decoded(tmp_path):
@@ -195,8 +210,9 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(tmp_path):
     Image.fromarray(scene()).save(tmp_path / "huge.png")
     data = bytearray((tmp_path / "huge.png").read_bytes())
     data[16:24] = (20_000).to_bytes(4) * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
     (tmp_path / "huge.png").write_bytes(data)
-    with pytest.raises(DataError, match=r"huge\.png: 20,000 x 20,000 pixels, more than 179 million"):
+    with pytest.raises(DataError, match=r"huge\.png: cannot be read \(20,000 x 20,000 pixels, more than 179 million"):
         read_image(tmp_path / "huge.png", 32)
 
 
@@ -241,7 +257,7 @@ def test_real_photos_are_the_same_with_both_decoders():
     if not paths:
         pytest.skip("the CUB photos are not available")
     for path in paths:
-        assert difference(read_image(path, 128), read_image(path, 128, decoder="pillow")) <= 1
+        assert difference(read_image(path, 128), read_with_pillow(path, 128)) <= 1
         width, height = read_size(path)
         with Image.open(path) as image:
             assert image.size == (width, height)

@@ -276,8 +276,8 @@ def test_features_become_a_table(tmp_path):
 
 def test_parts_of_features_are_read_like_those_of_a_table(tmp_path):
     words = ["Training"] * 8 + ["Test"] * 4
-    for part in (np.array(words), np.array(words, np.bytes_)):
-        np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), part=part)
+    for name, part in (("part", np.array(words)), ("part", np.array(words, np.bytes_)), ("split", np.array(words))):
+        np.savez(tmp_path / "f.npz", features=np.eye(12), labels=np.repeat(np.arange(6), 2), **{name: part})
         table = load_features(tmp_path / "f.npz")
         assert table.part.tolist() == ["train"] * 8 + ["test"] * 4
         assert make_split(table, DataConfig())[1].num_images == 4

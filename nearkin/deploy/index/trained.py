@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
+from nearkin.data.images import file_digest
 from nearkin.data.loading import map_in_threads
-from nearkin.data.sources import file_digests, fingerprint, images_of, list_source
+from nearkin.data.sources import fingerprint, images_of, list_source
 from nearkin.data.splits import make_split
 from nearkin.data.table import NoImages, Table
 from nearkin.deploy.index.index import Index
@@ -55,7 +54,7 @@ def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
     table = list_training_data(data, reporter)
     digests: list[bytes] = []
     with reporter.track("hashing the training images", len(table), unit="img") as bar:
-        for part in map_in_threads(lambda path: file_digests([path])[0], table.paths):
+        for part in map_in_threads(file_digest, table.paths):
             digests += part
             bar.advance(len(part))
     current = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
@@ -72,16 +71,5 @@ def list_training_data(data: DataConfig, reporter: Reporter) -> Table:
     """List the images of a recipe's source without reading pixels, minus the broken files that training skips."""
     listing = list_source(data)
     if data.skip_broken:
-        boxes = listing.boxes if data.crop_to_boxes else None
-        listing = listing.take(images_of(listing.paths, replace(data, cache=False), reporter, boxes).kept)
-    present, codes = np.unique(listing.labels, return_inverse=True)
-    return Table(
-        source=listing.source,
-        labels=codes.astype(np.int64),
-        class_names=tuple(listing.class_names[c] for c in present),
-        images=NoImages(listing.source, len(listing)),
-        fingerprint="",
-        paths=listing.paths,
-        part=listing.part,
-        boxes=listing.boxes if data.crop_to_boxes else None,
-    )
+        listing = listing.take(images_of(listing, replace(data, cache=False), reporter).kept)
+    return listing.without_empty_classes().to_table(NoImages(listing.source, len(listing)), fingerprint="")
