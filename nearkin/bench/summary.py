@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from nearkin.bench.results import Table
 from nearkin.bench.tournament import Pair, Tournament
 
@@ -93,7 +95,10 @@ def _header(tournament: Tournament) -> str:
 
 def _best_removal(table: Table, complete: int) -> str:
     """Name the method without which most experiments would be complete."""
-    gains = {name: int(table.without(name).complete.sum()) - complete for name in table.methods}
+    known = np.isfinite(table.means)
+    gains = {
+        name: int(np.delete(known, j, axis=1).all(axis=1).sum()) - complete for j, name in enumerate(table.methods)
+    }
     name = max(gains, key=lambda method: gains[method])
     return f"; without {name} it would be {complete + gains[name]}" if gains[name] and len(gains) > 2 else ""
 
