@@ -39,14 +39,7 @@ class Aggregate:
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     def short(self) -> str:
-        """Format as a table cell.
-
-        Example:
-            >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short()
-            '61.0 ± 1.4'
-            >>> Aggregate((), math.nan, math.nan, failed=2).short()
-            '2 failed'
-        """
+        """Format as a table cell."""
         if not self.values:
             return f"{self.failed} failed"
         spread = f" ± {self.std:.1f}" if len(self.values) > 1 else ""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter, format_duration
@@ -44,63 +44,59 @@ MAX_RESTARTS = 20  # of killed workers, per command
 INTERRUPTED = 130  # exit code of a worker stopped by Ctrl-C
 
 T = TypeVar("T")
+Cluster = Literal["slurm", "local"]
 
 
-class Planner(Protocol[T]):
-    """What a worker has to know about a study or a search."""
+def work(
+    unfinished: Callable[[], list[T]],
+    claim: Callable[[T], AbstractContextManager[bool]],
+    run: Callable[[T], str | None],
+    *,
+    total: int,
+    cost: Callable[[T], float],
+    device: str,
+    reporter: Reporter,
+) -> int:
+    """Run the trials of a study or a search until none is left; return how many.
 
-    @property
-    def total(self) -> int:
-        """Number of all trials."""
-
-    def unfinished(self) -> list[T]:
-        """Return the trials without an outcome, in the order in which to run them."""
-
-    def claim(self, trial: T) -> AbstractContextManager[bool]:
-        """Lock a trial. Yields whether to run it: it is locked, unfinished and ready."""
-
-    def run(self, trial: T, device: str) -> str | None:
-        """Run a trial and record its outcome. Returns a message; None if the trial cannot run now."""
-
-    def cost(self, trial: T) -> float:
-        """Return the relative time that a trial takes."""
-
-
-def work(planner: Planner[T], *, device: str, reporter: Reporter) -> int:
-    """Run trials until none is left; wait for those of other workers, in case one dies. Returns how many it ran."""
+    Args:
+        unfinished: Lists the trials without an outcome, in the order in which to run them.
+        claim: Locks a trial; yields whether to run it: it is locked, unfinished and ready.
+        run: Runs a trial on `device` and records its outcome. Returns a message; None if the trial cannot run now.
+        total: Number of all trials.
+        cost: Relative time that a trial takes.
+        device: Device of this worker.
+        reporter: Where progress is reported.
+    """
     from nearkin.training.device import choose_device
 
     choose_device(device)  # fail here rather than in every trial
     count, waiting, start, last_report = 0, False, time.monotonic(), 0.0
-    unfinished = planner.unfinished()
-    initial_cost = sum(map(planner.cost, unfinished))
-    while unfinished:
-        message = _run_next(planner, unfinished, device)
-        if message is None:
+    remaining = unfinished()
+    initial_cost = sum(map(cost, remaining))
+    while remaining:
+        message = None
+        for trial in remaining:
+            with claim(trial) as claimed:
+                message = run(trial) if claimed else None
+            if message is not None:
+                break
+        else:  # wait for the trials of other workers, in case one of them dies
             if not waiting:
-                reporter.info(f"waiting for {len(unfinished)} trials of other workers")
+                reporter.info(f"waiting for {len(remaining)} trials of other workers")
             time.sleep(POLL_INTERVAL)
         waiting = message is None
-        unfinished = planner.unfinished()
-        if message is not None:
-            count += 1
-            now = time.monotonic()
-            if now - last_report >= REPORT_INTERVAL or not unfinished or "FAILED" in message:
-                last_report = now
-                left = sum(map(planner.cost, unfinished))
-                duration = format_duration(left * (now - start) / max(initial_cost - left, 1e-9))
-                done = f"{planner.total - len(unfinished)}/{planner.total}"
-                reporter.info(f"trial {done}  {message}  {duration} left")
+        remaining = unfinished()
+        if message is None:
+            continue
+        count += 1
+        now = time.monotonic()
+        if now - last_report >= REPORT_INTERVAL or not remaining or "FAILED" in message:
+            last_report = now
+            left = sum(map(cost, remaining))
+            duration = format_duration(left * (now - start) / max(initial_cost - left, 1e-9))
+            reporter.info(f"trial {total - len(remaining)}/{total}  {message}  {duration} left")
     return count
-
-
-def _run_next(planner: Planner[T], unfinished: list[T], device: str) -> str | None:
-    for trial in unfinished:
-        with planner.claim(trial) as claimed:
-            message = planner.run(trial, device) if claimed else None
-        if message is not None:
-            return message
-    return None
 
 
 def failure_reason(error: Exception, folder: Path, log: str) -> str:
@@ -119,6 +115,8 @@ def failure_reason(error: Exception, folder: Path, log: str) -> str:
 
 def default_workers(workers: int, device: str) -> int:
     """Return the number of training runs at a time."""
+    if workers < 0:
+        raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
     if workers:
         return workers
     if device in ("auto", "cuda") and _num_gpus():
@@ -303,14 +301,7 @@ class ClusterJob:
         return DelayedSubmission(self)
 
 
-def submit(
-    task: Callable[[], object],
-    workers: int,
-    slurm: Slurm,
-    folder: Path,
-    *,
-    cluster: Literal["slurm", "local"] = "slurm",
-) -> list[str]:
+def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path, *, cluster: Cluster) -> list[str]:
     """Submit workers as jobs, with their logs in `folder`; wait for local ones. Returns the ids of the jobs."""
     submitit: Any = import_extra("submitit", extra="bench")
     try:

@@ -83,17 +83,7 @@ class Table:
 
 
 def tabulate(results: Iterable[Result]) -> Table:
-    """Arrange results in a table.
-
-    Example:
-        >>> table = tabulate(
-        ...     [Result("cub", "a", 0, 60.0), Result("cub", "a", 1, 62.0), Result("cub", "b", 0, None, "NaN")]
-        ... )
-        >>> table.means
-        array([[61., nan]])
-        >>> table.failed("b"), bool(table.complete[0])
-        (1, False)
-    """
+    """Arrange results in a table."""
     results = list(results)
     if not results:
         raise DataError("A tournament needs results; got none.")

@@ -98,27 +98,10 @@ def plan(
     storage: str | None = None,
     prune: bool = True,
     shorten: float | None = None,
-    begin: bool = True,
+    begin: bool = True,  # False opens an existing search and changes nothing
     reporter: Reporter | None = None,
 ) -> Search:
-    """Validate a search and enqueue its trials, or join an existing search. The arguments are flags of `nearkin tune`.
-
-    Args:
-        recipe: What every trial starts from.
-        out: Folder for the best recipes, the run folders and the journal.
-        losses: Names, or ("all",); default: the recipe's loss.
-        trials: Trials per loss; default: 20, or those of the existing search. More extend it; fewer shorten it, down
-            to the number already started.
-        mode: "optuna" samples the declared ranges; "thesis_grid" walks the thesis's grids.
-        storage: PostgreSQL URL or path of a journal file; default: a journal in `out`.
-        prune: Stop trials whose validation R@1 is below the median of earlier trials (optuna only).
-        shorten: Share of the recipe's epochs that a trial trains; default: 1, or 1/4 with thesis_grid.
-        begin: False opens an existing search and changes nothing.
-        reporter: Where progress is reported.
-
-    Returns:
-        The search, for `tune.work`.
-    """
+    """Validate a search and enqueue its trials, or join an existing one; the arguments are flags of `nearkin tune`."""
     optuna: Any = import_extra("optuna", extra="bench")
     search = _unnamed_search(recipe, Path(out), losses, trials, mode, storage, prune, shorten)
     search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))

@@ -288,12 +288,7 @@ class Study:
 
 
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested values.
-
-    Example:
-        >>> merge({"train": {"lr": 1.0, "epochs": 2}}, {"train": {"epochs": 5}})
-        {'train': {'lr': 1.0, 'epochs': 5}}
-    """
+    """Merge nested values."""
     result = dict(values)
     for key, value in change.items():
         old = result.get(key)

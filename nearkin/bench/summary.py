@@ -75,12 +75,7 @@ def notes(table: Table) -> list[str]:
 
 
 def format_p(p: float) -> str:
-    """Format a p-value.
-
-    Example:
-        >>> format_p(0.3123), format_p(0.00012), format_p(1.0)
-        ('p = 0.31', 'p < 0.001', 'p = 1')
-    """
+    """Format a p-value."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 

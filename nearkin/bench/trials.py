@@ -10,8 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nearkin._common.files import atomic_write, file_lock, is_locked, remove_leftovers
@@ -157,38 +157,6 @@ class StudyFolder:
         return rows
 
 
-@dataclass(frozen=True)
-class StudyPlanner:
-    """The trials of a study, for `executor.work`."""
-
-    folder: StudyFolder
-    runs: Path
-    seconds: Mapping[str, float] = field(default_factory=dict)  # estimated time by trial id
-
-    @property
-    def total(self) -> int:
-        return len(self.folder.trials)
-
-    def unfinished(self) -> list[Trial]:
-        return self.folder.unfinished()
-
-    def claim(self, trial: Trial) -> AbstractContextManager[bool]:
-        return self.folder.claim(trial)
-
-    def cost(self, trial: Trial) -> float:
-        return self.seconds.get(trial.id, 1.0)
-
-    def run(self, trial: Trial, device: str) -> str | None:
-        try:
-            outcome = run_trial(trial, self.folder, self.runs, device)
-        except RunBusyError:
-            return None  # another study is training the same run
-        self.folder.write(trial, outcome)
-        metric = self.folder.study.metric
-        result = f"FAILED: {outcome.reason}" if outcome.test is None else f"{metric} {100 * outcome.test[metric]:.1f}"
-        return f"{trial}  {result}  {outcome.seconds:.0f} s"
-
-
 def work(
     folder: StudyFolder,
     runs: Path,
@@ -197,15 +165,34 @@ def work(
     reporter: Reporter,
     seconds: Mapping[str, float] | None = None,
 ) -> int:
-    """Run trials until every one has an outcome. Returns the number of trials that this worker ran."""
-    return executor.work(StudyPlanner(folder, runs, seconds or {}), device=device, reporter=reporter)
+    """Run trials until every one has an outcome; `seconds` is their estimated time. Returns how many it ran."""
+    metric, estimates = folder.study.metric, seconds or {}
+
+    def run(trial: Trial) -> str | None:
+        try:
+            outcome = run_trial(trial, folder, runs, device)
+        except RunBusyError:
+            return None  # another study is training the same run
+        folder.write(trial, outcome)
+        result = f"FAILED: {outcome.reason}" if outcome.test is None else f"{metric} {100 * outcome.test[metric]:.1f}"
+        return f"{trial}  {result}  {outcome.seconds:.0f} s"
+
+    return executor.work(
+        folder.unfinished,
+        folder.claim,
+        run,
+        total=len(folder.trials),
+        cost=lambda trial: estimates.get(trial.id, 1.0),
+        device=device,
+        reporter=reporter,
+    )
 
 
 def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Outcome:
     """Train and evaluate one trial. Returns the outcome. Errors of this trial make it "failed"."""
     start = time.monotonic()
     protocol = folder.study.protocol
-    started = _StartedTrial.record(folder._file(trial.id, "begun"), runs)
+    started = _record_start(folder._file(trial.id, "begun"), runs)
     keep_models = folder.study.keep_models
     try:
         selected = run = _train(trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models)
@@ -235,36 +222,32 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
     )
 
 
-@dataclass(frozen=True)
-class _StartedTrial:
-    """A record made when a trial first starts, to distinguish the run that it creates from existing ones."""
-
-    command: list[str]  # the command line of the worker
-    runs: list[str]  # names of the run folders that existed
-
-    @staticmethod
-    def record(file: Path, runs: Path) -> _StartedTrial:
-        """Write the record, or read it if the trial is resumed."""
-        if not file.exists():
-            atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
-        return _StartedTrial(**json.loads(file.read_text(encoding="utf-8")))
-
-    def created(self, run: Run) -> bool:
-        """Return whether this trial created a run."""
-        try:
-            environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return run.path.name not in self.runs and environment["command"] == self.command
+def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:
+    """Record command line and existing run folders when a trial first starts; read the record if it is resumed."""
+    if not file.exists():
+        atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
+    started: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8"))
+    return started
 
 
-def _train(recipe: Recipe, runs: Path, device: str, started: _StartedTrial, *, final: bool, keep_models: bool) -> Run:
+def _created_by(started: dict[str, list[str]], run: Run) -> bool:
+    """Return whether a trial created a run, rather than found it."""
+    try:
+        environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return run.path.name not in started["runs"] and environment["command"] == started["command"]
+
+
+def _train(
+    recipe: Recipe, runs: Path, device: str, started: dict[str, list[str]], *, final: bool, keep_models: bool
+) -> Run:
     """Train, then delete the checkpoints; a run that was already complete or created elsewhere is left unchanged."""
     from nearkin.training.loop import fit
 
     complete = {path.parent.name for path in runs.glob("*/result.json")}
     run = fit(recipe, runs, device=device, final=final, reporter=Reporter(quiet=True))
-    if run.path.name not in complete and started.created(run):
+    if run.path.name not in complete and _created_by(started, run):
         for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
             (run.path / name).unlink(missing_ok=True)
     return run

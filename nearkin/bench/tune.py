@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,56 +29,46 @@ __all__ = ["Mode", "Search", "Standing", "plan", "run_trial", "standings", "work
 
 def work(search: Search, *, device: str = "auto", reporter: Reporter | None = None) -> None:
     """Run trials until none is left; wait for those of other workers, in case one of them dies."""
+    from optuna.exceptions import UpdateFinishedTrialError
+
     with open_storage(search.address) as shared:
-        executor.work(SearchPlanner(search, shared), device=device, reporter=reporter or Reporter())
+
+        def run(trial: tuple[str, int]) -> str:
+            try:
+                message = run_trial(search, *trial, shared, device)
+            except UpdateFinishedTrialError:  # the lock was lost with the connection
+                message = "finished by another worker"
+            return f"{trial[0]} {trial[1]}: {message}"
+
+        executor.work(
+            lambda: _unfinished(search, shared),
+            lambda trial: _claim(search, *trial, shared),
+            run,
+            total=search.total,
+            cost=lambda trial: 1.0,
+            device=device,
+            reporter=reporter or Reporter(),
+        )
 
 
-@dataclass(frozen=True)
-class SearchPlanner:
-    """The trials of a search, as loss and number, for `executor.work`."""
+def _unfinished(search: Search, shared: SharedStorage) -> list[tuple[str, int]]:
+    """Return loss and number of unfinished trials, losses in turn: a search stopped early is fair too."""
+    trials = [
+        (loss, trial.number)
+        for loss in search.losses
+        for trial in load_trials(search, loss, shared)
+        if not trial.state.is_finished()
+    ]
+    return sorted(trials, key=lambda trial: trial[1])
 
-    search: Search
-    shared: SharedStorage
 
-    @property
-    def total(self) -> int:
-        return self.search.total
-
-    def unfinished(self) -> list[tuple[str, int]]:
-        """Return the unfinished trials, losses in turn: a search stopped early is fair too."""
-        trials = [
-            (loss, trial.number)
-            for loss in self.search.losses
-            for trial in load_trials(self.search, loss, self.shared)
-            if not trial.state.is_finished()
-        ]
-        return sorted(trials, key=lambda trial: trial[1])
-
-    @contextmanager
-    def claim(self, trial: tuple[str, int]) -> Iterator[bool]:
-        """Lock a trial. Yields whether it is unfinished, and the trials that it depends on are finished."""
-        loss, number = trial
-        with self.shared.lock(f"{self.search.study(loss)}/{number}", False) as locked:
-            ready = False
-            if locked:
-                grid = self.search.mode == "thesis_grid"
-                num_required = grid_search.grid_points(loss)[number].first if grid else 0
-                finished = [t.state.is_finished() for t in load_trials(self.search, loss, self.shared)]
-                ready = not finished[number] and all(finished[:num_required])
-            yield ready
-
-    def run(self, trial: tuple[str, int], device: str) -> str:
-        from optuna.exceptions import UpdateFinishedTrialError
-
-        loss, number = trial
-        try:
-            message = run_trial(self.search, loss, number, self.shared, device)
-        except UpdateFinishedTrialError:  # the lock was lost with the connection
-            message = "finished by another worker"
-        return f"{loss} {number}: {message}"
-
-    def cost(self, trial: tuple[str, int]) -> float:
-        return 1.0
+@contextmanager
+def _claim(search: Search, loss: str, number: int, shared: SharedStorage) -> Iterator[bool]:
+    """Lock a trial. Yields whether it is unfinished, and the trials that it depends on are finished."""
+    with shared.lock(f"{search.study(loss)}/{number}", False) as locked:
+        num_required = grid_search.grid_points(loss)[number].first if search.mode == "thesis_grid" else 0
+        finished = [t.state.is_finished() for t in load_trials(search, loss, shared)] if locked else []
+        yield locked and not finished[number] and all(finished[:num_required])
 
 
 def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, device: str) -> str:

@@ -133,13 +133,14 @@ def plan(argv: list[str]) -> None:
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     from nearkin.bench.estimates import Estimate
+    from nearkin.bench.executor import default_workers
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
     from nearkin.report.study_tables import rich_table
 
     study = _study(target, args)
     folder = StudyFolder(args.out or _study_path(target, study), study)
-    workers = _num_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
+    workers = default_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers, tflops=args.tflops)
     show(rich_table(plan_grid(folder, estimate, full=args.full)))
     print(plan_totals(folder, estimate, workers=workers))
@@ -151,7 +152,7 @@ def run_study(argv: list[str]) -> None:
     from nearkin._common.progress import Reporter
     from nearkin.bench import trials
     from nearkin.bench.estimates import Estimate
-    from nearkin.bench.executor import run_workers
+    from nearkin.bench.executor import default_workers, run_workers
     from nearkin.data import sources
     from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
     from nearkin.training.device import choose_device
@@ -162,7 +163,7 @@ def run_study(argv: list[str]) -> None:
     folder = trials.StudyFolder.begin(args.out or _study_path(target, study), study)
     if args.retry_failed:
         reporter.info(f"running {folder.forget_failures()} failed trials again")
-    workers, total = _num_workers(args.workers, args.device), len(folder.trials)
+    workers, total = default_workers(args.workers, args.device), len(folder.trials)
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers)
     reporter.info(plan_totals(folder, estimate, workers=workers))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
@@ -235,11 +236,3 @@ def _study_path(target: str, study: Study) -> Path:
 
     exists = target not in PRESETS and Path(target).is_dir()
     return Path(target) if exists else Path("studies") / study.name.replace("/", "-")
-
-
-def _num_workers(workers: int, device: str) -> int:
-    from nearkin.bench.executor import default_workers
-
-    if workers < 0:
-        raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
-    return default_workers(workers, device)

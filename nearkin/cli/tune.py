@@ -92,9 +92,10 @@ def run(argv: list[str]) -> None:
     if not left:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
-        command = ["nearkin", "tune", *_without_password(argv, search)]
+        command = ["nearkin", "tune", *argv]
         reporter.info(f"{left} of {search.total} trials to run: {_budget(search)}")
-        if is_database(search.address):
+        if args.storage is not None and is_database(search.address):
+            command = [word.replace(args.storage, without_password(search.address)) for word in command]
             reporter.info(f"to add another machine, run there:\n  {shlex.join(command)}")
         _run_search(search, args, reporter)
         if args.launch == "slurm":
@@ -150,18 +151,6 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     require_extra("bench", "optuna")
     recipe, _ = parse_train([*recipe_name, *rest, *(["--quiet"] if args.quiet else [])])
     return recipe, args
-
-
-def _without_password(argv: Sequence[str], search: Search) -> list[str]:
-    """Return the arguments without the password of the database."""
-    shown = without_password(search.address)
-    words = list(argv)
-    for index, word in enumerate(words):
-        if word.startswith("--storage="):
-            words[index] = f"--storage={shown}"
-        elif index and words[index - 1] == "--storage":
-            words[index] = shown
-    return words
 
 
 def _budget(search: Search) -> str:
