@@ -207,8 +207,9 @@ def run_workers(
             worker.pipe.close()  # every worker writes its checkpoint, then exits
         for worker in running:
             worker.process.join(STOP_SECONDS)
-            worker.process.kill()
-            worker.process.join()
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
 
 
 def _start(task: Callable[..., object], device: str) -> _Worker:

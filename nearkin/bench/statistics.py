@@ -38,7 +38,6 @@ class Friedman:
     p_value: float  # by permutation of the ranks within each experiment: valid for any number of experiments
     chi_squared_p_value: float  # by the chi-squared approximation, as usually reported; inaccurate for few experiments
     experiments: int
-    methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
@@ -51,7 +50,7 @@ def friedman(ranks: Floats) -> Friedman:
     between = float(_rank_sum_spread(ranks))
     within = float((ranks**2).sum()) - n * k * (k + 1) ** 2 / 4
     if within == 0:  # all methods tie in every experiment
-        return Friedman(0.0, 1.0, 1.0, n, k)
+        return Friedman(0.0, 1.0, 1.0, n)
     chi = (k - 1) * between / within
     # Permutation does not change `within`, so the spread of the rank sums orders permutations as chi-squared does.
     as_extreme = np.concatenate([_rank_sum_spread(block) >= between - 1e-6 for block in _permuted_ranks(ranks)])
@@ -61,7 +60,6 @@ def friedman(ranks: Floats) -> Friedman:
         p_value=float((as_extreme.sum() + sampled) / (len(as_extreme) + sampled)),  # the observed ranks count as one
         chi_squared_p_value=float(stats.chi2.sf(chi, k - 1)),
         experiments=n,
-        methods=k,
     )
 
 
