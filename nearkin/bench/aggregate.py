@@ -1,13 +1,13 @@
 """Results over replicates: mean, sample standard deviation and interval over seeds and folds, and paired differences.
 
-Two sources of variation are kept apart. The standard deviation over replicates (seeds, folds) measures how much one
-training run differs from the next; the interval over classes measures how much another choice of test classes would
-change the score. The second is usually larger, and more seeds do not shrink it.
+The standard deviation over replicates measures how much one training run differs from the next; the interval over
+classes how much another choice of test classes would change the score. More seeds do not shrink the second.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +39,7 @@ class Aggregate:
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     def short(self) -> str:
-        """Format as a table cell.
-
-        Example:
-            >>> Aggregate((60.0, 62.0), 55.0, 67.0, failed=0).short()
-            '61.0 ± 1.4'
-            >>> Aggregate((), math.nan, math.nan, failed=2).short()
-            '2 failed'
-        """
+        """Format as a table cell."""
         if not self.values:
             return f"{self.failed} failed"
         spread = f" ± {self.std:.1f}" if len(self.values) > 1 else ""
@@ -56,25 +49,22 @@ class Aggregate:
 def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
     """(experiment, method) -> outcomes of a study over seeds and folds; cells without any outcome yet are absent."""
     outcomes, metric = folder.outcomes(), folder.study.metric
-    values: dict[tuple[str, str], list[float]] = {}
-    bounds: dict[tuple[str, str], list[list[float]]] = {}
-    failed: dict[tuple[str, str], int] = {}
+    scores: dict[tuple[str, str], list[list[float]]] = {}  # score, low, high
+    failed: Counter[tuple[str, str]] = Counter()
     for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
+        outcome, cell = outcomes.get(trial.id), (trial.experiment, trial.method)
         if outcome is None:
             continue
-        cell = (trial.experiment, trial.method)
-        values.setdefault(cell, [])
+        rows = scores.setdefault(cell, [])
         if outcome.test is None:
-            failed[cell] = failed.get(cell, 0) + 1
+            failed[cell] += 1
         else:
             assert outcome.intervals is not None
-            values[cell].append(100 * outcome.test[metric])
-            bounds.setdefault(cell, []).append([100 * bound for bound in outcome.intervals[metric]])
+            rows.append([100 * value for value in (outcome.test[metric], *outcome.intervals[metric])])
     aggregates = {}
-    for cell, scores in values.items():
-        low, high = np.mean(bounds[cell], axis=0).tolist() if cell in bounds else (math.nan, math.nan)
-        aggregates[cell] = Aggregate(tuple(scores), low, high, failed.get(cell, 0))
+    for cell, rows in scores.items():
+        low, high = np.mean([row[1:] for row in rows], axis=0).tolist() if rows else (math.nan, math.nan)
+        aggregates[cell] = Aggregate(tuple(row[0] for row in rows), low, high, failed[cell])
     return aggregates
 
 

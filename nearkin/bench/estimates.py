@@ -1,8 +1,7 @@
 """Time and disk estimates of a study before it runs, from the operations of its networks.
 
 Seconds per trial = fixed + epochs x images x 3 x FLOPs of the network / speed (one forward, a backward of twice that).
-The speed of this machine is measured in a second, or given for another one (`tflops`). As trials finish, the ratio of
-their measured to their estimated time scales the remaining estimates.
+As trials finish, the ratio of their measured to their estimated time scales the remaining estimates.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from nearkin.bench.machine import threads_for
+from nearkin.bench.executor import threads_for
 from nearkin.bench.study import Trial
 from nearkin.bench.trials import Outcome
 from nearkin.config.recipe import DataConfig, ModelConfig
@@ -31,8 +30,7 @@ GPU_STEP_OVERHEAD = 0.02  # on a fast device, where overhead dominates small ste
 EVALUATION_OVERHEAD = 2.0  # seconds per trial and 6,000 test images: ranking, intervals, writing
 
 
-@dataclass(frozen=True)
-class DatasetSize:
+class DatasetSize(NamedTuple):
     """Number of images of a data source, and the shape of one image."""
 
     num_images: int  # images in all splits
@@ -40,7 +38,7 @@ class DatasetSize:
 
 
 class Estimate:
-    """Estimated time and disk space of each trial."""
+    """Estimated time and disk space of each trial, on this machine or on one with a throughput of `tflops`."""
 
     def __init__(
         self, trials: list[Trial], outcomes: Mapping[str, Outcome], *, workers: int = 1, tflops: float | None = None
@@ -50,8 +48,8 @@ class Estimate:
         raw = {trial.id: self._raw_seconds(trial) for trial in trials}
         done = [(raw[id], o.seconds) for id, o in outcomes.items() if o.status == "done" and id in raw and o.seconds]
         self.calibration_trials = len(done) if tflops is None else 0
-        self.scale = sum(b for _, b in done) / sum(a for a, _ in done) if self.calibration_trials else 1.0
-        self._seconds = {id: seconds * self.scale for id, seconds in raw.items()}
+        scale = sum(b for _, b in done) / sum(a for a, _ in done) if self.calibration_trials else 1.0
+        self._seconds = {id: seconds * scale for id, seconds in raw.items()}
 
     def seconds(self, trial: Trial) -> float:
         """Return the estimated run time of a trial in seconds."""
@@ -94,7 +92,8 @@ def _dataset_size(
 
     if source == "glyphs":
         table = glyphs.load()
-        return DatasetSize(len(table), _image_shape(table.images.shape))
+        channels, height, width = table.images.shape
+        return DatasetSize(len(table), (channels, height, width))
     if source == "features" and root is not None:
         features = sources.load_features(root).features
         assert features is not None
@@ -108,14 +107,9 @@ def _dataset_size(
     return DatasetSize(len(listing), (3, side, side))
 
 
-def _image_shape(shape: Any) -> tuple[int, int, int]:
-    channels, height, width = shape
-    return int(channels), int(height), int(width)
-
-
 @functools.lru_cache(maxsize=256)
 def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """Count the floating-point operations of one image, on meta tensors."""
+    """Count the floating-point operations of one image on meta tensors: computed once, and in every epoch."""
     from torch.utils.flop_counter import FlopCounterMode
 
     network = _meta_model(model, shape)
@@ -130,7 +124,7 @@ def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float,
 
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
-    """Count the parameters of a model. Returns the number of parameters, frozen ones included."""
+    """Count the parameters of a model, frozen ones included."""
     return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 

@@ -47,12 +47,7 @@ class GridPoint:
 
 
 def grid_points(loss: str) -> list[GridPoint]:
-    """Return all trials of a loss, in order.
-
-    Example:
-        >>> len(grid_points("proxy_anchor")), grid_points("proxy_anchor")[11]
-        (61, GridPoint(setting='loss.alpha', value=2.0, first=11))
-    """
+    """Return all trials of a loss, in order."""
     if loss not in GRIDS:
         raise ConfigError(f"thesis_grid: the thesis has no grid for '{loss}'. Available: {', '.join(GRIDS)}.")
     points: list[GridPoint] = []
@@ -73,19 +68,18 @@ def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
 def trial_settings(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
     """Return the settings of a trial: its grid point, and the best value of each setting searched before."""
     points = grid_points(loss)
-    point = points[number]
     best = _initial_settings(recipe, loss)
-    for setting, grid in GRIDS[loss].items():
-        if setting == point.setting:
+    for setting in GRIDS[loss]:
+        if setting == points[number].setting:
             break
-        first = next(p.first for p in points if p.setting == setting)
-        trials = zip(scores[first : first + len(grid)], grid, strict=True)
         scored = [
-            (score, value == best[setting], -k, value) for k, (score, value) in enumerate(trials) if score is not None
+            (score, point.value == best[setting], -k, point.value)
+            for k, (point, score) in enumerate(zip(points, scores, strict=True))
+            if point.setting == setting and score is not None
         ]
         if scored:  # if every trial failed, the setting keeps its value
             best[setting] = max(scored)[-1]
-    return {**best, point.setting: point.value}
+    return {**best, points[number].setting: points[number].value}
 
 
 def _initial_settings(recipe: Recipe, loss: str) -> Settings:

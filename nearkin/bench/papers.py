@@ -1,13 +1,7 @@
 """Published results of four papers, every value with its source, for comparison with our own.
 
-    ice             Instance Cross Entropy for Deep Metric Learning
-    cross_entropy   A unifying mutual information view of metric learning
-    thesis          Metric Learning: A Deep Dive
-    mpa             Multi Proxy Anchor Family Loss
-
-papers.toml has the values as printed. Where a value is wrong or doubtful, a note says so and the printed value stays.
-Papers choose epochs on the test classes, quote each other, and mix backbones and embedding sizes: read `setup`, `own`
-and `note` before comparing.
+papers.toml has the values as printed; where one is wrong or doubtful, a note says so. Papers choose epochs on the test
+classes, quote each other, and mix backbones and embedding sizes: read `setup`, `own` and `note` before comparing.
 """
 
 from __future__ import annotations
@@ -18,21 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 from nearkin.bench.results import Result
 from nearkin.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Paper:
-    """A paper."""
-
-    name: str  # our short name
-    title: str
-    authors: str
-    year: int
-    notes: tuple[str, ...]  # known issues that affect all of its values
 
 
 @dataclass(frozen=True)
@@ -70,44 +54,6 @@ class Published:
     def source(self) -> str:
         """Where it was published: "thesis, table 7c"."""
         return f"{self.paper}, {self.table}" if " " in self.table else f"{self.paper}, table {self.table}"
-
-
-@dataclass(frozen=True)
-class PrintedStanding:
-    """A row of the thesis's table 11."""
-
-    method: str  # the method as printed
-    loss: str
-    total: float  # sum of its ranks, as printed
-    mean: float  # mean rank, as printed
-    std: float  # standard deviation of its ranks, as printed
-    corrected_mean: float
-    corrected_std: float
-    note: str = ""  # what is wrong with the printed row
-
-
-@dataclass(frozen=True)
-class SearchedSetting:
-    """A row of the thesis's table 15: a setting searched on fixed validation classes."""
-
-    method: str  # the method as printed
-    loss: str
-    printed: str  # the setting as printed
-    low: float
-    high: float
-    low_included: bool  # whether the lower end belongs to the range
-    step: float
-    best: float  # the value reported as best
-    setting: str | None = None  # our name: of the loss, or of the miner of the same name; None for a learning rate
-
-
-@dataclass(frozen=True)
-class MissingTable:
-    """A table whose body is missing from the text we have."""
-
-    paper: str
-    table: str
-    what: str  # what the table shows
 
 
 def published(
@@ -173,13 +119,9 @@ def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
     return as_results(p for p in values if p.metric == metric)
 
 
-@cache
-def papers() -> dict[str, Paper]:
-    """Return the four papers by name."""
-    return {
-        name: Paper(name, entry["title"], entry["authors"], entry["year"], tuple(entry["notes"]))
-        for name, entry in _read()["paper"].items()
-    }
+def papers() -> dict[str, SimpleNamespace]:
+    """Return title, authors, year and notes (known issues that affect all of its values) of the four papers by name."""
+    return {name: SimpleNamespace(name=name, **entry) for name, entry in _read()["paper"].items()}
 
 
 @cache
@@ -191,29 +133,29 @@ def all_values() -> tuple[Published, ...]:
     return tuple(values)
 
 
-@cache
-def table_11() -> tuple[PrintedStanding, ...]:
-    """Return the thesis's tournament as printed, with corrections of its three misprints."""
-    read = _read()
-    return tuple(
-        PrintedStanding(
-            **{"corrected_mean": row["mean"], "corrected_std": row["std"], "loss": read["losses"][row["method"]], **row}
-        )
-        for row in read["standings"]["rows"]
-    )
+def table_11() -> list[SimpleNamespace]:
+    """Return the thesis's tournament as printed (method, loss, total, mean and std of its ranks), best first.
+
+    `corrected_mean` and `corrected_std` differ where `note` says that the row is misprinted.
+    """
+    rows = [
+        {"corrected_mean": row["mean"], "corrected_std": row["std"], "note": ""} | row for row in _rows("standings")
+    ]
+    return [SimpleNamespace(**row) for row in rows]
 
 
-@cache
-def table_15() -> tuple[SearchedSetting, ...]:
-    """Return the settings that the thesis searched: range, step and best value."""
-    read = _read()
-    return tuple(SearchedSetting(loss=read["losses"][row["method"]], **row) for row in read["search"]["rows"])
+def table_15() -> list[SimpleNamespace]:
+    """Return the settings that the thesis searched on fixed validation classes: range, step and best value.
+
+    `printed` is the setting as printed, `setting` our name (of the loss, or of the miner of the same name; None for a
+    learning rate).
+    """
+    return [SimpleNamespace(**{"setting": None} | row) for row in _rows("search")]
 
 
-@cache
-def gaps() -> tuple[MissingTable, ...]:
-    """Return the tables that are missing from the texts we have."""
-    return tuple(MissingTable(**gap) for gap in _read()["gap"])
+def gaps() -> list[SimpleNamespace]:
+    """Return paper, table and contents (`what`) of the tables that are missing from the texts we have."""
+    return [SimpleNamespace(**gap) for gap in _read()["gap"]]
 
 
 # --- reading papers.toml ---------------------------------------------------------------------------------------------
@@ -224,9 +166,8 @@ def _read() -> dict[str, Any]:
     return tomllib.loads((files("nearkin.bench") / "papers.toml").read_text(encoding="utf-8"))
 
 
-def _cells(rows: str) -> Iterator[list[str]]:
-    for line in rows.strip().splitlines():
-        yield [cell.strip() for cell in line.split("|")]
+def _rows(table: str) -> list[dict[str, Any]]:
+    return [{**row, "loss": _read()["losses"][row["method"]]} for row in _read()[table]["rows"]]
 
 
 def _table_values(table: dict[str, Any]) -> Iterator[Published]:
@@ -235,7 +176,8 @@ def _table_values(table: dict[str, Any]) -> Iterator[Published]:
     columns = table.get("columns", "method").split()
     metrics = table["metrics"].split()
     dims: list[int | None] = table.get("dims", [None])
-    for row in _cells(table["rows"]):
+    for line in table["rows"].strip().splitlines():
+        row = [cell.strip() for cell in line.split("|")]
         fields = {**table, **dict(zip(columns, row, strict=False))}
         blocks = row[len(columns) :]
         assert len(blocks) == len(dims), (table["table"], row)

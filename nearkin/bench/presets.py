@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from nearkin._common.registry import Registry
 from nearkin.errors import ConfigError
-from nearkin.training.recipes import THESIS
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
@@ -34,16 +33,13 @@ def tiny(data: Path | None) -> Study:
         raise ConfigError(
             "--data: tiny uses the built-in glyphs. Write a study file for your own data (see docs/bench.md)."
         )
-    from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Study
 
     return Study(
         name="tiny",
-        base="glyphs_small",
         losses=("all",),
         sizes=(32, 128),
         seeds=(0, 1),
-        protocol=Protocol("fixed"),
         keep_models=False,
         change={"model": {"width": 8}, "train": {"epochs": 3}},
         methods=SCALES,
@@ -55,7 +51,6 @@ def features(data: Path | None) -> Study:
     """All losses as heads on precomputed features (--data FILE.npz); half of the classes train; 4 sizes, 3 seeds."""
     if data is None:
         raise ConfigError("features: no data. Pass --data FILE.npz, with arrays `features` [N, F] and `labels` [N].")
-    from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Dataset, Study
 
     return Study(
@@ -65,7 +60,6 @@ def features(data: Path | None) -> Study:
         datasets=(Dataset(data.stem, "features", data.resolve()),),
         sizes=(64, 128, 256, 512),
         seeds=(0, 1, 2),
-        protocol=Protocol("fixed"),
         val_fractions=(0.2,),
         resplit=True,
         keep_models=False,
@@ -80,8 +74,8 @@ def features(data: Path | None) -> Study:
 @_preset
 def thesis(data: Path | None) -> Study:
     """The thesis's matrix: 3 datasets (folders in --data) x 3 backbones x 10 losses x 4 sizes. Needs a GPU."""
-    from nearkin.bench.protocols import Protocol
     from nearkin.bench.study import Dataset, Study
+    from nearkin.training.recipes import THESIS
 
     root = Path("data") if data is None else data
     return Study(
@@ -91,7 +85,6 @@ def thesis(data: Path | None) -> Study:
         datasets=tuple(Dataset(name, name, root.resolve()) for name in ("cub", "cars", "sop")),
         backbones=("googlenet", "bn_inception", "resnet50"),
         sizes=(64, 128, 512, 1024),
-        protocol=Protocol("fixed"),
     )
 
 
@@ -109,15 +102,12 @@ def find_study(name: str, data: Path | None = None) -> Study:
         ConfigError: No such study, or `data` for a study that names its own data.
     """
     path = Path(name)
-    if name in PRESETS:
-        return PRESETS[name](data)
-    if path.is_dir():
+    if name not in PRESETS and path.is_dir():
         path = path / "study.toml"
-    if path.suffix == ".toml":
-        if data is not None:
-            raise ConfigError("--data: only for presets; a study file names its own data.")
-        from nearkin.bench.study import Study
+    if name in PRESETS or path.suffix != ".toml":
+        return PRESETS[name](data)
+    if data is not None:
+        raise ConfigError("--data: only for presets; a study file names its own data.")
+    from nearkin.bench.study import Study
 
-        return Study.from_toml(path)
-    _ = PRESETS[name]  # raises, with a suggestion
-    raise AssertionError
+    return Study.from_toml(path)

@@ -1,10 +1,5 @@
 """Evaluation protocols: how the epoch is chosen and on which classes a model is evaluated.
 
-default        train on the first half of the classes and evaluate the last epoch; no validation classes
-kfold          one model per fold of the training classes, each evaluated on the test classes
-fixed          a random share of the training classes selects the epoch; `refit` then trains on all of them
-query_gallery  like fixed, for sources with separate query and gallery images (In-Shop)
-
 A score means little without its protocol, so every result carries a protocol label: `Protocol.label`.
 """
 
@@ -18,15 +13,16 @@ from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError
 
-ProtocolName = Literal["last_epoch", "kfold", "fixed", "query_gallery"]
-
 
 @dataclass(frozen=True)
 class Protocol:
     """An evaluation protocol with its settings.
 
     Attributes:
-        name: default, kfold, fixed or query_gallery.
+        name: last_epoch: train on the first half of the classes and evaluate the last epoch; no validation classes.
+            kfold: one model per fold of the training classes, each evaluated on the test classes. fixed: a random share
+            of the training classes selects the epoch. query_gallery: like fixed, for sources with separate query and
+            gallery images (In-Shop).
         folds: kfold: disjoint groups of the training classes; each is the validation set once.
         refit: fixed, query_gallery: train again on all training classes for the selected number of epochs, and
             evaluate that model.
@@ -34,7 +30,7 @@ class Protocol:
             comparison with published values.
     """
 
-    name: ProtocolName = "fixed"
+    name: Literal["last_epoch", "kfold", "fixed", "query_gallery"] = "fixed"
     folds: int = 10
     refit: bool = False
     select_on_test: bool = False
@@ -53,16 +49,7 @@ class Protocol:
         return self.folds if self.name == "kfold" else 1
 
     def apply(self, data: dict[str, Any], fold: int, val_fraction: float) -> dict[str, Any]:
-        """Set up the data section of a recipe for this protocol.
-
-        Args:
-            data: The data section as plain values.
-            fold: The validation fold; 0 for protocols without folds.
-            val_fraction: Share of the training classes used for validation.
-
-        Returns:
-            A changed copy.
-        """
+        """Return the data section of a recipe, as plain values, set up for this protocol."""
         changed = {**data, "folds": 0, "fold": 0, "val_fraction": val_fraction, "select_on": "validation"}
         if self.name == "last_epoch":
             changed |= {"val_fraction": 0.0, "select_on": "test" if self.select_on_test else "validation"}
@@ -73,14 +60,7 @@ class Protocol:
         return changed
 
     def check(self, recipe: Recipe) -> None:
-        """Reject a source that does not support this protocol, before reading its data.
-
-        Args:
-            recipe: The recipe of a trial.
-
-        Raises:
-            ConfigError: query_gallery on a source without queries and gallery.
-        """
+        """Reject a source that does not support this protocol, before reading its data."""
         source = recipe.data.source
         may_have_parts = source in ("features", "table") or (
             source in BENCHMARKS and "query" in BENCHMARKS[source].parts
@@ -89,14 +69,7 @@ class Protocol:
             raise ConfigError(f"query_gallery: {source} has no separate queries and gallery. Use the protocol fixed.")
 
     def check_table(self, table: Table) -> None:
-        """Reject loaded data that does not support this protocol.
-
-        Args:
-            table: The data.
-
-        Raises:
-            ConfigError: query_gallery on data without the parts query and gallery.
-        """
+        """Reject loaded data that does not support this protocol."""
         if self.name == "query_gallery" and not {"query", "gallery"} <= set(table.parts):
             parts = ", ".join(table.parts) or "none"
             raise ConfigError(
@@ -105,29 +78,14 @@ class Protocol:
             )
 
     def refit_recipe(self, recipe: Recipe, epochs: int) -> Recipe:
-        """Build the recipe of the second training run.
-
-        Args:
-            recipe: The recipe of the first run.
-            epochs: The selected number of epochs.
-
-        Returns:
-            The recipe with all training classes and that number of epochs (at least 1).
-        """
+        """Return the recipe of the second training run: all training classes, the selected number of epochs."""
         data = replace(recipe.data, val_fraction=0.0, folds=0, fold=0)
         epochs = max(1, epochs)
         train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
         return replace(recipe, data=data, train=train)
 
     def label(self, val_fraction: float) -> str:
-        """Describe the protocol in a few words, for tables and pages.
-
-        Args:
-            val_fraction: Share of the training classes used for validation.
-
-        Returns:
-            What a reader must know to interpret a score.
-        """
+        """Describe the protocol in a few words: what a reader must know to interpret a score."""
         # Part of Trial.id: another wording would orphan the outcomes of existing studies.
         share = f"epoch chosen on {100 * val_fraction:g} % of the training classes"
         if self.name == "last_epoch":

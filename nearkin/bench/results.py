@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -80,37 +81,14 @@ class Table:
         """Return the number of failed runs of a method."""
         return sum(result.method == method for result in self.failures)
 
-    def without(self, method: str) -> Table:
-        """Return a copy of the table without one method."""
-        stays = [name != method for name in self.methods]
-        return Table(
-            experiments=self.experiments,
-            methods=tuple(name for name in self.methods if name != method),
-            means=self.means[:, stays],
-            runs={key: runs for key, runs in self.runs.items() if key[1] != method},
-            failures=tuple(result for result in self.failures if result.method != method),
-        )
-
 
 def tabulate(results: Iterable[Result]) -> Table:
-    """Arrange results in a table.
-
-    Example:
-        >>> table = tabulate(
-        ...     [Result("cub", "a", 0, 60.0), Result("cub", "a", 1, 62.0), Result("cub", "b", 0, None, "NaN")]
-        ... )
-        >>> table.means
-        array([[61., nan]])
-        >>> table.failed("b"), bool(table.complete[0])
-        (1, False)
-    """
+    """Arrange results in a table."""
     results = list(results)
     if not results:
         raise DataError("A tournament needs results; got none.")
-    counts = Counter((r.experiment, r.method, r.seed) for r in results)
-    duplicates = [key for key, count in counts.items() if count > 1]
-    if duplicates:
-        experiment, method, seed = duplicates[0]
+    ((experiment, method, seed), count), *_ = Counter((r.experiment, r.method, r.seed) for r in results).most_common(1)
+    if count > 1:
         raise DataError(f"{experiment}, {method}, seed {seed}: given more than once. Give every run its own seed.")
     experiments = tuple(dict.fromkeys(r.experiment for r in results))
     methods = tuple(dict.fromkeys(r.method for r in results))
@@ -118,12 +96,14 @@ def tabulate(results: Iterable[Result]) -> Table:
     for result in results:
         if result.value is not None:
             runs[result.experiment, result.method][result.seed] = result.value
-    means = np.full((len(experiments), len(methods)), np.nan)
-    for i, experiment in enumerate(experiments):
-        for j, method in enumerate(methods):
-            if values := runs[experiment, method].values():
-                means[i, j] = round(math.fsum(values) / len(values), DIGITS)
-    return Table(experiments, methods, means, runs, tuple(r for r in results if r.value is None))
+    means = [round(math.fsum(r.values()) / len(r), DIGITS) if r else math.nan for r in runs.values()]
+    return Table(
+        experiments,
+        methods,
+        means=np.array(means).reshape(len(experiments), len(methods)),
+        runs=runs,
+        failures=tuple(r for r in results if r.value is None),
+    )
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -167,12 +147,11 @@ def _json_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a list of objects with {', '.join(COLUMNS)}.")
     for row in rows:
-        _check_columns(path, row)
+        _check_columns(path, list(row))
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _check_columns(path: Path, names: Iterable[str]) -> None:
-    names = list(names)
+def _check_columns(path: Path, names: list[str]) -> None:
     for name in names:
         if name not in COLUMNS:
             hint = did_you_mean(name, COLUMNS) or f" Known columns: {', '.join(COLUMNS)}."
@@ -186,36 +165,24 @@ def _parse_row(where: str, row: dict[Any, Any]) -> Result:
     if None in row:
         raise DataError(f"{where}: more cells than the header has columns.")
     cells = {str(name): "" if cell is None else " ".join(str(cell).split()) for name, cell in row.items()}
-    value = _parse_number(where, "value", cells["value"])
-    seed = _parse_seed(where, cells.get("seed") or "0")
-    failed = value is None or not math.isfinite(value)
-    reason = cells.get("reason") or (f"the value is {value}" if value is not None else "no reason given")
     try:
-        return Result(
-            experiment=cells["experiment"],
-            method=cells["method"],
-            seed=seed,
-            value=None if failed else value,
-            reason=reason if failed else cells.get("reason") or None,
-        )
+        value = float(cells["value"]) if cells["value"] else None
+    except ValueError:
+        raise DataError(f"{where}: value: expected a number, got '{cells['value']}'.") from None
+    reason = cells.get("reason") or None
+    if value is not None and not math.isfinite(value):
+        value, reason = None, reason or f"the value is {value}"
+    try:
+        return Result(cells["experiment"], cells["method"], _parse_seed(cells.get("seed") or "0"), value, reason)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
 
-def _parse_seed(where: str, text: str) -> int:
+def _parse_seed(text: str) -> int:
     try:
-        return int(text)  # not through float, which rounds large seeds
-    except ValueError:
-        number = _parse_number(where, "seed", text)
-    if number is None or not number.is_integer():
-        raise DataError(f"{where}: seed: expected an integer, got '{text}'.")
-    return int(number)
-
-
-def _parse_number(where: str, column: str, text: str) -> float | None:
-    if not text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise DataError(f"{where}: {column}: expected a number, got '{text}'.") from None
+        seed = Decimal(text)  # 1.0 is a seed too; a float would round large ones
+        if seed % 1 == 0:
+            return int(seed)
+    except ArithmeticError:
+        pass
+    raise DataError(f"seed: expected an integer, got '{text}'.")

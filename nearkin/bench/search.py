@@ -36,12 +36,12 @@ class Search:
 
     name: str  # contains a hash of everything that affects a result, so that searches in one database never mix
     recipe: Recipe  # what every trial starts from, with the shortened number of epochs
-    losses: tuple[str, ...]  # the losses to search
+    losses: tuple[str, ...]
     trials: int  # trials per loss; 0 in the mode thesis_grid
-    mode: Mode  # "optuna" or "thesis_grid"
+    mode: Mode
     prune: bool  # whether to stop unpromising trials early
     full_epochs: int  # number of epochs of the original recipe
-    out: Path  # folder of the search
+    out: Path
     address: str  # address of the shared storage
 
     def budget(self, loss: str) -> int:
@@ -70,7 +70,7 @@ class Standing:
     loss: str
     done: int  # trials with a score
     pruned: int  # trials that were stopped early
-    failed: int  # trials that failed
+    failed: int
     left: int  # trials that are not finished
     best: float | None = None  # validation R@1 of the best trial
     interval: tuple[float, float] | None = None  # its 95 % interval over validation classes
@@ -98,33 +98,12 @@ def plan(
     storage: str | None = None,
     prune: bool = True,
     shorten: float | None = None,
-    begin: bool = True,
+    begin: bool = True,  # False opens an existing search and changes nothing
     reporter: Reporter | None = None,
 ) -> Search:
-    """Validate a search and enqueue its trials, or join an existing search.
-
-    Args:
-        recipe: What every trial starts from.
-        out: Folder for the best recipes, the run folders and the journal.
-        losses: Names, or ("all",); default: the recipe's loss.
-        trials: Trials per loss; default: 20, or those of the existing search. More extend it; fewer shorten it, down
-            to the number already started.
-        mode: "optuna" samples the declared ranges; "thesis_grid" walks the thesis's grids.
-        storage: PostgreSQL URL or path of a journal file; default: a journal in `out`.
-        prune: Stop trials whose validation R@1 is below the median of earlier trials (optuna only).
-        shorten: Share of the recipe's epochs that a trial trains; default: 1, or 1/4 with thesis_grid.
-        begin: False opens an existing search and changes nothing.
-        reporter: Where progress is reported.
-
-    Returns:
-        The search, for `tune.work`.
-
-    Raises:
-        ConfigError: An option is invalid, or `out` belongs to another search.
-    """
+    """Validate a search and enqueue its trials, or join an existing one; the arguments are flags of `nearkin tune`."""
     optuna: Any = import_extra("optuna", extra="bench")
-    _check_options(recipe, trials, mode)
-    search = _unnamed_search(recipe, Path(out), losses, mode, storage, prune, shorten)
+    search = _unnamed_search(recipe, Path(out), losses, trials, mode, storage, prune, shorten)
     search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))
     missing = ConfigError(f"--workers 0: no such search in {out} yet. Start it with --workers 1.")
     if not begin and not is_database(search.address) and not Path(search.address).exists():
@@ -145,25 +124,20 @@ def plan(
         }
         if mode == "optuna":
             search = replace(search, trials=_num_trials(studies, trials))
-        if begin:
-            for loss, study in studies.items():
-                _enqueue_trials(search, loss, study)
+        for loss, study in studies.items() if begin else ():
+            # Idempotent: after a kill, the next worker completes it.
+            study.set_user_attr("trials", search.trials)
+            for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
+                first = mode == "optuna" and number == 0
+                study.enqueue_trial(defaults(search.recipe, loss) if first else {})
     return search
-
-
-def _check_options(recipe: Recipe, trials: int | None, mode: Mode) -> None:
-    if mode == "thesis_grid" and trials is not None:
-        raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
-    if trials is not None and trials < 1:
-        raise ConfigError(f"--trials: expected at least 1, got {trials}.")
-    if recipe.data.select_on == "test":
-        raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
 
 
 def _unnamed_search(
     recipe: Recipe,
     out: Path,
     losses: Sequence[str],
+    trials: int | None,
     mode: Mode,
     storage: str | None,
     prune: bool,
@@ -173,6 +147,12 @@ def _unnamed_search(
     from nearkin.training.factory import validate_recipe
 
     grid = mode == "thesis_grid"
+    if grid and trials is not None:
+        raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
+    if trials is not None and trials < 1:
+        raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if recipe.data.select_on == "test":
+        raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
     share = shorten if shorten is not None else 0.25 if grid else 1.0
     if not 0 < share <= 1:
         raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
@@ -222,12 +202,10 @@ def _claim_folder(search: Search) -> None:
     try:
         search.out.mkdir(parents=True, exist_ok=True)
         remove_leftovers(search.out)
-        if file.exists():
-            name = json.loads(file.read_text(encoding="utf-8"))["name"]
-        else:
-            name = search.name
+        if not file.exists():
             content = {"name": search.name, "mode": search.mode, "recipe": search.recipe.to_dict()}
             atomic_write(file, json.dumps(content, indent=2))
+        name = json.loads(file.read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{search.out}: cannot store a search there ({error}). Choose another --out.") from None
     if name != search.name:
@@ -248,14 +226,6 @@ def _num_trials(studies: Mapping[str, Study], trials: int | None) -> int:
     if trials is not None and trials < started:
         raise ConfigError(f"--trials {trials}: {started} trials of a loss have already started. Give at least as many.")
     return trials or existing or DEFAULT_TRIALS
-
-
-def _enqueue_trials(search: Search, loss: str, study: Study) -> None:
-    """Extend the study of a loss to its budget. Idempotent: after a kill, the next worker completes it."""
-    study.set_user_attr("trials", search.trials)
-    for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
-        first = search.mode == "optuna" and number == 0
-        study.enqueue_trial(defaults(search.recipe, loss) if first else {})
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -29,24 +29,14 @@ def recipe_for_loss(recipe: Recipe, loss: str) -> Recipe:
 
 
 def space(recipe: Recipe, loss: str) -> dict[str, Range]:
-    """Return the search space of a loss.
-
-    Example:
-        >>> {name: str(range_) for name, range_ in space(Recipe(), "proxy_anchor").items()}
-        {'loss.alpha': '8 to 64, log scale', 'loss.margin': '0 to 0.5',
-         'train.lr': '0.0002 to 0.02, log scale', 'train.class_lr': '0.02 to 2, log scale'}
-    """
+    """Return the search space of a loss."""
     values = defaults(recipe, loss)
     ranges = {
         f"loss.{name}": _widen(range_, values[f"loss.{name}"], f"{loss}.{name}")
         for name, range_ in LOSSES[loss].space.items()
     }
-    ranges |= {
-        name: log(float(rate) / LR_FACTOR, float(rate) * LR_FACTOR)
-        for name, rate in values.items()
-        if name.startswith("train.")
-    }
-    return ranges
+    rates = {name: float(rate) for name, rate in values.items() if name.startswith("train.")}
+    return ranges | {name: log(rate / LR_FACTOR, rate * LR_FACTOR) for name, rate in rates.items()}
 
 
 def defaults(recipe: Recipe, loss: str) -> Settings:

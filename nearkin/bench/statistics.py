@@ -1,12 +1,5 @@
 """The statistical tests of a tournament, as functions of plain arrays.
 
-    average_ranks         ranks by row, 1 for the highest; ties share the mean of their ranks
-    friedman              do any methods differ?  a permutation test, valid for few experiments too
-    critical_difference   minimum significant difference of two mean ranks (Nemenyi)
-    wilcoxon              are paired differences centred on zero?  exact, also with ties
-    holm                  correction of p-values for multiple comparisons
-    experiments_needed    number of experiments after which a difference would be significant
-
 docs/tournament.md explains what each means for a tournament and what it assumes.
 """
 
@@ -32,12 +25,7 @@ ARE = 3 / math.pi  # asymptotic relative efficiency of the signed-rank test agai
 
 
 def average_ranks(values: Floats) -> Floats:
-    """Rank scores [E, K] by row, 1 for the highest; ties share the mean of their ranks, NaN is not ranked.
-
-    Example:
-        >>> average_ranks(np.array([[60.0, 70.0, 60.0, np.nan]]))
-        array([[2.5, 1. , 2.5, nan]])
-    """
+    """Rank scores [E, K] by row, 1 for the highest; ties share the mean of their ranks, NaN is not ranked."""
     rankdata = import_extra("scipy.stats", extra="bench").rankdata
     return np.asarray(rankdata(-values, axis=1, nan_policy="omit"), dtype=np.float64)
 
@@ -50,7 +38,6 @@ class Friedman:
     p_value: float  # by permutation of the ranks within each experiment: valid for any number of experiments
     chi_squared_p_value: float  # by the chi-squared approximation, as usually reported; inaccurate for few experiments
     experiments: int
-    methods: int
 
 
 def friedman(ranks: Floats) -> Friedman:
@@ -59,13 +46,11 @@ def friedman(ranks: Floats) -> Friedman:
     Not scipy's friedmanchisquare: it rejects two methods and has only the chi-squared approximation.
     """
     n, k = ranks.shape
-    assert min(n, k) >= 2
-    assert not np.isnan(ranks).any()
     stats = import_extra("scipy.stats", extra="bench")
     between = float(_rank_sum_spread(ranks))
     within = float((ranks**2).sum()) - n * k * (k + 1) ** 2 / 4
     if within == 0:  # all methods tie in every experiment
-        return Friedman(0.0, 1.0, 1.0, n, k)
+        return Friedman(0.0, 1.0, 1.0, n)
     chi = (k - 1) * between / within
     # Permutation does not change `within`, so the spread of the rank sums orders permutations as chi-squared does.
     as_extreme = np.concatenate([_rank_sum_spread(block) >= between - 1e-6 for block in _permuted_ranks(ranks)])
@@ -75,7 +60,6 @@ def friedman(ranks: Floats) -> Friedman:
         p_value=float((as_extreme.sum() + sampled) / (len(as_extreme) + sampled)),  # the observed ranks count as one
         chi_squared_p_value=float(stats.chi2.sf(chi, k - 1)),
         experiments=n,
-        methods=k,
     )
 
 
@@ -125,13 +109,7 @@ def _rank_error(k: int, n: int) -> float:
 
 
 def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]:
-    """First and last index of the maximal groups without a significant difference: the bars of the diagram.
-
-    Example:
-        >>> nemenyi_groups(np.array([1.0, 2.0, 2.5, 6.0]), critical=1.6)
-        [(0, 2)]
-    """
-    assert (np.diff(mean_ranks) >= 0).all()
+    """First and last index of the maximal groups without a significant difference: the bars of the diagram."""
     groups: list[tuple[int, int]] = []
     for first, low in enumerate(mean_ranks):
         last = int(np.searchsorted(mean_ranks, low + critical, side="left")) - 1
@@ -177,12 +155,7 @@ def wilcoxon(differences: Floats) -> SignedRanks:
 
 
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
-    """Holm's correction: the adjusted p-values, and the share of alpha that each raw p-value is compared with.
-
-    Example:
-        >>> holm(np.array([0.01, 0.04, 0.03]))[0].round(4).tolist()
-        [0.03, 0.06, 0.06]
-    """
+    """Holm's correction: the adjusted p-values, and the share of alpha that each raw p-value is compared with."""
     m = len(p_values)
     order = np.argsort(p_values, kind="stable")
     factors = m - np.arange(m)
@@ -193,12 +166,7 @@ def holm(p_values: Floats) -> tuple[Floats, Floats]:
 
 
 def min_experiments(level: float) -> int:
-    """Return the smallest number of pairs with which a two-sided signed-rank test can reach a level at all.
-
-    Example:
-        >>> min_experiments(0.05), min_experiments(0.05 / 45)
-        (6, 11)
-    """
+    """Return the smallest number of pairs with which a two-sided signed-rank test can reach a level at all."""
     return math.ceil(1 - math.log2(level) - 1e-9)
 
 

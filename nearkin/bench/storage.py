@@ -31,14 +31,13 @@ class SharedStorage:
     """A worker's connection to the shared state."""
 
     storage: BaseStorage  # optuna's storage
-    # `lock(name, wait)` is a context manager that returns whether this worker has the lock; with `wait` it blocks until
-    # it does
+    # lock(name, wait) yields whether this worker has the lock; with `wait` it blocks until it does
     lock: Callable[[str, bool], AbstractContextManager[bool]]
     check: Callable[[], object]  # raises if locks may have been lost
 
 
 def storage_address(storage: str | None, out: Path) -> str:
-    """Resolve --storage. Returns a PostgreSQL URL as SQLAlchemy reads it, or an absolute path."""
+    """Return --storage as a PostgreSQL URL that SQLAlchemy reads, or as an absolute path."""
     if storage is None:
         return str((out / "search.journal").resolve())
     scheme, separator, rest = storage.partition("://")
@@ -87,8 +86,10 @@ def _journal(address: str) -> Iterator[SharedStorage]:
         return file_lock(locks / name.replace("/", "-"), wait=wait)
 
     try:
-        if path.exists() and _read_prefix(path) not in (b"", _JOURNAL_PREFIX):
-            raise ValueError("unexpected content")  # before the lock repairs it
+        if path.exists():
+            with open(path, "rb") as file:
+                if file.read(len(_JOURNAL_PREFIX)) not in (b"", _JOURNAL_PREFIX):
+                    raise ValueError("unexpected content")  # before the lock repairs it
         locks.mkdir(parents=True, exist_ok=True)
         journal_lock: Any = _JournalLock(path, locks / "journal")
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=journal_lock))
@@ -99,11 +100,6 @@ def _journal(address: str) -> Iterator[SharedStorage]:
     yield SharedStorage(storage, lock, check=lambda: None)  # file locks last as long as the process
 
 
-def _read_prefix(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(len(_JOURNAL_PREFIX))
-
-
 class _JournalLock:
     """A lock that is released with its process; Optuna's own outlives a killed process by half a minute."""
 
@@ -112,20 +108,16 @@ class _JournalLock:
 
     def acquire(self) -> bool:
         self._held.enter_context(file_lock(self._lock, wait=True))
-        self._drop_partial_line()
+        with open(self._journal, "rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            if end and file.read(1) != b"\n":  # left by a killed writer: the next line would be appended to it
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         return True
 
     def release(self) -> None:
         self._held.close()
-
-    def _drop_partial_line(self) -> None:
-        """Drop an incomplete last line, left by a killed writer: the next line would be appended to it."""
-        with open(self._journal, "rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            if end and file.read(1) != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 @contextmanager

@@ -1,23 +1,5 @@
 """A study: datasets x backbones x embedding sizes x losses x seeds under one protocol, defined in a short TOML file.
 
-    name = "losses on my photos"
-    base = "folder_default"                    # the recipe that every trial starts from
-    losses = ["proxy_anchor", "triplet"]       # or ["all"]
-    sizes = [128, 512]
-    seeds = [0, 1, 2]
-    protocol.name = "fixed"
-
-    [[datasets]]
-    name = "photos"
-    source = "folder"
-    root = "photos"
-
-    [change]                                   # settings of every trial
-    train.epochs = 5
-
-    [methods.triplet]                          # settings of one method
-    miner.name = "semihard"
-
 `Study.trials()` is the whole plan. Every trial is a `Recipe`, so each can be run on its own with `nearkin train`.
 """
 
@@ -181,14 +163,7 @@ class Study:
                 raise ConfigError(f"{where}.{name}: set by the study's {key}. Change it there.")
 
     def dropped_from(self, previous: Study) -> str:
-        """List the methods, sizes and seeds that a wider version of this study has.
-
-        Args:
-            previous: Another version of the study.
-
-        Returns:
-            For example "losses triplet; seeds 0, 1". Empty if the studies differ in anything else.
-        """
+        """List what a wider version of this study also has ("losses triplet; seeds 0, 1"); empty if others differ."""
         narrowed = dataclasses.replace(
             previous, losses=self.losses, methods=self.methods, sizes=self.sizes, seeds=self.seeds
         )
@@ -199,21 +174,9 @@ class Study:
         dropped = {name: [str(value) for value in old if value not in new] for name, (old, new) in lists.items()}
         return "; ".join(f"{name} {', '.join(values)}" for name, values in dropped.items() if values)
 
-    # --- files --------------------------------------------------------------------------------------------------------
-
     @classmethod
     def from_toml(cls, path: str | Path) -> Study:
-        """Read a study file.
-
-        Args:
-            path: The file; paths in it are relative to its folder.
-
-        Returns:
-            The study.
-
-        Raises:
-            ConfigError: The file is invalid.
-        """
+        """Read a study file; paths in it are relative to its folder."""
         path = Path(path)
         return load_toml(path, "study", lambda values: from_dict(cls, values, "").resolve_paths(path.resolve().parent))
 
@@ -261,7 +224,24 @@ class Study:
         seed: int,
         fold: int,
     ) -> Trial:
-        recipe = self._recipe(dataset, backbone, size, val_fraction, method, seed, fold)
+        values = self._base_values(method, dataset, backbone, size)
+        values = merge(merge(values, self.change), self.methods.get(method, {}))
+        if dataset is not None:
+            root = {} if dataset.root is None else {"root": str(dataset.root)}
+            values["data"] |= {"source": dataset.source, **root}
+        if backbone is not None:
+            values["model"]["backbone"] = backbone
+        if size is not None:
+            values["model"]["dim"] = size
+        values["data"] = self.protocol.apply(values["data"], fold, val_fraction)
+        if self.resplit:
+            values["data"]["split_seed"] = seed
+        values["seed"] = seed
+        try:
+            recipe = Recipe.from_dict(values)
+            self.protocol.check(recipe)
+        except ConfigError as error:
+            raise ConfigError(f"{method}: {error}") from None
         name = dataset.name if dataset is not None else recipe.data.source
         experiment = [name]
         if len(self.backbones) > 1:
@@ -283,38 +263,6 @@ class Study:
             label=self.protocol.label(val_fraction),
         )
 
-    def _recipe(
-        self,
-        dataset: Dataset | None,
-        backbone: str | None,
-        size: int | None,
-        val_fraction: float,
-        method: str,
-        seed: int,
-        fold: int,
-    ) -> Recipe:
-        values = self._base_values(method, dataset, backbone, size)
-        values = merge(values, self.change)
-        values = merge(values, self.methods.get(method, {}))
-        if dataset is not None:
-            values["data"] |= {"source": dataset.source}
-            if dataset.root is not None:
-                values["data"]["root"] = str(dataset.root)
-        if backbone is not None:
-            values["model"]["backbone"] = backbone
-        if size is not None:
-            values["model"]["dim"] = size
-        values["data"] = self.protocol.apply(values["data"], fold, val_fraction)
-        if self.resplit:
-            values["data"]["split_seed"] = seed
-        values["seed"] = seed
-        try:
-            recipe = Recipe.from_dict(values)
-            self.protocol.check(recipe)
-        except ConfigError as error:
-            raise ConfigError(f"{method}: {error}") from None
-        return recipe
-
     def _base_values(
         self, method: str, dataset: Dataset | None, backbone: str | None, size: int | None
     ) -> dict[str, Any]:
@@ -328,8 +276,7 @@ class Study:
             raise ConfigError(
                 f"base: '{self.base}' is not a valid pattern ({error}). Write {{{{ and }}}} for literal braces."
             ) from None
-        loss = self.methods.get(method, {}).get("loss", {})
-        name = loss.get("name", method) if isinstance(loss, Mapping) else method
+        name = self.methods.get(method, {}).get("loss", {}).get("name", method)
         _ = LOSSES[name]  # raises, with a suggestion
         values = recipes.find(base).to_dict()
         if values["loss"]["name"] != name:
@@ -342,12 +289,7 @@ class Study:
 
 
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested values.
-
-    Example:
-        >>> merge({"train": {"lr": 1.0, "epochs": 2}}, {"train": {"epochs": 5}})
-        {'train': {'lr': 1.0, 'epochs': 5}}
-    """
+    """Merge nested values."""
     result = dict(values)
     for key, value in change.items():
         old = result.get(key)

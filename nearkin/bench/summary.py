@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from nearkin.bench.results import Table
 from nearkin.bench.tournament import Pair, Tournament
 
@@ -73,12 +75,7 @@ def notes(table: Table) -> list[str]:
 
 
 def format_p(p: float) -> str:
-    """Format a p-value.
-
-    Example:
-        >>> format_p(0.3123), format_p(0.00012), format_p(1.0)
-        ('p = 0.31', 'p < 0.001', 'p = 1')
-    """
+    """Format a p-value."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
@@ -93,7 +90,10 @@ def _header(tournament: Tournament) -> str:
 
 def _best_removal(table: Table, complete: int) -> str:
     """Name the method without which most experiments would be complete."""
-    gains = {name: int(table.without(name).complete.sum()) - complete for name in table.methods}
+    known = np.isfinite(table.means)
+    gains = {
+        name: int(np.delete(known, j, axis=1).all(axis=1).sum()) - complete for j, name in enumerate(table.methods)
+    }
     name = max(gains, key=lambda method: gains[method])
     return f"; without {name} it would be {complete + gains[name]}" if gains[name] and len(gains) > 2 else ""
 

@@ -1,13 +1,7 @@
 """Tournament: methods are ranked in every experiment, and tests tell which differences are significant.
 
-    tournament = run_tournament(results)
-    tournament.standings      total, mean and standard deviation of the ranks, and medals, as in the thesis's table 11
-    tournament.friedman       is there any difference at all?
-    tournament.pairs          every pair: which leads, the p-value, and what it would take to be significant
-
-A method that failed in an experiment is not ranked there, neither last nor 0: the others are ranked among themselves,
-and the standing shows how many experiments it covers. Friedman's and Nemenyi's tests use the experiments in which every
-method has a value; a pair is tested on the experiments in which both have one.
+A method that failed in an experiment is not ranked there, neither last nor 0. Friedman's and Nemenyi's tests use the
+experiments in which every method has a value; a pair is tested on the experiments in which both have one.
 """
 
 from __future__ import annotations

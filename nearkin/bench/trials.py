@@ -1,13 +1,7 @@
-"""Run a study: any number of workers take trials from one folder; no trial is lost or run twice.
+"""The folder of a study and how its trials run. Any number of workers share it; no trial is lost or run twice.
 
-    STUDY/study.toml          the study
-    STUDY/trials/ID.json      the outcome of a trial, written last: its existence means done or failed
-    STUDY/trials/ID.lock      locked by the worker that runs the trial; released when the worker dies
-    STUDY/trials/ID.begun     the run folders that existed before; the study never deletes anything of theirs
-    RUNS/<key>/               the run folders, shared by studies
-
-There is no queue and no coordinator: a worker walks the plan, skips trials with an outcome, runs those it can lock, and
-waits for the rest in case their worker dies. An interrupted trial resumes from its checkpoint with the same results.
+STUDY/trials/ID.json is written last: its existence means done or failed. ID.lock is locked while a worker runs the
+trial. ID.begun lists the run folders that existed before; the study never deletes anything of theirs.
 """
 
 from __future__ import annotations
@@ -15,21 +9,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nearkin._common.files import atomic_write, file_lock, is_locked, remove_leftovers
 from nearkin._common.progress import Reporter
+from nearkin.bench import executor
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, DataError, MissingExtraError, RunBusyError, RunError, TrainingFailedError
+from nearkin.errors import ConfigError, RunBusyError, RunError
 from nearkin.training.run import Run
-
-POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run
 
 
 @dataclass(frozen=True)
@@ -49,29 +41,6 @@ class Outcome:
     label: str = ""  # the protocol label
 
 
-@dataclass(frozen=True)
-class StartedTrial:
-    """A record made when a trial first starts, to distinguish the run that it creates from existing ones."""
-
-    command: list[str]  # the command line of the worker
-    runs: list[str]  # names of the run folders that existed
-
-    @staticmethod
-    def record(file: Path, runs: Path) -> StartedTrial:
-        """Write the record, or read it if the trial is resumed."""
-        if not file.exists():
-            atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
-        return StartedTrial(**json.loads(file.read_text(encoding="utf-8")))
-
-    def created(self, run: Run) -> bool:
-        """Return whether this trial created a run."""
-        try:
-            environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return run.path.name not in self.runs and environment["command"] == self.command
-
-
 class StudyFolder:
     """The folder of a study: its plan and its outcomes.
 
@@ -89,23 +58,16 @@ class StudyFolder:
 
     @staticmethod
     def begin(path: Path, study: Study) -> StudyFolder:
-        """Create the folder of a study, or continue with an existing one.
+        """Create the folder of a study, or continue with an existing one, which the study may extend."""
+        from nearkin.training.factory import validate_recipe
 
-        Args:
-            path: The folder.
-            study: The study; it may extend the one in the folder.
-
-        Returns:
-            The folder.
-
-        Raises:
-            ConfigError: A setting is invalid, or the folder has outcomes that are not part of this study.
-            RunError: The folder cannot be written.
-        """
         study = study.resolve_paths(Path.cwd())  # workers read it from another folder
         folder = StudyFolder(path, study)
         for trial in folder.trials:
-            _check(trial)
+            try:
+                validate_recipe(trial.recipe)
+            except ConfigError as error:
+                raise ConfigError(f"{trial}: {error}") from None
         study_file = path / "study.toml"
         text = study.to_toml()
         try:
@@ -118,7 +80,7 @@ class StudyFolder:
             raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
         previous = StudyFolder.open(path)
         removed = {trial.id for trial in previous.trials} - {trial.id for trial in folder.trials}
-        if any((path / "trials" / f"{id}.json").exists() for id in removed):
+        if any(folder._file(id, "json").exists() for id in removed):
             if dropped := study.dropped_from(previous.study):
                 raise ConfigError(
                     f"{path}: its study also has {dropped}, with outcomes that would be dropped. "
@@ -133,35 +95,18 @@ class StudyFolder:
 
     @staticmethod
     def open(path: str | Path) -> StudyFolder:
-        """Open the folder of an existing study.
-
-        Args:
-            path: The folder.
-
-        Returns:
-            The folder.
-
-        Raises:
-            RunError: There is no study in it.
-        """
+        """Open the folder of an existing study."""
         path = Path(path)
         if not (path / "study.toml").exists():
             raise RunError(f"{path}: not the folder of a study (no study.toml). Start one with: nearkin bench run.")
         return StudyFolder(path, Study.from_toml(path / "study.toml"))
 
+    def _file(self, id: str, suffix: str) -> Path:
+        return self.path / "trials" / f"{id}.{suffix}"
+
     def outcome(self, trial: Trial) -> Outcome | None:
-        """Read the outcome of a trial.
-
-        Args:
-            trial: A trial of the study.
-
-        Returns:
-            The outcome; None if the trial is not finished.
-
-        Raises:
-            RunError: The file cannot be read.
-        """
-        file = self.path / "trials" / f"{trial.id}.json"
+        """Read the outcome of a trial; None if it is not finished."""
+        file = self._file(trial.id, "json")
         try:
             return Outcome(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -174,22 +119,21 @@ class StudyFolder:
         outcomes = {trial.id: self.outcome(trial) for trial in self.trials}
         return {id: outcome for id, outcome in outcomes.items() if outcome is not None}
 
-    def write(self, trial: Trial, outcome: Outcome) -> None:
-        """Store the outcome of a trial.
+    def unfinished(self) -> list[Trial]:
+        """Return the trials without an outcome."""
+        return [trial for trial in self.trials if self.outcome(trial) is None]
 
-        Args:
-            trial: The trial.
-            outcome: Its outcome.
-        """
-        atomic_write(self.path / "trials" / f"{trial.id}.json", json.dumps(asdict(outcome), indent=1))
+    def write(self, trial: Trial, outcome: Outcome) -> None:
+        """Store the outcome of a trial."""
+        atomic_write(self._file(trial.id, "json"), json.dumps(asdict(outcome), indent=1))
         if outcome.status == "done":
-            (self.path / "trials" / f"{trial.id}.begun").unlink(missing_ok=True)
+            self._file(trial.id, "begun").unlink(missing_ok=True)
 
     def forget_failures(self) -> int:
         """Delete the outcomes of failed trials, so that they run again; return how many."""
         failed = [id for id, outcome in self.outcomes().items() if outcome.status == "failed"]
         for id in failed:
-            (self.path / "trials" / f"{id}.json").unlink(missing_ok=True)
+            self._file(id, "json").unlink(missing_ok=True)
         return len(failed)
 
     def running(self) -> set[str]:
@@ -198,59 +142,57 @@ class StudyFolder:
 
     @contextmanager
     def claim(self, trial: Trial) -> Iterator[bool]:
-        """Try to lock a trial.
-
-        Args:
-            trial: A trial of the study.
-
-        Yields:
-            Whether the caller should run it: it has the lock, and there is no outcome yet.
-        """
-        with file_lock(self.path / "trials" / f"{trial.id}.lock") as locked:
+        """Try to lock a trial. Yields whether to run it: it is locked, and there is no outcome yet."""
+        with file_lock(self._file(trial.id, "lock")) as locked:
             yield locked and self.outcome(trial) is None
 
     def results(self) -> list[Result]:
         """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
-        rows, metric = [], self.study.metric
-        outcomes = self.outcomes()
+        outcomes, metric = self.outcomes(), self.study.metric
+        rows = []
         for trial in self.trials:
-            outcome = outcomes.get(trial.id)
-            if outcome is None:
-                continue
-            value = None if outcome.test is None else 100 * outcome.test[metric]
-            rows.append(Result(trial.experiment, trial.method, trial.replicate, value, outcome.reason))
+            if outcome := outcomes.get(trial.id):
+                value = None if outcome.test is None else 100 * outcome.test[metric]
+                rows.append(Result(trial.experiment, trial.method, trial.replicate, value, outcome.reason))
         return rows
 
 
-def work(folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Reporter) -> int:
-    """Run trials until every one has an outcome. Returns the number of trials that this worker ran."""
-    from nearkin.training.device import choose_device
+def work(
+    folder: StudyFolder,
+    runs: Path,
+    *,
+    device: str = "auto",
+    reporter: Reporter,
+    seconds: Mapping[str, float] | None = None,
+) -> int:
+    """Run trials until every one has an outcome; `seconds` is their estimated time. Returns how many it ran."""
+    metric, estimates = folder.study.metric, seconds or {}
 
-    choose_device(device)  # fail here rather than in every trial
-    finished = 0
-    while True:
-        remaining = [trial for trial in folder.trials if folder.outcome(trial) is None]
-        if not remaining:
-            return finished
-        before = finished
-        for trial in remaining:
-            with folder.claim(trial) as claimed:
-                if not claimed:
-                    continue
-                try:
-                    folder.write(trial, run_trial(trial, folder, runs, device))
-                except RunBusyError:
-                    continue  # another study is training the same run
-                finished += 1
-        if finished == before:
-            time.sleep(POLL_INTERVAL)
+    def run(trial: Trial) -> str | None:
+        try:
+            outcome = run_trial(trial, folder, runs, device)
+        except RunBusyError:
+            return None  # another study is training the same run
+        folder.write(trial, outcome)
+        result = f"FAILED: {outcome.reason}" if outcome.test is None else f"{metric} {100 * outcome.test[metric]:.1f}"
+        return f"{trial}  {result}  {outcome.seconds:.0f} s"
+
+    return executor.work(
+        folder.unfinished,
+        folder.claim,
+        run,
+        total=len(folder.trials),
+        cost=lambda trial: estimates.get(trial.id, 1.0),
+        device=device,
+        reporter=reporter,
+    )
 
 
 def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Outcome:
     """Train and evaluate one trial. Returns the outcome. Errors of this trial make it "failed"."""
     start = time.monotonic()
     protocol = folder.study.protocol
-    started = StartedTrial.record(folder.path / "trials" / f"{trial.id}.begun", runs)
+    started = _record_start(folder._file(trial.id, "begun"), runs)
     keep_models = folder.study.keep_models
     try:
         selected = run = _train(trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models)
@@ -258,16 +200,10 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
             assert selected.result is not None
             refit = protocol.refit_recipe(trial.recipe, selected.result["protocol"]["epoch"])
             run = _train(refit, runs, device, started, final=True, keep_models=keep_models)
-    except (TrainingFailedError, ConfigError) as error:
-        message = _first_line(error)
-        reason = message.partition(": ")[2] if message.startswith(str(runs)) else message  # without the run folder
-        return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - start, label=trial.label)
-    except (DataError, RunError, MissingExtraError, OSError):
-        raise  # no data, no disk space, no package: every trial would fail
     except Exception as error:
-        log = folder.path / "trials" / f"{trial.id}.log"
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        reason = f"{type(error).__name__}: {_first_line(error)} (see trials/{log.name})"
+        reason = executor.failure_reason(error, folder.path, f"trials/{trial.id}.log")
+        if reason.startswith(str(runs)):
+            reason = reason.partition(": ")[2]  # without the run folder
         return Outcome(trial.id, "failed", reason, seconds=time.monotonic() - start, label=trial.label)
     assert run.result is not None
     assert selected.result is not None
@@ -286,27 +222,32 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
     )
 
 
-def _train(recipe: Recipe, runs: Path, device: str, started: StartedTrial, *, final: bool, keep_models: bool) -> Run:
+def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:
+    """Record command line and existing run folders when a trial first starts; read the record if it is resumed."""
+    if not file.exists():
+        atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
+    started: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8"))
+    return started
+
+
+def _created_by(started: dict[str, list[str]], run: Run) -> bool:
+    """Return whether a trial created a run, rather than found it."""
+    try:
+        environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return run.path.name not in started["runs"] and environment["command"] == started["command"]
+
+
+def _train(
+    recipe: Recipe, runs: Path, device: str, started: dict[str, list[str]], *, final: bool, keep_models: bool
+) -> Run:
     """Train, then delete the checkpoints; a run that was already complete or created elsewhere is left unchanged."""
     from nearkin.training.loop import fit
 
     complete = {path.parent.name for path in runs.glob("*/result.json")}
     run = fit(recipe, runs, device=device, final=final, reporter=Reporter(quiet=True))
-    if run.path.name not in complete and started.created(run):
+    if run.path.name not in complete and _created_by(started, run):
         for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
             (run.path / name).unlink(missing_ok=True)
     return run
-
-
-def _check(trial: Trial) -> None:
-    """Reject an invalid name or setting before anything runs."""
-    from nearkin.training.factory import validate_recipe
-
-    try:
-        validate_recipe(trial.recipe)
-    except ConfigError as error:
-        raise ConfigError(f"{trial}: {error}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).splitlines()[:1]) or type(error).__name__

@@ -1,30 +1,22 @@
 """Fair hyperparameter search: every loss gets the same number of trials, evaluated on validation classes only.
 
-A worker locks a trial, trains it with `fit(final=False)` and records how it ended. A lock is released when its process
-dies, so another worker resumes the trial of a killed one, in the same run folder, from its checkpoint.
+A worker locks a trial, trains it with `fit(final=False)` and records how it ended in Optuna's storage.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearkin._common.progress import Pace, Reporter
-from nearkin.bench import grid_search
+from nearkin._common.progress import Reporter
+from nearkin.bench import executor, grid_search
 from nearkin.bench.search import Mode, Search, Standing, load_trials, plan, standings, write_recipes
 from nearkin.bench.search_space import Settings, apply, space, suggest
 from nearkin.bench.storage import SharedStorage, open_storage
-from nearkin.errors import (
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    RunError,
-    TrainingFailedError,
-    TrainingStoppedError,
-)
+from nearkin.errors import TrainingStoppedError
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -34,62 +26,49 @@ if TYPE_CHECKING:
 
 __all__ = ["Mode", "Search", "Standing", "plan", "run_trial", "standings", "work", "write_recipes"]
 
-REPORT_INTERVAL = 2.0  # minimum seconds between lines about short trials
-POLL_INTERVAL = 1.0  # seconds between checks of trials that other workers run
-
 
 def work(search: Search, *, device: str = "auto", reporter: Reporter | None = None) -> None:
     """Run trials until none is left; wait for those of other workers, in case one of them dies."""
     from optuna.exceptions import UpdateFinishedTrialError
 
-    from nearkin.training.device import choose_device
-
-    choose_device(device)  # fail here rather than in every trial
-    reporter = reporter or Reporter()
     with open_storage(search.address) as shared:
-        pace = Pace(done=search.total - len(_unfinished(search, shared)), total=search.total)
-        waiting, last_report = False, 0.0
-        while unfinished := _unfinished(search, shared):
-            for loss, number in unfinished:
-                with shared.lock(f"{search.study(loss)}/{number}", False) as locked:
-                    if not locked or not _is_ready(search, loss, number, shared):
-                        continue
-                    try:
-                        message = run_trial(search, loss, number, shared, device)
-                    except UpdateFinishedTrialError:  # the lock was lost with the connection
-                        message = "finished by another worker"
-                waiting = False
-                pace.update(search.total - len(_unfinished(search, shared)))
-                now = time.monotonic()
-                if now - last_report >= REPORT_INTERVAL or pace.done == pace.total or message.startswith("FAILED"):
-                    last_report = now
-                    reporter.info(f"trial {pace.done}/{pace.total}  {loss} {number}: {message}  {pace.eta} left")
-                break
-            else:
-                if not waiting:
-                    reporter.info(f"waiting for {len(unfinished)} trials of other workers")
-                waiting = True
-                time.sleep(POLL_INTERVAL)
+
+        def run(trial: tuple[str, int]) -> str:
+            try:
+                message = run_trial(search, *trial, shared, device)
+            except UpdateFinishedTrialError:  # the lock was lost with the connection
+                message = "finished by another worker"
+            return f"{trial[0]} {trial[1]}: {message}"
+
+        executor.work(
+            lambda: _unfinished(search, shared),
+            lambda trial: _claim(search, *trial, shared),
+            run,
+            total=search.total,
+            cost=lambda trial: 1.0,
+            device=device,
+            reporter=reporter or Reporter(),
+        )
 
 
 def _unfinished(search: Search, shared: SharedStorage) -> list[tuple[str, int]]:
     """Return loss and number of unfinished trials, losses in turn: a search stopped early is fair too."""
     trials = [
-        (trial.number, loss)
+        (loss, trial.number)
         for loss in search.losses
         for trial in load_trials(search, loss, shared)
         if not trial.state.is_finished()
     ]
-    return [(loss, number) for number, loss in sorted(trials, key=lambda trial: trial[0])]
+    return sorted(trials, key=lambda trial: trial[1])
 
 
-def _is_ready(search: Search, loss: str, number: int, shared: SharedStorage) -> bool:
-    """Return whether a locked trial is unfinished, and the trials it depends on are finished."""
-    trials = load_trials(search, loss, shared)
-    if trials[number].state.is_finished():
-        return False
-    num_required = grid_search.grid_points(loss)[number].first if search.mode == "thesis_grid" else 0
-    return all(trial.state.is_finished() for trial in trials[:num_required])
+@contextmanager
+def _claim(search: Search, loss: str, number: int, shared: SharedStorage) -> Iterator[bool]:
+    """Lock a trial. Yields whether it is unfinished, and the trials that it depends on are finished."""
+    with shared.lock(f"{search.study(loss)}/{number}", False) as locked:
+        num_required = grid_search.grid_points(loss)[number].first if search.mode == "thesis_grid" else 0
+        finished = [t.state.is_finished() for t in load_trials(search, loss, shared)] if locked else []
+        yield locked and not finished[number] and all(finished[:num_required])
 
 
 def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, device: str) -> str:
@@ -121,12 +100,10 @@ def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, dev
     except TrainingStoppedError as stopped:
         state, message = TrialState.PRUNED, f"pruned at epoch {max(reported)} of {recipe.train.epochs}"
         _delete_checkpoints(stopped.path, keep_best=False)
-    except (DataError, RunError, MissingExtraError, OSError):
-        raise  # no data, no disk space, no package: every trial would fail
     except Exception as error:
         if storage_errors:  # the search failed, not the training
             raise
-        reason = _failure_reason(error, search.out / f"{loss}-{number}.log")
+        reason = executor.failure_reason(error, search.out, f"{loss}-{number}.log")
         state, message = TrialState.FAIL, f"FAILED ({reason})"
         trial.set_user_attr("reason", reason)
     else:
@@ -159,23 +136,14 @@ def _record_run(search: Search, loss: str, trial: Trial, run: Run, shared: Share
     score = float(run.result["val_R@1"])
     done = [t for t in load_trials(search, loss, shared) if t.state == TrialState.COMPLETE]
     best = max((t.values[0] for t in done), default=score)
-    epoch = run.result["protocol"]["epoch"]
-    event = next(e for e in run.events() if e["event"] == "epoch" and e["epoch"] == epoch)
+    protocol = run.result["protocol"]
+    event = next(e for e in run.events() if e["event"] == "epoch" and e["epoch"] == protocol["epoch"])
     trial.set_user_attr("map", event["val"]["MAP@R"])
     trial.set_user_attr("interval", event["val_interval"])
-    trial.set_user_attr("classes", run.result["protocol"]["classes"]["val"])
+    trial.set_user_attr("classes", protocol["classes"]["val"])
     trial.set_user_attr("run", run.path.name)
     _delete_checkpoints(run.path, keep_best=score >= best)
     return score, f"val R@1 {100 * score:.1f} (best {100 * max(best, score):.1f})"
-
-
-def _failure_reason(error: Exception, log: Path) -> str:
-    """Return why a trial failed, in one line; write the traceback of an unexpected error to a log."""
-    message = " ".join(str(error).splitlines()[:1])
-    if isinstance(error, TrainingFailedError | ConfigError):
-        return message
-    log.write_text(traceback.format_exc(), encoding="utf-8")
-    return f"{type(error).__name__}: {message} (see {log.name})"
 
 
 def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedStorage) -> Settings:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nearkin.cli._arguments import leading, parse, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
-    from nearkin.bench.trials import StudyFolder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,22 +116,31 @@ def run(argv: list[str]) -> None:
     actions[argv[0]](argv[1:])
 
 
+def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
+    """Split off the study or folder, and parse the flags."""
+    prog = f"nearkin bench {action}"
+    what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
+    target, flags = leading(argv, what, prog, args_type)
+    args = parse(args_type, flags, prog)
+    if args_type is not StatusArgs:
+        require_extra("bench", "scipy")
+    return target, args
+
+
 def plan(argv: list[str]) -> None:
     """`nearkin bench plan STUDY`."""
-    prog = "nearkin bench plan STUDY"
-    target, flags = leading(argv, "the name of a study or a .toml file", prog, PlanArgs)
-    args = parse(PlanArgs, flags, prog)
-    require_extra("bench", "scipy")
+    target, args = _parse("plan STUDY", PlanArgs, argv)
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     from nearkin.bench.estimates import Estimate
+    from nearkin.bench.executor import default_workers
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
     from nearkin.report.study_tables import rich_table
 
     study = _study(target, args)
     folder = StudyFolder(args.out or _study_path(target, study), study)
-    workers = _num_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
+    workers = default_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers, tflops=args.tflops)
     show(rich_table(plan_grid(folder, estimate, full=args.full)))
     print(plan_totals(folder, estimate, workers=workers))
@@ -136,50 +148,65 @@ def plan(argv: list[str]) -> None:
 
 def run_study(argv: list[str]) -> None:
     """`nearkin bench run STUDY`."""
-    prog = "nearkin bench run STUDY"
-    target, flags = leading(argv, "the name of a study or a .toml file", prog, RunArgs)
-    args = parse(RunArgs, flags, prog)
-    require_extra("bench", "scipy")
+    target, args = _parse("run STUDY", RunArgs, argv)
     from nearkin._common.progress import Reporter
+    from nearkin.bench import trials
     from nearkin.bench.estimates import Estimate
-    from nearkin.bench.trials import StudyFolder
-    from nearkin.bench.workers import run_workers
+    from nearkin.bench.executor import default_workers, run_workers
     from nearkin.data import sources
-    from nearkin.report.study_overview import plan_totals, write_report_files
+    from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
     from nearkin.training.device import choose_device
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     study = _study(target, args)
-    folder = StudyFolder.begin(args.out or _study_path(target, study), study)
+    folder = trials.StudyFolder.begin(args.out or _study_path(target, study), study)
     if args.retry_failed:
         reporter.info(f"running {folder.forget_failures()} failed trials again")
-    workers = _num_workers(args.workers, args.device)
+    workers, total = default_workers(args.workers, args.device), len(folder.trials)
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers)
     reporter.info(plan_totals(folder, estimate, workers=workers))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
         study.protocol.check_table(sources.load(data, reporter))  # fail here rather than in every worker
-    run_workers(folder, args.runs, estimate, workers=workers, device=args.device, reporter=reporter)
-    _print_report(folder, write_report_files(folder))
+    if done := len(folder.outcomes()):
+        reporter.info(f"{done} of {total} trials already complete")
+    run_workers(
+        functools.partial(
+            trials.work, folder, args.runs, seconds={trial.id: estimate.seconds(trial) for trial in folder.trials}
+        ),
+        workers,
+        unfinished=lambda: len(folder.unfinished()),
+        total=total,
+        device=args.device,
+        reporter=reporter,
+    )
+    written = write_report_files(folder)
+    show(*terminal_report(folder))
+    print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
+    print(f"page:  nearkin report --study {shlex.quote(str(folder.path))}")
 
 
 def work(argv: list[str]) -> None:
     """`nearkin bench work FOLDER`."""
-    prog = "nearkin bench work FOLDER"
-    target, flags = leading(argv, "the folder of a study", prog, WorkArgs)
-    args = parse(WorkArgs, flags, prog)
-    require_extra("bench", "scipy")
-    from nearkin.bench.trials import StudyFolder
-    from nearkin.bench.workers import run_worker
+    target, args = _parse("work FOLDER", WorkArgs, argv)
+    from nearkin._common.progress import Reporter
+    from nearkin.bench import executor, trials
 
-    run_worker(StudyFolder.open(target), args.runs, args.device, detached=args.detached)
+    folder = trials.StudyFolder.open(target)
+    executor.stop_after(None if args.detached else _wait_for_parent)
+    trials.work(folder, args.runs, device=args.device, reporter=Reporter(quiet=True))
+
+
+def _wait_for_parent() -> None:
+    # Returns when the parent closes the pipe or dies. Not through sys.stdin: a thread that waits in its buffer makes
+    # Python abort when the worker exits first, and an ordinary error would look like a kill.
+    while os.read(0, 1):
+        pass
 
 
 def status(argv: list[str]) -> None:
     """`nearkin bench status FOLDER`."""
-    prog = "nearkin bench status FOLDER"
-    target, flags = leading(argv, "the folder of a study", prog, StatusArgs)
-    parse(StatusArgs, flags, prog)
+    target, _ = _parse("status FOLDER", StatusArgs, argv)
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import status_grid, status_lines
     from nearkin.report.study_tables import rich_table
@@ -209,19 +236,3 @@ def _study_path(target: str, study: Study) -> Path:
 
     exists = target not in PRESETS and Path(target).is_dir()
     return Path(target) if exists else Path("studies") / study.name.replace("/", "-")
-
-
-def _num_workers(workers: int, device: str) -> int:
-    from nearkin.bench.machine import default_workers
-
-    if workers < 0:
-        raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
-    return default_workers(workers, device)
-
-
-def _print_report(folder: StudyFolder, written: list[Path]) -> None:
-    from nearkin.report.study_overview import terminal_report
-
-    show(*terminal_report(folder))
-    print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
-    print(f"page:  nearkin report --study {shlex.quote(str(folder.path))}")

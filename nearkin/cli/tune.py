@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nearkin.bench.launch import Slurm, run_local, submit
+from nearkin.bench.executor import Slurm, run_workers, submit
 from nearkin.bench.storage import is_database, without_password
 from nearkin.cli._arguments import parse, show
 from nearkin.cli.train import TrainArgs, parse_train
@@ -19,6 +20,7 @@ from nearkin.errors import ConfigError, did_you_mean, require_extra
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from nearkin._common.progress import Reporter
     from nearkin.bench.tune import Search, Standing
 
 MIN_CLASSES = 10  # with fewer, an interval over classes is itself unreliable
@@ -90,21 +92,39 @@ def run(argv: list[str]) -> None:
     if not left:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
-        command = ["nearkin", "tune", *_without_password(argv, search)]
+        command = ["nearkin", "tune", *argv]
         reporter.info(f"{left} of {search.total} trials to run: {_budget(search)}")
-        if is_database(search.address):
+        if args.storage is not None and is_database(search.address):
+            command = [word.replace(args.storage, without_password(search.address)) for word in command]
             reporter.info(f"to add another machine, run there:\n  {shlex.join(command)}")
-        if args.launch == "here":
-            run_local(search, args.workers, device=args.device, quiet=args.quiet)
-        else:
-            jobs = submit(search, args.workers, args.slurm, cluster=args.launch, device=args.device)
-            print(f"jobs: {' '.join(jobs)} (logs: {search.out / 'jobs'})")
-            if args.launch == "slurm":
-                print(f"progress: {shlex.join([*command, '--workers', '0'])}")
-                return
+        _run_search(search, args, reporter)
+        if args.launch == "slurm":
+            print(f"progress: {shlex.join([*command, '--workers', '0'])}")
+            return
         results = standings(search)
     written = write_recipes(search, results)
     show(results_table(results), *footer(search, results, written))
+
+
+def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
+    """Run the trials in this process, in several, or as jobs of a cluster."""
+    from nearkin.bench.tune import standings, work
+
+    if args.launch != "here":
+        task = functools.partial(work, dataclasses.replace(search, out=search.out.resolve()), device=args.device)
+        jobs = submit(task, args.workers, args.slurm, search.out / "jobs", cluster=args.launch)
+        print(f"jobs: {' '.join(jobs)} (logs: {search.out / 'jobs'})")
+    elif args.workers == 1:
+        work(search, device=args.device, reporter=reporter)
+    else:
+        run_workers(
+            functools.partial(work, search),
+            args.workers,
+            unfinished=lambda: sum(standing.left for standing in standings(search)),
+            total=search.total,
+            device=args.device,
+            reporter=reporter,
+        )
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
@@ -131,18 +151,6 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     require_extra("bench", "optuna")
     recipe, _ = parse_train([*recipe_name, *rest, *(["--quiet"] if args.quiet else [])])
     return recipe, args
-
-
-def _without_password(argv: Sequence[str], search: Search) -> list[str]:
-    """Return the arguments without the password of the database."""
-    shown = without_password(search.address)
-    words = list(argv)
-    for index, word in enumerate(words):
-        if word.startswith("--storage="):
-            words[index] = f"--storage={shown}"
-        elif index and words[index - 1] == "--storage":
-            words[index] = shown
-    return words
 
 
 def _budget(search: Search) -> str:

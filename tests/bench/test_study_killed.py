@@ -44,7 +44,9 @@ def start(study: Path, out: str) -> subprocess.Popen:
 
 def workers_of(process: subprocess.Popen) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    # Without the resource tracker that multiprocessing starts.
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_for(condition, seconds: float = 90.0):

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ from helpers.studies import small_study, write_features
 import nearkin.training.loop
 from nearkin._common.progress import Reporter
 from nearkin.bench import presets
-from nearkin.bench.machine import default_workers, threads_for
+from nearkin.bench.executor import default_workers, threads_for
 from nearkin.bench.trials import Outcome, StudyFolder, run_trial, work
-from nearkin.bench.workers import Worker, _error_message
 from nearkin.cli import main
 from nearkin.cli.bench import _study_path, status
 from nearkin.cli.tournament import run as tournament
@@ -124,19 +123,13 @@ def test_missing_package_stops_the_study(folder, tmp_path, monkeypatch):
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stderr", "message"),
-    [
-        ("a warning\nnearkin: cannot write (no space left)\nMake room.\n", "cannot write (no space left)\nMake room."),
-        ("Traceback\n  line\nValueError: odd\n", "ValueError: odd"),
-        ("", "no error message."),
-    ],
-)
-def test_error_message_of_a_worker(stderr, message):
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen([sys.executable, "-c", f"import sys; sys.stderr.write({stderr!r})"], stderr=errors)
-        process.wait()
-        assert _error_message(Worker(process, errors)) == message
+@pytest.mark.slow
+def test_error_of_a_worker_stops_the_study(folder, tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file where the folder of runs should be")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "run", str(folder.path), "--workers", "1", "--device", "cpu", "--runs", str(tmp_path / "runs")])
+    assert re.search(rf"nearkin: A worker stopped: .*{tmp_path}/runs", capsys.readouterr().err)
+    assert folder.outcomes() == {}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -17,8 +18,8 @@ import pytest
 from helpers.searches import QUIET, small_recipe, trials_of, write_vectors
 
 import nearkin as nk
-from nearkin.bench import tune
-from nearkin.bench.launch import Slurm, Worker, submit
+from nearkin.bench import executor, tune
+from nearkin.bench.executor import ClusterJob, Slurm, submit
 from nearkin.cli import main
 from nearkin.config.recipe import Recipe
 from nearkin.errors import RunError
@@ -48,7 +49,7 @@ def worker(search: tune.Search, log: Path) -> None:
         return fit(recipe, *args, **kwargs)
 
     nearkin.training.loop.fit = logging_fit
-    tune.POLL_INTERVAL = 0.05
+    executor.POLL_INTERVAL = 0.05
     tune.work(search, device="cpu", reporter=QUIET)
 
 
@@ -181,7 +182,7 @@ def test_sigint_to_the_command_stops_its_workers(features, tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)  # also waits for the workers, which share the pipe
     assert process.returncode == 130
-    assert "stopped; the checkpoint is saved. To resume:" in stderr
+    assert "stopped with 0 of 2 trials done; the checkpoint is saved. To resume:" in stderr
     assert "Traceback" not in stderr
 
 
@@ -189,9 +190,11 @@ def test_sigint_to_the_command_stops_its_workers(features, tmp_path):
 def test_jobs_run_with_submitit(recipe, tmp_path):
     pytest.importorskip("submitit", reason="needs nearkin[bench]")
     search = tune.plan(recipe, tmp_path, trials=3, reporter=QUIET)
-    jobs = submit(search, 1, Slurm(hours=0.1, gpus=0, cores=1, memory_gb=1), cluster="local", device="cpu")
+    task = functools.partial(tune.work, search, device="cpu")
+    slurm = Slurm(hours=0.1, gpus=0, cores=1, memory_gb=1)
+    jobs = submit(task, 1, slurm, tmp_path / "jobs", cluster="local")
     assert len(jobs) == 1
-    assert Worker(search).checkpoint().function == Worker(search)  # requeued unchanged on timeout
+    assert ClusterJob(task).checkpoint().function == ClusterJob(task)  # requeued unchanged on timeout
     (standing,) = tune.standings(search)
     assert (standing.done + standing.pruned, standing.left) == (3, 0)
 
