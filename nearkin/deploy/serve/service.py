@@ -24,7 +24,8 @@ from nearkin._common.version import __version__
 from nearkin.data.loading import available_cores
 from nearkin.data.reading import name_of, read_image, square
 from nearkin.deploy.images import model_input
-from nearkin.deploy.index.index import Index, SearchResult
+from nearkin.deploy.index.index import Index
+from nearkin.deploy.index.search import SearchResult
 from nearkin.deploy.serve.middleware import host_name
 from nearkin.deploy.serve.models import Hit, Info, Item, Items, ItemSearchResponse, Limits, SearchResponse
 from nearkin.deploy.serve.request_limits import RequestLimits, UploadReader, check_image, too_busy
