@@ -13,26 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.deploy.index import items, storage
+from nearkin.deploy.index import items, search, storage
 from nearkin.deploy.index.graph import GraphStats, HNSWGraph
 from nearkin.deploy.index.items import EmbeddingModel, FileStamp, ModelInfo
 from nearkin.deploy.index.openset import Threshold, calibrate_items
 from nearkin.deploy.index.rerank import RERANKERS, Rerank, RerankChoice, apply_rerank, choose_rerank, rerank_name
-from nearkin.deploy.index.search import (
-    Floats,
-    Hit,
-    Ints,
-    Label,
-    SearchResult,
-    Vectors,
-    as_array,
-    check_k,
-    check_vectors,
-    exclude_row,
-    inverse_norms,
-    near_pairs,
-    nearest,
-)
+from nearkin.deploy.index.search import Floats, Hit, Ints, Label, SearchResult, Vectors
 from nearkin.errors import ConfigError, DataError
 
 
@@ -60,9 +46,6 @@ class Index:
         'wren'
     """
 
-    graph: HNSWGraph | None
-    _inv_norms: Vectors | None
-
     def __init__(
         self,
         vectors: Any,
@@ -74,12 +57,10 @@ class Index:
         root: Path | None = None,
         stamps: Sequence[FileStamp | None] | None = None,
     ) -> None:
-        rows = check_vectors(vectors, None, "vectors")
-        assert stamps is None or len(stamps) == len(rows)
+        rows = search.check_vectors(vectors, None, "vectors")
         self._set_items(rows, list(ids), items.as_labels(labels, len(rows)), list(stamps or [None] * len(rows)))
-        self.root = root
+        self.root, self._model = root, model
         self.model_info = items.get_model_info(model) if model is not None and model_info is None else model_info
-        self._model = model
         self.threshold: Threshold | None = None
         self.rerank: Rerank | None = None
         self.store: str | None = None
@@ -107,9 +88,8 @@ class Index:
             The index.
         """
         names = items.ids_of(images) if ids is None else list(ids)
-        model_info = items.get_model_info(model, None if run is None else Path(run))
         vectors = items.embed_images(model, images, names)
-        return cls(vectors, names, labels, model=model, model_info=model_info, root=Path.cwd())
+        return cls(vectors, names, labels, model=model, model_info=items.get_model_info(model, run), root=Path.cwd())
 
     def add(self, images: Sequence[Any], labels: Sequence[Label] | None = None, *, ids: Any = None) -> None:
         """Embed images and append them.
@@ -119,7 +99,7 @@ class Index:
             labels: Class per image, None where unknown.
             ids: New item names; by default the paths, made relative to the folder in which the index was built.
         """
-        names = list(ids) if ids is not None else [self._relative_id(path) for path in items.ids_of(images)]
+        names = list(ids) if ids is not None else [items.relative_id(path, self.root) for path in items.ids_of(images)]
         self._check_new_ids(names)
         self.add_vectors(items.embed_images(self.model(), images, names), names, labels)
 
@@ -132,7 +112,7 @@ class Index:
             labels: Class per item, None where unknown.
         """
         self._check_new_ids(ids)
-        new = check_vectors(vectors, self.dim, "vectors")
+        new = search.check_vectors(vectors, self.dim, "vectors")
         items.check_count("ids", len(ids), "vector", len(new))
         self._set_items(
             np.concatenate([self.vectors, new]),
@@ -161,7 +141,8 @@ class Index:
         rows = items.row_by_id(ids, len(vectors))
         items.check_label_types(labels)
         self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
-        self.graph, self._inv_norms = None, None
+        self.graph: HNSWGraph | None = None
+        self._inv_norms: Vectors | None = None
 
     def _check_new_ids(self, ids: Sequence[str]) -> None:
         existing = next((id for id in ids if id in self._rows), None)
@@ -188,13 +169,6 @@ class Index:
     def path_of(self, id: str) -> Path:
         """Return the file of an item whose id is a path."""
         return Path(id) if self.root is None else self.root / id
-
-    def _relative_id(self, path: str) -> str:
-        """Return the id for which `path_of` gives this path, which may be relative to the current folder."""
-        if self.root is None or os.path.isabs(path) or self.root == Path.cwd():
-            return path
-        absolute = Path(os.path.abspath(path))
-        return absolute.relative_to(self.root).as_posix() if absolute.is_relative_to(self.root) else str(absolute)
 
     def search(self, query: Any, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """Find the nearest items of an image or vector.
@@ -263,35 +237,33 @@ class Index:
             Rows and cosines, both [Q, min(k, N)], nearest first.
         """
         if self._inv_norms is None:
-            self._inv_norms = inverse_norms(self.vectors)
-        return nearest(check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inv_norms)
+            self._inv_norms = search.inverse_norms(self.vectors)
+        return search.nearest(search.check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inv_norms)
 
     def _nearest(self, query: Vectors, k: int, exclude: int | None, exact: bool) -> tuple[Ints, Floats]:
-        check_k(k)
+        search.check_k(k)
         fetch = k if exclude is None else k + 1
         if self.graph is not None and not exact:
             rows, cosines = self.graph.search(query, self.vectors, fetch)
         else:
             [rows], [cosines] = self.search_many(query[None], fetch)
         if exclude is not None:
-            rows, cosines = exclude_row(exclude, rows, cosines)
+            rows, cosines = search.exclude_row(exclude, rows, cosines)
         return rows[:k], cosines[:k]
 
     def vector_of(self, query: Any) -> Vectors:
         """Convert a query to a vector [D], embedding it if it is an image."""
         if isinstance(query, str | os.PathLike) or hasattr(query, "getbands"):  # a path or a PIL image
-            vectors: Any = self.model().embed([query])
+            query = self.model().embed([query])[0]
         else:
-            array = as_array(query)
-            if array.dtype == np.uint8 and array.ndim == 3:
-                vectors = self.model().embed(array[None])
-            elif array.ndim == 1:
-                vectors = array[None]
-            else:
-                shape = list(array.shape)
+            query = search.as_array(query)
+            if query.dtype == np.uint8 and query.ndim == 3:
+                query = self.model().embed(query[None])[0]
+            if query.ndim != 1:
+                shape = list(query.shape)
                 raise DataError(f"query: expected a path, a PIL image or one vector [D]; got shape {shape}.")
         # Copied, because torch warns about read-only memory such as memory-mapped rows.
-        return np.array(check_vectors(vectors, self.dim, "query")[0])
+        return np.array(search.check_vectors(query[None], self.dim, "query")[0])
 
     def duplicates(self, min_similarity: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
         """Find pairs of near-duplicate items.
@@ -302,7 +274,7 @@ class Index:
         Returns:
             Pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found.
         """
-        pairs, count = near_pairs(self.vectors, min_similarity)
+        pairs, count = search.near_pairs(self.vectors, min_similarity)
         return [(self.ids[i], self.ids[j], cosine) for i, j, cosine in pairs], count
 
     def build_graph(self, *, recall: float = 0.99) -> GraphStats:
@@ -370,9 +342,8 @@ class Index:
         Args:
             folder: Created if needed.
         """
-        path = Path(folder)
-        with storage.lock_index(path):
-            self.write(path)
+        with storage.lock_index(Path(folder)):
+            self.write(Path(folder))
 
     def write(self, folder: Path) -> None:
         """Write the index into a folder that the caller has locked with `storage.lock_index`."""
@@ -400,7 +371,7 @@ class Index:
 
         Args:
             folder: The index.
-            model: The model that made the vectors; by default loaded from the recorded run folder when needed.
+            model: The model that made the vectors; by default loaded from its run folder when needed.
 
         Returns:
             The index.

@@ -37,9 +37,9 @@ class ModelInfo:
     run: str | None = None  # run folder it was loaded from, if any
 
 
-def get_model_info(model: EmbeddingModel, run: Path | None = None) -> ModelInfo:
+def get_model_info(model: EmbeddingModel, run: str | Path | None = None) -> ModelInfo:
     """Describe a model, with the absolute path of its run."""
-    return ModelInfo(model.fingerprint(), None if run is None else str(run.resolve()))
+    return ModelInfo(model.fingerprint(), None if run is None else str(Path(run).resolve()))
 
 
 def check_model(model_info: ModelInfo | None, fingerprint: str, what: str) -> None:
@@ -73,6 +73,14 @@ def ids_of(images: Sequence[Any]) -> list[str]:
     if not all(isinstance(image, str | os.PathLike) for image in images):
         raise DataError("ids: required for images that are not files. Pass ids=[...], one per image.")
     return [os.fsdecode(image) for image in images]
+
+
+def relative_id(path: str, root: Path | None) -> str:
+    """Return the id of a path, which may be relative to the current folder, in an index with this root."""
+    if root is None or os.path.isabs(path) or root == Path.cwd():
+        return path
+    absolute = Path(os.path.abspath(path))
+    return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else str(absolute)
 
 
 def as_labels(labels: Any, count: int) -> list[Label]:

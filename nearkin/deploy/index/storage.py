@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def read_vectors(folder: Path, state: State) -> Vectors:
     """Open the vectors. Returns float32 [N, D], memory-mapped."""
     path = find_file(folder, state, "vectors")
     # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared.
-    mode = "c" if state["ids"] else None  # an empty array cannot be mapped
+    mode: Literal["c"] | None = "c" if state["ids"] else None  # an empty array cannot be mapped
     try:
         return np.load(path, mmap_mode=mode, allow_pickle=False)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -211,7 +211,7 @@ class Journal:
 
     def append(self, names: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
         """Append one batch and flush it to disk."""
-        encoded = base64.b64encode(np.ascontiguousarray(vectors, "<f4")).decode()
+        encoded = base64.b64encode(np.asarray(vectors, "<f4").tobytes()).decode()
         with write_errors(self.folder), open(self.path, "ab") as file:
             file.write(_journal_line([names, stamps, encoded]))
             file.flush()
