@@ -67,12 +67,12 @@ def run(argv: list[str]) -> None:
     _check_flags(args)
     if args.images or args.sheet is not None:
         require_extra("stores" if args.store else "images", "PIL")
-    if args.duplicates:
-        print(*_duplicates(folder, args), sep="\n")
-        return
     from nearkin.deploy.index.index import Index
 
     index = Index.load(folder)
+    if args.duplicates:
+        print(*_duplicates(index, folder, args), sep="\n")
+        return
     if args.images:
         index.set_model(load_model(args.run or run_of(index), args.device))
     queries = _queries(index, args)
@@ -241,11 +241,9 @@ def _draw_sheet(index: Index, queries: list[Query], results: list[SearchResult],
     contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], out)
 
 
-def _duplicates(folder: str, args: SearchArgs) -> list[str]:
-    from nearkin.deploy.index.index import Index
+def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:
     from nearkin.report.contact_sheet import printable
 
-    index = Index.load(folder)
     min_similarity = AT_LEAST if args.min_similarity is None else args.min_similarity
     pairs, count = index.duplicates(min_similarity)
     if args.json:

@@ -44,10 +44,10 @@ class UpdateSummary:
 
     def lines(self) -> list[str]:
         """Return the summary as lines for the terminal."""
-        optional = {"resumed from the interrupted run": self.resumed, "relabelled": self.relabelled}
-        optional["removed"] = self.pruned
         parts = [f"{self.embedded:,} embedded", f"{self.unchanged:,} unchanged"]
-        parts += [f"{count:,} {what}" for what, count in optional.items() if count]
+        parts += [f"{self.resumed:,} resumed from the interrupted run"] if self.resumed else []
+        parts += [f"{self.relabelled:,} relabelled"] if self.relabelled else []
+        parts += [f"{self.pruned:,} removed"] if self.pruned else []
         lines = [", ".join(parts), *self.notes]
         if self.broken:
             lines.append(f"{len(self.broken):,} could not be read:")
@@ -78,8 +78,8 @@ def update_index(
     model_info = get_model_info(model, run)
     old = _open_existing(out, model_info.fingerprint, images)
     journal = Journal(out, model_info.fingerprint, model.embed([]).shape[1])
-    update = _Update(model, images, old, journal, store, reporter)
-    summary = update.summary
+    summary = UpdateSummary(notes=list(images.notes))
+    update = _Update(model, images, old, journal, store, reporter, summary)
     unchanged = update.find_unchanged()
     update.fill_store()
     update.embed([name for name in images.labels if name not in unchanged and name not in summary.broken], batch_size)
@@ -132,23 +132,19 @@ def _carry_over(old: Index, new: Index) -> list[str]:
     return notes + (["items changed; the graph was dropped, rebuild it with: --hnsw"] if old.graph else [])
 
 
+@dataclass
 class _Update:
     """The state of an update. An image has a vector if it is in the journal, or else in the old index."""
 
-    def __init__(
-        self,
-        model: EmbeddingModel,
-        images: ImageList,
-        old: Index | None,
-        journal: Journal,
-        store: Store | None,
-        reporter: Reporter,
-    ) -> None:
-        self.model, self.images, self.old, self.journal = model, images, old, journal
-        self.store, self.reporter = store, reporter
-        self.summary = UpdateSummary(notes=list(images.notes))
-        self.stamps: dict[str, FileStamp] = {}  # of the files as they are now
-        self.missing: set[str] = set()  # listed files that do not exist
+    model: EmbeddingModel
+    images: ImageList
+    old: Index | None
+    journal: Journal
+    store: Store | None
+    reporter: Reporter
+    summary: UpdateSummary
+    stamps: dict[str, FileStamp] = field(default_factory=dict)  # of the files as they are now
+    missing: set[str] = field(default_factory=set)  # listed files that do not exist
 
     def stamp(self, name: str) -> FileStamp | None:
         """Return the stamp of the file that an image's vector was computed from."""
