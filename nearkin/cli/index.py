@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,8 +90,8 @@ def run(argv: list[str]) -> None:
     require_extra("stores" if args.store else "images", "PIL")
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.builder import update_index
-    from nearkin.deploy.index.files import lock_index
     from nearkin.deploy.index.sources import find_images
+    from nearkin.deploy.index.storage import lock_index
     from nearkin.deploy.index.trained import TrainingClasses, training_classes
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
@@ -102,8 +103,10 @@ def run(argv: list[str]) -> None:
     _check_flags(args, len(images.labels))
     needs_unseen = (args.calibrate or args.choose_rerank) and not args.assume_unseen
     trained = training_classes(run, reporter) if needs_unseen else TrainingClasses()
-    with lock_index(args.out):
-        store = open_store(args.store, _dim(model), model.fingerprint()) if args.store else None
+    with (
+        lock_index(args.out),
+        open_store(args.store, model.dim, model.fingerprint()) if args.store else nullcontext() as store,
+    ):
         index, summary = update_index(
             model,
             images,
@@ -177,7 +180,3 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         stats = index.build_graph()
         index.write(args.out)
         yield f"graph: {stats}"
-
-
-def _dim(model: Embedder) -> int:
-    return int(model.embed([]).shape[1])

@@ -14,7 +14,8 @@ from nearkin.cli._models import load_model, run_of
 from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
-    from nearkin.deploy.index.index import Index, SearchResult
+    from nearkin.deploy.index.index import Index
+    from nearkin.deploy.index.search import SearchResult
 
 SEARCH = "nearkin search DIR IMAGE..."
 AT_LEAST = 0.99
@@ -66,15 +67,14 @@ def run(argv: list[str]) -> None:
     _check_flags(args)
     if args.images or args.sheet is not None:
         require_extra("stores" if args.store else "images", "PIL")
-    if args.duplicates:
-        print(*_duplicates(folder, args), sep="\n")
-        return
     from nearkin.deploy.index.index import Index
 
     index = Index.load(folder)
+    if args.duplicates:
+        print(*_duplicates(index, folder, args), sep="\n")
+        return
     if args.images:
         index.set_model(load_model(args.run or run_of(index), args.device))
-    _set_rerank(index, args)
     queries = _queries(index, args)
     results = _search(index, queries, args)
     if args.sheet is not None:
@@ -91,17 +91,16 @@ def run(argv: list[str]) -> None:
 
 
 def _check_flags(args: SearchArgs) -> None:
+    queries = args.images or args.item or args.vector
     if args.k < 1:
         raise ConfigError(f"-k: expected at least 1, got {args.k}.")
-    if args.duplicates:
-        if args.images or args.item or args.vector or args.store or args.sheet:
-            raise ConfigError("--duplicates: compares items with each other and takes no query, --store or --sheet.")
-        return
-    if args.min_similarity is not None:
+    if args.duplicates and (queries or args.store or args.sheet):
+        raise ConfigError("--duplicates: compares items with each other and takes no query, --store or --sheet.")
+    if args.min_similarity is not None and not args.duplicates:
         raise ConfigError("--min-similarity: only applies with --duplicates.")
-    if args.exact and args.store:
-        raise ConfigError("--exact: does not apply to external stores.")
-    if not (args.images or args.item or args.vector):
+    if args.store and (args.exact or args.rerank):
+        raise ConfigError(f"--{'exact' if args.exact else 'rerank'}: does not apply to external stores.")
+    if not queries and not args.duplicates:
         raise ConfigError("nearkin search: no query. Pass images, --item ID or --vector FILE.npy.")
 
 
@@ -143,32 +142,26 @@ def label_of(index: Index, path: Path) -> Any:
 
 
 def _search(index: Index, queries: list[Query], args: SearchArgs) -> list[SearchResult]:
+    if args.rerank is not None:
+        from nearkin.deploy.index.rerank import RERANKERS
+
+        index.rerank = None if args.rerank == "none" else RERANKERS[args.rerank]()
     if args.store is None:
         return [index.answer(query.vector, args.k, exclude=query.row, exact=args.exact) for query in queries]
     if index.model_info is None:
         raise ConfigError("--store: the index does not record which model made its vectors.")
-    from nearkin.deploy.index.index import SearchResult
+    from nearkin.deploy.index.search import SearchResult
     from nearkin.deploy.stores import open_store
 
-    store = open_store(args.store, index.dim, index.model_info.fingerprint)
     results = []
-    for query in queries:
-        exclude = None if query.row is None else index.ids[query.row]
-        hits = store.search(query.vector, args.k + (exclude is not None))
-        hits = [hit for hit in hits if hit.id != exclude][: args.k]
-        top = hits[0].similarity if hits else -1.0
-        known = None if index.threshold is None else index.threshold.accepts(top)
-        results.append(SearchResult(tuple(hits), top, known))
+    with open_store(args.store, index.dim, index.model_info.fingerprint) as store:
+        for query in queries:
+            exclude = None if query.row is None else index.ids[query.row]
+            hits = store.search(query.vector, args.k + (exclude is not None))
+            hits = [hit for hit in hits if hit.id != exclude][: args.k]
+            top = hits[0].similarity if hits else -1.0
+            results.append(SearchResult(tuple(hits), top, index.is_known(top)))
     return results
-
-
-def _set_rerank(index: Index, args: SearchArgs) -> None:
-    from nearkin.deploy.index.rerank import get_reranker
-
-    if args.rerank is not None:
-        if args.store is not None:
-            raise ConfigError("--rerank: does not apply to external stores.")
-        index.rerank = None if args.rerank == "none" else get_reranker(args.rerank)()
 
 
 def _read_vectors(path: Path) -> Any:
@@ -248,11 +241,9 @@ def _draw_sheet(index: Index, queries: list[Query], results: list[SearchResult],
     contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], out)
 
 
-def _duplicates(folder: str, args: SearchArgs) -> list[str]:
-    from nearkin.deploy.index.index import Index
+def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:
     from nearkin.report.contact_sheet import printable
 
-    index = Index.load(folder)
     min_similarity = AT_LEAST if args.min_similarity is None else args.min_similarity
     pairs, count = index.duplicates(min_similarity)
     if args.json:

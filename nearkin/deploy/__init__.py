@@ -9,8 +9,8 @@ from nearkin._common.lazy import lazy_exports
 if TYPE_CHECKING:
     from nearkin.deploy import export
     from nearkin.deploy.export import export_run
-    from nearkin.deploy.index.index import Index, SearchResult
-    from nearkin.deploy.index.search import Hit
+    from nearkin.deploy.index.index import Index
+    from nearkin.deploy.index.search import Hit, SearchResult
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.service import Service
     from nearkin.deploy.stores import open_store
@@ -30,8 +30,8 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "export": ("export", "export_run"),
-        "index.index": ("Index", "SearchResult"),
-        "index.search": ("Hit",),
+        "index.index": ("Index",),
+        "index.search": ("Hit", "SearchResult"),
         "serve.app": ("make_app",),
         "serve.service": ("Service",),
         "stores": ("open_store",),

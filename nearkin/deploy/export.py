@@ -1,10 +1,6 @@
 """Export a trained model to a single ONNX or torch.export file that runs without nearkin.
 
-    nearkin export runs/<key> --to onnx -o birds.onnx
-
-The input is uint8 [B, C, H, W] (RGB), the output one vector per image, of unit length unless the model was built with
-`normalize = false`: scaling, channel order and normalization are part of the file. How to crop an image to H x W is
-described in the file's metadata and in a JSON file next to it. The file is saved only if it reproduces the model.
+Scaling, channel order and normalization are part of the file; how to crop an image is described in its metadata.
 """
 
 from __future__ import annotations
@@ -30,12 +26,7 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data.reading import MAX_ASPECT
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.check_images import (
-    CheckImages,
-    check_images_from_folder,
-    check_images_of_run,
-    random_check_images,
-)
+from nearkin.deploy.images import CheckImages, check_images_from_folder, check_images_of_run, random_check_images
 from nearkin.deploy.index.trained import read_training_classes
 from nearkin.errors import ConfigError, RunError, UserError, import_extra
 from nearkin.models.embedder import Embedder, load
@@ -108,10 +99,7 @@ def export_run(
     run = Run(path) if (path / "recipe.toml").exists() else None
     _check_takes_images(model)
     reporter = reporter or Reporter(quiet=True)
-    if images is not None:
-        checks = check_images_from_folder(model, images)
-    else:
-        checks = check_images_of_run(model, run, reporter)
+    checks = check_images_of_run(model, run, reporter) if images is None else check_images_from_folder(model, images)
     return export(model, to, out, checks=checks, run=run, reporter=reporter)
 
 
@@ -160,7 +148,6 @@ def export(
 
 def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
-    reporter = reporter or Reporter(quiet=True)
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
     return {
@@ -195,7 +182,7 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
         },
         "model": model.config_dict()["model"],
         "fingerprint": model.fingerprint(),
-        "trained_on": None if run is None else _training_data(run, reporter),
+        "trained_on": None if run is None else _training_data(run, reporter or Reporter(quiet=True)),
     }
 
 
@@ -224,18 +211,14 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
     values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
     for part in (graph, *graph.all_nodes(), *values):
         part.metadata_props.clear()  # debug information of the exporter
-    _name_batch_dim(values, graph.inputs[0].shape[0])
-    onnx.model.metadata_props[METADATA_KEY] = json.dumps(metadata)
-    onnx.model.producer_name, onnx.model.producer_version = "nearkin", __version__
-    onnx.save(path)
-
-
-def _name_batch_dim(values: list[Any], batch: Any) -> None:
-    """Name the dynamic dimension "batch" in every shape; the exporter replaces the name by a symbol such as s34."""
+    batch = graph.inputs[0].shape[0]  # named by the exporter, such as s34
     for value in values:
         for n, size in enumerate(value.shape or ()):
             if not isinstance(size, int) and size == batch:
                 value.shape[n] = "batch"
+    onnx.model.metadata_props[METADATA_KEY] = json.dumps(metadata)
+    onnx.model.producer_name, onnx.model.producer_version = "nearkin", __version__
+    onnx.save(path)
 
 
 def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) -> float:
@@ -310,14 +293,11 @@ def _check_target(to: str, out: Path) -> None:
 @contextmanager
 def _silence_exporters() -> Iterator[None]:
     """Suppress the exporters' own warnings; the comparison decides whether the file is correct."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logging.disable(disabled)

@@ -1,14 +1,28 @@
-"""Preprocess a single image for a model, exactly as evaluation does."""
+"""Preprocess single images exactly as evaluation does, and choose images to check an exported file on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from nearkin._common.progress import Reporter
+from nearkin.data import glyphs
+from nearkin.data.listing import list_image_files
 from nearkin.data.reading import Box, read_image
+from nearkin.data.splits import make_split
 from nearkin.data.transforms import AUGMENTS
+from nearkin.deploy.index.trained import list_training_data
+from nearkin.errors import DataError, UserError
 from nearkin.models.embedder import Embedder
+from nearkin.training.run import Run
+
+_MAX_IMAGES, _RANDOM_IMAGES = 64, 16
 
 
 def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
@@ -19,3 +33,66 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]
     return augment.evaluate(read_image(source, augment.stored_side(side), box=box, channels=channels), side)
+
+
+@dataclass(frozen=True)
+class CheckImages:
+    """Images to compare on."""
+
+    pixels: Tensor  # uint8 [N, C, H, W]
+    what: str  # description for the metadata of the exported file; names no path
+    note: str = ""  # addition to it for the terminal
+
+
+def check_images_from_folder(model: Embedder, folder: Path) -> CheckImages:
+    """Read images of a folder, evenly spaced in its listing."""
+    if not folder.is_dir():
+        raise DataError(f"--images {folder}: no such folder.")
+    paths = list_image_files(folder, [], [])
+    pixels = _read_images(model, [(paths[row], None) for row in _evenly_spaced(len(paths))])
+    if not len(pixels):
+        raise DataError(f"--images {folder}: none of its {len(paths):,} image files can be read.")
+    return CheckImages(pixels, f"{len(pixels)} images of a folder", f", {folder}")
+
+
+def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) -> CheckImages:
+    """Read validation images of a run (training images if it has none), or fall back to random images."""
+    if run is None:
+        return random_check_images(model, "the folder records no data")
+    data = run.recipe.data
+    try:
+        split = make_split(glyphs.load() if data.source == "glyphs" else list_training_data(data, reporter), data)[0]
+        table, part = (split.train, "training") if split.val is None else (split.val, "validation")
+        rows = _evenly_spaced(len(table))
+        if table.paths:
+            boxes = table.boxes
+            sources = [(table.paths[row], None if boxes is None else boxes[row].tolist()) for row in rows]
+            pixels = _read_images(model, sources)
+        else:
+            pixels = table.images.read(np.array(rows))
+    except (UserError, OSError) as error:
+        return random_check_images(model, f"the run's data cannot be used: {str(error).splitlines()[0]}")
+    if not len(pixels):
+        return random_check_images(model, "none of the run's images can be read")
+    return CheckImages(pixels, f"{len(pixels)} {part} images of the run")
+
+
+def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
+    """Generate images of random pixels."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (_RANDOM_IMAGES, *model.image_shape), dtype=torch.uint8, generator=generator)
+    return CheckImages(pixels, f"{len(pixels)} random images", f" ({reason.rstrip('.')})" if reason else "")
+
+
+def _read_images(model: Embedder, sources: Sequence[tuple[Path, Any]]) -> Tensor:
+    pixels = []
+    for path, box in sources:
+        try:
+            pixels.append(model_input(model, path, box))
+        except DataError:
+            continue
+    return torch.stack(pixels) if pixels else torch.empty((0, *model.image_shape), dtype=torch.uint8)
+
+
+def _evenly_spaced(count: int) -> list[int]:
+    return [int(row) for row in np.linspace(0, count - 1, min(_MAX_IMAGES, count))]

@@ -1,11 +1,7 @@
 """External vector stores, for indexes that outgrow one machine.
 
-    qdrant://HOST:6333/COLLECTION           Qdrant; API key in QDRANT_API_KEY, https with ?https=true
-    pgvector://USER@HOST:5432/DB?table=T    PostgreSQL with pgvector; password in PGPASSWORD or ~/.pgpass
-
-`nearkin index --store URL` also writes the vectors there, and `nearkin search --store URL` searches there. The index
-folder stays authoritative: the store can be refilled from it. Whether the store searches exactly or approximately
-depends on its own configuration; hits are sorted by the float32 cosine that it returns.
+The index folder stays authoritative: the store can be refilled from it. Whether the store searches exactly or
+approximately depends on its own configuration; hits are sorted by the float32 cosine that it returns.
 """
 
 from __future__ import annotations
@@ -14,54 +10,32 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 
-from nearkin.deploy.index.search import Hit, Vectors, check_vectors
-from nearkin.errors import ConfigError, DataError, did_you_mean, import_extra
+from nearkin.deploy.index.search import Hit, Label, Vectors, check_vectors
+from nearkin.errors import ConfigError, DataError, UserError, did_you_mean, import_extra
 
-Payload = dict[str, Any]
 EXPECTED = "qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME"
 _BATCH_SIZE = 256  # items per request to Qdrant
 _NAMESPACE = uuid.UUID("6f0f8f2e-6f6b-4c0e-9f61-6e6561726b69")  # Qdrant needs UUIDs; they are derived from item ids
-
-
-class Store(Protocol):
-    """Interface of a vector store."""
-
-    name: str  # its URL without secrets
-
-    def write(self, ids: Sequence[str], vectors: Vectors, payload: Sequence[Payload]) -> None:
-        """Insert or replace items."""
-        ...
-
-    def search(self, vector: Vectors, k: int) -> list[Hit]:
-        """Return the k nearest items of a vector [D], nearest first."""
-        ...
-
-    def remove(self, ids: Sequence[str]) -> None:
-        """Remove items; missing ones are ignored."""
-        ...
-
-    def count(self) -> int:
-        """Return the number of items."""
-        ...
 
 
 def open_store(url: str, dim: int, model: str) -> Store:
     """Open a vector store, creating its collection or table if needed.
 
     Args:
-        url: Of the form `EXPECTED`.
+        url: Of the form `EXPECTED`. Credentials may be in QDRANT_API_KEY, or in PGPASSWORD or ~/.pgpass.
         dim: Number of dimensions per vector.
         model: Fingerprint of the model that makes the vectors.
 
     Returns:
-        The store.
+        The store; close it, or use it in a `with` statement.
 
     Raises:
         ConfigError: If the URL is invalid.
@@ -73,13 +47,19 @@ def open_store(url: str, dim: int, model: str) -> Store:
             _ = parts.port  # validated on access
     except ValueError:
         raise ConfigError(f"store: expected {EXPECTED}; host or port cannot be parsed.") from None
-    if parts.scheme == "qdrant":
-        return _open_qdrant(url, dim, model)
-    if parts.scheme == "pgvector":
-        return _open_pgvector(url, dim, model)
-    # The URL is not shown: in an unknown format we cannot tell where a password is.
-    got = f"a URL that starts with {parts.scheme}:" if parts.scheme else "a URL without a scheme"
-    raise ConfigError(f"store: expected {EXPECTED}, got {got}.")
+    stores: dict[str, type[Store]] = {"qdrant": QdrantStore, "pgvector": PgvectorStore}
+    if parts.scheme not in stores:
+        # The URL is not shown: in an unknown format we cannot tell where a password is.
+        got = f"a URL that starts with {parts.scheme}:" if parts.scheme else "a URL without a scheme"
+        raise ConfigError(f"store: expected {EXPECTED}, got {got}.")
+    store_type, name = stores[parts.scheme], without_secrets(url)
+    with _store_errors(name):
+        client, table = store_type.connect(url)
+    try:
+        return store_type(client, table, dim, model, name)
+    except UserError:
+        client.close()
+        raise
 
 
 def without_secrets(url: str) -> str:
@@ -101,6 +81,91 @@ def _join_url(scheme: str, netloc: str, path: str, query: list[tuple[str, str]])
     return f"{scheme}://{netloc}{path}" + (f"?{urlencode(query, safe='/')}" if query else "")
 
 
+@contextmanager
+def _store_errors(name: str) -> Iterator[None]:
+    """Convert errors of the client, network or server to a one-line `DataError` that names the store."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # every client library has its own exception classes
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise DataError(f"{name}: {reason[:300]}") from None
+
+
+class Store(ABC):
+    """A vector store; `name` is its URL without secrets. Subclasses implement the methods that start with _."""
+
+    def __init__(self, client: Any, table: str, dim: int, model: str, name: str = "store") -> None:
+        self.client, self.table, self.dim, self.model, self.name = client, table, dim, model, name
+        with _store_errors(name):
+            self._open()
+
+    def write(self, ids: Sequence[str], vectors: Vectors, labels: Sequence[Label]) -> None:
+        """Insert or replace items."""
+        rows = check_vectors(vectors, self.dim, "vectors").tolist()
+        with _store_errors(self.name):
+            self._write(zip(_check_utf8(ids), rows, labels, strict=True))
+
+    def search(self, vector: Vectors, k: int) -> list[Hit]:
+        """Return the k nearest items of a vector [D], nearest first."""
+        query = check_vectors(np.asarray(vector)[None], self.dim, "query")[0]
+        with _store_errors(self.name):
+            return sorted(self._search(query.tolist(), k), key=lambda hit: -hit.similarity)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Remove items; missing ones are ignored."""
+        with _store_errors(self.name):
+            for start in range(0, len(ids), _BATCH_SIZE):
+                self._remove(_check_utf8(ids[start : start + _BATCH_SIZE]))
+
+    def count(self) -> int:
+        """Return the number of items."""
+        with _store_errors(self.name):
+            return self._count()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_compatible(self, dim: int, model: str | None) -> None:
+        """Check the dimension and model of the vectors that the store holds."""
+        if dim != self.dim:
+            problem = f"with {dim} dimensions, expected {self.dim}"
+        elif model is not None and model != self.model:
+            problem = f"of a different model (weights {model[:12]}, got {self.model[:12]})"
+        else:
+            return
+        raise DataError(f"{self.name}: holds vectors {problem}. Use another collection or table.")
+
+    @staticmethod
+    @abstractmethod
+    def connect(url: str) -> tuple[Any, str]:
+        """Return a client, and the collection or table that the URL names."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Create the collection or table, or check that an existing one is compatible."""
+
+    @abstractmethod
+    def _write(self, items: Iterable[tuple[str, list[float], Label]]) -> None: ...
+
+    @abstractmethod
+    def _search(self, query: list[float], k: int) -> list[Hit]: ...
+
+    @abstractmethod
+    def _remove(self, ids: list[str]) -> None: ...
+
+    @abstractmethod
+    def _count(self) -> int: ...
+
+
 def _check_utf8(ids: Sequence[str]) -> list[str]:
     for id in ids:
         try:
@@ -110,190 +175,122 @@ def _check_utf8(ids: Sequence[str]) -> list[str]:
     return list(ids)
 
 
-def _check_compatible(name: str, store_dim: int, dim: int, store_model: str | None, model: str) -> None:
-    if store_dim != dim:
-        raise DataError(
-            f"{name}: holds vectors with {store_dim} dimensions, expected {dim}. Use another collection or table."
-        )
-    if store_model is not None and store_model != model:
-        raise DataError(
-            f"{name}: holds vectors of a different model (weights {store_model[:12]}, got {model[:12]}). "
-            "Use another collection or table."
-        )
-
-
-# --- Qdrant ----------------------------------------------------------------------------------------------------------
-
-
-class QdrantStore:
+class QdrantStore(Store):
     """A Qdrant collection."""
 
-    def __init__(self, client: Any, collection: str, dim: int, model: str, name: str = "qdrant") -> None:
+    @staticmethod
+    def connect(url: str) -> tuple[Any, str]:
+        """Connect to a server."""
+        parts = urlsplit(url)
+        collection = parts.path.strip("/")
+        if not parts.hostname or not re.fullmatch(r"[\w.-]+", collection):
+            raise ConfigError(f"store: expected qdrant://HOST:PORT/COLLECTION, got {without_secrets(url)!r}.")
+        settings = dict(parse_qsl(parts.query, keep_blank_values=True))
+        https = settings.pop("https", "false").lower()
+        for name in settings:  # a mistyped https would send the key unencrypted
+            hint = did_you_mean(name, ["https"]) or " Available: https=true. Set the key in QDRANT_API_KEY."
+            raise ConfigError(f"store: a Qdrant URL has no setting named {name!r}.{hint}")
+        if https not in ("true", "false"):
+            raise ConfigError(f"store: https: expected true or false, got {https!r}.")
+        key = os.environ.get("QDRANT_API_KEY") or parts.password
+        server = {"host": parts.hostname, "port": parts.port or 6333, "https": https == "true", "api_key": key}
+        qdrant = import_extra("qdrant_client", extra="stores")
+        return qdrant.QdrantClient(**server, timeout=60, check_compatibility=False), collection
+
+    def _open(self) -> None:
         self._models = import_extra("qdrant_client.models", extra="stores")
-        self._client, self._collection, self._model, self._dim, self.name = client, collection, model, dim, name
-        with _store_errors(name):
-            if not client.collection_exists(collection):
-                params = self._models.VectorParams(size=dim, distance=self._models.Distance.COSINE)
-                client.create_collection(collection, vectors_config=params)
-            params = client.get_collection(collection).config.params.vectors
-            points, _ = client.scroll(collection, limit=1, with_payload=["model"])
-        if not hasattr(params, "size") or params.distance != self._models.Distance.COSINE:
-            raise DataError(f"{name}: the collection does not use cosine distance. Use another collection.")
-        store_model = (points[0].payload or {}).get("model", "") if points else None
-        _check_compatible(name, params.size, dim, store_model, model)
+        cosine = self._models.Distance.COSINE
+        if not self.client.collection_exists(self.table):
+            self.client.create_collection(self.table, self._models.VectorParams(size=self.dim, distance=cosine))
+        params = self.client.get_collection(self.table).config.params.vectors
+        if not hasattr(params, "size") or params.distance != cosine:
+            raise DataError(f"{self.name}: the collection does not use cosine distance. Use another collection.")
+        points, _ = self.client.scroll(self.table, limit=1, with_payload=["model"])
+        self._check_compatible(params.size, (points[0].payload or {}).get("model", "") if points else None)
 
-    def write(self, ids: Sequence[str], vectors: Vectors, payload: Sequence[Payload]) -> None:
-        """Insert or replace items; see `Store.write`."""
-        rows = check_vectors(vectors, self._dim, "vectors")
+    def _write(self, items: Iterable[tuple[str, list[float], Label]]) -> None:
         points = [
-            self._models.PointStruct(id=_point_id(id), vector=row, payload={**values, "id": id, "model": self._model})
-            for id, row, values in zip(_check_utf8(ids), rows.tolist(), payload, strict=True)
+            self._models.PointStruct(
+                id=_point_id(id), vector=row, payload={"label": label, "id": id, "model": self.model}
+            )
+            for id, row, label in items
         ]
-        with _store_errors(self.name):
-            for start in range(0, len(points), _BATCH_SIZE):
-                self._client.upsert(self._collection, points[start : start + _BATCH_SIZE], wait=True)
+        self.client.upload_points(self.table, points, batch_size=_BATCH_SIZE, wait=True)
 
-    def search(self, vector: Vectors, k: int) -> list[Hit]:
-        """Return the k nearest items of a vector [D], nearest first."""
-        query = check_vectors(np.asarray(vector)[None], self._dim, "query")[0]
-        with _store_errors(self.name):
-            response = self._client.query_points(self._collection, query=query.tolist(), limit=k, with_payload=True)
-        hits = [Hit(p.payload["id"], p.payload.get("label"), float(p.score)) for p in response.points]
-        return sorted(hits, key=lambda hit: -hit.similarity)
+    def _search(self, query: list[float], k: int) -> list[Hit]:
+        response = self.client.query_points(self.table, query=query, limit=k, with_payload=True)
+        return [Hit(p.payload["id"], p.payload.get("label"), float(p.score)) for p in response.points]
 
-    def remove(self, ids: Sequence[str]) -> None:
-        """Remove items; missing ones are ignored."""
-        points = [_point_id(id) for id in _check_utf8(ids)]
-        with _store_errors(self.name):
-            for start in range(0, len(points), _BATCH_SIZE):
-                selector = self._models.PointIdsList(points=points[start : start + _BATCH_SIZE])
-                self._client.delete(self._collection, points_selector=selector, wait=True)
+    def _remove(self, ids: list[str]) -> None:
+        selector = self._models.PointIdsList(points=[_point_id(id) for id in ids])
+        self.client.delete(self.table, points_selector=selector, wait=True)
 
-    def count(self) -> int:
-        """Return the number of items."""
-        with _store_errors(self.name):
-            return int(self._client.count(self._collection, exact=True).count)
+    def _count(self) -> int:
+        return int(self.client.count(self.table, exact=True).count)
 
 
 def _point_id(id: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, id))
 
 
-def _open_qdrant(url: str, dim: int, model: str) -> QdrantStore:
-    parts = urlsplit(url)
-    collection = parts.path.strip("/")
-    if not parts.hostname or not re.fullmatch(r"[\w.-]+", collection):
-        raise ConfigError(f"store: expected qdrant://HOST:PORT/COLLECTION, got {without_secrets(url)!r}.")
-    for name, value in (settings := dict(parse_qsl(parts.query, keep_blank_values=True))).items():
-        if name != "https":  # a mistyped https would send the key unencrypted
-            hint = did_you_mean(name, ["https"]) or " Available: https=true. Set the key in QDRANT_API_KEY."
-            raise ConfigError(f"store: a Qdrant URL has no setting named {name!r}.{hint}")
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(f"store: https: expected true or false, got {value!r}.")
-    https = settings.get("https", "").lower() == "true"
-    key = os.environ.get("QDRANT_API_KEY") or parts.password
-    client = import_extra("qdrant_client", extra="stores").QdrantClient(
-        host=parts.hostname, port=parts.port or 6333, https=https, api_key=key, timeout=60, check_compatibility=False
-    )
-    return QdrantStore(client, collection, dim, model, without_secrets(url))
+class PgvectorStore(Store):
+    """A PostgreSQL table with the pgvector extension. Its comment names dimension and model."""
 
-
-# --- PostgreSQL with pgvector ----------------------------------------------------------------------------------------
-
-
-class PgvectorStore:
-    """A PostgreSQL table with the pgvector extension."""
-
-    def __init__(self, connection: Any, table: str, dim: int, model: str, name: str = "pgvector") -> None:
+    @staticmethod
+    def connect(url: str) -> tuple[Any, str]:
+        """Connect to a database."""
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        table = query.pop("table", "nearkin")
         if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", table):
             raise ConfigError(f"store: expected a table name of lowercase letters, digits and _, got {table!r}.")
-        self._db, self._table, self._dim, self.name = connection, f'"{table}"', dim, name
-        with _store_errors(name):
-            connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
-            [comment] = connection.execute("SELECT obj_description(to_regclass(%s))", [self._table]).fetchone()
-            [exists] = connection.execute("SELECT to_regclass(%s) IS NOT NULL", [self._table]).fetchone()
-        if exists:
-            info = _parse_comment(comment)
-            if info is None:
-                raise DataError(f"{name}: table {table} was not created by nearkin. Use another one: ?table=NAME.")
-            _check_compatible(name, info["dim"], dim, info["model"], model)
-            return
-        info = {"made_by": "nearkin", "version": 1, "dim": dim, "model": model}
-        literal = json.dumps(info).replace("'", "''")  # COMMENT takes no parameters
-        with _store_errors(name), connection.transaction():
-            connection.execute(
-                f"CREATE TABLE {self._table} (id text PRIMARY KEY, place bigserial, payload jsonb NOT NULL, "
-                f"embedding vector({int(dim)}) NOT NULL)"
-            )
-            connection.execute(f"COMMENT ON TABLE {self._table} IS '{literal}'")
+        address = _join_url("postgresql", parts.netloc, parts.path, list(query.items()))
+        psycopg = import_extra("psycopg", extra="stores")
+        return psycopg.connect(address, autocommit=True, connect_timeout=10), f'"{table}"'
 
-    def write(self, ids: Sequence[str], vectors: Vectors, payload: Sequence[Payload]) -> None:
-        """Insert or replace items; see `Store.write`."""
-        rows = check_vectors(vectors, self._dim, "vectors")
-        values = [
-            (id, json.dumps(info), str(row))
-            for id, row, info in zip(_check_utf8(ids), rows.tolist(), payload, strict=True)
-        ]
-        with _store_errors(self.name), self._db.transaction(), self._db.cursor() as cursor:
+    def _open(self) -> None:
+        self.client.execute("CREATE EXTENSION IF NOT EXISTS vector")
+        exists, comment = self.client.execute(
+            "SELECT to_regclass(%s) IS NOT NULL, obj_description(to_regclass(%s))", [self.table, self.table]
+        ).fetchone()
+        if exists:
+            found = re.fullmatch(r"nearkin vectors of ([0-9]+) dimensions, model (.*)", comment or "")
+            if found is None:
+                raise DataError(
+                    f"{self.name}: table {self.table} was not created by nearkin. Use another one: ?table=NAME."
+                )
+            self._check_compatible(int(found[1]), found[2])
+            return
+        model = self.model.replace("'", "''")  # COMMENT takes no parameters
+        with self.client.transaction():
+            self.client.execute(
+                f"CREATE TABLE {self.table} (id text PRIMARY KEY, place bigserial, payload jsonb NOT NULL, "
+                f"embedding vector({self.dim}) NOT NULL)"
+            )
+            comment = f"nearkin vectors of {self.dim} dimensions, model {model}"
+            self.client.execute(f"COMMENT ON TABLE {self.table} IS '{comment}'")
+
+    def _write(self, items: Iterable[tuple[str, list[float], Label]]) -> None:
+        values = [(id, json.dumps({"label": label}), str(row)) for id, row, label in items]
+        with self.client.transaction(), self.client.cursor() as cursor:
             cursor.executemany(
-                f"INSERT INTO {self._table} (id, payload, embedding) VALUES (%s, %s::jsonb, %s::vector) "
+                f"INSERT INTO {self.table} (id, payload, embedding) VALUES (%s, %s::jsonb, %s::vector) "
                 "ON CONFLICT (id) DO UPDATE SET payload = EXCLUDED.payload, embedding = EXCLUDED.embedding",
                 values,
             )
 
-    def search(self, vector: Vectors, k: int) -> list[Hit]:
-        """Return the k nearest items of a vector [D], nearest first."""
-        query = str(check_vectors(np.asarray(vector)[None], self._dim, "query")[0].tolist())
-        with _store_errors(self.name):
-            found = self._db.execute(
-                f"SELECT id, payload, 1 - (embedding <=> %s::vector), place FROM {self._table} "
-                "ORDER BY embedding <=> %s::vector LIMIT %s",
-                [query, query, k],
-            ).fetchall()
-        # pgvector returns NaN for a zero vector; here its cosine is 0. Ties are sorted by insertion order.
-        rows = [(id, info, 0.0 if cosine != cosine else float(cosine), order) for id, info, cosine, order in found]
-        rows.sort(key=lambda row: (-row[2], row[3]))
-        return [Hit(id, info.get("label"), cosine) for id, info, cosine, _ in rows]
+    def _search(self, query: list[float], k: int) -> list[Hit]:
+        # pgvector returns NaN for a zero vector, which sorts above all numbers; here its cosine is 0.
+        found = self.client.execute(
+            f"SELECT id, payload, 1 - (embedding <=> %s::vector), place FROM {self.table} "
+            "ORDER BY embedding <=> %s::vector LIMIT %s",
+            [str(query), str(query), k],
+        ).fetchall()
+        found.sort(key=lambda row: row[3])  # ties in the order of insertion
+        return [Hit(id, info.get("label"), 0.0 if cosine != cosine else float(cosine)) for id, info, cosine, _ in found]
 
-    def remove(self, ids: Sequence[str]) -> None:
-        """Remove items; missing ones are ignored."""
-        with _store_errors(self.name):
-            self._db.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s)", [_check_utf8(ids)])
+    def _remove(self, ids: list[str]) -> None:
+        self.client.execute(f"DELETE FROM {self.table} WHERE id = ANY(%s)", [ids])
 
-    def count(self) -> int:
-        """Return the number of items."""
-        with _store_errors(self.name):
-            return int(self._db.execute(f"SELECT count(*) FROM {self._table}").fetchone()[0])
-
-
-def _parse_comment(comment: str | None) -> dict[str, Any] | None:
-    """Return the table description that nearkin wrote, or None for a table of another program."""
-    try:
-        info = json.loads(comment or "")
-    except ValueError:
-        return None
-    return info if isinstance(info, dict) and info.get("made_by") == "nearkin" else None
-
-
-def _open_pgvector(url: str, dim: int, model: str) -> PgvectorStore:
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
-    table = query.pop("table", "nearkin")
-    name = without_secrets(url)
-    address = _join_url("postgresql", parts.netloc, parts.path, list(query.items()))
-    psycopg = import_extra("psycopg", extra="stores")
-    with _store_errors(name):
-        connection = psycopg.connect(address, autocommit=True, connect_timeout=10)
-    return PgvectorStore(connection, table, dim, model, name)
-
-
-@contextmanager
-def _store_errors(name: str) -> Iterator[None]:
-    """Convert errors of the client, network or server to a one-line `DataError` that names the store."""
-    try:
-        yield
-    except (DataError, ConfigError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # every client library has its own exception classes
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise DataError(f"{name}: {reason[:300]}") from None
+    def _count(self) -> int:
+        return int(self.client.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0])

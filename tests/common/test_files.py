@@ -83,7 +83,7 @@ def begin_study(folder, photo_folder):
 
 
 def begin_index(folder, photo_folder):
-    from nearkin.deploy.index.files import lock_index
+    from nearkin.deploy.index.storage import lock_index
 
     with lock_index(folder):
         pass

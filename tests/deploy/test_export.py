@@ -22,9 +22,8 @@ import nearkin as nk
 from nearkin.cli import export as export_command
 from nearkin.config.recipe import ModelConfig
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.check_images import CheckImages, check_images_from_folder
 from nearkin.deploy.export import export, export_metadata, export_run, largest_difference, load_exported
-from nearkin.deploy.images import model_input
+from nearkin.deploy.images import CheckImages, check_images_from_folder, model_input
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_weights

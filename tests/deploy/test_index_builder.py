@@ -25,10 +25,10 @@ import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.cli import index as index_command
 from nearkin.cli import search as search_command
-from nearkin.deploy.index import builder, files
-from nearkin.deploy.index.journal import Journal
-from nearkin.deploy.index.provenance import FileStamp
+from nearkin.deploy.index import builder, storage
+from nearkin.deploy.index.items import FileStamp
 from nearkin.deploy.index.sources import find_images
+from nearkin.deploy.index.storage import Journal
 from nearkin.deploy.index.trained import training_classes
 from nearkin.errors import ConfigError, DataError, UserError
 
@@ -242,7 +242,7 @@ def test_progress_is_reported(run, photos, tmp_path):
             return super().track(label, total, unit)
 
     out = tmp_path / "index"
-    with files.lock_index(out):
+    with storage.lock_index(out):
         builder.update_index(nk.load(run), find_images(photos), out, reporter=RecordingReporter(quiet=True))
     assert tracked == ["checking files 20", "embedding 20"]
     training_classes(nk.Run(run), RecordingReporter(quiet=True))
@@ -352,20 +352,22 @@ def test_the_journal_drops_damaged_records_and_protects_those_of_another_model(t
     for cut in range(sizes[1], sizes[2], 7):
         journal.path.write_bytes(whole[:cut])
         again = Journal(tmp_path, "model a", 4)
-        assert [record.ids[0] for record in again.records] == ["0 0", "1 0"]
-        np.testing.assert_array_equal(again.records[1].vectors, journal.records[1].vectors)
+        assert list(again.entries) == list(journal.entries)[:10]
+        for name, (stamp, vector) in again.entries.items():
+            assert stamp == journal.entries[name][0]
+            np.testing.assert_array_equal(vector, journal.entries[name][1])
         assert journal.path.stat().st_size == sizes[1]
     damaged = bytearray(whole)
     damaged[sizes[0] + 40] ^= 1
     journal.path.write_bytes(damaged)
-    assert len(Journal(tmp_path, "model a", 4).records) == 1
+    assert len(Journal(tmp_path, "model a", 4).entries) == 5
     journal.path.write_bytes(whole)
-    assert len(Journal(tmp_path, "model a", 4).records) == 3
+    assert len(Journal(tmp_path, "model a", 4).entries) == 15
     with pytest.raises(DataError, match="contains the unfinished index of a different model"):
         Journal(tmp_path, "model b", 4)
     assert journal.path.read_bytes() == whole
     journal.path.write_bytes(whole[: whole.index(b"\n") + 1])  # without records
-    assert Journal(tmp_path, "model b", 4).records == []
+    assert Journal(tmp_path, "model b", 4).entries == {}
 
 
 def test_ctrl_c_reports_how_much_is_left(index, photos, monkeypatch):
@@ -414,7 +416,7 @@ def test_a_file_system_without_locks(index, photos, monkeypatch):
 
 
 def test_a_second_process_is_rejected(index, photos, tmp_path):
-    with files.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+    with storage.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         index(photos)
 
 

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from helpers.indexing import random_index, same
 from helpers.limits import max_file_size
 
 import nearkin as nk
-from nearkin.deploy.index import files
+from nearkin.deploy.index import storage
 from nearkin.errors import DataError
 
 Index = nk.Index
@@ -33,7 +32,7 @@ def test_save_and_load(tmp_path):
     again.remove(["item 4"])
     again.save(tmp_path / "deep" / "index")  # overwrites the file it is mapped from
     assert same(Index.load(tmp_path / "deep" / "index"), again)
-    assert len(list((tmp_path / "deep" / "index").iterdir())) == 4  # manifest, vectors, items, lock
+    assert len(list((tmp_path / "deep" / "index").iterdir())) == 3  # manifest, vectors, lock
 
 
 def test_every_flipped_byte_is_detected(tmp_path):
@@ -67,8 +66,8 @@ def test_missing_files_and_other_versions(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(DataError, match="newer nearkin"):
         Index.load(folder)
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    with pytest.raises(DataError, match=r"older nearkin \(format 1, this version reads 2\)\. Index again"):
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    with pytest.raises(DataError, match=r"older nearkin \(format 2, this version reads 3\)\. Index again"):
         Index.load(folder)
     (folder / "manifest.json").write_text("[]")
     with pytest.raises(DataError, match="not the manifest"):
@@ -78,11 +77,11 @@ def test_missing_files_and_other_versions(tmp_path):
 def test_nothing_is_unpickled(tmp_path):
     index = random_index()
     index.save(tmp_path / "index")
-    manifest = files.read_manifest(tmp_path / "index")
+    state = storage.read_state(tmp_path / "index")
     bad = tmp_path / "bad.npy"
     np.save(bad, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    stored = files.write_file(tmp_path / "index", "vectors", ".npy", [bad.read_bytes()])
-    files.commit(tmp_path / "index", replace(manifest, files={**manifest.files, "vectors": stored}))
+    sha256 = storage.write_file(tmp_path / "index", "vectors", bad.read_bytes())
+    storage.commit(tmp_path / "index", {**state, "files": {"vectors": sha256}})
     with pytest.raises(DataError, match="cannot read as a numeric array"):
         Index.load(tmp_path / "index")
 
@@ -102,7 +101,7 @@ def test_foreign_files_are_not_touched(tmp_path):
 
 
 def test_only_one_writer_at_a_time(tmp_path):
-    with files.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
+    with storage.lock_index(tmp_path / "index"), pytest.raises(DataError, match="another process is writing"):
         random_index().save(tmp_path / "index")
 
 
@@ -135,7 +134,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_state(tmp_path):
         assert any(same(found, state) for state in states)
     assert seen == {0, 1}
     states[0].save(folder)
-    assert len(list(folder.iterdir())) == 4  # temporary files of killed processes are deleted
+    assert len(list(folder.iterdir())) == 3  # temporary files of killed processes are deleted
 
 
 def test_a_full_disk_keeps_the_old_index(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.cli import index as index_command
 from nearkin.cli import search as search_command
-from nearkin.deploy.index import builder, files
+from nearkin.deploy.index import builder, storage
 from nearkin.deploy.index.sources import find_images
 from nearkin.deploy.stores import QdrantStore, open_store, without_secrets
 from nearkin.errors import ConfigError, DataError
@@ -37,7 +38,8 @@ def open_again(request):
         yield lambda dim=DIM, model="model a": QdrantStore(memory, "birds", dim, model)
         return
     url = f"{request.getfixturevalue('address')}?table=birds"
-    yield lambda dim=DIM, model="model a": open_store(url, dim, model)
+    with ExitStack() as stack:
+        yield lambda dim=DIM, model="model a": stack.enter_context(open_store(url, dim, model))
 
 
 def test_a_store_agrees_with_the_index(open_again):
@@ -47,7 +49,7 @@ def test_a_store_agrees_with_the_index(open_again):
     store = open_again()
     assert store.count() == 0
     assert store.search(vectors[0], 5) == []
-    store.write(ids, vectors, [{"label": label} for label in index.labels])
+    store.write(ids, vectors, index.labels)
     assert store.count() == 90
 
     def check_agreement(queries):
@@ -64,7 +66,7 @@ def test_a_store_agrees_with_the_index(open_again):
     check_agreement(vectors[:12])
     # Writing an id again replaces the item, also from a later process.
     again = open_again()
-    again.write([ids[20]], -vectors[20:21], [{"label": "flipped"}])
+    again.write([ids[20]], -vectors[20:21], ["flipped"])
     assert again.count() == 80
     assert again.search(-vectors[20], 1)[0].label == "flipped"
     assert len(again.search(vectors[0], 1000)) == 80
@@ -72,7 +74,7 @@ def test_a_store_agrees_with_the_index(open_again):
 
 def test_incompatible_vectors_are_rejected(open_again):
     store = open_again()
-    store.write(["a"], np.ones((1, DIM), np.float32), [{"label": None}])
+    store.write(["a"], np.ones((1, DIM), np.float32), [None])
     with pytest.raises(DataError, match="vectors of a different model"):
         open_again(model="model b")
     with pytest.raises(DataError, match=f"holds vectors with {DIM} dimensions, expected 5"):
@@ -80,15 +82,15 @@ def test_incompatible_vectors_are_rejected(open_again):
     with pytest.raises(DataError, match=f"expected {DIM} dimensions as in the index, got 3"):
         store.search(np.ones(3), 1)
     with pytest.raises(DataError, match="NaN"):
-        store.write(["b"], np.full((1, DIM), np.nan), [{}])
+        store.write(["b"], np.full((1, DIM), np.nan), [None])
     with pytest.raises(DataError, match="not valid UTF-8"):
-        store.write([os.fsdecode(b"\xff")], np.ones((1, DIM), np.float32), [{}])
+        store.write([os.fsdecode(b"\xff")], np.ones((1, DIM), np.float32), [None])
     assert store.search(np.ones(DIM, np.float32), 3)[0].label is None
 
 
 def test_zero_vectors(open_again):
     store = open_again()
-    store.write(["zero", "one"], np.array([np.zeros(DIM), np.ones(DIM)], np.float32), [{"label": "z"}, {"label": "o"}])
+    store.write(["zero", "one"], np.array([np.zeros(DIM), np.ones(DIM)], np.float32), ["z", "o"])
     hits = store.search(np.ones(DIM, np.float32), 2)
     assert [hit.id for hit in hits] == ["one", "zero"]
     assert hits[1].similarity == pytest.approx(0, abs=1e-6)
@@ -104,7 +106,7 @@ def test_updates_keep_the_store_in_sync(open_again, photo_folder, tmp_path):
     store = open_again()
 
     def update(**options):
-        with files.lock_index(out):
+        with storage.lock_index(out):
             return builder.update_index(
                 model, find_images(photos), out, batch_size=8, store=store, reporter=quiet, **options
             )
@@ -131,12 +133,12 @@ def test_updates_keep_the_store_in_sync(open_again, photo_folder, tmp_path):
         )
     # An index built without the store fills it.
     store.remove(index.ids)
-    with files.lock_index(out):
+    with storage.lock_index(out):
         builder.update_index(model, find_images(photos), out, reporter=quiet)
     assert store.count() == 0
     index, summary = update()
     assert (summary.embedded, store.count()) == (0, 35)
-    store.write(["foreign"], np.ones((1, DIM), np.float32), [{"label": None}])
+    store.write(["foreign"], np.ones((1, DIM), np.float32), [None])
     assert any("holds 36 items, the index 35" in note for note in update()[1].notes)
 
 

@@ -42,7 +42,7 @@ class ServedIndex:
 def make_index(root: Path, photo_folder: Path) -> ServedIndex:
     """Four classes of six images, one of them named like an HTML tag, and one unlabelled image in another folder."""
     import nearkin as nk
-    from nearkin.deploy.index.provenance import get_model_info
+    from nearkin.deploy.index.items import get_model_info
 
     photos, outside = root / "secret place" / "photos", root / "other" / "portrait.png"
     names = ["class 0", "class 1", "class 2", "<b>bold</b> & é"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.metrics.bootstrap import bootstrap, percentiles
 from nearkin.metrics.ranking import neighbours
 
+LINKS = 32  # per item
+NEIGHBOURS = 10  # of which the recall is measured
+NUM_QUERIES = 200  # of each type
 MAX_EF_SEARCH = 1024
 
 
@@ -56,17 +59,17 @@ class HNSWGraph:
         self._lock = threading.Lock()
 
     @classmethod
-    def build(cls, vectors: Vectors, *, m: int = 32, recall: float = 0.99, k: int = 10, sample: int = 200) -> HNSWGraph:
+    def build(cls, vectors: Vectors, *, recall: float = 0.99) -> HNSWGraph:
         """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024)."""
         faiss = import_extra("faiss", extra="stores")
         if len(vectors) < 2:
             raise ConfigError("graph: needs at least two items.")
-        graph = faiss.IndexHNSWFlat(vectors.shape[1], m, faiss.METRIC_INNER_PRODUCT)
+        graph = faiss.IndexHNSWFlat(vectors.shape[1], LINKS, faiss.METRIC_INNER_PRODUCT)
         inv_norms = inverse_norms(vectors)
         for start, block in blocks(vectors):
             graph.add((block * inv_norms[start : start + len(block), None]).astype(np.float32))
-        k = min(k, len(vectors) - 1)
-        rows = np.random.default_rng(0).choice(len(vectors), min(sample, len(vectors)), replace=False)
+        k = min(NEIGHBOURS, len(vectors) - 1)
+        rows = np.random.default_rng(0).choice(len(vectors), min(NUM_QUERIES, len(vectors)), replace=False)
         # Any graph finds a stored item itself, so it is excluded from its own neighbours.
         queries = [(np.asarray(vectors[row]), row) for row in rows.tolist()]
         queries += [(query, -1) for query in _random_queries(vectors, len(rows))]
@@ -75,21 +78,14 @@ class HNSWGraph:
         ef_search = 16
         while True:
             ef_search *= 2
-            candidate = cls(graph, GraphStats(m, ef_search, 0.0, 0.0, 0.0, k, len(rows), 0.0))
+            candidate = cls(graph, GraphStats(LINKS, ef_search, 0.0, 0.0, 0.0, k, len(rows), 0.0))
             results = [exclude_row(row, *candidate.search(query, vectors, k + 1)) for query, row in queries]
             recalls = np.array([_recall(result, cosines) for result, cosines in zip(results, truth, strict=True)])
             stored, random_recall = recalls[: len(rows)], float(recalls[len(rows) :].mean())
             if min(float(stored.mean()), random_recall) >= recall or ef_search >= MAX_EF_SEARCH:
                 break
         low, high = percentiles(bootstrap(stored[None], np.arange(len(stored)))[:, 0], 0.95)
-        stats = replace(
-            candidate.stats,
-            recall=float(stored.mean()),
-            recall_low=low,
-            recall_high=high,
-            random_recall=random_recall,
-        )
-        return cls(graph, stats)
+        return cls(graph, GraphStats(LINKS, ef_search, float(stored.mean()), low, high, k, len(rows), random_recall))
 
     def search(self, query: Vectors, items: Vectors, k: int) -> tuple[Ints, Floats]:
         """Find the nearest items that the graph reaches, ranked exactly."""

@@ -1,11 +1,5 @@
 """`Index`: image embeddings with ids and labels that can be searched, updated and saved.
 
-    index = nk.Index.build(model, paths, labels)
-    index.save("birds.index")
-    index = nk.Index.load("birds.index", model)
-    for hit in index.search("photo.jpg", k=5):
-        print(hit.similarity, hit.label, hit.id)
-
 Search is exact and ranks as `nk.score` does: by cosine similarity of the float32 vectors, ties in row order.
 """
 
@@ -13,56 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nearkin.deploy.index import files
-from nearkin.deploy.index._items import (
-    as_labels,
-    check_label_types,
-    embed_images,
-    ids_of,
-    row_by_id,
-    stamps_to_json,
-)
+from nearkin.deploy.index import items, search, storage
 from nearkin.deploy.index.graph import GraphStats, HNSWGraph
-from nearkin.deploy.index.manifest import Manifest, ModelInfo, StoredFile
+from nearkin.deploy.index.items import EmbeddingModel, FileStamp, ModelInfo
 from nearkin.deploy.index.openset import Threshold, calibrate_items
-from nearkin.deploy.index.provenance import EmbeddingModel, FileStamp, check_model, get_model_info
-from nearkin.deploy.index.rerank import Rerank, RerankChoice, apply_rerank, choose_rerank, from_dict, to_dict
-from nearkin.deploy.index.search import (
-    Floats,
-    Hit,
-    Ints,
-    Label,
-    Vectors,
-    as_array,
-    check_k,
-    check_vectors,
-    exclude_row,
-    inverse_norms,
-    near_pairs,
-    nearest,
-)
+from nearkin.deploy.index.rerank import RERANKERS, Rerank, RerankChoice, apply_rerank, choose_rerank, rerank_name
+from nearkin.deploy.index.search import Floats, Hit, Ints, Label, SearchResult, Vectors
 from nearkin.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of one query.
-
-    Attributes:
-        hits: The nearest items, nearest first.
-        nearest: Highest cosine of any item, before re-ranking; -1 if there is none.
-        known: Whether `nearest` exceeds the threshold; None if the index is not calibrated.
-    """
-
-    hits: tuple[Hit, ...]
-    nearest: float
-    known: bool | None
 
 
 class Index:
@@ -78,14 +35,16 @@ class Index:
         stamps: File stamps per item, used by `nearkin index` to detect changed files.
 
     Attributes:
-        threshold: Similarity below which a query is unknown, if calibrated (see openset.py).
-        rerank: How results are re-ranked, if a method was chosen (see rerank.py).
-        graph: Graph for approximate search, if one was built (see graph.py).
-        store: Name of the external store that holds the same items, if any (see stores.py).
-    """
+        threshold: Similarity below which a query is unknown, if calibrated.
+        rerank: How results are re-ranked, if a method was chosen.
+        graph: Graph for approximate search, if one was built.
+        store: Name of the external store that holds the same items, if any.
 
-    graph: HNSWGraph | None
-    _inv_norms: Vectors | None
+    Example:
+        >>> index = Index([[1.0, 0.0], [0.0, 1.0]], ["a.jpg", "b.jpg"], ["robin", "wren"])
+        >>> index.search([0.1, 0.9], k=1)[0].label
+        'wren'
+    """
 
     def __init__(
         self,
@@ -98,17 +57,13 @@ class Index:
         root: Path | None = None,
         stamps: Sequence[FileStamp | None] | None = None,
     ) -> None:
-        rows = check_vectors(vectors, None, "vectors")
-        assert stamps is None or len(stamps) == len(rows)
-        self._set_items(rows, list(ids), as_labels(labels, len(rows)), list(stamps or [None] * len(rows)))
-        self.root = root
-        self.model_info = get_model_info(model) if model is not None and model_info is None else model_info
-        self._model = model
+        rows = search.check_vectors(vectors, None, "vectors")
+        self._set_items(rows, list(ids), items.as_labels(labels, len(rows)), list(stamps or [None] * len(rows)))
+        self.root, self._model = root, model
+        self.model_info = items.get_model_info(model) if model is not None and model_info is None else model_info
         self.threshold: Threshold | None = None
         self.rerank: Rerank | None = None
         self.store: str | None = None
-
-    # --- building ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def build(
@@ -132,10 +87,9 @@ class Index:
         Returns:
             The index.
         """
-        names = ids_of(images, ids)
-        model_info = get_model_info(model, None if run is None else Path(run))
-        vectors = embed_images(model, images, names)
-        return cls(vectors, names, labels, model=model, model_info=model_info, root=Path.cwd())
+        names = items.ids_of(images) if ids is None else list(ids)
+        vectors = items.embed_images(model, images, names)
+        return cls(vectors, names, labels, model=model, model_info=items.get_model_info(model, run), root=Path.cwd())
 
     def add(self, images: Sequence[Any], labels: Sequence[Label] | None = None, *, ids: Any = None) -> None:
         """Embed images and append them.
@@ -143,29 +97,27 @@ class Index:
         Args:
             images: As for `build`.
             labels: Class per image, None where unknown.
-            ids: Item names, which must be new; by default the paths (relative paths are converted to be relative to the
-                folder in which the index was built).
+            ids: New item names; by default the paths, made relative to the folder in which the index was built.
         """
-        names = ids_of(images, ids) if ids is not None else [self._relative_id(path) for path in ids_of(images, None)]
+        names = list(ids) if ids is not None else [items.relative_id(path, self.root) for path in items.ids_of(images)]
         self._check_new_ids(names)
-        self.add_vectors(embed_images(self.model(), images, names), names, labels)
+        self.add_vectors(items.embed_images(self.model(), images, names), names, labels)
 
     def add_vectors(self, vectors: Any, ids: Sequence[str], labels: Sequence[Label] | None = None) -> None:
         """Append precomputed vectors of the same model.
 
         Args:
             vectors: [n, D].
-            ids: Item names, which must be new.
+            ids: New item names.
             labels: Class per item, None where unknown.
         """
         self._check_new_ids(ids)
-        new = check_vectors(vectors, self.dim, "vectors")
-        if len(new) != len(ids):
-            raise DataError(f"ids: expected one per vector, got {len(ids)} for {len(new)}.")
+        new = search.check_vectors(vectors, self.dim, "vectors")
+        items.check_count("ids", len(ids), "vector", len(new))
         self._set_items(
             np.concatenate([self.vectors, new]),
             [*self.ids, *ids],
-            [*self.labels, *as_labels(labels, len(new))],
+            [*self.labels, *items.as_labels(labels, len(new))],
             [*self.stamps, *[None] * len(new)],
         )
 
@@ -173,7 +125,7 @@ class Index:
         """Remove items.
 
         Args:
-            ids: Item names, all of which must exist; a single string is one name.
+            ids: Names of existing items; a single string is one name.
         """
         removed = {self.row_of(id) for id in ([ids] if isinstance(ids, str) else ids)}
         rows = [row for row in range(len(self)) if row not in removed]
@@ -184,31 +136,18 @@ class Index:
             [self.stamps[row] for row in rows],
         )
 
-    def build_graph(self, *, recall: float = 0.99) -> GraphStats:
-        """Build an HNSW graph for approximate search (needs faiss).
-
-        Args:
-            recall: Target recall@10.
-
-        Returns:
-            Its parameters and measured recall.
-        """
-        self.graph = HNSWGraph.build(self.vectors, recall=recall)
-        return self.graph.stats
-
     def _set_items(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[FileStamp | None]) -> None:
         """Replace all items, or raise and change nothing. Drops the graph; keeps threshold and re-ranking."""
-        rows = row_by_id(ids, len(vectors))
-        check_label_types(labels)
+        rows = items.row_by_id(ids, len(vectors))
+        items.check_label_types(labels)
         self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
-        self.graph, self._inv_norms = None, None
+        self.graph: HNSWGraph | None = None
+        self._inv_norms: Vectors | None = None
 
     def _check_new_ids(self, ids: Sequence[str]) -> None:
         existing = next((id for id in ids if id in self._rows), None)
         if existing is not None:
             raise DataError(f"ids: {existing!r} is already in the index. Remove it first to replace it.")
-
-    # --- searching ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -231,13 +170,6 @@ class Index:
         """Return the file of an item whose id is a path."""
         return Path(id) if self.root is None else self.root / id
 
-    def _relative_id(self, path: str) -> str:
-        """Return the id for which `path_of` gives this path, which may be relative to the current folder."""
-        if self.root is None or os.path.isabs(path) or self.root == Path.cwd():
-            return path
-        absolute = Path(os.path.abspath(path))
-        return absolute.relative_to(self.root).as_posix() if absolute.is_relative_to(self.root) else str(absolute)
-
     def search(self, query: Any, k: int = 10, *, exact: bool = False) -> list[Hit]:
         """Find the nearest items of an image or vector.
 
@@ -255,7 +187,7 @@ class Index:
         """Find the nearest other items of an item.
 
         Args:
-            id: The item, which is excluded from the result.
+            id: The item.
             k: Number of neighbours; all other items if there are fewer.
             exact: Ignore the graph and the re-ranking, if any.
 
@@ -269,7 +201,7 @@ class Index:
         """Search as `search` does, and tell whether the query's class is known.
 
         Args:
-            query: A path, a PIL image, uint8 [C, H, W], or a vector [D].
+            query: As for `search`.
             k: Number of neighbours.
             exclude: Row of an item to leave out.
             exact: Ignore the graph and the re-ranking, if any.
@@ -288,7 +220,11 @@ class Index:
             Hit(self.ids[row], self.labels[row], cosine, row)
             for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
         )
-        return SearchResult(hits, top, None if self.threshold is None else self.threshold.accepts(top))
+        return SearchResult(hits, top, self.is_known(top))
+
+    def is_known(self, similarity: float) -> bool | None:
+        """Return whether a query whose nearest item has this cosine is known; None if the index is not calibrated."""
+        return None if self.threshold is None else self.threshold.accepts(similarity)
 
     def search_many(self, queries: Any, k: int = 10) -> tuple[Ints, Floats]:
         """Find the nearest items of many vectors; always exact.
@@ -300,27 +236,65 @@ class Index:
         Returns:
             Rows and cosines, both [Q, min(k, N)], nearest first.
         """
-        return nearest(check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inverse_norms())
+        if self._inv_norms is None:
+            self._inv_norms = search.inverse_norms(self.vectors)
+        return search.nearest(search.check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inv_norms)
 
     def _nearest(self, query: Vectors, k: int, exclude: int | None, exact: bool) -> tuple[Ints, Floats]:
-        check_k(k)
+        search.check_k(k)
         fetch = k if exclude is None else k + 1
         if self.graph is not None and not exact:
             rows, cosines = self.graph.search(query, self.vectors, fetch)
         else:
-            result = nearest(query[None], self.vectors, fetch, self._inverse_norms())
-            rows, cosines = result[0][0], result[1][0]
+            [rows], [cosines] = self.search_many(query[None], fetch)
         if exclude is not None:
-            rows, cosines = exclude_row(exclude, rows, cosines)
+            rows, cosines = search.exclude_row(exclude, rows, cosines)
         return rows[:k], cosines[:k]
+
+    def vector_of(self, query: Any) -> Vectors:
+        """Convert a query to a vector [D], embedding it if it is an image."""
+        if isinstance(query, str | os.PathLike) or hasattr(query, "getbands"):  # a path or a PIL image
+            query = self.model().embed([query])[0]
+        else:
+            query = search.as_array(query)
+            if query.dtype == np.uint8 and query.ndim == 3:
+                query = self.model().embed(query[None])[0]
+            if query.ndim != 1:
+                shape = list(query.shape)
+                raise DataError(f"query: expected a path, a PIL image or one vector [D]; got shape {shape}.")
+        # Copied, because torch warns about read-only memory such as memory-mapped rows.
+        return np.array(search.check_vectors(query[None], self.dim, "query")[0])
+
+    def duplicates(self, min_similarity: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
+        """Find pairs of near-duplicate items.
+
+        Args:
+            min_similarity: Lowest cosine of a pair.
+
+        Returns:
+            Pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found.
+        """
+        pairs, count = search.near_pairs(self.vectors, min_similarity)
+        return [(self.ids[i], self.ids[j], cosine) for i, j, cosine in pairs], count
+
+    def build_graph(self, *, recall: float = 0.99) -> GraphStats:
+        """Build an HNSW graph for approximate search (needs faiss).
+
+        Args:
+            recall: Target recall@10.
+
+        Returns:
+            Its parameters and measured recall.
+        """
+        self.graph = HNSWGraph.build(self.vectors, recall=recall)
+        return self.graph.stats
 
     def calibrate(self, false_accept: float = 0.01, *, trained: Iterable[Label] = ()) -> Threshold:
         """Set the threshold below which a query is unknown, with the labelled items as queries (see openset.py).
 
         Args:
             false_accept: Target false-accept rate.
-            trained: Classes the model was trained on. They are searched but not used as queries, since the model fits
-                them too well. Items without a label are searched too, and count as another class than any query.
+            trained: Classes the model was trained on, and fits too well: they are searched but not used as queries.
 
         Returns:
             The threshold and its rates.
@@ -346,33 +320,6 @@ class Index:
         excluded = {*trained, None}
         return np.array([row for row, label in enumerate(self.labels) if label not in excluded], np.int64)
 
-    def duplicates(self, min_similarity: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
-        """Find pairs of near-duplicate items.
-
-        Args:
-            min_similarity: Lowest cosine of a pair.
-
-        Returns:
-            Pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found.
-        """
-        pairs, count = near_pairs(self.vectors, min_similarity)
-        return [(self.ids[i], self.ids[j], cosine) for i, j, cosine in pairs], count
-
-    def vector_of(self, query: Any) -> Vectors:
-        """Convert a query to a vector [D], embedding it if it is an image."""
-        if isinstance(query, str | os.PathLike) or hasattr(query, "getbands"):  # a path or a PIL image
-            return self._query_vector(self.model().embed([query]))
-        array = as_array(query)
-        if array.dtype == np.uint8 and array.ndim == 3:
-            return self._query_vector(self.model().embed(array[None]))
-        if array.ndim != 1:
-            raise DataError(f"query: expected a path, a PIL image or one vector [D]; got shape {list(array.shape)}.")
-        return self._query_vector(array[None])
-
-    def _query_vector(self, rows: Any) -> Vectors:
-        # Copied, because torch warns about read-only memory such as memory-mapped rows.
-        return np.array(check_vectors(rows, self.dim, "query")[0])
-
     def model(self) -> EmbeddingModel:
         """Return the model that made the vectors, loaded from its run folder if it was not given."""
         if self._model is None:
@@ -386,15 +333,8 @@ class Index:
 
     def set_model(self, model: EmbeddingModel) -> None:
         """Set the model that embeds queries, which must be the one that made the vectors."""
-        check_model(self.model_info, model.fingerprint(), "index")
+        items.check_model(self.model_info, model.fingerprint(), "index")
         self._model = model
-
-    def _inverse_norms(self) -> Vectors:
-        if self._inv_norms is None:
-            self._inv_norms = inverse_norms(self.vectors)
-        return self._inv_norms
-
-    # --- saving and loading ------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
         """Write the index atomically: a failure leaves the previous state intact.
@@ -402,34 +342,28 @@ class Index:
         Args:
             folder: Created if needed.
         """
-        path = Path(folder)
-        with files.lock_index(path):
-            self.write(path)
+        with storage.lock_index(Path(folder)):
+            self.write(Path(folder))
 
     def write(self, folder: Path) -> None:
-        """Write the index into a folder that the caller has locked with `files.lock_index`."""
-        stored = {
-            "vectors": files.write_vectors(folder, (len(self), self.dim), [self.vectors]),
-            "items": files.write_items(
-                folder, {"ids": self.ids, "labels": self.labels, "stamps": stamps_to_json(self.stamps)}
-            ),
-        }
-        if self.graph is not None:
-            stored["graph"] = files.write_file(folder, "hnsw", ".faiss", [self.graph.to_bytes()])
-        files.commit(folder, self._manifest(stored))
-
-    def _manifest(self, stored: dict[str, StoredFile]) -> Manifest:
-        return Manifest(
-            items=len(self),
-            dim=self.dim,
-            files=stored,
-            model=self.model_info,
-            root=None if self.root is None else str(self.root),
-            threshold=None if self.threshold is None else asdict(self.threshold),
-            rerank=None if self.rerank is None else to_dict(self.rerank),
-            graph=None if self.graph is None else asdict(self.graph.stats),
-            store=self.store,
-        )
+        """Write the index into a folder that the caller has locked with `storage.lock_index`."""
+        with storage.write_errors(folder):
+            files = {"vectors": storage.write_vectors(folder, self.vectors)}
+            if self.graph is not None:
+                files["hnsw"] = storage.write_file(folder, "hnsw", self.graph.to_bytes())
+            state = {
+                "files": files,
+                "model": self.model_info and asdict(self.model_info),
+                "root": self.root and str(self.root),
+                "threshold": self.threshold and asdict(self.threshold),
+                "rerank": self.rerank and [rerank_name(self.rerank), asdict(self.rerank)],
+                "graph": self.graph and asdict(self.graph.stats),
+                "store": self.store,
+                "ids": self.ids,
+                "labels": self.labels,
+                "stamps": self.stamps,
+            }
+            storage.commit(folder, state)
 
     @classmethod
     def load(cls, folder: str | Path, model: EmbeddingModel | None = None) -> Index:
@@ -437,30 +371,29 @@ class Index:
 
         Args:
             folder: The index.
-            model: Embeds image queries; must be the model that made the vectors. By default it is loaded from the run
-                folder recorded in the index when an image is first searched for.
+            model: The model that made the vectors; by default loaded from its run folder when needed.
 
         Returns:
             The index.
         """
         path = Path(folder)
-        index = files.read_consistent(path, lambda manifest: cls._read(path, manifest))
+        index = storage.read_consistent(path, lambda state: cls._read(path, state))
         if model is not None:
             index.set_model(model)
         return index
 
     @classmethod
-    def _read(cls, folder: Path, manifest: Manifest) -> Index:
-        columns = files.read_items(folder, manifest)
-        index = cls.__new__(cls)
-        stamps = [FileStamp(*row) if row is not None else None for row in columns["stamps"]]
-        index._set_items(files.read_vectors(folder, manifest), columns["ids"], columns["labels"], stamps)
-        index.root = None if manifest.root is None else Path(manifest.root)
-        index.model_info, index._model = manifest.model, None
-        index.threshold = None if manifest.threshold is None else Threshold.from_dict(manifest.threshold)
-        index.rerank = None if manifest.rerank is None else from_dict(manifest.rerank)
-        index.store = manifest.store
-        if manifest.graph is not None:
-            data = files.verify_file(folder, manifest.files["graph"]).read_bytes()
-            index.graph = HNSWGraph(data, GraphStats(**manifest.graph))
+    def _read(cls, folder: Path, state: storage.State) -> Index:
+        index = cls.__new__(cls)  # without checking the vectors again
+        stamps = [stamp and FileStamp(*stamp) for stamp in state["stamps"]]
+        index._set_items(storage.read_vectors(folder, state), state["ids"], state["labels"], stamps)
+        index._model = None
+        index.model_info = state["model"] and ModelInfo(**state["model"])
+        index.root = state["root"] and Path(state["root"])
+        index.threshold = state["threshold"] and Threshold.from_dict(state["threshold"])
+        index.rerank = state["rerank"] and RERANKERS[state["rerank"][0]](**state["rerank"][1])
+        index.store = state["store"]
+        if state["graph"]:
+            graph = storage.find_file(folder, state, "hnsw").read_bytes()
+            index.graph = HNSWGraph(graph, GraphStats(**state["graph"]))
         return index

@@ -1,8 +1,7 @@
 """Open-set recognition: a similarity threshold with a stated false-accept rate.
 
 A query is *known* if the similarity of its nearest item exceeds the threshold. A *false accept* is a query of a class
-missing from the index that is called known. The threshold is calibrated on queries of known status to a given
-false-accept rate; both rates are reported with intervals over classes.
+missing from the index that is called known.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import bootstrap, percentiles
 
 BOOTSTRAP_SAMPLES = 1000
+MAX_QUERIES = 2000  # a random sample of the items
 Interval = tuple[float, float]
 
 
@@ -80,7 +80,6 @@ def calibrate(
     *,
     known_classes: Sequence[Any] | None = None,
     unknown_classes: Sequence[Any] | None = None,
-    seed: int = 0,
 ) -> Threshold:
     """Find the lowest threshold that accepts at most the given fraction of the unknown queries.
 
@@ -96,11 +95,11 @@ def calibrate(
     known_codes, unknown_codes = _class_codes(known_classes, len(known)), _class_codes(unknown_classes, len(unknown))
     value = _threshold_value(unknown, false_accept)
     accepted = (known > value).astype(np.float64)
-    samples = bootstrap(accepted[None], known_codes, draws=BOOTSTRAP_SAMPLES, seed=seed)[:, 0]
+    samples = bootstrap(accepted[None], known_codes, draws=BOOTSTRAP_SAMPLES)[:, 0]
     return Threshold(
         value=value,
         false_accept=false_accept,
-        false_accept_interval=_false_accept_interval(unknown, unknown_codes, false_accept, seed),
+        false_accept_interval=_false_accept_interval(unknown, unknown_codes, false_accept),
         true_accept=float(accepted.mean()),
         true_accept_interval=percentiles(samples, 0.95) if len(np.unique(known_codes)) > 1 else None,
         known_queries=len(known),
@@ -127,9 +126,7 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
     return known, np.where(np.isfinite(unknown), unknown, np.nan)
 
 
-def calibrate_items(
-    vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01, *, max_queries: int = 2000
-) -> Threshold:
+def calibrate_items(vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01) -> Threshold:
     """Calibrate a threshold with labelled items of the index as queries.
 
     As a known query, an item is compared with all other items. As an unknown query, it is compared with all items of
@@ -137,8 +134,8 @@ def calibrate_items(
     threshold. The result estimates how often an image of a class missing from this index is called known, provided that
     missing classes resemble the query classes and are photographed under similar conditions.
     """
-    if len(queries) > max_queries:
-        queries = np.sort(np.random.default_rng(0).choice(queries, max_queries, replace=False))
+    if len(queries) > MAX_QUERIES:
+        queries = np.sort(np.random.default_rng(0).choice(queries, MAX_QUERIES, replace=False))
     known, unknown = leave_class_out(vectors, labels, queries)
     names = np.array([str(labels[row]) for row in queries])
     has_known, has_unknown = ~np.isnan(known), ~np.isnan(unknown)
@@ -162,13 +159,13 @@ def _threshold_value(unknown: Floats, false_accept: float) -> float:
     return float(np.sort(unknown)[::-1][allowed])
 
 
-def _false_accept_interval(unknown: Floats, codes: Ints, false_accept: float, seed: int) -> Interval | None:
+def _false_accept_interval(unknown: Floats, codes: Ints, false_accept: float) -> Interval | None:
     """Bootstrap over classes: set the threshold on the sampled classes, measure the rate on the others."""
     classes = np.unique(codes)
     if len(classes) < 2:
         return None
     members = [np.flatnonzero(codes == c) for c in classes]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rates = []
     for _ in range(BOOTSTRAP_SAMPLES):
         sampled = rng.integers(0, len(classes), len(classes))

@@ -1,34 +1,30 @@
 """Re-rank search results, where it provably helps on validation classes.
 
-    Expansion     average the query with its nearest items, weighted by a power of their similarity, and search again
-                  (alpha query expansion, Radenovic, Tolias and Chum 2018)
-    Reciprocal    promote items that have the query among their own nearest neighbours (k-reciprocal encoding, Zhong,
-                  Zheng, Cao and Li 2017), computed among the query and its `depth` nearest items, so that the cost does
-                  not depend on the size of the index
-
-Both can hurt: wrong neighbours pull the query towards the wrong class. `choose_rerank` measures the gain.
+Both methods can hurt: wrong neighbours pull the query towards the wrong class. `choose_rerank` measures the gain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nearkin._common.registry import Registry
 from nearkin.deploy.index.search import Floats, Ints, Vectors, exclude_row, inverse_norms, nearest, normalize_rows
-from nearkin.errors import ConfigError, DataError, did_you_mean
+from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import Difference, paired_difference
 
 SearchFn = Callable[[Vectors, int], tuple[Ints, Floats]]  # (query [D], k) -> rows and cosines, nearest first
+LEVEL = 0.95  # confidence that all gains lie in their intervals
+MAX_QUERIES = 500  # a random sample of the items
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Alpha query expansion."""
+    """Average the query with its nearest items and search again (alpha query expansion, Radenovic et al. 2018)."""
 
     k: int = 5  # number of neighbours averaged in
     alpha: float = 3.0  # a neighbour's weight is its similarity to this power
@@ -40,7 +36,10 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """k-reciprocal re-ranking."""
+    """Promote items that have the query among their own neighbours (k-reciprocal encoding, Zhong et al. 2017).
+
+    Computed among the query and its nearest items only, so that the cost does not depend on the size of the index.
+    """
 
     k1: int = 20  # size of the neighbourhood that must be mutual
     k2: int = 6  # number of neighbours over which encodings are averaged
@@ -53,34 +52,14 @@ class Reciprocal:
 
 
 Rerank = Expansion | Reciprocal
-RERANKERS: dict[str, type[Expansion] | type[Reciprocal]] = {"expansion": Expansion, "reciprocal": Reciprocal}
-
-
-def to_dict(option: Rerank) -> dict[str, Any]:
-    """Return the method's name and settings, for the manifest."""
-    return {"method": rerank_name(option), **asdict(option)}
-
-
-def from_dict(values: dict[str, Any]) -> Rerank:
-    """Restore a method from `to_dict`."""
-    settings = dict(values)
-    return get_reranker(settings.pop("method"))(**settings)
-
-
-def get_reranker(name: str) -> type[Expansion] | type[Reciprocal]:
-    """Look up a re-ranking method. Returns its settings class."""
-    if name not in RERANKERS:
-        hint = did_you_mean(name, RERANKERS) or f" Available: {', '.join(RERANKERS)}."
-        raise ConfigError(f"rerank: unknown method '{name}'.{hint}")
-    return RERANKERS[name]
+RERANKERS = Registry[type[Expansion] | type[Reciprocal]]("re-ranking method")
+RERANKERS.add("expansion", Expansion)
+RERANKERS.add("reciprocal", Reciprocal)
 
 
 def rerank_name(option: Rerank) -> str:
-    """Return the name that `get_reranker` takes."""
+    """Return the name of a method in `RERANKERS`."""
     return type(option).__name__.lower()
-
-
-# --- methods ---------------------------------------------------------------------------------------------------------
 
 
 def expanded(query: Vectors, near: Vectors, cosines: Floats, alpha: float) -> Vectors:
@@ -135,9 +114,6 @@ def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, searc
     return rows[order], cosines[order]
 
 
-# --- selection -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RerankChoice:
     """Outcome of `choose_rerank`."""
@@ -158,53 +134,36 @@ def choose_rerank(
     *,
     queries: Sequence[int] | None = None,
     metric: str = "MAP@R",
-    max_queries: int = 500,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> RerankChoice:
     """Evaluate re-ranking methods with labelled items as queries, and select the best one with a significant gain.
 
     A gain is significant if its interval, over classes, lies above 0. With several methods the intervals are widened so
-    that all of them hold jointly at `level` (Bonferroni).
-
-    Args:
-        vectors: [N, D].
-        labels: [N], None where unknown.
-        options: Methods to compare.
-        queries: Rows to use as queries, preferably of classes that were not trained on; by default all.
-        metric: "MAP@R" or "R@1".
-        max_queries: A random sample of this many queries is used.
-        level: Confidence level.
-        seed: Of the sample and the bootstrap.
-
-    Returns:
-        The selected method and the gain of each.
+    that all of them hold jointly (Bonferroni). `queries` are rows, preferably of classes that were not trained on;
+    by default all. `metric` is "MAP@R" or "R@1".
     """
     if metric not in ("MAP@R", "R@1"):
         raise ConfigError(f"metric: expected 'MAP@R' or 'R@1', got {metric!r}.")
-    if not options:
-        raise ConfigError("options: expected at least one re-ranking method.")
     labels = list(labels)
-    rows, codes = _sample_queries(labels, range(len(labels)) if queries is None else queries, max_queries, seed)
+    rows, codes = _sample_queries(labels, range(len(labels)) if queries is None else queries)
     scores = _evaluate(vectors, labels, rows, options, metric)
-    adjusted = 1 - (1 - level) / len(options)
+    adjusted = 1 - (1 - LEVEL) / len(options)
     gains = tuple(
-        (option, paired_difference(metric, scores[0], scores[1 + n], codes, level=adjusted, draws=2000, seed=seed))
+        (option, paired_difference(metric, scores[0], scores[1 + n], codes, level=adjusted, draws=2000, seed=0))
         for n, option in enumerate(options)
     )
     significant = [(gain.difference, option) for option, gain in gains if gain.low > 0]
     return RerankChoice(max(significant, key=lambda pair: pair[0])[1] if significant else None, gains)
 
 
-def _sample_queries(labels: list[Any], rows: Sequence[int], max_queries: int, seed: int) -> tuple[Ints, Ints]:
+def _sample_queries(labels: list[Any], rows: Sequence[int]) -> tuple[Ints, Ints]:
     """Sample rows whose class has another item, with their class codes."""
     count = Counter(labels)
     usable = np.array([row for row in rows if labels[row] is not None and count[labels[row]] > 1], np.int64)
     classes, codes = np.unique([str(labels[row]) for row in usable], return_inverse=True)
     if len(classes) < 2:
         raise DataError(f"re-ranking: needs at least two classes with two images each, got {len(classes)}.")
-    if len(usable) > max_queries:
-        sample = np.sort(np.random.default_rng(seed).choice(len(usable), max_queries, replace=False))
+    if len(usable) > MAX_QUERIES:
+        sample = np.sort(np.random.default_rng(0).choice(len(usable), MAX_QUERIES, replace=False))
         usable, codes = usable[sample], codes[sample]
     return usable, codes
 
@@ -215,32 +174,25 @@ def _evaluate(vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence
     inv_norms = inverse_norms(vectors)
     lengths = [count[labels[row]] - 1 if metric == "MAP@R" else 1 for row in rows.tolist()]
     max_k = max([*lengths, *(option.depth if isinstance(option, Reciprocal) else option.k for option in options)])
-    plain = nearest(np.asarray(vectors[rows]), vectors, max_k + 1, inv_norms)  # for all queries at once
+    found = nearest(np.asarray(vectors[rows]), vectors, max_k + 1, inv_norms)  # for all queries at once
+
+    def rankings(row: int, length: int, plain: tuple[Ints, Floats]) -> list[Ints]:
+        own = np.asarray(vectors[row])
+
+        def search(query: Vectors, k: int) -> tuple[Ints, Floats]:
+            near, cosines = plain
+            if query is not own:
+                [near], [cosines] = nearest(query[None], vectors, k + 1, inv_norms)
+                near, cosines = exclude_row(row, near, cosines)
+            return near[:k], cosines[:k]
+
+        return [plain[0][:length], *(apply_rerank(own, vectors, length, option, search)[0] for option in options)]
+
     scores = np.empty((1 + len(options), len(rows)))
-    for n, (row, k) in enumerate(zip(rows.tolist(), lengths, strict=True)):
-        query, result = np.asarray(vectors[row]), exclude_row(row, plain[0][n], plain[1][n])
-        search = partial(_search_cached, query, result, row, vectors, inv_norms)
-        rankings = [result[0][:k], *(apply_rerank(query, vectors, k, option, search)[0] for option in options)]
-        for m, ranking in enumerate(rankings):
+    for n, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        for m, ranking in enumerate(rankings(row, length, exclude_row(row, found[0][n], found[1][n]))):
             scores[m, n] = _average_precision(np.array([labels[other] == labels[row] for other in ranking.tolist()]))
     return scores
-
-
-def _search_cached(
-    cached_query: Vectors,
-    cached_result: tuple[Ints, Floats],
-    exclude: int,
-    vectors: Vectors,
-    inv_norms: Vectors,
-    query: Vectors,
-    k: int,
-) -> tuple[Ints, Floats]:
-    """Search for the k nearest other items, reusing the result of the original query."""
-    rows, cosines = cached_result
-    if query is not cached_query:
-        result = nearest(query[None], vectors, k + 1, inv_norms)
-        rows, cosines = exclude_row(exclude, result[0][0], result[1][0])
-    return rows[:k], cosines[:k]
 
 
 def _average_precision(correct: Any) -> float:

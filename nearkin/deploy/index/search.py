@@ -47,6 +47,21 @@ class Hit:
     row: int = -1
 
 
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of one query.
+
+    Attributes:
+        hits: The nearest items, nearest first.
+        nearest: Highest cosine of any item, before re-ranking; -1 if there is none.
+        known: Whether `nearest` exceeds the threshold; None if the index is not calibrated.
+    """
+
+    hits: tuple[Hit, ...]
+    nearest: float
+    known: bool | None
+
+
 def as_array(values: Any) -> NDArray[Any]:
     """Convert an array, tensor or nested list to numpy."""
     if hasattr(values, "detach"):

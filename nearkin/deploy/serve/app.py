@@ -107,14 +107,6 @@ def make_app(service: Service) -> ASGIApp:
             return Response(status_code=304, headers=headers)
         return Response(jpeg, media_type="image/jpeg", headers=headers)
 
-    app.include_router(data)
-    _add_docs(app)
-    return SecurityMiddleware(app, service.hosts, service.token)
-
-
-def _add_docs(app: FastAPI) -> None:
-    """Add /docs: Swagger UI from files of an installed package, so that it works without internet."""
-
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         page = get_swagger_ui_html(
@@ -126,7 +118,10 @@ def _add_docs(app: FastAPI) -> None:
         )
         return _html(bytes(page.body).decode())
 
+    app.include_router(data)
+    # The files of Swagger UI come from an installed package, so that the page works without internet.
     app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
+    return SecurityMiddleware(app, service.hosts, service.token)
 
 
 async def _check_parameters(request: Request) -> None:

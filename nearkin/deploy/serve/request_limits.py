@@ -1,7 +1,6 @@
 """Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images.
 
-A request is rejected as early as possible: by its headers before the body is read, by the image header before the image
-is decoded. Every rejection is a status code and one sentence, which never contains a path of this machine.
+Requests are rejected as early as possible, with a status code and one sentence without paths of this machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The work behind `nearkin serve`: search and thumbnails in a thread pool.
 
-Items are identified by their path below the indexed folder. No response contains a path of this machine, and no file is
-sent as it is on disk.
+No response contains a path of this machine, and no file is sent as it is on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from nearkin._common.version import __version__
 from nearkin.data.loading import available_cores
 from nearkin.data.reading import name_of, read_image, square
 from nearkin.deploy.images import model_input
-from nearkin.deploy.index.index import Index, SearchResult
+from nearkin.deploy.index.index import Index
+from nearkin.deploy.index.search import SearchResult
 from nearkin.deploy.serve.middleware import host_name
 from nearkin.deploy.serve.models import Hit, Info, Item, Items, ItemSearchResponse, Limits, SearchResponse
 from nearkin.deploy.serve.request_limits import RequestLimits, UploadReader, check_image, too_busy
@@ -104,8 +104,6 @@ class Service:
         finally:
             self.active -= 1
 
-    # --- in worker threads -------------------------------------------------------------------------------------------
-
     def search_image(self, data: bytes, k: int) -> SearchResponse:
         """Find the nearest items of an uploaded image file."""
         check_image(data, self.limits)
@@ -133,8 +131,6 @@ class Service:
             raise HTTPException(404, "The image file of this item is missing or cannot be read.") from None
         return _to_jpeg(pixels)
 
-    # --- responses ---------------------------------------------------------------------------------------------------
-
     def _item(self, row: int) -> dict[str, Any]:
         return {"id": self.names[row], "label": self.labels[row]}
 
@@ -155,16 +151,14 @@ class Service:
 
     def info(self) -> Info:
         """Describe size, threshold and limits."""
-        index, limits = self.index, self.limits
+        index = self.index
         return Info(
             version=__version__,
             items=len(index),
             classes=len({label for label in index.labels if label is not None}),
             dim=index.dim,
             threshold=None if index.threshold is None else index.threshold.value,
-            limits=Limits(
-                max_upload_bytes=limits.max_upload_bytes, max_pixels=limits.max_pixels, neighbours=limits.neighbours
-            ),
+            limits=Limits.model_validate(self.limits, from_attributes=True),
         )
 
 

@@ -1,0 +1,118 @@
+"""What an index is made of: the model that made its vectors, file stamps, and checks of ids and labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from nearkin.deploy.index.search import Label, Vectors, check_vectors
+from nearkin.errors import DataError
+
+
+class EmbeddingModel(Protocol):
+    """The model interface an index needs; `nearkin.Embedder` implements it."""
+
+    image_shape: tuple[int, int, int]  # input size (C, H, W)
+
+    def embed(self, images: Any) -> Tensor:
+        """Return one vector per image, float32 [N, D]."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that made the vectors."""
+
+    fingerprint: str  # hash of its weights
+    run: str | None = None  # run folder it was loaded from, if any
+
+
+def get_model_info(model: EmbeddingModel, run: str | Path | None = None) -> ModelInfo:
+    """Describe a model, with the absolute path of its run."""
+    return ModelInfo(model.fingerprint(), None if run is None else str(Path(run).resolve()))
+
+
+def check_model(model_info: ModelInfo | None, fingerprint: str, what: str) -> None:
+    """Check that a model made the vectors it is to be used with."""
+    if model_info is not None and model_info.fingerprint != fingerprint:
+        raise DataError(
+            f"{what}: built with a different model (weights {model_info.fingerprint[:12]}, got {fingerprint[:12]}).\n"
+            "Use the run it was built with, or index again into another folder."
+        )
+
+
+class FileStamp(NamedTuple):
+    """Identifies a file's content. The hash is compared only where size or modification time changed."""
+
+    size: int  # in bytes
+    mtime_ns: int  # modification time in nanoseconds
+    sha256: str  # hash of the content
+
+
+def embed_images(model: EmbeddingModel, images: Any, ids: Sequence[str]) -> Vectors:
+    """Embed images, and check that there is one id for each."""
+    vectors = check_vectors(model.embed(images), None, "the model's vectors")
+    check_count("ids", len(ids), "image", len(vectors))
+    return vectors
+
+
+def ids_of(images: Sequence[Any]) -> list[str]:
+    """Return the paths of images."""
+    if isinstance(images, str | os.PathLike):
+        raise DataError(f"{images}: expected a list of images, got a single path. Wrap it in a list.")
+    if not all(isinstance(image, str | os.PathLike) for image in images):
+        raise DataError("ids: required for images that are not files. Pass ids=[...], one per image.")
+    return [os.fsdecode(image) for image in images]
+
+
+def relative_id(path: str, root: Path | None) -> str:
+    """Return the id of a path, which may be relative to the current folder, in an index with this root."""
+    if root is None or os.path.isabs(path) or root == Path.cwd():
+        return path
+    absolute = Path(os.path.abspath(path))
+    return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else str(absolute)
+
+
+def as_labels(labels: Any, count: int) -> list[Label]:
+    """Convert a list, array or tensor of labels to plain Python values; None means no labels."""
+    if labels is None:
+        return [None] * count
+    values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    check_count("labels", len(values), "item", count)
+    return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
+def check_label_types(labels: Sequence[Label]) -> None:
+    """Check that all labels are strings, or all integers (or None)."""
+    types = {type(label) for label in labels} - {type(None)}
+    if types not in (set(), {str}, {int}):
+        names = ", ".join(sorted(cls.__name__ for cls in types))
+        raise DataError(f"labels: expected all strings or all integers (or None), got {names}.")
+
+
+def row_by_id(ids: Sequence[str], count: int) -> dict[str, int]:
+    """Map ids to rows, after checking that they are distinct strings and match the number of vectors."""
+    check_count("ids", len(ids), "vector", count)
+    rows: dict[str, int] = {}
+    for row, id in enumerate(ids):
+        if not isinstance(id, str):
+            raise DataError(f"ids: expected strings, got {type(id).__name__} ({id!r}).")
+        if rows.setdefault(id, row) != row:
+            raise DataError(f"ids: {id!r} appears twice. Ids must be unique.")
+    return rows
+
+
+def check_count(what: str, given: int, of: str, count: int) -> None:
+    """Check that there is one id or label per item."""
+    if given != count:
+        raise DataError(f"{what}: expected one per {of}, got {given} for {count}.")
