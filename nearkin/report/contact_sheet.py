@@ -14,6 +14,7 @@ from nearkin._common.files import atomic_write
 from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
+from nearkin.report.html import writing
 
 TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: image side, border, gap between tiles, text below an image
 MARGIN, GUTTER = 20, 26  # around the sheet; between a query and its neighbours
@@ -69,18 +70,12 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
         if columns:
             x = MARGIN + step + GUTTER // 2 - GAP // 2
             draw.line([(x, top), (x, top + height - GAP)], fill="#e3e5e8", width=2)
-    _save(sheet, out)
-    return out
-
-
-def _save(sheet: Any, out: Path) -> None:
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
-    try:
+    with writing("sheet", out, error=DataError):
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, buffer.getvalue())
-    except OSError as error:
-        raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
+    return out
 
 
 def _draw_tile(sheet: Any, draw: Any, left: int, top: int, image: Any, edge: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import string
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import compare, gallery
-from nearkin.report.contents import PageItems, analyze, describe_items, summarize_run
+from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
-from nearkin.report.highlights import Highlights, find_highlights
 from nearkin.report.html import render_template, write_html
 from nearkin.report.svg_charts import Series, histogram, line_chart
+from nearkin.report.tables import percent
 from nearkin.report.text import headline
 from nearkin.training.run import Run
 
@@ -197,16 +196,6 @@ def safe_json(value: Any) -> str:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def percent(value: float | None, spec: str = ".1f") -> str:
-    """Format a fraction in percent, a missing one as a dash.
-
-    Example:
-        >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
-        ('12.3', '-', '-2.0')
-    """
-    return "-" if value is None or math.isnan(value) else f"{100 * value:{spec}}"
 
 
 def run_headline(summary: dict[str, Any]) -> str:

@@ -23,8 +23,8 @@ from nearkin.bench.tournament import Pair, Tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
-from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.html import render_template, write_html
+from nearkin.report.study_figures import draw_critical_difference
 from nearkin.report.study_overview import in_order, run_study_tournament
 from nearkin.report.svg_charts import Series, line_chart
 

@@ -16,7 +16,7 @@ from helpers.scored import QUIET, clouds, cosines, vectors
 import nearkin as nk
 from nearkin import cli
 from nearkin.errors import RunError
-from nearkin.report import gallery, highlights, projection
+from nearkin.report import contents, gallery, projection
 from nearkin.report.compare import comparison_headline
 from nearkin.report.contents import PageItems
 from nearkin.report.eval_data import load_eval_data
@@ -57,7 +57,7 @@ def test_neighbours_classes_and_confusions_match_brute_force(features_run, featu
         if len(confused):
             assert row["count"] == np.bincount(confused).max()
     _, counts = np.unique(np.stack([labels, labels[order[:, 0]]])[:, ~right], axis=1, return_counts=True)
-    top = sorted(counts.tolist(), reverse=True)[: highlights.MAX_CONFUSED_PAIRS]
+    top = sorted(counts.tolist(), reverse=True)[: contents.MAX_CONFUSED_PAIRS]
     assert [pair["count"] for pair in analysis["confused_pairs"]] == top
     for pair in analysis["confused_pairs"]:
         a, b = int(names[pair["class"]]), int(names[pair["confused_with"]])
