@@ -70,16 +70,16 @@ class LabelErrors:
 
     def to_csv(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         paths: Sequence[Any] | None = None,
         class_names: Sequence[str] | Mapping[Any, str] | None = None,
         top: int | None = None,
-    ) -> None:
-        """Write the rows to a CSV file, most probable errors first.
+    ) -> bytes:
+        """Write the rows to a CSV file, most probable errors first, and return its content.
 
         Args:
-            path: The file to write.
+            path: The file to write, if any.
             paths: [N] image files, for a column `path`.
             class_names: Names by label: a mapping, or a sequence indexed by integer labels.
             top: Number of rows; all when omitted.
@@ -95,7 +95,10 @@ class LabelErrors:
             lines.append([rank, row, *map(_escape_formula, file_name + names), *numbers])
         text = io.StringIO(newline="")
         csv.writer(text).writerows([head, *lines])
-        atomic_write(Path(path), text.getvalue().encode("utf-8", "replace"))  # file names may not be valid Unicode
+        content = text.getvalue().encode("utf-8", "replace")  # file names may not be valid Unicode
+        if path is not None:
+            atomic_write(Path(path), content)
+        return content
 
 
 def _class_name(label: Any, names: Sequence[str] | Mapping[Any, str] | None) -> str:

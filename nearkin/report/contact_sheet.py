@@ -121,12 +121,7 @@ def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that cannot be printed on one line.
-
-    Example:
-        >>> printable("a\\nb\\udcff é")
-        'a\\\\nb\\\\udcff é'
-    """
+    """Escape characters that cannot be printed on one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -275,10 +274,7 @@ def _label_errors(data: EvalData, highlights: Highlights, page_items: PageItems)
         return {"unavailable": errors, "suspects": [], "csv": ""}
     names = [data.row_name(row) for row in range(len(data))]
     top = min(MAX_CSV_ROWS, int(np.isfinite(errors.score).sum()))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "label_errors.csv"
-        errors.to_csv(path, paths=names, class_names=data.table.class_names, top=top)
-        csv = path.read_bytes()
+    csv = errors.to_csv(None, paths=names, class_names=data.table.class_names, top=top)
     return {
         "unavailable": "",
         "share": round_or_none(errors.error_rate),

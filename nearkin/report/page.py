@@ -173,7 +173,7 @@ def render(report: Report) -> str:
     values = {
         "report": report,
         "several": len(report.summaries) > 1,
-        "headlines": [run_headline(summary) for summary in report.summaries],
+        "headlines": [headline(summary["result"]) for summary in report.summaries],
         "comparison_headlines": comparison_headlines,
         "training_charts": [training_charts(summary) for summary in report.summaries],
         "similarity_charts": [similarity_charts(analysis) for analysis in report.analyses],
@@ -186,34 +186,11 @@ def render(report: Report) -> str:
 
 
 def safe_json(value: Any) -> str:
-    """Encode JSON for a script element: nothing in it can end the element or be read as markup.
-
-    Example:
-        >>> safe_json("</script>&")
-        '"\\\\u003c/script\\\\u003e\\\\u0026"'
-    """
+    """Encode JSON for a script element: nothing in it can end the element or be read as markup."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def run_headline(summary: dict[str, Any]) -> str:
-    """Return the sentence that opens the page of a run."""
-    result = summary["result"]
-    if result["test"] is not None:
-        return headline(result)
-    epoch = result["protocol"]["epoch"]
-    if result["val_R@1"] is None:
-        return (
-            f"Trained to epoch {epoch}, not evaluated: there are no validation classes, and the test classes are "
-            "sealed."
-        )
-    recall = f"{100 * result['val_R@1']:.1f}"
-    return (
-        f"Validation R@1 {recall}: the nearest neighbour of {recall} % of the validation images has the same class "
-        f"(epoch {epoch}, selected by this metric). The test classes are still sealed."
-    )
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------

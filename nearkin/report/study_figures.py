@@ -41,11 +41,8 @@ def write_critical_difference(tournament: Tournament, folder: Path) -> list[Path
 
 def _draw_losses(figure: Any, report: StudyReport) -> bool:
     """A row per method with its experiments as dots and their mean as a tick. Not bars: those must start at 0."""
-    rows = []
-    for method in report.methods:
-        means = [report.cells[e, method].mean for e in report.experiments if (e, method) in report.cells]
-        if known := [mean for mean in means if not np.isnan(mean)]:
-            rows.append((method, known))
+    means = {m: [mean for e in report.experiments if not np.isnan(mean := report.mean(e, m))] for m in report.methods}
+    rows = [(method, known) for method, known in means.items() if known]
     figure.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
     axes = figure.add_subplot()
     for y, (_, values) in enumerate(rows):
@@ -68,9 +65,9 @@ def _draw_lines(figure: Any, report: StudyReport, field: int, x_label: str) -> b
     for method in report.methods[:MAX_LINES]:
         y = []
         for value in x_values:
-            cells = [report.cells.get((e, method)) for e, setup in report.setups.items() if setup[field] == value]
-            means = [cell.mean for cell in cells if cell is not None and cell.values]
-            y.append(float(np.mean(means)) if means else np.nan)
+            means = [report.mean(e, method) for e, setup in report.setups.items() if setup[field] == value]
+            known = [mean for mean in means if not np.isnan(mean)]
+            y.append(float(np.mean(known)) if known else np.nan)
         curves.append((method, x, y))
     axes = figure.add_subplot()
     if numeric:

@@ -22,31 +22,21 @@ from nearkin.report.tables import Grid, csv_text, markdown, rich_table, standing
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
     """Build the table of the plan."""
     if full:
-        rows = tuple(
+        rows = [
             (t.experiment, t.method, str(t.seed), str(t.part), format_duration(estimate.seconds(t)), t.id)
             for t in folder.trials
-        )
+        ]
         head: tuple[str, ...] = ("experiment", "method", "seed", "fold", "time", "id")
         return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
-    sums: dict[str, list[float]] = {}
-    for t in folder.trials:
-        count = sums.setdefault(t.experiment, [0, 0.0, 0.0])
-        count[0] += 1
-        count[1] += estimate.seconds(t)
-        count[2] += estimate.bytes(t, keep_models=folder.study.keep_models)
     methods = len(folder.study.method_names)
-    totals = tuple(
-        (
-            name,
-            str(methods),
-            str(round(n / methods)),
-            f"{n:.0f}",
-            format_duration(s / n),
-            format_duration(s),
-            format_size(b),
-        )
-        for name, (n, s, b) in sums.items()
-    )
+    totals = []
+    for name in dict.fromkeys(trial.experiment for trial in folder.trials):
+        trials = [trial for trial in folder.trials if trial.experiment == name]
+        seconds = sum(estimate.seconds(trial) for trial in trials)
+        disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in trials)
+        counts = (methods, round(len(trials) / methods), len(trials))
+        times = (format_duration(seconds / len(trials)), format_duration(seconds))
+        totals.append((name, *map(str, counts), *times, format_size(disk)))
     head = ("experiment", "methods", "replicates", "trials", "time per trial", "total time", "disk")
     return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, totals)
 
@@ -80,7 +70,7 @@ def status_grid(folder: StudyFolder) -> Grid:
         state = outcome.status if outcome else "running" if trial.id in running else "left"
         counts.setdefault(trial.experiment, Counter())[state] += 1
     states = ("done", "failed", "running", "left")
-    rows = tuple((name, *(str(count[state]) for state in states)) for name, count in counts.items())
+    rows = [(name, *(str(count[state]) for state in states)) for name, count in counts.items()]
     return Grid(f"'{folder.study.name}'", ("experiment", *states), rows)
 
 
@@ -122,7 +112,7 @@ def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregat
         on = f" on {min(datasets)}"
         heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
     title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation"
-    return Grid(title, ("method", *heads), tuple(rows))
+    return Grid(title, ("method", *heads), rows)
 
 
 def available_results(folder: StudyFolder) -> list[Result]:
@@ -178,10 +168,5 @@ def write_report_files(folder: StudyFolder) -> list[Path]:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes.
-
-    Example:
-        >>> format_size(2_300_000), format_size(5e9)
-        ('2 MB', '5.0 GB')
-    """
+    """Format a number of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(size / 1e6 - 0.5)} MB"

@@ -1,7 +1,6 @@
 """Charts as inline SVG: no script, sharp at any size, coloured by the style of the page.
 
-A chart is drawn for a width of about 360 pixels, so that its text stays readable on a phone; a page puts several side
-by side. Series differ in colour, dash pattern and name.
+A chart is about 360 pixels wide, so that its text stays readable on a phone; a page puts several side by side.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ def line_chart(
     logarithmic: bool = False,
     span: tuple[float, float] | None = None,
 ) -> str:
-    """Draw lines over a common axis.
-
-    Example:
-        >>> line_chart([Series("R@1", [1, 2], [41.0, 55.5])], "Validation R@1 by epoch")[:4]
-        '<svg'
-    """
+    """Draw lines over a common axis; empty without any value."""
     xs, ys = ([point[axis] for line in series for point in line.points] for axis in (0, 1))
     if not ys:
         return ""
@@ -112,9 +106,6 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: fl
     return "".join([*parts, _legend([name for name, _ in groups])[0]]) + "</svg>"
 
 
-# --- parts of a chart ------------------------------------------------------------------------------------------------
-
-
 def _open_svg(label: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
 
@@ -146,13 +137,7 @@ def _legend(names: Sequence[str]) -> tuple[str, int]:
 
 
 def _ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
-    """Return round numbers that cover low to high.
-
-    >>> _ticks(0, 100)
-    [0.0, 25.0, 50.0, 75.0, 100.0]
-    >>> _ticks(0.31, 0.34)
-    [0.31, 0.32, 0.33, 0.34]
-    """
+    """Return round numbers that cover low to high."""
     if not high > low:
         pad = abs(low) / 10 or 1.0
         low, high = low - pad, high + pad

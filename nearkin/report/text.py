@@ -50,13 +50,23 @@ def headline(run: Run | dict[str, Any]) -> str:
     """Summarize in one sentence what training gained, and claim no more than the paired interval supports.
 
     Args:
-        run: A run that was evaluated on its test classes, or its result.
+        run: A finished run, or its result.
 
     Returns:
         The sentence.
     """
     result = run if isinstance(run, dict) else run.result
     assert result is not None
+    epoch, recall = result["protocol"]["epoch"], result["val_R@1"]
+    if result["test"] is None and recall is None:
+        reason = "there are no validation classes, and the test classes are sealed"
+        return f"Trained to epoch {epoch}, not evaluated: {reason}."
+    if result["test"] is None:
+        share = f"{100 * recall:.1f}"
+        return (
+            f"Validation R@1 {share}: the nearest neighbour of {share} % of the validation images has the same class "
+            f"(epoch {epoch}, selected by this metric). The test classes are still sealed."
+        )
     gain = result["gain"]
     baseline = gain["over"]
     trained, start = (100 * result["test"][name]["R@1"]["mean"] for name in ("trained", baseline))
@@ -69,7 +79,7 @@ def headline(run: Run | dict[str, Any]) -> str:
         advice = " Training made it worse: do not use this model."
     else:
         change = f"difference {low:+.1f} to {high:+.1f} points, not significant"
-    if not result["protocol"]["epoch"]:
+    if not epoch:
         advice += " No epoch improved on the initial weights on the validation classes, so these are used."
     return (
         f"R@1 {trained:.1f}: the nearest neighbour of {trained:.1f} % of the test images has the same class "
