@@ -118,11 +118,7 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", 
 
 
 def _escape_formula(cell: str) -> str:
-    """Prevent spreadsheets from evaluating a cell as a formula.
-
-    >>> _escape_formula("=1+1"), _escape_formula("Least Tern")
-    ("'=1+1", 'Least Tern')
-    """
+    """Prevent spreadsheets from evaluating a cell as a formula."""
     return f"'{cell}" if cell.lstrip(" ").startswith(_FORMULA_PREFIXES) else cell
 
 
@@ -182,9 +178,6 @@ def find_label_errors(
     probability = 1 / (1 + np.exp(-score))
     order = np.argsort(-score, kind="stable")  # NaN goes last
     return LabelErrors(score, probability, classes[suggested], order, given, float(probability[scorable].mean()))
-
-
-# --- class probabilities ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from nearkin.report.print_figures import write_figures
     from nearkin.report.study import build_study_report, write_study_page
     from nearkin.report.study_figures import draw_critical_difference
-    from nearkin.report.tables import write_tables
-    from nearkin.report.text import headline, result_table
+    from nearkin.report.tables import headline, result_table, write_tables
 
 __all__ = [
     "build_report",
@@ -42,7 +41,6 @@ __getattr__, __dir__ = lazy_exports(
         "losses": ("explain", "gradient_curves", "list_losses"),
         "page": ("build_report", "write_page", "write_report"),
         "study": ("build_study_report", "write_study_page"),
-        "tables": ("write_tables",),
-        "text": ("headline", "result_table"),
+        "tables": ("headline", "result_table", "write_tables"),
     },
 )

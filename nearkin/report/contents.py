@@ -21,7 +21,7 @@ from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 from nearkin.data.images import Rows
 from nearkin.errors import DataError
 from nearkin.ops.pairs import pair_up
-from nearkin.report import gallery, projection
+from nearkin.report import gallery
 from nearkin.report.eval_data import EvalData
 from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
@@ -97,9 +97,6 @@ def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS}}
 
 
-# --- the rows that a page lists --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Highlights:
     """The rows that a page lists."""
@@ -156,9 +153,6 @@ def _find_duplicates(data: EvalData) -> tuple[list[Duplicate] | None, float | No
     return None, None
 
 
-# --- from the evaluated images ---------------------------------------------------------------------------------------
-
-
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
     """Describe the images on a page, which all of its runs share."""
     return {
@@ -209,7 +203,7 @@ def analyze(
 
 def _similarity_histogram(data: EvalData) -> dict[str, Any]:
     """Histograms of the similarities of positive and negative pairs over their common range."""
-    rows = torch.from_numpy(projection.sample(data.table.labels, np.arange(len(data)), max_rows=HISTOGRAM_ROWS))
+    rows = torch.from_numpy(gallery.sample(data.table.labels, np.arange(len(data)), max_rows=HISTOGRAM_ROWS))
     labels = torch.from_numpy(data.table.labels)[rows]
     diagnosis = diagnose(data.emb[rows], labels)
     pairs = pair_up(data.emb[rows], labels)
@@ -258,12 +252,12 @@ def _recall_by_size(data: EvalData, reporter: Reporter) -> list[dict[str, Any]]:
 
 
 def _map(data: EvalData, page_items: PageItems, tsne: bool, reporter: Reporter) -> dict[str, Any]:
-    rows = projection.sample(data.table.labels, page_items.rows)
+    rows = gallery.sample(data.table.labels, page_items.rows)
     emb = data.emb[torch.from_numpy(rows)]
-    points = {"PCA": projection.pca(emb)}
+    points = {"PCA": gallery.pca(emb)}
     if tsne:
         reporter.info(f"t-SNE of {len(rows):,} points")
-        points["t-SNE"] = projection.tsne(emb)
+        points["t-SNE"] = gallery.tsne(emb)
     return {"items": page_items.items_of(rows), "projections": {name: xy.tolist() for name, xy in points.items()}}
 
 

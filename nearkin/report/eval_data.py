@@ -62,11 +62,6 @@ class EvalData:
         base = self.root if self.root is not None and path.is_relative_to(self.root) else path.parent.parent
         return path.relative_to(base).as_posix()
 
-    @property
-    def has_images(self) -> bool:
-        """Whether the rows have pixels, not only features."""
-        return self.table.images.shape[0] > 0
-
 
 def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
     """Load what a finished run was evaluated on. Sealed test classes stay sealed."""

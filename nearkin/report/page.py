@@ -22,8 +22,7 @@ from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
 from nearkin.report.html import render_template, write_html
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.tables import percent
-from nearkin.report.text import headline
+from nearkin.report.tables import headline, percent
 from nearkin.training.run import Run
 
 
@@ -102,6 +101,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
     highlights = [find_highlights(data) for data in datasets]
     page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
+    images = first.table.images  # without channels for a run on features
     return Report(
         names,
         summaries,
@@ -112,9 +112,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
         ],
         comparisons=[compare.compare_runs(first, data, page_items) for data in others],
         differing_settings=compare.differing_settings(runs),
-        sprite_sheet=(
-            make_sprite_sheet(first.table.images, page_items.rows, reporter=reporter) if first.has_images else None
-        ),
+        sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.shape[0] else None,
     )
 
 
@@ -137,8 +135,6 @@ def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highli
     rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
     return PageItems.from_rows(rows, len(datasets[0]))
 
-
-# --- HTML ------------------------------------------------------------------------------------------------------------
 
 # Parts of an analysis that the template draws; the script does not need them.
 STATIC_KEYS = ("similarity_histogram", "recall_by_size", "hubness")
@@ -192,8 +188,6 @@ def safe_json(value: Any) -> str:
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
 
-
-# --- charts ----------------------------------------------------------------------------------------------------------
 
 # Title, and (series name, key of the diagnosis)
 DIAGNOSTIC_CHARTS = (

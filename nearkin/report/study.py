@@ -186,9 +186,6 @@ def _shareable_toml(folder: StudyFolder) -> str:
     return replace(folder.study, datasets=datasets).to_toml()
 
 
-# --- HTML ------------------------------------------------------------------------------------------------------------
-
-
 def write_study_page(report: StudyReport, out: Path) -> Path:
     """Render the page of a study and write it.
 

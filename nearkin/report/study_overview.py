@@ -95,9 +95,6 @@ def status_lines(folder: StudyFolder) -> str:
     return "\n".join([*lines, f"{done}; about {format_duration(seconds)} left with {workers} at a time"])
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
 def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
     """Build the table of scores, methods by experiments."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))

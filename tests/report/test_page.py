@@ -16,7 +16,7 @@ from helpers.scored import QUIET, clouds, cosines, vectors
 import nearkin as nk
 from nearkin import cli
 from nearkin.errors import RunError
-from nearkin.report import contents, gallery, projection, svg_charts
+from nearkin.report import contents, gallery, svg_charts
 from nearkin.report.compare import comparison_headline
 from nearkin.report.contact_sheet import printable
 from nearkin.report.contents import PageItems
@@ -310,16 +310,16 @@ def test_the_pca_map_matches_a_singular_value_decomposition():
     centred = unit - unit.mean(0)
     _, _, vt = np.linalg.svd(centred.astype(np.float64))
     expected = centred @ vt[:2].T
-    got = projection.pca(x).astype(float)
+    got = gallery.pca(x).astype(float)
     for axis in (0, 1):
         assert abs(np.corrcoef(got[:, axis], expected[:, axis])[0, 1]) > 0.9999
-    assert np.ptp(got, axis=0).max() == projection.GRID
-    assert projection.pca(torch.ones(3, 4)).tolist() == [[500, 500]] * 3
+    assert np.ptp(got, axis=0).max() == gallery.MAP_SIZE
+    assert gallery.pca(torch.ones(3, 4)).tolist() == [[500, 500]] * 3
 
 
 def test_a_map_of_many_points_samples_whole_classes():
     labels = np.repeat(np.arange(100), 7)
-    rows = projection.sample(labels, np.arange(700), max_rows=70)
+    rows = gallery.sample(labels, np.arange(700), max_rows=70)
     assert len(rows) == 70
     assert set(np.bincount(labels[rows])) == {0, 7}
 
