@@ -25,7 +25,7 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.html import render_template, write_html
 from nearkin.report.study_figures import draw_critical_difference
-from nearkin.report.study_overview import in_order, run_study_tournament
+from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
 
 MAX_LINES = 4  # methods per chart: more would not be distinguishable
@@ -98,10 +98,11 @@ def build_study_report(path: str | Path) -> StudyReport:
     outcomes = folder.outcomes()
     if not outcomes:
         raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
-    tournament = run_study_tournament(folder)
-    methods = in_order(folder, tournament)
+    tournament, methods = rank_methods(folder)
     setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
-    trials, failures = _trial_rows(folder)
+    trials, failures, baselines = _finished_trials(folder)
+    # Without the folders of this machine: pages are shared.
+    datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
     return StudyReport(
         name=folder.study.name,
         metric=folder.study.metric,
@@ -111,20 +112,23 @@ def build_study_report(path: str | Path) -> StudyReport:
         cells=aggregate(folder),
         published=_published_values(folder, setups, methods),
         tournament=tournament,
-        baselines=mean_baselines(folder) if folder.study.metric == "R@1" else {},
+        baselines=baselines if folder.study.metric == "R@1" else {},
         leader_comparisons=compare_leader(folder, tournament),
         failures=failures,
         trials=trials,
         remaining=len(folder.trials) - len(outcomes),
-        toml=_shareable_toml(folder),
+        toml=replace(folder.study, datasets=datasets).to_toml(),
         setups=setups,
     )
 
 
-def _trial_rows(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the finished trials, and the failed ones among them with their reasons."""
+def _finished_trials(
+    folder: StudyFolder,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Return the finished trials, the failed ones among them with their reasons, and the baselines by experiment."""
     outcomes = folder.outcomes()
     trials, failures = [], []
+    baselines: dict[str, dict[str, list[float]]] = {}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
         if outcome is None:
@@ -132,11 +136,13 @@ def _trial_rows(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[st
         row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
-        assert outcome.run is not None or outcome.test is None
         value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
         cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
         trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
-    return trials, failures
+        for name, baseline in (outcome.baselines or {}).items():
+            baselines.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * baseline)
+    means = {name: {e: float(np.mean(v)) for e, v in values.items()} for name, values in baselines.items()}
+    return trials, failures, means
 
 
 def _published_values(
@@ -150,17 +156,6 @@ def _published_values(
         for method in methods
         if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
     }
-
-
-def mean_baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
-    """Average the baselines over all trials of each experiment."""
-    values: dict[str, dict[str, list[float]]] = {}
-    outcomes = folder.outcomes()
-    for trial in folder.trials:
-        baselines = outcomes[trial.id].baselines if trial.id in outcomes else None
-        for name, value in (baselines or {}).items():
-            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
-    return {name: {e: float(np.mean(v)) for e, v in by_experiment.items()} for name, by_experiment in values.items()}
 
 
 def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
@@ -178,12 +173,6 @@ def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[t
         return []
     adjusted = holm(np.array([difference.p_value for difference in differences]))[0].tolist()
     return list(zip(others, differences, adjusted, strict=True))
-
-
-def _shareable_toml(folder: StudyFolder) -> str:
-    """Return the study file without the folders of this machine: pages are shared."""
-    datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
-    return replace(folder.study, datasets=datasets).to_toml()
 
 
 def write_study_page(report: StudyReport, out: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
-from nearkin.bench.aggregate import Aggregate, aggregate
+from nearkin.bench.aggregate import aggregate
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, Result
 from nearkin.bench.summary import summarize
@@ -95,13 +95,11 @@ def status_lines(folder: StudyFolder) -> str:
     return "\n".join([*lines, f"{done}; about {format_duration(seconds)} left with {workers} at a time"])
 
 
-def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
+def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
     """Build the table of scores, methods by experiments."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
-    rows = []
-    for method in order:
-        cells = [aggregates[name, method].short() if (name, method) in aggregates else "-" for name in experiments]
-        rows.append((method, *cells))
+    cells = {cell: result.short() for cell, result in aggregate(folder).items()}
+    rows = [(method, *(cells.get((name, method), "-") for name in experiments)) for method in methods]
     # A dataset that all experiments share goes into the title, to keep the columns narrow.
     datasets = {trial.dataset for trial in folder.trials}
     on, heads = "", experiments
@@ -119,10 +117,12 @@ def available_results(folder: StudyFolder) -> list[Result]:
     return [result for result in results if result.method in methods]
 
 
-def run_study_tournament(folder: StudyFolder) -> Tournament | None:
-    """Run the tournament of the methods that have any value; None with fewer than two."""
+def rank_methods(folder: StudyFolder) -> tuple[Tournament | None, list[str]]:
+    """Run the tournament of the methods that have any value, None with fewer than two; and order all methods by it."""
     results = available_results(folder)
-    return run_tournament(results) if len({result.method for result in results}) > 1 else None
+    tournament = run_tournament(results) if len({result.method for result in results}) > 1 else None
+    ranked = [s.method for s in tournament.standings] if tournament else []
+    return tournament, [*ranked, *(name for name in folder.study.method_names if name not in ranked)]
 
 
 def failure_line(folder: StudyFolder) -> str:
@@ -132,17 +132,10 @@ def failure_line(folder: StudyFolder) -> str:
     return f"{len(failed)} trials failed and are not ranked; for the reasons: {see}" if failed else ""
 
 
-def in_order(folder: StudyFolder, tournament: Tournament | None) -> list[str]:
-    """Return the methods by mean rank, then those that are not ranked."""
-    ranked = [s.method for s in tournament.standings] if tournament else []
-    return [*ranked, *(name for name in folder.study.method_names if name not in ranked)]
-
-
 def terminal_report(folder: StudyFolder) -> list[Any]:
     """Build the report for the terminal."""
-    tournament = run_study_tournament(folder)
-    order = in_order(folder, tournament)
-    parts: list[Any] = [rich_table(results_grid(folder, aggregate(folder), order))]
+    tournament, methods = rank_methods(folder)
+    parts: list[Any] = [rich_table(results_grid(folder, methods))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
     if failures := failure_line(folder):
@@ -153,10 +146,9 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
 def write_report_files(folder: StudyFolder) -> list[Path]:
     """Write results.csv, numbers.md and the tournament's files into the folder of the study."""
     rows = [(r.experiment, r.method, r.seed, r.value, r.reason) for r in folder.results()]
-    tournament = run_study_tournament(folder)
-    order = in_order(folder, tournament)
+    tournament, methods = rank_methods(folder)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
-    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, aggregate(folder), order))}\n"
+    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, methods))}\n"
     written = write_texts({"results.csv": csv_text(COLUMNS, rows), "numbers.md": numbers}, folder.path)
     if tournament is not None:
         write_files(tournament, folder.path / "tournament")
