@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import docstring_parser
 import torch
 from torch import Tensor
 
@@ -107,15 +108,8 @@ def _explanation(entry: Loss, setting: str) -> str:
 
 def _documented_args(function: Any) -> dict[str, str]:
     """Return the text on each argument in the `Args:` section of a Google-style docstring."""
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", inspect.getdoc(function) or "", re.MULTILINE)
-    args: dict[str, str] = {}
-    name = ""
-    for line in textwrap.dedent(section[1]).splitlines() if section else ():
-        if start := re.match(r"\*{0,2}(\w+)(?: \([^)]*\))?: *(.*)", line):
-            name, args[start[1]] = start[1], start[2]
-        elif name and line.strip():
-            args[name] = f"{args[name]} {line.strip()}".strip()
-    return args
+    params = docstring_parser.google.parse(inspect.getdoc(function) or "").params
+    return {param.arg_name.lstrip("*"): " ".join((param.description or "").split()) for param in params}
 
 
 class Curve(NamedTuple):
