@@ -44,14 +44,11 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
         x = self._columns(validate_data(self, X, reset=False, dtype=FLOATS))
-        mapped: Array = x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False)
-        return mapped
+        return np.asarray(x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False))
 
     def distance(self, X: Any, Y: Any = None) -> NDArray[np.float64]:
         """Compute the learned distances (not squared) between rows."""
-        other = None if Y is None else self.transform(Y)
-        distances: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
-        return distances
+        return np.asarray(pairwise_distances(self.transform(X), None if Y is None else self.transform(Y)))
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
         """Compute R@1: the fraction of samples whose nearest other sample is of their class."""
@@ -73,8 +70,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def matrix(self) -> Array:
         """A = weight^T weight [F, F], positive semi-definite."""
         check_is_fitted(self, "weight_")
-        matrix: Array = self.weight_.T @ self.weight_
-        return matrix
+        return np.asarray(self.weight_.T @ self.weight_)
 
     @property
     def _n_features_out(self) -> int:

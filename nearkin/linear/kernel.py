@@ -27,8 +27,7 @@ _BLOCK = 4096  # rows per kernel evaluation
 def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
     """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2))."""
     mean = y.mean(0)  # centring avoids cancellation far from the origin
-    values: Array = rbf_kernel(x - mean, y - mean, gamma=1 / (2 * sigma**2))
-    return values
+    return np.asarray(rbf_kernel(x - mean, y - mean, gamma=1 / (2 * sigma**2)))
 
 
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
@@ -38,8 +37,7 @@ def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Ar
             f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
             "Other values are not positive semi-definite."
         )
-    values: Array = polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant)
-    return values
+    return np.asarray(polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant))
 
 
 def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
@@ -63,8 +61,7 @@ def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
     if x.shape[1] != y.shape[1]:
         raise DataError(f"kernel_distance: x has {x.shape[1]} features and y has {y.shape[1]}; they must be equal.")
     squared = _diagonal(kernel, x)[:, None] - 2 * kernel(x, y) + _diagonal(kernel, y)
-    distances: Array = np.sqrt(np.maximum(squared, 0))
-    return distances
+    return np.asarray(np.sqrt(np.maximum(squared, 0)))
 
 
 def _diagonal(kernel: Kernel, x: Array) -> Array:
@@ -163,8 +160,7 @@ def _inverse_root(kernel: Array) -> Array:
             "Use another kernel, or clip the eigenvalues."
         )
     significant = values > 10 * noise
-    root: Array = (vectors[:, significant] / np.sqrt(values[significant])).astype(kernel.dtype)
-    return root
+    return np.asarray(vectors[:, significant] / np.sqrt(values[significant]), kernel.dtype)
 
 
 def _median_distance(x: Array, random: Any) -> float:

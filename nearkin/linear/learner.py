@@ -35,9 +35,8 @@ class MetricLearner(LinearMetric):
     Args:
         objective: "hinge" (pairs and triplets, given to `fit` or drawn from labels), "nca" (neighbourhood components
             analysis) or "lmnn" (large margin nearest neighbours).
-        regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (tr AC = sum of d_A over similar pairs, or over
-            target neighbours for nca and lmnn), "none", or None for the usual one of the objective (frobenius for
-            hinge, none for nca, scatter for lmnn).
+        regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (sum of d_A over similar pairs or target
+            neighbours), "none", or None for the usual one (frobenius for hinge, none for nca, scatter for lmnn).
         lam: Weight of the sum; larger values trust the constraints more.
         form: "G" learns the map itself and may be of low rank. "A" learns the matrix, projected to positive
             semi-definite after every step (hinge and lmnn are convex in it; F^3 per step).
@@ -48,12 +47,11 @@ class MetricLearner(LinearMetric):
         draw: Constraints to draw from labels: "pairs", "triplets" or "both".
         count: Number of constraints of each type to draw; 10 per sample when omitted.
         neighbours: Target neighbours per sample (lmnn).
-        shrinkage: Of the within-class whitening (or that of similar pairs) that initialises the search; the number of
-            features per sample when omitted, 1 is better for features of networks.
+        shrinkage: Of the within-class whitening that initialises the search; the number of features per sample when
+            omitted, 1 is better for features of networks.
         scale: Divide the features by their root mean squared distance, so that bounds, margin and lam mean the same
             for all data. The fitted map includes the factor.
-        batch_size: Constraints (hinge) or samples (nca, lmnn) per step. None uses all in every step, "auto" uses all
-            while that is cheap.
+        batch_size: Constraints (hinge) or samples (nca, lmnn) per step; None for all, "auto" for all while cheap.
         max_iter: Maximum number of steps.
         tol: Stop when a full-batch step lowers the objective by less than this fraction.
         rate: Learning rate of the first batches, relative to the entries of the initial matrix.

@@ -99,12 +99,15 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     with reporter.track("thumbnails", len(rows), unit="img") as bar:
         for start in range(0, len(rows), 256):
             batch = rows[start : start + 256]
-            for t, tile in enumerate(_resize(images.read(batch), side), start):
+            pixels = images.read(batch).float()
+            mode = "area" if max(pixels.shape[2:]) > side else "bilinear"
+            tiles = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
+            for t, tile in enumerate(tiles, start):
                 y, x = t // columns * side, t % columns * side
                 canvas[:, y : y + side, x : x + side] = tile
             bar.advance(len(batch))
-    pixels = canvas.numpy()
-    image = image_module.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    whole = canvas.numpy()
+    image = image_module.fromarray(whole[0] if channels == 1 else np.ascontiguousarray(whole.transpose(1, 2, 0)))
     encoded = b""
     for quality in WEBP_QUALITIES:
         buffer = io.BytesIO()
@@ -113,16 +116,6 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
         if len(encoded) <= MAX_SHEET_BYTES:
             break
     return SpriteSheet(f"data:image/webp;base64,{base64.b64encode(encoded).decode()}", side, columns, num_rows)
-
-
-def _resize(pixels: Tensor, side: int) -> Tensor:
-    """Return uint8 thumbnails [n, c, side, side]."""
-    x = pixels.float()
-    if max(x.shape[2:]) > side:
-        x = F.interpolate(x, (side, side), mode="area")
-    elif tuple(x.shape[2:]) != (side, side):
-        x = F.interpolate(x, (side, side), mode="bilinear")
-    return x.round().clamp(0, 255).byte()
 
 
 def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_IMAGES, seed: int = 0) -> Rows:

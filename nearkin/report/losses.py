@@ -60,18 +60,17 @@ def explain(name: str, plot: Path | None = None) -> str:
         The text.
     """
     entry = LOSSES[name]
-    lines = [
-        f"{name} ({entry.family})",
-        "",
-        entry.summary,
-        "",
-        _block("formula", entry.formula),
-        _block("when", entry.use),
-        _block("paper", entry.paper),
-        _block("cost", f"{entry.cost} for a batch"),
-        _block("call", entry.call_example),
-        _block("reduction", ", ".join(entry.reductions)),
-    ]
+    blocks = {
+        "formula": entry.formula,
+        "when": entry.use,
+        "paper": entry.paper,
+        "cost": f"{entry.cost} for a batch",
+        "call": entry.call_example,
+        "reduction": ", ".join(entry.reductions),
+    }
+    lines = [f"{name} ({entry.family})", "", entry.summary, ""]
+    for title, text in blocks.items():
+        lines.append(textwrap.fill(text, 100, initial_indent=f"{title:10}", subsequent_indent=" " * 10))
     if entry.settings:
         lines += ["", "settings"]
         width = max(map(len, entry.settings))
@@ -84,16 +83,8 @@ def explain(name: str, plot: Path | None = None) -> str:
     return "\n".join(lines)
 
 
-def _block(title: str, text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-
-
 def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
-    """List the settings of a loss.
-
-    Explanations are read from the `Args:` of the docstring of the function, where "As in `other`." refers to another
-    loss, and from `Inputs.builder_docs`.
-    """
+    """List the settings of a loss, explained by the docstring of the function and by `Inputs.builder_docs`."""
     return [
         (key, default, str(entry.space.get(key, "")), _explanation(entry, key))
         for key, default in entry.settings.items()
@@ -102,6 +93,7 @@ def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
 
 def _explanation(entry: Loss, setting: str) -> str:
     text = _documented_args(entry.function).get(setting) or entry.inputs.builder_docs.get(setting, "")
+    # The text may refer to another loss.
     reference = re.fullmatch(r"[Aa]s in `(\w+)`\.?", text)
     return _explanation(LOSSES[reference[1]], setting) if reference else text
 
