@@ -1,12 +1,6 @@
-"""Diagnostics of the embeddings of an epoch, and alarms for what is wrong with them: `diagnose` and `alarms`.
+"""Diagnostics of the embeddings of an epoch, and alarms for what is wrong with them.
 
-    diagnosis = diagnose(emb, labels)           Diagnosis: plain numbers; diagnosis.to_dict() goes into events.jsonl
-    for alarm in alarms([first, diagnosis]):    empty for a healthy run
-        print(alarm)
-
-`diagnose` uses a sample of the rows, drawn class by class so that it contains positive pairs, in float64 and without
-gradient. "Similarity" is the cosine, "distance" the Euclidean distance of unit vectors, a pair is positive when both
-rows are of the same class; entropies are in nats.
+"Similarity" is the cosine, "distance" the Euclidean distance of unit vectors; entropies are in nats.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearkin._common.files import nan_to_none, none_to_nan
 from nearkin.analysis import information
 from nearkin.analysis.hardness import hubness
 from nearkin.errors import ConfigError, DataError
@@ -46,21 +41,18 @@ class Diagnosis:
         blank: Rows of the sample that are zero vectors.
         norm_mean: Mean norm of the raw embeddings of the sample.
         norm_std: Standard deviation of the norms.
-        tightness: -mean over anchors of log sum over their positives of exp(similarity / 0.1); with `contrastive` the
-            two parts of `snca` (Boudiaf et al. 2020, table 2).
-        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1). Both parts add up to the
-            cross entropy of the soft nearest-neighbour classifier.
-        feature_entropy: H(Z) = D times the mean log distance of pairs, up to a constant (Boudiaf et al. 2020, eq. 6,
-            with the log distance instead of its square; see nearkin.analysis.information).
+        tightness: -mean over anchors of log sum over their positives of exp(similarity / 0.1).
+        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1). The sum of both is the
+            cross entropy of the soft nearest-neighbour classifier, `snca` (Boudiaf et al. 2020, table 2).
+        feature_entropy: H(Z) = D times the mean log distance of pairs, up to a constant (Boudiaf et al. 2020, eq. 6).
         conditional_entropy: H(Z|Y), the same within classes, each weighted by its rows.
         information: I(Z;Y) = H(Z) - H(Z|Y), the generative view.
         information_bound: H(Y) - (tightness + contrastive) <= I(Z;Y), the discriminative view; vacuous below 0.
         alignment: Mean squared distance of positive pairs (Wang and Isola 2020, alpha = 2): 0 is best, 2 is chance.
         uniformity: Log of the mean of exp(-2 squared distance) over all pairs (the same, t = 2): 0 when all rows are
             identical, about -4 + 4 / D when spread evenly.
-        effective_rank: Exponential of the entropy of the normalised covariance spectrum of the centred unit vectors
-            (Roy and Vetterli 2007, on variances): the number of directions in use. 1 without any spread, at most
-            rows - 1.
+        effective_rank: Number of directions in use, from 1 to rows - 1: exponential of the entropy of the normalised
+            covariance spectrum of the centred unit vectors (Roy and Vetterli 2007, on variances).
         positive_mean: Mean similarity of positive pairs.
         negative_mean: Mean similarity of negative pairs.
         separation: Probability that a positive pair is more similar than a negative pair (area under the ROC curve).
@@ -99,13 +91,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain numbers and lists for JSON, with None for NaN."""
-        values: dict[str, Any] = dataclasses.asdict(self)
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-            elif isinstance(value, tuple):
-                values[name] = list(value)
-        return values
+        plain: dict[str, Any] = nan_to_none(dataclasses.asdict(self))
+        return plain
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Diagnosis:
@@ -115,8 +102,8 @@ class Diagnosis:
             raise DataError(
                 f"not a diagnosis: {', '.join(missing[:3])} missing. Use the output of Diagnosis.to_dict()."
             )
-        read: dict[str, Any] = {name: math.nan if values[name] is None else values[name] for name in known}
-        return Diagnosis(**{**read, **{k: tuple(v) for k, v in read.items() if isinstance(v, list)}})
+        read = none_to_nan({name: values[name] for name in known})
+        return Diagnosis(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
 
 
 @torch.no_grad()
@@ -180,11 +167,11 @@ def _diagnose_sample(emb: Tensor, labels: Tensor, non_finite: int) -> Diagnosis:
         conditional_entropy=conditional,
         information=entropy - conditional,
         information_bound=information.mutual_information_bound(labels, tightness + contrastive),
-        alignment=_mean(distance[pairs.pos & upper].square()),
-        uniformity=_mean(distance[upper].square().mul_(-2).exp_(), log=True),
+        alignment=float(distance[pairs.pos & upper].square().mean()),
+        uniformity=math.log(float(distance[upper].square().mul_(-2).exp_().mean())),
         effective_rank=effective_rank(unit_emb),
-        positive_mean=_mean(positive),
-        negative_mean=_mean(negative),
+        positive_mean=float(positive.mean()),
+        negative_mean=float(negative.mean()),
         separation=_separation(positive, negative),
         positive_histogram=_histogram(positive),
         negative_histogram=_histogram(negative),
@@ -215,9 +202,6 @@ def effective_rank(rows: Tensor) -> float:
     # The covariance and the Gram matrix share their spectrum; the smaller one is cheaper.
     share = torch.linalg.eigvalsh(x.T @ x if x.shape[1] <= len(x) else x @ x.T).clamp(min=0) / total
     return math.exp(-float(torch.special.xlogy(share, share).sum()))
-
-
-# --- sample and statistics --------------------------------------------------------------------------------------------
 
 
 def _draw_sample(labels: Tensor, sample: int, seed: int) -> Tensor:
@@ -286,14 +270,6 @@ def _histogram(values: Tensor) -> tuple[int, ...]:
     counts = torch.histc(values.clamp(-1, 1), BINS, -1, 1)
     return tuple(int(c) for c in counts.tolist())
 
-
-def _mean(values: Tensor, *, log: bool = False) -> float:
-    if not len(values):
-        return math.nan
-    return math.log(float(values.mean())) if log else float(values.mean())
-
-
-# --- alarms -----------------------------------------------------------------------------------------------------------
 
 # Chosen between the values of 25 healthy and 11 broken runs on the glyphs; docs/diagnostics.md has the figures.
 MAX_NEGATIVE_SIMILARITY = 0.995  # mean over negative pairs

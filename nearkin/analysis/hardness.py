@@ -1,7 +1,4 @@
-"""Hard classes, confused pairs of classes, hard queries and hubs.
-
-Small functions over Scores and lists of neighbours, used by the report and usable on their own.
-"""
+"""Hard classes, confused pairs of classes, hard queries and hubs, from Scores and lists of neighbours."""
 
 from __future__ import annotations
 
@@ -82,10 +79,8 @@ def confused_pairs(
         >>> confused_pairs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
         Confusion(label='cat', taken_for='dog', count=2, share=1.0)
     """
-    nearest = _as_indices(neighbours)[:, 0]
-    codes, gallery_codes, classes = _encode(labels, gallery_labels, len(nearest))
-    _check_range(nearest, len(gallery_codes))
-    predicted = gallery_codes[nearest]
+    index, codes, gallery_codes, classes = _encode(neighbours, labels, gallery_labels)
+    predicted = gallery_codes[index[:, 0]]
     wrong = predicted != codes
     pair, count = np.unique(codes[wrong] * len(classes) + predicted[wrong], return_counts=True)
     order = np.lexsort((pair, -count))[:top]
@@ -123,9 +118,7 @@ def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int |
         >>> hubs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
         Hub(item=1, lists=2, wrong=2)
     """
-    index = _as_indices(neighbours)
-    codes, gallery_codes, _ = _encode(labels, gallery_labels, len(index))
-    _check_range(index, len(gallery_codes))
+    index, codes, gallery_codes, _ = _encode(neighbours, labels, gallery_labels)
     count = np.bincount(index.ravel(), minlength=len(gallery_codes))
     wrong = np.bincount(index[gallery_codes[index] != codes[:, None]], minlength=len(gallery_codes))
     order = np.lexsort((np.arange(len(count)), -wrong, -count))[:top]
@@ -146,8 +139,7 @@ def hubness(neighbours: Any, items: int) -> float:
         >>> hubness([[1], [2], [0]], items=3)
         0.0
     """
-    index = _as_indices(neighbours)
-    _check_range(index, items)
+    index = _as_indices(neighbours, items)
     count = np.bincount(index.ravel(), minlength=items).astype(np.float64)
     std = count.std()
     return float((((count - count.mean()) / std) ** 3).mean()) if std > 0 else 0.0
@@ -169,20 +161,20 @@ def hardest(scores: Scores, name: str = "MAP@R", *, top: int = 20) -> Ints:
     return np.asarray(order[~np.isnan(values[order])][:top])
 
 
-def _as_indices(neighbours: Any) -> Ints:
+def _as_indices(neighbours: Any, items: int) -> Ints:
     index = np.asarray(neighbours)
     if index.ndim != 2 or index.dtype.kind not in "iu":
         raise ConfigError(f"neighbours: expected integer indices [Q, k], got {index.dtype} of shape {index.shape}.")
+    if index.size and not 0 <= index.min() <= index.max() < items:
+        raise ConfigError(f"neighbours: expected indices of {items} items, got {index.min()} to {index.max()}.")
     return index.astype(np.int64)
 
 
-def _check_range(index: Ints, items: int) -> None:
-    if index.size and not 0 <= index.min() <= index.max() < items:
-        raise ConfigError(f"neighbours: expected indices of {items} items, got {index.min()} to {index.max()}.")
-
-
-def _encode(labels: Any, gallery_labels: Any, queries: int) -> tuple[Ints, Ints, NDArray[Any]]:
-    query = as_labels(labels, queries, "labels", "neighbours")
-    if gallery_labels is None:
-        return encode(query, None, "labels")
-    return encode(query, as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery"), "labels")
+def _encode(neighbours: Any, labels: Any, gallery_labels: Any) -> tuple[Ints, Ints, Ints, NDArray[Any]]:
+    """Indices [Q, k], codes of the queries [Q] and of the gallery [G], and the classes."""
+    query = as_labels(labels, len(neighbours), "labels", "neighbours")
+    gallery = None
+    if gallery_labels is not None:
+        gallery = as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery")
+    codes, gallery_codes, classes = encode(query, gallery, "labels")
+    return _as_indices(neighbours, len(gallery_codes)), codes, gallery_codes, classes

@@ -1,11 +1,6 @@
-"""How a loss acts on embeddings: its tightness and contrastive parts, its gradient on every similarity, and entropies.
+"""The tightness and contrastive parts of losses, and entropies of embeddings in nats.
 
-    decompose("multi_similarity", emb, labels)             Parts(tightness, contrastive), two 0-dim tensors
-    similarity_gradient("triplet", emb, labels)            Weights(sim, grad): d loss / d similarity per pair
-    feature_entropy(emb), conditional_entropy(emb, labels), label_entropy(labels), mutual_information(emb, labels)
-
-The parts and the entropies follow Boudiaf et al. 2020, "A unifying mutual information view of metric learning:
-cross-entropy vs. pairwise losses". Entropies are in nats.
+Both follow Boudiaf et al. 2020, "A unifying mutual information view of metric learning".
 """
 
 from __future__ import annotations
@@ -13,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +16,6 @@ from torch import Tensor
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.registry import Loss
 from nearkin.ops.geometry import full_precision, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
 from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
@@ -33,16 +26,6 @@ class Parts(NamedTuple):
 
     tightness: Tensor  # 0-dim tensor
     contrastive: Tensor  # 0-dim tensor
-
-
-class Weights(NamedTuple):
-    """Similarities and the gradient of the loss on each of them."""
-
-    sim: Tensor  # [N, M], [N, C] or [N, C, K]
-    grad: Tensor  # the same shape
-
-
-# --- tightness and contrastive part -----------------------------------------------------------------------------------
 
 
 def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, **settings: Any) -> Parts:
@@ -111,8 +94,11 @@ def _spce_parts(c: ToClasses) -> Parts:
 
 
 def _center_parts(emb: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> Parts:
+    present, index, count = torch.unique(labels, return_inverse=True, return_counts=True)
+    means = emb.new_zeros(len(present), emb.shape[1]).index_add(0, index, emb) / count[:, None]
     logits = torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t())
-    return Parts(_scatter(emb, labels).sum() / 2, torch.nn.functional.cross_entropy(logits, labels))
+    tightness = (emb - means[index]).square().sum(1).sum() / 2
+    return Parts(tightness, torch.nn.functional.cross_entropy(logits, labels))
 
 
 _PARTS: dict[str, Callable[..., Parts]] = {
@@ -123,47 +109,6 @@ _PARTS: dict[str, Callable[..., Parts]] = {
     "spce": _spce_parts,
     "center": _center_parts,
 }
-
-
-def _scatter(emb: Tensor, labels: Tensor) -> Tensor:
-    """Squared distance of every sample to the mean of its class in the batch [N]."""
-    present, index, count = torch.unique(labels, return_inverse=True, return_counts=True)
-    means = emb.new_zeros(len(present), emb.shape[1]).index_add(0, index, emb) / count[:, None]
-    gap: Tensor = emb - means[index]
-    return gap.square().sum(1)
-
-
-# --- the gradient on every similarity ---------------------------------------------------------------------------------
-
-
-def similarity_gradient(
-    name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: Tensor, miner: Any = None, **settings: Any
-) -> Weights:
-    """Compute d loss / d similarity: the weights of a loss in the sense of general pair weighting.
-
-    Example:
-        >>> w = similarity_gradient("contrastive", torch.eye(3), torch.tensor([0, 0, 1]))
-        >>> float(w.grad[0, 1])  # the only positive of anchor 0, one of six ordered pairs
-        -0.1666...
-    """
-    entry = LOSSES[name]
-    settings = entry.check(settings)
-    emb, labels = as_batch(emb.detach(), labels)
-    built = entry.inputs.build(emb, labels, *params, **entry.inputs.build_kwargs(settings))
-    loss_kwargs = {k: v for k, v in settings.items() if k in entry.loss_kwargs}
-    return gradient_of(entry, built if miner is None else miner(built), **loss_kwargs)
-
-
-def gradient_of(entry: Loss, built: Any, **loss_kwargs: Any) -> Weights:
-    """Gradient of the mean of a loss on the similarities of its inputs; 0 where they are not used."""
-    sim = built.sim.detach().requires_grad_()
-    with torch.enable_grad():
-        value = entry.reduce(entry.function(replace(built, sim=sim), **loss_kwargs), "mean")
-        (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
-    return Weights(sim.detach(), torch.zeros_like(sim) if grad is None else grad)
-
-
-# --- entropies --------------------------------------------------------------------------------------------------------
 
 
 def label_entropy(labels: Tensor | Sequence[int]) -> float:
@@ -222,16 +167,6 @@ def conditional_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
     sizes = {int(k): int(c) for k, c in zip(present, count, strict=True) if c > 1}
     within = sum(size * feature_entropy(emb[labels == k]) for k, size in sizes.items())
     return within / len(emb) if sizes else math.nan
-
-
-def gaussian_cross_entropy(emb: Tensor, labels: Tensor | Sequence[int]) -> float:
-    """Compute the cross entropy to unit Gaussians at the class means.
-
-    It is an upper bound of H(Z | Y), and the tightness part of the center loss.
-    """
-    emb, labels = as_batch(emb, labels)
-    scatter = _scatter(where_float64_exists(emb.detach()).double(), where_float64_exists(labels))
-    return float(scatter.mean()) / 2 + emb.shape[1] / 2 * math.log(2 * math.pi)
 
 
 def mutual_information(emb: Tensor, labels: Tensor | Sequence[int]) -> float:

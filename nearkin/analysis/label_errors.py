@@ -1,18 +1,6 @@
-"""Label errors, found in embeddings.
-
-    errors = find_label_errors(emb, labels)      ranked, with a suggested class and an error probability for every row
-    errors.to_csv("label_errors.csv", paths=paths, class_names=names, top=100)
-
-A row is compared by cosine with the mean of the *other* rows of its class and with the means of all other classes,
-after whitening the features within classes (directions in which the members of a class differ count less). A
-temperature turns the cosines into probabilities p of the C classes. A label is assumed to be correct or else, with
-probability e, to be any of the other classes at random:
-
-    P(label y) = (1 - e) p(y) + e (1 - p(y)) / (C - 1)        P(label is wrong) = second term / sum
-
-The error rate e, the temperature and the shrinkage of the whitening are chosen by maximum likelihood of the labels. The
-whitening applied to a row is fitted without it (in folds), and so is the mean of its class: a row never supports its
-own label.
+"""Label errors, found in embeddings: a row is compared with the mean of the *other* rows of its class and with the
+means of all other classes, after whitening within classes. A row never supports its own label: the whitening applied
+to it is fitted without it (in folds), and so is the mean of its class. docs/label-errors.md has more.
 """
 
 from __future__ import annotations
@@ -21,7 +9,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin._common.files import atomic_write
-from nearkin.analysis.duplicates import Duplicate, find_duplicates
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics._problem import Progress, parse_bytes
 from nearkin.metrics._vectors import as_labels, as_matrix, encode
 from nearkin.ops.geometry import unit
-
-__all__ = ["Duplicate", "LabelErrors", "find_duplicates", "find_label_errors"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -85,16 +70,16 @@ class LabelErrors:
 
     def to_csv(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         paths: Sequence[Any] | None = None,
         class_names: Sequence[str] | Mapping[Any, str] | None = None,
         top: int | None = None,
-    ) -> None:
-        """Write the rows to a CSV file, most probable errors first.
+    ) -> bytes:
+        """Write the rows to a CSV file, most probable errors first, and return its content.
 
         Args:
-            path: The file to write.
+            path: The file to write, if any.
             paths: [N] image files, for a column `path`.
             class_names: Names by label: a mapping, or a sequence indexed by integer labels.
             top: Number of rows; all when omitted.
@@ -110,7 +95,10 @@ class LabelErrors:
             lines.append([rank, row, *map(_escape_formula, file_name + names), *numbers])
         text = io.StringIO(newline="")
         csv.writer(text).writerows([head, *lines])
-        atomic_write(Path(path), text.getvalue().encode("utf-8", "replace"))  # file names may not be valid Unicode
+        content = text.getvalue().encode("utf-8", "replace")  # file names may not be valid Unicode
+        if path is not None:
+            atomic_write(Path(path), content)
+        return content
 
 
 def _class_name(label: Any, names: Sequence[str] | Mapping[Any, str] | None) -> str:
@@ -130,11 +118,7 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", 
 
 
 def _escape_formula(cell: str) -> str:
-    """Prevent spreadsheets from evaluating a cell as a formula.
-
-    >>> _escape_formula("=1+1"), _escape_formula("Least Tern")
-    ("'=1+1", 'Least Tern')
-    """
+    """Prevent spreadsheets from evaluating a cell as a formula."""
     return f"'{cell}" if cell.lstrip(" ").startswith(_FORMULA_PREFIXES) else cell
 
 
@@ -196,9 +180,6 @@ def find_label_errors(
     return LabelErrors(score, probability, classes[suggested], order, given, float(probability[scorable].mean()))
 
 
-# --- class probabilities ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _FoldedData:
     x: Tensor  # [N, D] centred unit vectors
@@ -216,22 +197,20 @@ class _FoldedData:
 
 def _score_rows(data: _FoldedData, progress: Progress | None) -> tuple[Floats, Ints]:
     """[N] log odds that each row is of another class than its own, and the most similar other class."""
-    exact_sums, count = _class_sums(data, torch.arange(len(data.x), device=data.x.device))
-    sums = exact_sums.float()
-    within = _within_class_covariance(data)
+    every = torch.arange(len(data.x), device=data.x.device)
+    exact_sums, count = _class_sums(data, every)
+    sums, within = exact_sums.float(), _within_class_covariance(data)
     shrinkage, temperature = _choose_hyperparameters(data, sums, count, within)
     log_odds = np.empty(len(data.x))
     suggested = np.empty(len(data.x), dtype=np.int64)
-    for f in range(data.folds):
-        whitener = _whitener(within[f], shrinkage)
-        means = _whiten(whitener, sums)
-        for rows in torch.split(torch.nonzero(data.fold == f).flatten(), data.step):
-            sim = _similarities(data, rows, whitener, means)
-            index, own = rows.cpu().numpy(), data.y[rows, None]
-            suggested[index] = sim.scatter(1, own, -math.inf).argmax(1).cpu().numpy()
-            log_odds[index] = _log_odds(sim, own, temperature)
+    done = 0
+    for rows, sim in _similarities(data, every, sums, within, shrinkage):
+        index, own = rows.cpu().numpy(), data.y[rows, None]
+        suggested[index] = sim.scatter(1, own, -math.inf).argmax(1).cpu().numpy()
+        log_odds[index] = _log_odds(sim, own, temperature)
+        done += len(rows)
         if progress:
-            progress((f + 1) / data.folds)
+            progress(done / len(data.x))
     return log_odds, suggested
 
 
@@ -265,25 +244,29 @@ def _within_class_covariance(data: _FoldedData) -> Tensor:
     return scatter
 
 
-def _whitener(within: Tensor, shrinkage: float) -> Tensor:
-    shrunk = within * (1 - shrinkage)
-    shrunk.diagonal().add_(shrinkage)
-    lower: Tensor = torch.linalg.cholesky(shrunk)
-    return lower.float()
+def _similarities(
+    data: _FoldedData, chosen: Tensor, sums: Tensor, within: Tensor, shrinkage: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the chosen rows in parts, fold by fold, and their cosines [n, C] to the whitened class means.
 
+    That of the own class is without the row itself.
+    """
 
-def _whiten(whitener: Tensor, x: Tensor) -> Tensor:
-    whitened: Tensor = torch.linalg.solve_triangular(whitener, x.T, upper=False)
-    return whitened.T
+    def whiten(x: Tensor) -> Tensor:
+        whitened: Tensor = torch.linalg.solve_triangular(whitener, x.T, upper=False)
+        return whitened.T
 
-
-def _similarities(data: _FoldedData, rows: Tensor, whitener: Tensor, means: Tensor) -> Tensor:
-    """[n, C] cosines of some rows to the whitened class means, that of the own class without the row itself."""
-    z, y = _whiten(whitener, data.x[rows]), data.y[rows]
-    unit_z = unit(z)
-    sim = unit_z @ unit(means).T
-    sim[torch.arange(len(rows), device=sim.device), y] = (unit_z * unit(means[y] - z)).sum(1)
-    return sim
+    for f in range(data.folds):
+        shrunk = within[f] * (1 - shrinkage)
+        shrunk.diagonal().add_(shrinkage)
+        whitener = torch.linalg.cholesky(shrunk).float()
+        means = whiten(sums)
+        for rows in torch.split(chosen[data.fold[chosen] == f], data.step):
+            z, y = whiten(data.x[rows]), data.y[rows]
+            unit_z = unit(z)
+            sim = unit_z @ unit(means).T
+            sim[torch.arange(len(rows), device=sim.device), y] = (unit_z * unit(means[y] - z)).sum(1)
+            yield rows, sim
 
 
 def _log_odds(sim: Tensor, own: Tensor, temperature: float) -> Floats:
@@ -301,18 +284,11 @@ def _choose_hyperparameters(data: _FoldedData, sums: Tensor, count: Tensor, with
     best, chosen = -math.inf, (SHRINKAGES[-1], TEMPERATURES[0])
     for shrinkage in SHRINKAGES:
         parts: list[list[Floats]] = [[] for _ in TEMPERATURES]
-        for f in range(data.folds):
-            in_fold = sample[data.fold[sample] == f]
-            if not len(in_fold):
-                continue
-            whitener = _whitener(within[f], shrinkage)
-            means = _whiten(whitener, sums)
-            for rows in torch.split(in_fold, data.step):
-                sim = _similarities(data, rows, whitener, means)
-                for i, temperature in enumerate(TEMPERATURES):
-                    parts[i].append(_log_odds(sim, data.y[rows, None], temperature))
-        for i, temperature in enumerate(TEMPERATURES if parts[0] else ()):
-            log_odds = np.concatenate(parts[i])
+        for rows, sim in _similarities(data, sample, sums, within, shrinkage):
+            for i, temperature in enumerate(TEMPERATURES):
+                parts[i].append(_log_odds(sim, data.y[rows, None], temperature))
+        for temperature, odds in zip(TEMPERATURES, parts, strict=True):
+            log_odds = np.concatenate(odds)
             error_rate = _fit_error_rate(log_odds, data.classes)
             log_likelihood = float(np.log(_label_probability(log_odds, error_rate, data.classes)).mean())
             if log_likelihood > best:

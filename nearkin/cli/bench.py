@@ -136,7 +136,7 @@ def plan(argv: list[str]) -> None:
     from nearkin.bench.executor import default_workers
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
-    from nearkin.report.study_tables import rich_table
+    from nearkin.report.tables import rich_table
 
     study = _study(target, args)
     folder = StudyFolder(args.out or _study_path(target, study), study)
@@ -209,7 +209,7 @@ def status(argv: list[str]) -> None:
     target, _ = _parse("status FOLDER", StatusArgs, argv)
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import status_grid, status_lines
-    from nearkin.report.study_tables import rich_table
+    from nearkin.report.tables import rich_table
 
     folder = StudyFolder.open(target)
     show(rich_table(status_grid(folder)))

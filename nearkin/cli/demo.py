@@ -35,7 +35,7 @@ def run(argv: list[str]) -> None:
     require_extra("images", "PIL", "jinja2", "matplotlib")
     from nearkin._common.progress import Reporter
     from nearkin.report.page import write_page
-    from nearkin.report.text import headline, result_table
+    from nearkin.report.tables import headline, result_table
     from nearkin.training import recipes
     from nearkin.training.loop import fit
 

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     if recipe.data.source != "features":
         require_extra("images", "PIL")
     from nearkin._common.progress import Reporter
-    from nearkin.report.text import headline, result_table
+    from nearkin.report.tables import headline, result_table
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))

@@ -1,11 +1,6 @@
 """Classical metric learning on features: whitening, linear and kernel metrics as scikit-learn estimators.
 
-    from nearkin import linear
-
-    metric = linear.WithinClassWhitening(dim=512).fit(features, labels)
-    embeddings = metric.transform(features)
-
-The estimators need scikit-learn (`pip install 'nearkin[bench]'`); nearkin.ops.whitening does not.
+They need scikit-learn (`pip install 'nearkin[bench]'`); nearkin.ops.whitening does not.
 """
 
 from __future__ import annotations

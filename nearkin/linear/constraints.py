@@ -12,6 +12,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.ops.pairs import as_labels
 
 Draw = Literal["pairs", "triplets", "both"]
+WIDTHS = {"similar": 2, "dissimilar": 2, "triplets": 3}
 
 
 def _empty(width: int) -> Tensor:
@@ -37,7 +38,7 @@ class Constraints:
     triplets: Tensor = field(default_factory=lambda: _empty(3))
 
     def __post_init__(self) -> None:
-        for name, width in (("similar", 2), ("dissimilar", 2), ("triplets", 3)):
+        for name, width in WIDTHS.items():
             given = torch.as_tensor(getattr(self, name))
             rows = _empty(width) if given.numel() == 0 else given
             if rows.dim() != 2 or rows.shape[1] != width or rows.is_floating_point() or rows.dtype == torch.bool:
@@ -54,7 +55,7 @@ class Constraints:
         """Raise a DataError if there are no constraints, or a row index is out of range."""
         if len(self) == 0:
             raise DataError("constraints: empty, so there is nothing to learn from.")
-        for name in ("similar", "dissimilar", "triplets"):
+        for name in WIDTHS:
             rows = getattr(self, name)
             if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= samples):
                 raise DataError(
@@ -103,21 +104,21 @@ def draw_constraints(labels: Tensor, count: int, *, draw: Draw = "both", seed: i
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.argsort(code, stable=True)
-    start = sizes.cumsum(0) - sizes
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order))
+    # Of each row: its place in class order, where its class starts there, and the size of its class.
+    position = torch.argsort(order)
+    start, size = (sizes.cumsum(0) - sizes)[code], sizes[code]
 
     def random_below(limit: Tensor) -> Tensor:
         fraction = torch.rand(len(limit), generator=generator, dtype=torch.float64)
         return torch.minimum((fraction * limit).long(), limit - 1)
 
     def positive(i: Tensor) -> Tensor:
-        step = 1 + random_below(sizes[code[i]] - 1)
-        return order[start[code[i]] + (position[i] - start[code[i]] + step) % sizes[code[i]]]
+        step = 1 + random_below(size[i] - 1)
+        return order[start[i] + (position[i] - start[i] + step) % size[i]]
 
     def negative(i: Tensor) -> Tensor:
         # In class order, cyclically from the end of i's own class.
-        return order[(start[code[i]] + sizes[code[i]] + random_below(len(code) - sizes[code[i]])) % len(code)]
+        return order[(start[i] + size[i] + random_below(len(code) - size[i])) % len(code)]
 
     def anchors(rows: Tensor) -> Tensor:
         return rows[torch.randint(len(rows), (count,), generator=generator)]
@@ -134,24 +135,14 @@ def draw_constraints(labels: Tensor, count: int, *, draw: Draw = "both", seed: i
 
 
 def target_neighbours(x: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Find the nearest samples of the same class for every sample.
+    """Find the nearest samples of the same class for every sample, as pairs [P, 2]."""
+    from sklearn.neighbors import NearestNeighbors
 
-    Example:
-        >>> target_neighbours(torch.tensor([[0.0], [1.0], [3.0], [9.0]]), torch.tensor([0, 0, 0, 1]), 1).tolist()
-        [[0, 1], [1, 0], [2, 1]]
-    """
-    order = torch.argsort(labels, stable=True)
-    sizes = torch.unique(labels, return_counts=True)[1]
     parts = [_empty(2)]
-    for rows in torch.split(order, sizes.tolist()):
+    for rows in torch.split(torch.argsort(labels, stable=True), torch.bincount(labels).tolist()):
         k = min(count, len(rows) - 1)
-        if k < 1:
-            continue
-        members = x[rows]
-        for a in range(0, len(rows), 1024):
-            distance = torch.cdist(members[a : a + 1024], members)
-            distance[:, a:].fill_diagonal_(float("inf"))
-            nearest = rows[distance.topk(k, largest=False).indices]
-            parts.append(torch.stack([rows[a : a + 1024].repeat_interleave(k), nearest.flatten()], 1))
+        if k > 0:
+            nearest = NearestNeighbors(n_neighbors=k).fit(x[rows].numpy()).kneighbors(return_distance=False)
+            parts.append(torch.stack([rows.repeat_interleave(k), rows[torch.from_numpy(nearest)].flatten()], 1))
     pairs = torch.cat(parts)
     return pairs[torch.argsort(pairs[:, 0], stable=True)]

@@ -20,6 +20,7 @@ from sklearn.metrics import pairwise_distances  # noqa: E402
 from sklearn.utils.multiclass import check_classification_targets  # noqa: E402
 from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E402
 
+Array = NDArray[Any]
 FLOATS = [np.float64, np.float32]
 
 
@@ -36,21 +37,18 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         n_features_in_: F, after fit.
     """
 
-    weight_: NDArray[Any]
-    bias_: NDArray[Any]
+    weight_: Array
+    bias_: Array
 
-    def transform(self, X: Any) -> NDArray[Any]:
+    def transform(self, X: Any) -> Array:
         """Map samples to the learned space."""
         check_is_fitted(self, "weight_")
-        x = validate_data(self, X, reset=False, dtype=FLOATS)
-        mapped: NDArray[Any] = x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False)
-        return mapped
+        x = self._columns(validate_data(self, X, reset=False, dtype=FLOATS))
+        return np.asarray(x @ self.weight_.T.astype(x.dtype, copy=False) + self.bias_.astype(x.dtype, copy=False))
 
     def distance(self, X: Any, Y: Any = None) -> NDArray[np.float64]:
         """Compute the learned distances (not squared) between rows."""
-        other = None if Y is None else self.transform(Y)
-        distances: NDArray[np.float64] = pairwise_distances(self.transform(X), other)
-        return distances
+        return np.asarray(pairwise_distances(self.transform(X), None if Y is None else self.transform(Y)))
 
     def score(self, X: Any, y: Any, similarity: str = "euclidean") -> float:
         """Compute R@1: the fraction of samples whose nearest other sample is of their class."""
@@ -69,15 +67,25 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return torch.as_tensor(self.bias_)
 
     @property
-    def matrix(self) -> NDArray[Any]:
+    def matrix(self) -> Array:
         """A = weight^T weight [F, F], positive semi-definite."""
         check_is_fitted(self, "weight_")
-        matrix: NDArray[Any] = self.weight_.T @ self.weight_
-        return matrix
+        return np.asarray(self.weight_.T @ self.weight_)
 
     @property
     def _n_features_out(self) -> int:
         return len(self.weight_)
+
+    def _columns(self, x: Array) -> Array:
+        """What the linear map applies to."""
+        return x
+
+    def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> tuple[Array, Any]:
+        """Check the training data; without labels, y is ignored."""
+        if not labels:
+            return validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
+        X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
+        return X, y
 
     def _set_map(self, weight: Tensor, bias: Tensor) -> None:
         self.weight_, self.bias_ = weight.numpy(), bias.numpy()
@@ -89,7 +97,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return tags
 
 
-def as_tensor(x: NDArray[Any]) -> Tensor:
+def as_tensor(x: Array) -> Tensor:
     """Convert an array to a tensor, copying only read-only arrays, which torch does not support."""
     return torch.from_numpy(x if x.flags.writeable else x.copy())
 
@@ -106,8 +114,7 @@ class Mahalanobis(LinearMetric):
 
     Args:
         dim: Keep the directions of largest variance; all when omitted.
-        shrinkage: Multiple of the mean variance added to every variance; use more than 0 with many features and few
-            samples.
+        shrinkage: Multiple of the mean variance added to every variance; above 0 with few samples per feature.
 
     Example:
         >>> x = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]])
@@ -119,16 +126,8 @@ class Mahalanobis(LinearMetric):
     shrinkage: float = 0.0
 
     def fit(self, X: Any, y: Any = None) -> Mahalanobis:
-        """Fit the whitening.
-
-        Args:
-            X: [N, F] samples.
-            y: Ignored.
-
-        Returns:
-            self.
-        """
-        x = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2)
+        """Fit the whitening to samples X [N, F]; y is ignored."""
+        x, _ = self._validate(X, labels=False)
         self._set_map(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
         return self
 
@@ -159,15 +158,7 @@ class WithinClassWhitening(LinearMetric):
     shrinkage: float = 1.0
 
     def fit(self, X: Any, y: Any) -> WithinClassWhitening:
-        """Fit the whitening.
-
-        Args:
-            X: [N, F] samples.
-            y: [N] labels.
-
-        Returns:
-            self.
-        """
-        x, labels = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
+        """Fit the whitening to samples X [N, F] with labels y [N]."""
+        x, labels = self._validate(X, y)
         self._set_map(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))
         return self

@@ -10,50 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nearkin.errors import ConfigError, DataError
 from nearkin.linear.constraints import Constraints
-from nearkin.linear.estimators import FLOATS, LinearMetric
-from nearkin.linear.learner import MetricLearner
-from nearkin.linear.objective import check_name
+from nearkin.linear.estimators import Array, LinearMetric
+from nearkin.linear.learner import MetricLearner, check_name
 
 from sklearn.base import clone  # isort: skip
 from sklearn.metrics.pairwise import polynomial_kernel, rbf_kernel  # isort: skip
 from sklearn.utils import check_random_state  # isort: skip
-from sklearn.utils.validation import check_is_fitted, validate_data  # isort: skip
 
-Array = NDArray[Any]
 Kernel = Callable[[Array, Array], Array]
 _BLOCK = 4096  # rows per kernel evaluation
 
 
 def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
-    """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)).
-
-    Example:
-        >>> gaussian(np.array([[0.0]]), np.array([[0.0], [2.0]]), sigma=2.0).round(4).tolist()
-        [[1.0, 0.6065]]
-    """
+    """Compute the Gaussian kernel exp(-|x - y|^2 / (2 sigma^2))."""
     mean = y.mean(0)  # centring avoids cancellation far from the origin
-    values: Array = rbf_kernel(x - mean, y - mean, gamma=1 / (2 * sigma**2))
-    return values
+    return np.asarray(rbf_kernel(x - mean, y - mean, gamma=1 / (2 * sigma**2)))
 
 
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
-    """Compute the polynomial kernel (x . y + constant) ** degree.
-
-    Example:
-        >>> polynomial(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), degree=2).tolist()
-        [[16.0]]
-    """
+    """Compute the polynomial kernel (x . y + constant) ** degree."""
     if degree < 1 or degree != int(degree) or constant < 0:
         raise ConfigError(
             f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
             "Other values are not positive semi-definite."
         )
-    values: Array = polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant)
-    return values
+    return np.asarray(polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant))
 
 
 def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
@@ -77,8 +61,7 @@ def kernel_distance(x: Any, y: Any, kernel: Kernel) -> Array:
     if x.shape[1] != y.shape[1]:
         raise DataError(f"kernel_distance: x has {x.shape[1]} features and y has {y.shape[1]}; they must be equal.")
     squared = _diagonal(kernel, x)[:, None] - 2 * kernel(x, y) + _diagonal(kernel, y)
-    distances: Array = np.sqrt(np.maximum(squared, 0))
-    return distances
+    return np.asarray(np.sqrt(np.maximum(squared, 0)))
 
 
 def _diagonal(kernel: Kernel, x: Array) -> Array:
@@ -126,20 +109,8 @@ class KernelMetricLearner(LinearMetric):
     random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
-        """Learn from labels or from constraints.
-
-        Args:
-            X: [N, F] samples.
-            y: [N] labels; ignored with constraints.
-            constraints: On the rows of X.
-
-        Returns:
-            self.
-        """
-        if constraints is None:
-            X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
-        else:
-            X = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2)
+        """Learn from samples X [N, F] with labels y [N], or with constraints on the rows of X instead of labels."""
+        X, y = self._validate(X, y, labels=constraints is None)
         random = check_random_state(self.random_state)
         if self.landmarks is not None and self.landmarks < 1:
             raise ConfigError(f"landmarks: expected an integer >= 1, or None for all; got {self.landmarks}.")
@@ -150,23 +121,16 @@ class KernelMetricLearner(LinearMetric):
             raise ConfigError(f"sigma: expected a bandwidth above 0, got {self.sigma_}.")
         columns = self._columns(X)
         # With this map the inner products of mapped columns equal the kernel on the span of the landmarks.
-        root = _inverse_root(self._columns(self.landmarks_), count)
+        root = _inverse_root(self._columns(self.landmarks_))
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
         if constraints is None:
             self.metric_.fit(columns @ root, y)
         elif isinstance(self.metric_, MetricLearner):
-            self.metric_.fit(columns @ root, y, constraints=constraints)
+            self.metric_.fit(columns @ root, constraints=constraints)
         else:
             raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Use a MetricLearner.")
         self.weight_, self.bias_ = self.metric_.weight_ @ root.T, self.metric_.bias_
         return self
-
-    def transform(self, X: Any) -> Array:
-        """Map samples to the learned space."""
-        check_is_fitted(self, "weight_")
-        x = validate_data(self, X, reset=False, dtype=FLOATS)
-        mapped: Array = self._columns(x) @ self.weight_.T.astype(x.dtype) + self.bias_.astype(x.dtype)
-        return mapped
 
     def _columns(self, x: Array) -> Array:
         """Kernel values against the landmarks [N, m], in blocks of rows."""
@@ -186,23 +150,20 @@ class KernelMetricLearner(LinearMetric):
         return polynomial(x, y, self.degree, self.constant)
 
 
-def _inverse_root(kernel: Array, count: int) -> Array:
+def _inverse_root(kernel: Array) -> Array:
     """K^-1/2 of the landmarks' kernel matrix [m, m] as [m, rank], without directions below rounding error."""
-    if kernel.shape != (count, count):
-        raise DataError(f"kernel: expected [{count}, {count}] values for {count} landmarks, got {list(kernel.shape)}.")
     values, vectors = np.linalg.eigh(kernel.astype(np.float64))
-    noise = count * np.finfo(kernel.dtype).eps * values[-1]
+    noise = len(kernel) * np.finfo(kernel.dtype).eps * values[-1]
     if values[-1] <= 0 or values[0] < -100 * noise:
         raise DataError(
             f"kernel: not positive semi-definite, its matrix has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}. "
             "Use another kernel, or clip the eigenvalues."
         )
     significant = values > 10 * noise
-    root: Array = (vectors[:, significant] / np.sqrt(values[significant])).astype(kernel.dtype)
-    return root
+    return np.asarray(vectors[:, significant] / np.sqrt(values[significant]), kernel.dtype)
 
 
 def _median_distance(x: Array, random: Any) -> float:
     i, j = random.randint(len(x), size=(2, 2000))
-    distance = np.sqrt(((x[i[i != j]] - x[j[i != j]]) ** 2).sum(1))
+    distance = np.linalg.norm(x[i] - x[j], axis=1)
     return float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0

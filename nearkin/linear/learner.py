@@ -6,26 +6,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin._common.progress import Reporter
-from nearkin.errors import ConfigError, DataError, TrainingFailedError
-from nearkin.linear import objective as objectives
+from nearkin.errors import ConfigError, DataError, TrainingFailedError, did_you_mean
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
-from nearkin.linear.estimators import FLOATS, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import Form, HingeObjective, NeighbourObjective, Regulariser, check_name
+from nearkin.linear.estimators import Array, LinearMetric, as_codes, as_tensor
+from nearkin.linear.objective import Form, HingeObjective, NeighbourObjective, Objective, Regulariser, undo_basis
 from nearkin.linear.solver import Projection, project_psd, projected_gradient, stochastic_descent
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 from sklearn.utils import check_random_state  # isort: skip
-from sklearn.utils.validation import validate_data  # isort: skip
 
-Objective = Literal["hinge", "nca", "lmnn"]
+Loss = Literal["hinge", "nca", "lmnn"]
+DEFAULT_REGULARISERS: dict[Loss, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
 MAX_FULL_BATCH = 1 << 22  # values that a step on the full objective may hold in memory: 32 MB
 SMOOTHING_WIDTHS = (1.0, 0.1, 0.01, 0.001)  # of the hinges, in sequence, in units of the bounds
 
@@ -37,9 +35,8 @@ class MetricLearner(LinearMetric):
     Args:
         objective: "hinge" (pairs and triplets, given to `fit` or drawn from labels), "nca" (neighbourhood components
             analysis) or "lmnn" (large margin nearest neighbours).
-        regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (tr AC = sum of d_A over similar pairs, or over
-            target neighbours for nca and lmnn), "none", or None for the usual one of the objective (frobenius for
-            hinge, none for nca, scatter for lmnn).
+        regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (sum of d_A over similar pairs or target
+            neighbours), "none", or None for the usual one (frobenius for hinge, none for nca, scatter for lmnn).
         lam: Weight of the sum; larger values trust the constraints more.
         form: "G" learns the map itself and may be of low rank. "A" learns the matrix, projected to positive
             semi-definite after every step (hinge and lmnn are convex in it; F^3 per step).
@@ -50,12 +47,11 @@ class MetricLearner(LinearMetric):
         draw: Constraints to draw from labels: "pairs", "triplets" or "both".
         count: Number of constraints of each type to draw; 10 per sample when omitted.
         neighbours: Target neighbours per sample (lmnn).
-        shrinkage: Of the within-class whitening (or that of similar pairs) that initialises the search; the number of
-            features per sample when omitted, 1 is better for features of networks.
+        shrinkage: Of the within-class whitening that initialises the search; the number of features per sample when
+            omitted, 1 is better for features of networks.
         scale: Divide the features by their root mean squared distance, so that bounds, margin and lam mean the same
             for all data. The fitted map includes the factor.
-        batch_size: Constraints (hinge) or samples (nca, lmnn) per step. None uses all in every step, "auto" uses all
-            while that is cheap.
+        batch_size: Constraints (hinge) or samples (nca, lmnn) per step; None for all, "auto" for all while cheap.
         max_iter: Maximum number of steps.
         tol: Stop when a full-batch step lowers the objective by less than this fraction.
         rate: Learning rate of the first batches, relative to the entries of the initial matrix.
@@ -73,7 +69,7 @@ class MetricLearner(LinearMetric):
         1.0
     """
 
-    objective: Objective = "hinge"
+    objective: Loss = "hinge"
     regulariser: Regulariser | None = None
     lam: float = 1.0
     form: Form = "G"
@@ -94,35 +90,23 @@ class MetricLearner(LinearMetric):
     verbose: bool | None = None
 
     def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> MetricLearner:
-        """Learn from labels or from constraints.
-
-        Args:
-            X: [N, F] samples.
-            y: [N] labels; ignored with constraints.
-            constraints: On the rows of X, for objective "hinge".
-
-        Returns:
-            self.
-        """
+        """Learn from samples X [N, F] with labels y [N], or with constraints (for "hinge") instead of labels."""
         self._check_settings()
-        if constraints is None:
-            X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
-            codes = as_codes(y)
-        else:
-            X, codes = validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
+        X, y = self._validate(X, y, labels=constraints is None)
+        codes = as_codes(y) if constraints is None else None
         seed = int(check_random_state(self.random_state).randint(1 << 31))
         x, mean, unit = self._normalise(X)
         constraints = self._make_constraints(x, codes, constraints, seed)
         basis = self._make_basis(x, codes, constraints)
         objective = self._make_objective(x @ basis.T, codes, constraints, basis)
         matrix = self._solve(objective, self._initial_matrix(objective, seed), seed)
-        self._finish(objectives.undo_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
+        self._finish(undo_basis(matrix, basis, self.form) / (unit**2 if self.form == "A" else unit), mean)
         return self
 
     def _check_settings(self) -> None:
-        check_name("objective", self.objective, ("hinge", "nca", "lmnn"))
-        check_name("regulariser", self.regulariser or "none", objectives.REGULARISERS)
-        check_name("form", self.form, ("A", "G"))
+        check_name("objective", self.objective, get_args(Loss))
+        check_name("regulariser", self.regulariser or "none", get_args(Regulariser))
+        check_name("form", self.form, get_args(Form))
         for name in ("lam", "margin", "tol", "rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
@@ -135,7 +119,7 @@ class MetricLearner(LinearMetric):
         if not (size is None or size == "auto" or (not isinstance(size, str) and size >= 2)):
             raise ConfigError(f"batch_size: expected 'auto', None or an integer >= 2, got {size!r}.")
 
-    def _normalise(self, X: NDArray[Any]) -> tuple[Tensor, Tensor, float]:
+    def _normalise(self, X: Array) -> tuple[Tensor, Tensor, float]:
         """The centred data in units of their spread, the mean, and the unit."""
         if self.dim is not None and not 1 <= self.dim <= X.shape[1]:
             raise ConfigError(f"dim: expected 1 to {X.shape[1]}, the number of features, got {self.dim}.")
@@ -189,18 +173,15 @@ class MetricLearner(LinearMetric):
                 return within_class_whitening(rows, classes, shrinkage=shrinkage)[0]
         return covariance_whitening(x, shrinkage=shrinkage)[0]
 
-    def _make_objective(
-        self, x: Tensor, codes: Tensor | None, constraints: Constraints, basis: Tensor
-    ) -> HingeObjective | NeighbourObjective:
-        defaults: dict[str, Regulariser] = {"hinge": "frobenius", "nca": "none", "lmnn": "scatter"}
-        regulariser: Regulariser = self.regulariser or defaults[self.objective]
-        shared = (self.margin, self.lam, regulariser, self.form, basis)
+    def _make_objective(self, x: Tensor, codes: Tensor | None, constraints: Constraints, basis: Tensor) -> Objective:
+        shared: dict[str, Any] = {"margin": self.margin, "lam": self.lam, "form": self.form, "basis": basis}
+        shared["regulariser"] = self.regulariser or DEFAULT_REGULARISERS[self.objective]
         if self.objective == "hinge":
-            return HingeObjective(x, constraints, self.upper, self.lower, *shared)
+            return HingeObjective(x, constraints, self.upper, self.lower, **shared)
         assert codes is not None
-        return NeighbourObjective(x, codes, self.objective, constraints.similar, *shared)
+        return NeighbourObjective(x, codes, self.objective, constraints.similar, **shared)
 
-    def _initial_matrix(self, objective: HingeObjective | NeighbourObjective, seed: int) -> Tensor:
+    def _initial_matrix(self, objective: Objective, seed: int) -> Tensor:
         """The identity, or the principal directions for a low rank, at the scale that minimises the objective."""
         x, size = objective.x, objective.x.shape[1]
         matrix = torch.eye(size, dtype=x.dtype)
@@ -212,13 +193,13 @@ class MetricLearner(LinearMetric):
             values = [float(objective.value(scale * matrix, sample)) for scale in scales]
         return scales[int(np.nanargmin(values))] * matrix
 
-    def _solve(self, objective: HingeObjective | NeighbourObjective, start: Tensor, seed: int) -> Tensor:
+    def _solve(self, objective: Objective, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(objective, NeighbourObjective)
         memory = objective.terms * (8 * objective.terms if pairwise else 3 * start.shape[1])
         batch_size = self.batch_size
         if batch_size == "auto":
             batch_size = None if memory <= MAX_FULL_BATCH else (256 if pairwise else 1024)
-        project = project_psd if self.form == "A" else _identity
+        project: Projection = project_psd if self.form == "A" else lambda matrix: matrix
         if batch_size is None or int(batch_size) >= objective.terms:
             steps = _full_batch_descent(objective, start, project, self.max_iter, self.tol)
         else:
@@ -250,21 +231,22 @@ class MetricLearner(LinearMetric):
 
 
 def _full_batch_descent(
-    objective: HingeObjective | NeighbourObjective, start: Tensor, project: Projection, max_iter: int, tol: float
+    objective: Objective, start: Tensor, project: Projection, max_iter: int, tol: float
 ) -> Iterator[tuple[Tensor, float]]:
     """All terms in every step. Hinges are smoothed, less and less; the values yielded are those of plain hinges."""
     stages = [objective]
     if isinstance(objective, HingeObjective):
-        stages = [replace(objective, width=w * objective.distance_scale) for w in SMOOTHING_WIDTHS]
-    stages = stages[-max_iter:]
+        stages = [replace(objective, width=w * objective.distance_scale) for w in SMOOTHING_WIDTHS][-max_iter:]
     matrix = start
     for stage in stages:
         iterates = projected_gradient(stage.value, matrix, project, tol=tol)
-        for new_matrix, _ in islice(iterates, max_iter // len(stages)):
-            matrix = new_matrix
+        for matrix, _ in islice(iterates, max_iter // len(stages)):
             with torch.no_grad():
                 yield matrix, float(objective.value(matrix))
 
 
-def _identity(matrix: Tensor) -> Tensor:
-    return matrix
+def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise a ConfigError unless a setting has one of its known values."""
+    if value not in known:
+        names = ", ".join(f"'{k}'" for k in known)
+        raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")

@@ -1,18 +1,17 @@
 """Objectives r(A) + lam * sum of c_i of a linear metric d_A(x, y) = (x - y)^T A (x - y), differentiable in A or G.
 
-A is positive semi-definite, or A = G^T G with an unconstrained G [rank, F]. Every term depends on the data only through
-X A X^T, so both forms work with every objective: `form` says which one `matrix` is.
+A is positive semi-definite, or A = G^T G with an unconstrained G [rank, F]: `form` says which one `matrix` is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nearkin.errors import ConfigError, did_you_mean
 from nearkin.linear.constraints import Constraints
 from nearkin.losses.neighbour import nca
 from nearkin.losses.tuples import triplet
@@ -20,28 +19,20 @@ from nearkin.ops.pairs import Pairs
 
 Form = Literal["A", "G"]
 Regulariser = Literal["frobenius", "trace", "scatter", "none"]
-REGULARISERS = ("frobenius", "trace", "scatter", "none")
+
+
+def factors(matrix: Tensor, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return left and right with learned inner products left_i . right_j, where A is never larger than needed."""
+    if form == "A":
+        return x @ matrix, x
+    mapped = x @ matrix.T
+    return mapped, mapped
 
 
 def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> Tensor:
-    """Compute d_A of difference vectors.
-
-    Example:
-        >>> squared_distances(torch.eye(2), torch.tensor([[3.0, 4.0]])).tolist()
-        [25.0]
-    """
-    if form == "A":
-        return ((differences @ matrix) * differences).sum(1)
-    return (differences @ matrix.T).square().sum(1)
-
-
-def learned_pairs(matrix: Tensor, anchors: Tensor, refs: Tensor, pos: Tensor, neg: Tensor, form: Form = "A") -> Pairs:
-    """Compute the learned inner products as Pairs, for losses that use distances."""
-    if form == "A":
-        left, right = anchors @ matrix, refs @ matrix
-        return Pairs(left @ refs.T, pos, neg, anchor_sq=(left * anchors).sum(1), ref_sq=(right * refs).sum(1))
-    left, right = anchors @ matrix.T, refs @ matrix.T
-    return Pairs(left @ right.T, pos, neg, anchor_sq=left.square().sum(1), ref_sq=right.square().sum(1))
+    """Compute d_A of difference vectors."""
+    left, right = factors(matrix, differences, form)
+    return (left * right).sum(1)
 
 
 def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
@@ -52,12 +43,7 @@ def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
 
 
 def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis: Tensor | None = None) -> Tensor:
-    """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace").
-
-    Example:
-        >>> float(regularise(torch.eye(3), "frobenius")), float(regularise(torch.eye(3), "trace", "G"))
-        (1.5, 3.0)
-    """
+    """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace"); 0 for the others."""
     if regulariser not in ("frobenius", "trace"):
         return matrix.new_zeros(())
     matrix = undo_basis(matrix, basis, form)
@@ -68,12 +54,7 @@ def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis
 
 
 def hinge(violation: Tensor, width: float = 0.0) -> Tensor:
-    """Compute max(0, violation), optionally smoothed so that gradient methods converge at the kink.
-
-    Example:
-        >>> hinge(torch.tensor([0.5, 2.0])).tolist(), hinge(torch.tensor([0.5, 2.0]), 1.0).tolist()
-        ([0.5, 2.0], [0.125, 1.5])
-    """
+    """Compute max(0, violation), optionally smoothed so that gradient methods converge at the kink."""
     if width <= 0:
         return violation.relu()
     inside = violation.clamp(0, width)
@@ -81,21 +62,51 @@ def hinge(violation: Tensor, width: float = 0.0) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HingeObjective:
+class Objective(ABC):
+    """A regulariser plus a weighted sum of terms, whose value can be estimated from some of the terms."""
+
+    x: Tensor  # [N, F] samples
+    _: KW_ONLY
+    margin: float = 1.0  # between the squared distances of a triplet
+    lam: float = 1.0  # weight of the terms
+    regulariser: Regulariser = "frobenius"  # "scatter": the sum of d_A over similar pairs
+    form: Form = "A"
+    basis: Tensor | None = None  # the map already applied to x, if any
+
+    @property
+    @abstractmethod
+    def terms(self) -> int:
+        """The number of terms."""
+
+    @abstractmethod
+    def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of the terms `rows`, all if None, and the similar pairs [P, 2] among them."""
+
+    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Compute the objective, or estimate it from the terms `rows`."""
+        weight = 1.0 if rows is None else self.terms / len(rows)
+        loss, similar = self.loss(matrix, rows)
+        if self.regulariser == "scatter":
+            r = weight * self.distances(matrix, similar[:, 0], similar[:, 1]).sum()
+        else:
+            r = regularise(matrix, self.regulariser, self.form, self.basis)
+        return r + self.lam * weight * loss
+
+    def distances(self, matrix: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Compute d_A between rows of x."""
+        return squared_distances(matrix, self.x[i] - self.x[j], self.form)
+
+
+@dataclass(frozen=True, eq=False)
+class HingeObjective(Objective):
     """Hinges on pairs and triplets: the general linear model of Kulis 2013.
 
     r(A) + lam * ( sum_S [d_A - upper]_+  +  sum_D [lower - d_A]_+  +  sum_T [d_A(i,j) - d_A(i,k) + margin]_+ )
     """
 
-    x: Tensor  # [N, F] samples
     constraints: Constraints  # on the rows of x
     upper: float = 1.0  # bound of the squared distances of similar pairs
     lower: float = 4.0  # bound of the squared distances of dissimilar pairs
-    margin: float = 1.0  # between the squared distances of a triplet
-    lam: float = 1.0  # weight of the hinges
-    regulariser: Regulariser = "frobenius"  # "frobenius", "trace", "scatter" (sum of d_A over similar pairs) or "none"
-    form: Form = "A"
-    basis: Tensor | None = None  # the map already applied to x, if any
     width: float = 0.0  # over which the hinges are smoothed
 
     @property
@@ -108,36 +119,20 @@ class HingeObjective:
         """The scale of relevant distances, in which the smoothing width is measured."""
         return min(self.margin, self.lower - self.upper)
 
-    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute the objective.
-
-        Example:
-            >>> constraints = Constraints(similar=[[0, 1]], dissimilar=[[0, 2]])
-            >>> objective = HingeObjective(torch.tensor([[0.0], [2.0], [1.0]]), constraints)
-            >>> float(objective.value(torch.eye(1)))  # 0.5 + (4 - 1) + (4 - 1)
-            6.5
-        """
-        c, x = self.constraints, self.x
-        weight = 1.0
-        if rows is not None:
-            c, weight = c.take(rows), self.terms / len(rows)
-        near = squared_distances(matrix, x[c.similar[:, 0]] - x[c.similar[:, 1]], self.form)
-        far = squared_distances(matrix, x[c.dissimilar[:, 0]] - x[c.dissimilar[:, 1]], self.form)
-        i, j, k = c.triplets.unbind(1)
-        order = squared_distances(matrix, x[i] - x[j], self.form) - squared_distances(matrix, x[i] - x[k], self.form)
-        hinges = (
-            hinge(near - self.upper, self.width).sum()
-            + hinge(self.lower - far, self.width).sum()
-            + hinge(order + self.margin, self.width).sum()
-        )
-        r = regularise(matrix, self.regulariser, self.form, self.basis)
-        if self.regulariser == "scatter":
-            r = weight * near.sum()
-        return r + self.lam * weight * hinges
+    def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of the hinges, and the similar pairs."""
+        c = self.constraints if rows is None else self.constraints.take(rows)
+        near = self.distances(matrix, *c.similar.T)
+        far = self.distances(matrix, *c.dissimilar.T)
+        i, j, k = c.triplets.T
+        order = self.distances(matrix, i, j) - self.distances(matrix, i, k)
+        violations = (near - self.upper, self.lower - far, order + self.margin)
+        pull, push, compare = (hinge(violation, self.width).sum() for violation in violations)
+        return pull + push + compare, c.similar
 
 
 @dataclass(frozen=True, eq=False)
-class NeighbourObjective:
+class NeighbourObjective(Objective):
     """NCA, or LMNN with its target neighbours.
 
     "nca"    sum over samples of -log p(a neighbour drawn by exp(-d_A) is of the class)          (nearkin.losses.nca)
@@ -145,47 +140,35 @@ class NeighbourObjective:
              [d_A(i, target) - d_A(i, other class) + margin]_+                                 (nearkin.losses.triplet)
     """
 
-    x: Tensor  # [N, F] samples
     labels: Tensor  # [N] integers
-    loss: Literal["nca", "lmnn"]
+    name: Literal["nca", "lmnn"]
     targets: Tensor  # [P, 2] (sample, one of its nearest of the class)
-    margin: float = 1.0  # of LMNN
-    lam: float = 1.0
-    regulariser: Regulariser = "none"  # "frobenius", "trace", "scatter" (sum of d_A over targets) or "none"
-    form: Form = "A"
-    basis: Tensor | None = None  # the map already applied to x, if any
 
     @property
     def terms(self) -> int:
         """The number of samples."""
         return len(self.x)
 
-    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute the objective."""
+    def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum over samples, and their target neighbours."""
         rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
-        i, j = self.targets[torch.isin(self.targets[:, 0], rows)].T.contiguous()
-        refs = rows if self.loss == "nca" else torch.unique(torch.cat([rows, j]))
-        weight = len(self.x) / len(rows)
-        same = self.labels[rows, None] == self.labels[refs]
-        if self.loss == "nca":
-            pos = same & (rows[:, None] != refs)
-            pairs = learned_pairs(matrix, self.x[rows], self.x[refs], pos, ~same, self.form)
-            loss = nca(pairs, reduction="sum")
-        else:
-            pos = torch.zeros_like(same)
-            pos[torch.searchsorted(rows, i), torch.searchsorted(refs, j)] = True
-            pairs = learned_pairs(matrix, self.x[rows], self.x[refs], pos, ~same, self.form)
-            # The loss compares similarities: minus the squared distances.
-            pairs = replace(pairs, sim=-pairs.sq_distance())
-            loss = len(self.x) / len(refs) * triplet(pairs, margin=self.margin, reduction="sum")
-        r = regularise(matrix, self.regulariser, self.form, self.basis)
-        if self.regulariser == "scatter":
-            r = weight * squared_distances(matrix, self.x[i] - self.x[j], self.form).sum()
-        return r + self.lam * weight * loss
+        targets = self.targets[torch.isin(self.targets[:, 0], rows)]
+        i, j = targets.T
+        if self.name == "nca":
+            pairs = self._pairs(matrix, rows, rows)
+            return nca(replace(pairs, pos=pairs.pos.fill_diagonal_(False)), reduction="sum"), targets
+        refs = torch.unique(torch.cat([rows, j]))
+        pairs = self._pairs(matrix, rows, refs)
+        pos = torch.zeros_like(pairs.pos)
+        pos[torch.searchsorted(rows, i.contiguous()), torch.searchsorted(refs, j.contiguous())] = True
+        # The loss compares similarities: minus the squared distances.
+        pairs = replace(pairs, sim=-pairs.sq_distance(), pos=pos)
+        return len(self.x) / len(refs) * triplet(pairs, margin=self.margin, reduction="sum"), targets
 
-
-def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless a setting has one of its known values."""
-    if value not in known:
-        names = ", ".join(f"'{k}'" for k in known)
-        raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")
+    def _pairs(self, matrix: Tensor, anchors: Tensor, refs: Tensor) -> Pairs:
+        """The learned inner products of rows; positive are all rows of the class."""
+        left, right = factors(matrix, self.x[anchors], self.form)
+        ref_left, ref_right = factors(matrix, self.x[refs], self.form)
+        same = self.labels[anchors, None] == self.labels[refs]
+        squares = {"anchor_sq": (left * right).sum(1), "ref_sq": (ref_left * ref_right).sum(1)}
+        return Pairs(left @ ref_right.T, same, ~same, **squares)

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nearkin.errors import TrainingFailedError
+from nearkin.linear.objective import Objective
 
 Projection = Callable[[Tensor], Tensor]
 VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validation terms
 
 
 def project_psd(a: Tensor) -> Tensor:
-    """Project onto the symmetric positive semi-definite matrices.
-
-    Example:
-        >>> project_psd(torch.tensor([[1.0, 0.0], [0.0, -2.0]])).tolist()
-        [[1.0, 0.0], [0.0, 0.0]]
-    """
+    """Project onto the symmetric positive semi-definite matrices."""
     values, vectors = torch.linalg.eigh((a + a.T) / 2)
     half: Tensor = vectors * values.clamp(min=0).sqrt()
     return half @ half.T
@@ -34,20 +29,40 @@ def projected_gradient(
     objective: Callable[[Tensor], Tensor], start: Tensor, project: Projection, *, tol: float = 1e-6
 ) -> Iterator[tuple[Tensor, float]]:
     """Minimise by Nesterov's method with backtracking and adaptive restart (O'Donoghue and Candes 2015)."""
-    best = project(start)
-    value, gradient = _value_and_gradient(objective, best)
+
+    def gradient_at(point: Tensor) -> tuple[float, Tensor]:
+        leaf = point.detach().requires_grad_(True)
+        value = objective(leaf)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        return float(value.detach()), gradient
+
+    def backtrack(step: float) -> tuple[Tensor, float, float] | None:
+        """Halve the step until its quadratic upper bound holds."""
+        for _ in range(60):
+            new = project(point - step * gradient)
+            with torch.no_grad():
+                new_value = float(objective(new))
+            move = new - point
+            bound = point_value + float((gradient * move).sum()) + float(move.square().sum()) / (2 * step)
+            if new_value <= bound + 1e-12 * abs(point_value):
+                return new, new_value, step
+            step /= 2
+        return None
+
+    best = point = project(start)
+    point_value, gradient = gradient_at(point)
+    value, momentum, stalled = point_value, 1.0, 0
     if not math.isfinite(value):
         raise TrainingFailedError(f"The objective is {value} at the start. Scale the features (scale=True).")
-    point, point_value, momentum, stalled = best, value, 1.0, 0
     # A first step that would change the matrix by a tenth of its norm.
     step = 0.1 * float(best.norm() + 1e-12) / max(float(gradient.norm()), 1e-300)
     while stalled < 3:
-        result = _backtrack(objective, project, point, point_value, gradient, step)
+        result = backtrack(step)
         if result is None or result[1] > value:
             if momentum == 1.0:
                 return  # no descent along the gradient: a minimum or a kink
             point, momentum = best, 1.0
-            point_value, gradient = _value_and_gradient(objective, point)
+            point_value, gradient = gradient_at(point)
             continue
         new, new_value, step = result
         stalled = stalled + 1 if value - new_value <= tol * max(abs(value), 1e-12) else 0
@@ -56,41 +71,11 @@ def projected_gradient(
         best, value, momentum = new, new_value, new_momentum
         yield best, value
         step *= 1.25
-        point_value, gradient = _value_and_gradient(objective, point)
-
-
-def _backtrack(
-    objective: Callable[[Tensor], Tensor],
-    project: Projection,
-    point: Tensor,
-    value: float,
-    gradient: Tensor,
-    step: float,
-) -> tuple[Tensor, float, float] | None:
-    """Halve the step until its quadratic upper bound holds."""
-    for _ in range(60):
-        new = project(point - step * gradient)
-        with torch.no_grad():
-            new_value = float(objective(new))
-        move = new - point
-        bound = value + float((gradient * move).sum()) + float(move.square().sum()) / (2 * step)
-        if new_value <= bound + 1e-12 * abs(value):
-            return new, new_value, step
-        step /= 2
-    return None
-
-
-class SumObjective(Protocol):
-    """An objective whose value can be estimated from some of its terms."""
-
-    @property
-    def terms(self) -> int: ...
-
-    def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor: ...
+        point_value, gradient = gradient_at(point)
 
 
 def stochastic_descent(
-    objective: SumObjective,
+    objective: Objective,
     start: Tensor,
     project: Projection,
     batch_size: int,
@@ -107,9 +92,11 @@ def stochastic_descent(
     matrix = project(start).clone().requires_grad_(True)
     scale = float(start.square().mean().sqrt().clamp(min=1e-12))
     validation = torch.randperm(objective.terms, generator=generator)[: 4 * batch_size]
-    best, best_value = matrix.detach().clone(), _value(objective, matrix, validation)
+    best = matrix.detach().clone()
     adam = torch.optim.Adam([matrix], betas=(0.9, 0.99))
     queue = torch.empty(0, dtype=torch.int64)
+    with torch.no_grad():
+        best_value = float(objective.value(matrix, validation))
     for step in range(steps):
         if len(queue) < batch_size:
             queue = torch.cat([queue, torch.randperm(objective.terms, generator=generator)])
@@ -121,24 +108,11 @@ def stochastic_descent(
         adam.step()
         with torch.no_grad():
             matrix.copy_(project(matrix))
-        if (step + 1) % VALIDATE_EVERY == 0 or step + 1 == steps:
-            value = _value(objective, matrix, validation)
-            if value < best_value:
-                best, best_value = matrix.detach().clone(), value
-            else:
-                rate /= 2
-                with torch.no_grad():
+            if (step + 1) % VALIDATE_EVERY == 0 or step + 1 == steps:
+                value = float(objective.value(matrix, validation))
+                if value < best_value:
+                    best, best_value = matrix.detach().clone(), value
+                else:
+                    rate /= 2
                     matrix.copy_(best)
         yield matrix.detach(), float(estimate.detach())
-
-
-def _value(objective: SumObjective, matrix: Tensor, rows: Tensor) -> float:
-    with torch.no_grad():
-        return float(objective.value(matrix, rows))
-
-
-def _value_and_gradient(objective: Callable[[Tensor], Tensor], point: Tensor) -> tuple[float, Tensor]:
-    leaf = point.detach().requires_grad_(True)
-    value = objective(leaf)
-    (gradient,) = torch.autograd.grad(value, leaf)
-    return float(value.detach()), gradient

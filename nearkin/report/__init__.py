@@ -8,13 +8,12 @@ from nearkin._common.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from nearkin.report import contact_sheet
-    from nearkin.report.critical_difference import draw_critical_difference
     from nearkin.report.losses import explain, gradient_curves, list_losses
     from nearkin.report.page import build_report, write_page, write_report
     from nearkin.report.print_figures import write_figures
     from nearkin.report.study import build_study_report, write_study_page
-    from nearkin.report.tables import write_tables
-    from nearkin.report.text import headline, result_table
+    from nearkin.report.study_figures import draw_critical_difference
+    from nearkin.report.tables import headline, result_table, write_tables
 
 __all__ = [
     "build_report",
@@ -37,12 +36,11 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "contact_sheet": ("contact_sheet",),
-        "critical_difference": ("draw_critical_difference",),
+        "study_figures": ("draw_critical_difference",),
         "print_figures": ("write_figures",),
         "losses": ("explain", "gradient_curves", "list_losses"),
         "page": ("build_report", "write_page", "write_report"),
         "study": ("build_study_report", "write_study_page"),
-        "tables": ("write_tables",),
-        "text": ("headline", "result_table"),
+        "tables": ("headline", "result_table", "write_tables"),
     },
 )

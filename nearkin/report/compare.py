@@ -50,23 +50,16 @@ def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
 
 def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
     """Compare two runs on the same queries."""
-    differences = [
-        compare(first.scores, second.scores, name) for name in HEADLINE_METRICS if name in first.scores.per_query
-    ]
+    metrics = []
+    for name in HEADLINE_METRICS:
+        if name in first.scores.per_query:
+            found = compare(first.scores, second.scores, name)
+            keys = ("first", "second", "difference", "low", "high")
+            rounded = {key: round_or_none(getattr(found, key), 6) for key in keys}
+            metrics.append({"name": name, **rounded, "p_value": round_or_none(found.p_value)})
     fixed, broken = changed_queries(first, second)
     return {
-        "metrics": [
-            {
-                "name": d.name,
-                "first": round_or_none(d.first, 6),
-                "second": round_or_none(d.second, 6),
-                "difference": round_or_none(d.difference, 6),
-                "low": round_or_none(d.low, 6),
-                "high": round_or_none(d.high, 6),
-                "p_value": round_or_none(d.p_value),
-            }
-            for d in differences
-        ],
+        "metrics": metrics,
         "queries": len(first.queries),
         "fixed": {"count": len(fixed), "items": page_items.items_of(fixed[:MAX_CHANGED])},
         "broken": {"count": len(broken), "items": page_items.items_of(broken[:MAX_CHANGED])},

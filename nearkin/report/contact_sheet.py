@@ -14,6 +14,7 @@ from nearkin._common.files import atomic_write
 from nearkin.data.reading import read_image, square
 from nearkin.deploy.index.search import Hit
 from nearkin.errors import DataError, import_extra
+from nearkin.report.html import writing
 
 TILE, EDGE, GAP, TEXT = 148, 5, 12, 38  # pixels: image side, border, gap between tiles, text below an image
 MARGIN, GUTTER = 20, 26  # around the sheet; between a query and its neighbours
@@ -55,63 +56,48 @@ def contact_sheet(rows: Sequence[SheetRow], paths: Sequence[Sequence[Path]], out
     draw = draw_on(sheet)
     for r, row in enumerate(rows):
         top = MARGIN + r * height
-        _draw_tile(sheet, draw, MARGIN, top, row.image, INK)
         state = "query" if row.known is None else "query · known" if row.known else "query · unknown"
-        _draw_caption(draw, MARGIN, top, row.title if row.label is None else str(row.label), state, bold=True)
+        title = row.title if row.label is None else str(row.label)
+        _draw_tile(sheet, draw, MARGIN, top, row.image, INK, title, state)
         for n, (hit, path) in enumerate(zip(row.hits, paths[r], strict=True)):
             left = MARGIN + step + GUTTER + n * step
-            correct = None if row.label is None or hit.label is None else row.label == hit.label
-            _draw_tile(sheet, draw, left, top, path, GREY if correct is None else RIGHT if correct else WRONG)
-            if correct is not None:
-                _draw_mark(draw, left + TILE + 2 * EDGE, top, correct)
+            edge = GREY if row.label is None or hit.label is None else RIGHT if row.label == hit.label else WRONG
             name = Path(hit.id).name if hit.label is None else str(hit.label)
-            _draw_caption(draw, left, top, name, f"{hit.similarity:.4f}")
+            _draw_tile(sheet, draw, left, top, path, edge, name, f"{hit.similarity:.4f}")
         if columns:
             x = MARGIN + step + GUTTER // 2 - GAP // 2
             draw.line([(x, top), (x, top + height - GAP)], fill="#e3e5e8", width=2)
-    _save(sheet, out)
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    with writing("sheet", out, error=DataError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, buffer.getvalue())
     return out
 
 
-def _save(sheet: Any, out: Path) -> None:
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, buffer.getvalue())
-    except OSError as error:
-        raise DataError(f"{out}: cannot write the sheet ({error.strerror or error}).") from None
-
-
-def _draw_tile(sheet: Any, draw: Any, left: int, top: int, image: Any, edge: str) -> None:
-    draw.rectangle([left, top, left + TILE + 2 * EDGE - 1, top + TILE + 2 * EDGE - 1], fill=edge)
-    inside = (left + EDGE, top + EDGE)
+def _draw_tile(sheet: Any, draw: Any, left: int, top: int, image: Any, edge: str, title: str, note: str) -> None:
+    """Draw an image with its border, a tick or a cross in the upper right corner, and two lines of text below."""
+    width = TILE + 2 * EDGE
+    x, y = left + EDGE, top + EDGE
+    draw.rectangle([left, top, left + width - 1, top + width - 1], fill=edge)
     try:
         if image is None:
             raise DataError("vector")
-        pixels = square(read_image(image, TILE), TILE)
-        sheet.paste(import_extra("PIL.Image", extra="images").fromarray(pixels.permute(1, 2, 0).numpy()), inside)
+        pixels = square(read_image(image, TILE), TILE).permute(1, 2, 0).numpy()
+        sheet.paste(import_extra("PIL.Image", extra="images").fromarray(pixels), (x, y))
     except DataError:
-        draw.rectangle([*inside, inside[0] + TILE - 1, inside[1] + TILE - 1], fill="#eef0f2")
+        draw.rectangle([x, y, x + TILE - 1, y + TILE - 1], fill="#eef0f2")
         text = "vector" if image is None else "cannot read file"
-        draw.text((inside[0] + TILE // 2, inside[1] + TILE // 2), text, fill=FAINT, font=font(13), anchor="mm")
-
-
-def _draw_mark(draw: Any, right: int, top: int, correct: bool) -> None:
-    """Draw a tick or a cross into the upper right corner."""
-    size = 20
-    x, y = right - size, top
-    draw.rectangle([x, y, x + size - 1, y + size - 1], fill=RIGHT if correct else WRONG)
-    strokes = [[(5, 10), (9, 14), (15, 6)]] if correct else [[(6, 6), (14, 14)], [(14, 6), (6, 14)]]
-    for stroke in strokes:
-        draw.line([(x + a, y + b) for a, b in stroke], fill="white", width=2)
-
-
-def _draw_caption(draw: Any, left: int, top: int, first: str, second: str, bold: bool = False) -> None:
-    width = TILE + 2 * EDGE
-    y = top + width + 4
-    draw.text((left, y), elide(printable(first), width, draw, font(13, bold)), fill=INK, font=font(13, bold))
-    draw.text((left, y + 17), elide(second, width, draw, font(12)), fill=FAINT, font=font(12))
+        draw.text((x + TILE // 2, y + TILE // 2), text, fill=FAINT, font=font(13), anchor="mm")
+    if edge in (RIGHT, WRONG):
+        x = left + width - 20
+        draw.rectangle([x, top, x + 19, top + 19], fill=edge)
+        strokes = [[(5, 10), (9, 14), (15, 6)]] if edge == RIGHT else [[(6, 6), (14, 14)], [(14, 6), (6, 14)]]
+        for stroke in strokes:
+            draw.line([(x + a, top + b) for a, b in stroke], fill="white", width=2)
+    bold = font(13, edge == INK)
+    draw.text((left, top + width + 4), elide(printable(title), width, draw, bold), fill=INK, font=bold)
+    draw.text((left, top + width + 21), elide(note, width, draw, font(12)), fill=FAINT, font=font(12))
 
 
 def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
@@ -126,12 +112,7 @@ def elide(text: str, width: int, draw: Any, text_font: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that cannot be printed on one line.
-
-    Example:
-        >>> printable("a\\nb\\udcff é")
-        'a\\\\nb\\\\udcff é'
-    """
+    """Escape characters that cannot be printed on one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

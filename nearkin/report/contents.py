@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,24 @@ from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
 from nearkin.analysis.diagnostics import diagnose
-from nearkin.analysis.hardness import class_table, confused_pairs, hubness
+from nearkin.analysis.duplicates import Duplicate, find_duplicates
+from nearkin.analysis.hardness import Confusion, Hub, class_table, confused_pairs, hubness, hubs
+from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 from nearkin.data.images import Rows
+from nearkin.errors import DataError
 from nearkin.ops.pairs import pair_up
-from nearkin.report import projection
+from nearkin.report import gallery
 from nearkin.report.eval_data import EvalData
-from nearkin.report.highlights import MAX_DUPLICATES, MAX_LABEL_ERRORS, Highlights, NearDuplicates
 from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
 
+MAX_CONFUSED_PAIRS, MAX_QUERIES_PER_PAIR = 30, 40
+MAX_HUBS, MAX_LABEL_ERRORS, MAX_DUPLICATES = 20, 100, 60
 MAX_CSV_ROWS = 1000
+# A label is listed from this error probability on; at least this many are listed in any case.
+MIN_ERROR_PROBABILITY, MIN_LABEL_ERRORS = 0.05, 12
+DUPLICATE_THRESHOLDS = (0.96, 0.98, 0.99, 0.995, 0.999)  # cosine similarities, tried in this order
+MAX_PLAUSIBLE_DUPLICATES = 200  # more pairs above a threshold cannot all be duplicates
 HISTOGRAM_ROWS, HISTOGRAM_BINS = 1000, 50  # rows whose pairs are counted, and bins of their similarities
 MAX_ROWS_BY_SIZE = 12_000  # recall by embedding size is computed for up to this many rows
 
@@ -50,16 +57,8 @@ class PageItems:
 
 
 def round_or_none(value: float, digits: int = 4) -> float | None:
-    """Round a number for JSON; NaN and infinity become None.
-
-    Example:
-        >>> round_or_none(0.123456), round_or_none(math.nan)
-        (0.1235, None)
-    """
+    """Round a number for JSON; NaN and infinity become None."""
     return round(float(value), digits) if math.isfinite(value) else None
-
-
-# --- from the run folder ---------------------------------------------------------------------------------------------
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
@@ -94,15 +93,64 @@ DIAGNOSTICS = (
 
 def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
     diagnosis = event.get("diagnosis") or {}
-    return {
-        "epoch": event["epoch"],
-        "loss": event["loss"],
-        "val": event["val"],
-        "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS},
-    }
+    kept = {name: event[name] for name in ("epoch", "loss", "val")}
+    return {**kept, "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS}}
 
 
-# --- from the evaluated images ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Highlights:
+    """The rows that a page lists."""
+
+    example_queries: dict[str, Rows]  # query rows of the retrieval examples, by selection
+    confused_pairs: list[tuple[Confusion, Rows]]  # confused classes, each with its first queries
+    hubs: list[Hub]  # rows that are neighbours of very many others
+    label_errors: LabelErrors | str  # suspected label errors, or the reason why they cannot be estimated
+    suspect_rows: Rows  # the suspected label errors that the page lists
+    duplicates: list[Duplicate] | None  # None if too many rows are that similar to be duplicates
+    duplicate_threshold: float | None  # the cosine similarity above which pairs are listed
+
+    @property
+    def rows(self) -> Rows:
+        """All listed rows, most important first, with repeats."""
+        duplicates = [[pair.first, pair.second] for pair in (self.duplicates or [])[:MAX_DUPLICATES]]
+        parts = [*self.example_queries.values(), self.suspect_rows, *duplicates, [hub.item for hub in self.hubs]]
+        parts += [rows for _, rows in self.confused_pairs]
+        return np.concatenate([np.asarray(rows, np.int64) for rows in parts])
+
+
+def find_highlights(data: EvalData) -> Highlights:
+    """Find the rows that the page of a run lists."""
+    labels, queries = data.table.labels, data.queries
+    near = (data.neighbours[queries], labels[queries], labels)
+    nearest = labels[data.neighbours[queries, 0]]
+    confused = [
+        (pair, queries[(labels[queries] == pair.label) & (nearest == pair.taken_for)][:MAX_QUERIES_PER_PAIR])
+        for pair in confused_pairs(*near, top=MAX_CONFUSED_PAIRS)
+    ]
+    label_errors, suspects = _find_label_errors(data)
+    examples = gallery.example_queries(data, max_queries=gallery.MAX_QUERIES)
+    return Highlights(examples, confused, hubs(*near, top=MAX_HUBS), label_errors, suspects, *_find_duplicates(data))
+
+
+def _find_label_errors(data: EvalData) -> tuple[LabelErrors | str, Rows]:
+    try:
+        errors = find_label_errors(data.emb, data.table.labels)
+    except DataError as error:  # every class is a singleton
+        return str(error), np.empty(0, np.int64)
+    first = errors.order[np.isfinite(errors.score[errors.order])][:MAX_LABEL_ERRORS]
+    likely = int((errors.probability[first] >= MIN_ERROR_PROBABILITY).sum())
+    return errors, first[: max(MIN_LABEL_ERRORS, likely)]
+
+
+def _find_duplicates(data: EvalData) -> tuple[list[Duplicate] | None, float | None]:
+    """Search the features of the untrained backbone where they are known, else the run's embeddings."""
+    vectors, labels = data.emb if data.table.features is None else data.table.features, data.table.labels
+    for threshold in DUPLICATE_THRESHOLDS:
+        try:
+            return find_duplicates(vectors, labels, threshold=threshold, max_pairs=MAX_PLAUSIBLE_DUPLICATES), threshold
+        except DataError:
+            continue
+    return None, None
 
 
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
@@ -149,13 +197,13 @@ def analyze(
         "recall_by_size": _recall_by_size(data, reporter),
         "map": _map(data, page_items, tsne, reporter),
         "label_errors": _label_errors(data, highlights, page_items),
-        "near_duplicates": _near_duplicates(highlights.duplicates, page_items),
+        "near_duplicates": _near_duplicates(data, highlights, page_items),
     }
 
 
 def _similarity_histogram(data: EvalData) -> dict[str, Any]:
     """Histograms of the similarities of positive and negative pairs over their common range."""
-    rows = torch.from_numpy(projection.sample(data.table.labels, np.arange(len(data)), max_rows=HISTOGRAM_ROWS))
+    rows = torch.from_numpy(gallery.sample(data.table.labels, np.arange(len(data)), max_rows=HISTOGRAM_ROWS))
     labels = torch.from_numpy(data.table.labels)[rows]
     diagnosis = diagnose(data.emb[rows], labels)
     pairs = pair_up(data.emb[rows], labels)
@@ -204,12 +252,12 @@ def _recall_by_size(data: EvalData, reporter: Reporter) -> list[dict[str, Any]]:
 
 
 def _map(data: EvalData, page_items: PageItems, tsne: bool, reporter: Reporter) -> dict[str, Any]:
-    rows = projection.sample(data.table.labels, page_items.rows)
+    rows = gallery.sample(data.table.labels, page_items.rows)
     emb = data.emb[torch.from_numpy(rows)]
-    points = {"PCA": projection.pca(emb)}
+    points = {"PCA": gallery.pca(emb)}
     if tsne:
         reporter.info(f"t-SNE of {len(rows):,} points")
-        points["t-SNE"] = projection.tsne(emb)
+        points["t-SNE"] = gallery.tsne(emb)
     return {"items": page_items.items_of(rows), "projections": {name: xy.tolist() for name, xy in points.items()}}
 
 
@@ -220,10 +268,7 @@ def _label_errors(data: EvalData, highlights: Highlights, page_items: PageItems)
         return {"unavailable": errors, "suspects": [], "csv": ""}
     names = [data.row_name(row) for row in range(len(data))]
     top = min(MAX_CSV_ROWS, int(np.isfinite(errors.score).sum()))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "label_errors.csv"
-        errors.to_csv(path, paths=names, class_names=data.table.class_names, top=top)
-        csv = path.read_bytes()
+    csv = errors.to_csv(None, paths=names, class_names=data.table.class_names, top=top)
     return {
         "unavailable": "",
         "share": round_or_none(errors.error_rate),
@@ -239,12 +284,13 @@ def _label_errors(data: EvalData, highlights: Highlights, page_items: PageItems)
     }
 
 
-def _near_duplicates(duplicates: NearDuplicates, page_items: PageItems) -> dict[str, Any]:
-    listed = [(page_items.items_of([p.first, p.second]), p) for p in (duplicates.pairs or [])[:MAX_DUPLICATES]]
+def _near_duplicates(data: EvalData, highlights: Highlights, page_items: PageItems) -> dict[str, Any]:
+    found = highlights.duplicates
+    listed = [(page_items.items_of([pair.first, pair.second]), pair) for pair in (found or [])[:MAX_DUPLICATES]]
     return {
-        "threshold": duplicates.threshold,
-        "by_features": duplicates.by_features,
-        "count": None if duplicates.pairs is None else len(duplicates.pairs),
+        "threshold": highlights.duplicate_threshold,
+        "by_features": data.table.features is not None,
+        "count": None if found is None else len(found),
         "pairs": [
             {"items": items, "similarity": round(pair.similarity, 4), "exact": pair.exact}
             for items, pair in listed

@@ -31,10 +31,6 @@ def render(report: Report, *, cases: int = 3) -> Text:
         if len(finding.cases) > cases:
             text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
         text.append(f"\n        {finding.advice}")
-    return text.append(f"\n\n{_summary(report)}")
-
-
-def _summary(report: Report) -> str:
     count = Counter(finding.level for finding in report.findings)
     levels = [f"{count[k]} type{'s'[: count[k] > 1]} of {k}s" for k in LEVELS if count[k]]
-    return f"{', '.join(levels)}." if levels else "No problems found."
+    return text.append(f"\n\n{', '.join(levels)}." if levels else "\n\nNo problems found.")

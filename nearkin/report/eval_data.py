@@ -14,7 +14,7 @@ from nearkin.data import sources
 from nearkin.data.images import Rows
 from nearkin.data.splits import make_split
 from nearkin.data.table import Table
-from nearkin.errors import DataError, RunError
+from nearkin.errors import DataError
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
@@ -67,18 +67,11 @@ class EvalData:
         base = self.root if self.root is not None and path.is_relative_to(self.root) else path.parent.parent
         return path.relative_to(base).as_posix()
 
-    @property
-    def has_images(self) -> bool:
-        """Whether the rows have pixels, not only features."""
-        return self.table.images.shape[0] > 0
-
 
 def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
     """Load what a finished run was evaluated on. Sealed test classes stay sealed."""
-    result = run.result
-    if result is None:
-        raise RunError(f"{run.path}: this run is not finished. Repeat its training command to resume it.")
-    recipe = run.recipe
+    recipe, result = run.recipe, run.result
+    assert result is not None
     table = sources.load(recipe.data, reporter)
     if table.fingerprint != result["protocol"]["fingerprint"]:
         raise DataError(f"{table.source}: the data have changed since this run.")

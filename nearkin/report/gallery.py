@@ -1,4 +1,4 @@
-"""The retrieval examples of a page: which queries it shows, which images it holds, and their thumbnails."""
+"""The images of a page: which queries it shows, which images it holds, their thumbnails and their map."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 
 from nearkin._common.progress import Reporter
 from nearkin.analysis.hardness import hardest
 from nearkin.data.images import Images, Rows
 from nearkin.errors import import_extra
+from nearkin.ops.geometry import unit
 from nearkin.report.eval_data import EvalData
 
 MAX_QUERIES = 120  # of each selection
@@ -24,6 +27,7 @@ MAX_IMAGES = 6800  # per page; at 48 pixels, phones can still decode the sprite 
 THUMBNAIL_SIZES = ((1200, 96), (2600, 64), (MAX_IMAGES, 48))
 MAX_SHEET_BYTES = 6_000_000  # before base64
 WEBP_QUALITIES = (78, 60, 45, 30)
+MAP_SIZE = 1000  # coordinates of points on the map are integers from 0 to this
 
 
 def example_queries(data: EvalData, *, max_queries: int, seed: int = 0) -> dict[str, Rows]:
@@ -95,12 +99,15 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     with reporter.track("thumbnails", len(rows), unit="img") as bar:
         for start in range(0, len(rows), 256):
             batch = rows[start : start + 256]
-            for t, tile in enumerate(_resize(images.read(batch), side), start):
+            pixels = images.read(batch).float()
+            mode = "area" if max(pixels.shape[2:]) > side else "bilinear"
+            tiles = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
+            for t, tile in enumerate(tiles, start):
                 y, x = t // columns * side, t % columns * side
                 canvas[:, y : y + side, x : x + side] = tile
             bar.advance(len(batch))
-    pixels = canvas.numpy()
-    image = image_module.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    whole = canvas.numpy()
+    image = image_module.fromarray(whole[0] if channels == 1 else np.ascontiguousarray(whole.transpose(1, 2, 0)))
     encoded = b""
     for quality in WEBP_QUALITIES:
         buffer = io.BytesIO()
@@ -111,11 +118,40 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     return SpriteSheet(f"data:image/webp;base64,{base64.b64encode(encoded).decode()}", side, columns, num_rows)
 
 
-def _resize(pixels: torch.Tensor, side: int) -> torch.Tensor:
-    """Return uint8 thumbnails [n, c, side, side]."""
-    x = pixels.float()
-    if max(x.shape[2:]) > side:
-        x = F.interpolate(x, (side, side), mode="area")
-    elif tuple(x.shape[2:]) != (side, side):
-        x = F.interpolate(x, (side, side), mode="bilinear")
-    return x.round().clamp(0, 255).byte()
+def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_IMAGES, seed: int = 0) -> Rows:
+    """Sample rows class by class, so that classes stay complete."""
+    if len(rows) <= max_rows:
+        return rows
+    class_order = np.random.default_rng(seed).permutation(int(labels.max()) + 1)[labels[rows]]
+    return np.sort(rows[np.argsort(class_order, kind="stable")[:max_rows]])
+
+
+def pca(emb: Tensor) -> NDArray[np.int64]:
+    """Project unit vectors onto their first two principal components."""
+    f = unit(emb.double())
+    x = f - f.mean(0)
+    _, vectors = torch.linalg.eigh(x.T @ x)
+    components = vectors[:, -2:].flip(1)
+    if components.shape[1] < 2:
+        components = F.pad(components, (0, 2 - components.shape[1]))
+    # The sign of a component is arbitrary. Make its largest weight positive, so that maps agree between machines.
+    largest = components.gather(0, components.abs().argmax(0, keepdim=True))
+    return _to_grid((x @ (components * torch.where(largest < 0, -1.0, 1.0))).numpy())
+
+
+def tsne(emb: Tensor, *, seed: int = 0) -> NDArray[np.int64]:
+    """Project unit vectors with t-SNE (scikit-learn). Distances between clusters mean little."""
+    manifold = import_extra("sklearn.manifold", extra="bench")
+    x = unit(emb.float()).numpy()
+    perplexity = min(30.0, (len(x) - 1) / 3)
+    # Euclidean distances of unit vectors rank as cosines do.
+    return _to_grid(manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=-1).fit_transform(x))
+
+
+def _to_grid(x: NDArray[np.floating]) -> NDArray[np.int64]:
+    low, high = x.min(0), x.max(0)
+    extent = float((high - low).max())
+    if not extent > 1e-12:
+        return np.full(x.shape, MAP_SIZE // 2, np.int64)
+    centre = (low + high) / 2
+    return np.asarray(np.rint(MAP_SIZE / 2 + (x - centre) / extent * MAP_SIZE), np.int64)

@@ -1,16 +1,26 @@
-"""HTML pages as single files: a template with inline script and styles that fetches nothing."""
+"""HTML pages as single files (a template with inline script and styles that fetches nothing), and errors of writing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nearkin._common.files import atomic_write
 from nearkin._common.version import __version__
-from nearkin.errors import RunError, import_extra
+from nearkin.errors import RunError, UserError, import_extra
+
+
+@contextmanager
+def writing(what: str, target: Path, advice: str = "", error: type[UserError] = RunError) -> Iterator[None]:
+    """Report an output that cannot be written as a user error with advice."""
+    try:
+        yield
+    except OSError as reason:
+        raise error(f"{target}: cannot write the {what} ({reason.strerror or reason}).{advice}") from None
 
 
 def render_template(
@@ -34,10 +44,8 @@ def render_template(
 
 def write_html(text: str, out: Path) -> Path:
     """Write a page atomically."""
-    try:
+    with writing("page", out, " Choose another path with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Class names may come from file names that are not valid Unicode.
         atomic_write(out, text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"{out}: cannot write the page ({error.strerror}). Choose another path with --out.") from None
     return out

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import docstring_parser
 import torch
 from torch import Tensor
 
-from nearkin.analysis.information import gradient_of
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.registry import LOSSES, ONE_PER_CLASS, Loss
 from nearkin.ops.pairs import Pairs
@@ -59,18 +60,17 @@ def explain(name: str, plot: Path | None = None) -> str:
         The text.
     """
     entry = LOSSES[name]
-    lines = [
-        f"{name} ({entry.family})",
-        "",
-        entry.summary,
-        "",
-        _block("formula", entry.formula),
-        _block("when", entry.use),
-        _block("paper", entry.paper),
-        _block("cost", f"{entry.cost} for a batch"),
-        _block("call", entry.call_example),
-        _block("reduction", ", ".join(entry.reductions)),
-    ]
+    blocks = {
+        "formula": entry.formula,
+        "when": entry.use,
+        "paper": entry.paper,
+        "cost": f"{entry.cost} for a batch",
+        "call": entry.call_example,
+        "reduction": ", ".join(entry.reductions),
+    }
+    lines = [f"{name} ({entry.family})", "", entry.summary, ""]
+    for title, text in blocks.items():
+        lines.append(textwrap.fill(text, 100, initial_indent=f"{title:10}", subsequent_indent=" " * 10))
     if entry.settings:
         lines += ["", "settings"]
         width = max(map(len, entry.settings))
@@ -83,16 +83,8 @@ def explain(name: str, plot: Path | None = None) -> str:
     return "\n".join(lines)
 
 
-def _block(title: str, text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-
-
 def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
-    """List the settings of a loss.
-
-    Explanations are read from the `Args:` of the docstring of the function, where "As in `other`." refers to another
-    loss, and from `Inputs.builder_docs`.
-    """
+    """List the settings of a loss, explained by the docstring of the function and by `Inputs.builder_docs`."""
     return [
         (key, default, str(entry.space.get(key, "")), _explanation(entry, key))
         for key, default in entry.settings.items()
@@ -101,24 +93,15 @@ def settings_table(entry: Loss) -> list[tuple[str, Any, str, str]]:
 
 def _explanation(entry: Loss, setting: str) -> str:
     text = _documented_args(entry.function).get(setting) or entry.inputs.builder_docs.get(setting, "")
+    # The text may refer to another loss.
     reference = re.fullmatch(r"[Aa]s in `(\w+)`\.?", text)
     return _explanation(LOSSES[reference[1]], setting) if reference else text
 
 
 def _documented_args(function: Any) -> dict[str, str]:
     """Return the text on each argument in the `Args:` section of a Google-style docstring."""
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", inspect.getdoc(function) or "", re.MULTILINE)
-    args: dict[str, str] = {}
-    name = ""
-    for line in textwrap.dedent(section[1]).splitlines() if section else ():
-        if start := re.match(r"\*{0,2}(\w+)(?: \([^)]*\))?: *(.*)", line):
-            name, args[start[1]] = start[1], start[2]
-        elif name and line.strip():
-            args[name] = f"{args[name]} {line.strip()}".strip()
-    return args
-
-
-# --- gradient plots ---------------------------------------------------------------------------------------------------
+    params = docstring_parser.google.parse(inspect.getdoc(function) or "").params
+    return {param.arg_name.lstrip("*"): " ".join((param.description or "").split()) for param in params}
 
 
 class Curve(NamedTuple):
@@ -144,57 +127,44 @@ def gradient_curves(name: str, points: int = 201) -> list[Curve]:
     """
     entry = LOSSES[name]
     sweep = torch.linspace(-1, 1, points, dtype=torch.float64)
-    build = _pair_inputs if entry.inputs.pairs else _class_inputs
-    return [Curve(label, sweep, _gradients(entry, *build(entry, sweep, label))) for label in ("positive", "negative")]
+    fixed, columns, build = (0.7, 0.6, 0.3, 0.0, 0.1), (1, 4), _pair_inputs
+    if not entry.inputs.pairs:
+        fixed, columns, build = (0.6, 0.3, 0.1, 0.0, 0.2), (0, 4), _class_inputs
+    curves = []
+    for label, column in zip(("positive", "negative"), columns, strict=True):
+        grads = []
+        for s in sweep.tolist():
+            sim = torch.tensor([fixed], dtype=sweep.dtype)
+            sim[0, column] = s
+            grads.append(similarity_gradient(entry, build(entry, sim))[0].flatten()[column - 5])
+        curves.append(Curve(label, sweep, torch.stack(grads)))
+    return curves
 
 
-def _gradients(entry: Loss, inputs: list[Any], index: tuple[int, ...]) -> Tensor:
-    return torch.stack([gradient_of(entry, built).grad[index] for built in inputs])
+def similarity_gradient(entry: Loss, built: Any, **settings: Any) -> Tensor:
+    """Compute the gradient of the mean of a loss on the similarities of its inputs; 0 where they are not used."""
+    sim = built.sim.detach().requires_grad_()
+    with torch.enable_grad():
+        value = entry.reduce(entry.function(replace(built, sim=sim), **settings), "mean")
+        (grad,) = torch.autograd.grad(value, sim, allow_unused=True)
+    return torch.zeros_like(sim) if grad is None else grad
 
 
-def _pair_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[Pairs], tuple[int, ...]]:
+def _pair_inputs(entry: Loss, sim: Tensor) -> Pairs:
     pos = torch.tensor([[True, True, False, False, False]])
-    one_positive = entry.inputs is ONE_PER_CLASS
-    inputs = []
-    for s in sweep.tolist():
-        row = [0.7, s, 0.3, 0.0, 0.1] if label == "positive" else [0.7, 0.6, 0.3, 0.0, s]
-        if one_positive:
-            inputs.append(Pairs(torch.tensor([row[1:]], dtype=sweep.dtype), pos[:, 1:], ~pos[:, 1:]))
-        elif not entry.inputs.memory:
-            inputs.append(_square_pairs(row))
-        else:
-            inputs.append(Pairs(torch.tensor([row], dtype=sweep.dtype), pos, ~pos))
-    column = 1 if label == "positive" else 4
-    return inputs, (0, column - 1 if one_positive else column)
+    if entry.inputs is ONE_PER_CLASS:
+        return Pairs(sim[:, 1:], pos[:, 1:], ~pos[:, 1:])
+    if entry.inputs.memory:
+        return Pairs(sim, pos, ~pos)
+    # A loss that compares a batch with itself only: the other four samples have no pairs.
+    return Pairs(*(torch.nn.functional.pad(x, (0, 0, 0, 4)) for x in (sim, pos, ~pos)))
 
 
-def _square_pairs(row: list[float]) -> Pairs:
-    """The same for a loss that compares a batch with itself only; here the other samples have no negatives."""
-    sim = torch.zeros(5, 5, dtype=torch.float64)
-    sim[0] = torch.tensor(row)
-    pos, neg = torch.zeros(5, 5, dtype=torch.bool), torch.zeros(5, 5, dtype=torch.bool)
-    pos[0, :2], neg[0, 2:] = True, True
-    return Pairs(sim, pos, neg)
-
-
-def _class_inputs(entry: Loss, sweep: Tensor, label: str) -> tuple[list[ToClasses], tuple[int, ...]]:
-    labels, dtype = torch.tensor([0]), sweep.dtype
-    has_centers = bool(entry.inputs.dims)
-    inputs = []
-    for s in sweep.tolist():
-        row = [s, 0.3, 0.1, 0.0, 0.2] if label == "positive" else [0.6, 0.3, 0.1, 0.0, s]
-        sim = torch.tensor([row], dtype=dtype)
-        inputs.append(
-            ToClasses(
-                sim[..., None] if has_centers else sim,
-                labels,
-                proxies=torch.eye(5, dtype=dtype)[:, None] if has_centers else torch.eye(5, dtype=dtype),
-                own=torch.ones(1, dtype=dtype),
-                probs=torch.full((1, 5), 0.2, dtype=dtype),
-            )
-        )
-    index = (0, 0) if label == "positive" else (0, 4)
-    return inputs, (*index, 0) if has_centers else index
+def _class_inputs(entry: Loss, sim: Tensor) -> ToClasses:
+    proxies, share = torch.eye(5, dtype=sim.dtype), torch.full((1, 5), 0.2, dtype=sim.dtype)
+    if entry.inputs.dims:  # several centres per class
+        sim, proxies = sim[..., None], proxies[:, None]
+    return ToClasses(sim, torch.tensor([0]), proxies=proxies, own=torch.ones(1, dtype=sim.dtype), probs=share)
 
 
 def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import string
 from collections.abc import Sequence
@@ -18,13 +17,12 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import compare, gallery
-from nearkin.report.contents import PageItems, analyze, describe_items, summarize_run
+from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
-from nearkin.report.highlights import Highlights, find_highlights
 from nearkin.report.html import render_template, write_html
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.text import headline
+from nearkin.report.tables import headline, percent
 from nearkin.training.run import Run
 
 
@@ -103,6 +101,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
     highlights = [find_highlights(data) for data in datasets]
     page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
+    images = first.table.images  # without channels for a run on features
     return Report(
         names,
         summaries,
@@ -113,9 +112,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
         ],
         comparisons=[compare.compare_runs(first, data, page_items) for data in others],
         differing_settings=compare.differing_settings(runs),
-        sprite_sheet=(
-            make_sprite_sheet(first.table.images, page_items.rows, reporter=reporter) if first.has_images else None
-        ),
+        sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.shape[0] else None,
     )
 
 
@@ -138,8 +135,6 @@ def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highli
     rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
     return PageItems.from_rows(rows, len(datasets[0]))
 
-
-# --- HTML ------------------------------------------------------------------------------------------------------------
 
 # Parts of an analysis that the template draws; the script does not need them.
 STATIC_KEYS = ("similarity_histogram", "recall_by_size", "hubness")
@@ -174,7 +169,7 @@ def render(report: Report) -> str:
     values = {
         "report": report,
         "several": len(report.summaries) > 1,
-        "headlines": [run_headline(summary) for summary in report.summaries],
+        "headlines": [headline(summary["result"]) for summary in report.summaries],
         "comparison_headlines": comparison_headlines,
         "training_charts": [training_charts(summary) for summary in report.summaries],
         "similarity_charts": [similarity_charts(analysis) for analysis in report.analyses],
@@ -187,47 +182,12 @@ def render(report: Report) -> str:
 
 
 def safe_json(value: Any) -> str:
-    """Encode JSON for a script element: nothing in it can end the element or be read as markup.
-
-    Example:
-        >>> safe_json("</script>&")
-        '"\\\\u003c/script\\\\u003e\\\\u0026"'
-    """
+    """Encode JSON for a script element: nothing in it can end the element or be read as markup."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
 
-
-def percent(value: float | None, spec: str = ".1f") -> str:
-    """Format a fraction in percent, a missing one as a dash.
-
-    Example:
-        >>> percent(0.1234), percent(None), percent(-0.02, "+.1f")
-        ('12.3', '-', '-2.0')
-    """
-    return "-" if value is None or math.isnan(value) else f"{100 * value:{spec}}"
-
-
-def run_headline(summary: dict[str, Any]) -> str:
-    """Return the sentence that opens the page of a run."""
-    result = summary["result"]
-    if result["test"] is not None:
-        return headline(result)
-    epoch = result["protocol"]["epoch"]
-    if result["val_R@1"] is None:
-        return (
-            f"Trained to epoch {epoch}, not evaluated: there are no validation classes, and the test classes are "
-            "sealed."
-        )
-    recall = f"{100 * result['val_R@1']:.1f}"
-    return (
-        f"Validation R@1 {recall}: the nearest neighbour of {recall} % of the validation images has the same class "
-        f"(epoch {epoch}, selected by this metric). The test classes are still sealed."
-    )
-
-
-# --- charts ----------------------------------------------------------------------------------------------------------
 
 # Title, and (series name, key of the diagnosis)
 DIAGNOSTIC_CHARTS = (

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from nearkin.errors import RunError, import_extra
+from nearkin.errors import import_extra
+from nearkin.report.html import writing
 
 if TYPE_CHECKING:
     from nearkin.report.page import Report
@@ -33,6 +34,7 @@ STYLE = {
     "text.parse_math": False,  # a class may be called $x$
 }
 WIDTH, HEIGHT = 4.6, 3.0  # inches
+SUFFIXES = (".png", ".svg")
 MAX_CLASSES = 40  # bars; of more classes only the hardest and the easiest are drawn
 
 
@@ -46,7 +48,7 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
     Returns:
         The written files.
     """
-    drawings: dict[str, Callable[[Any, Report], bool]] = {
+    drawings = {
         "learning": _draw_learning,
         "similarity": _draw_similarity,
         "size": _draw_size,
@@ -59,14 +61,10 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
 def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
     """Write drawings by file stem as .png and .svg; a function that returns False has no data to draw."""
     written = []
-    try:
+    with writing("figures", folder, " Choose another folder with --figures."):
         for name, draw in drawings.items():
-            paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+            paths = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
             written += paths if save_figure(draw, paths, report) else []
-    except OSError as error:
-        raise RunError(
-            f"{folder}: cannot write the figures ({error.strerror}). Choose another folder with --figures."
-        ) from None
     return written
 
 

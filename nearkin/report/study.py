@@ -19,13 +19,13 @@ from nearkin.bench.aggregate import Aggregate, aggregate, paired_difference
 from nearkin.bench.papers import Published, published
 from nearkin.bench.statistics import holm
 from nearkin.bench.summary import summarize
-from nearkin.bench.tournament import Pair, Tournament
+from nearkin.bench.tournament import Tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
-from nearkin.report.critical_difference import draw_critical_difference
 from nearkin.report.html import render_template, write_html
-from nearkin.report.study_overview import in_order, run_study_tournament
+from nearkin.report.study_figures import draw_critical_difference
+from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
 
 MAX_LINES = 4  # methods per chart: more would not be distinguishable
@@ -53,6 +53,11 @@ class StudyReport:
     toml: str
     setups: dict[str, tuple[str, str, int]]  # experiment -> (dataset, network, embedding size)
 
+    def mean(self, experiment: str, method: str) -> float:
+        """Return the mean result of a method, NaN without any."""
+        cell = self.cells.get((experiment, method))
+        return math.nan if cell is None else cell.mean
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         cells = [
@@ -61,25 +66,17 @@ class StudyReport:
             | {"published": [[p.source, p.percent] for p in self.published.get((e, m), [])]}
             for (e, m), c in self.cells.items()
         ]
-        standings = [] if self.tournament is None else [vars(standing) for standing in self.tournament.standings]
-        pairs = [] if self.tournament is None else [vars(pair) for pair in self.tournament.pairs]
+        leader = [{"method": name, **vars(gap), "p_holm": p} for name, gap, p in self.leader_comparisons]
         plain: dict[str, Any] = nan_to_none(
             {
                 "nearkin": __version__,
-                "name": self.name,
-                "metric": self.metric,
-                "protocol_labels": self.protocol_labels,
+                **{key: getattr(self, key) for key in ("name", "metric", "protocol_labels")},
                 "cells": cells,
-                "standings": standings,
-                "pairs": pairs,
+                "standings": [vars(standing) for standing in self.tournament.standings] if self.tournament else [],
+                "pairs": [vars(pair) for pair in self.tournament.pairs] if self.tournament else [],
                 "baselines": self.baselines,
-                "leader_comparisons": [
-                    {"method": method, **vars(difference), "p_holm": p}
-                    for method, difference, p in self.leader_comparisons
-                ],
-                "failures": self.failures,
-                "trials": self.trials,
-                "remaining": self.remaining,
+                "leader_comparisons": leader,
+                **{key: getattr(self, key) for key in ("failures", "trials", "remaining")},
             }
         )
         return plain
@@ -101,10 +98,11 @@ def build_study_report(path: str | Path) -> StudyReport:
     outcomes = folder.outcomes()
     if not outcomes:
         raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
-    tournament = run_study_tournament(folder)
-    methods = in_order(folder, tournament)
+    tournament, methods = rank_methods(folder)
     setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
-    trials, failures = _trial_rows(folder)
+    trials, failures, baselines = _finished_trials(folder)
+    # Without the folders of this machine: pages are shared.
+    datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
     return StudyReport(
         name=folder.study.name,
         metric=folder.study.metric,
@@ -114,20 +112,23 @@ def build_study_report(path: str | Path) -> StudyReport:
         cells=aggregate(folder),
         published=_published_values(folder, setups, methods),
         tournament=tournament,
-        baselines=mean_baselines(folder) if folder.study.metric == "R@1" else {},
+        baselines=baselines if folder.study.metric == "R@1" else {},
         leader_comparisons=compare_leader(folder, tournament),
         failures=failures,
         trials=trials,
         remaining=len(folder.trials) - len(outcomes),
-        toml=_shareable_toml(folder),
+        toml=replace(folder.study, datasets=datasets).to_toml(),
         setups=setups,
     )
 
 
-def _trial_rows(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the finished trials, and the failed ones among them with their reasons."""
+def _finished_trials(
+    folder: StudyFolder,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Return the finished trials, the failed ones among them with their reasons, and the baselines by experiment."""
     outcomes = folder.outcomes()
     trials, failures = [], []
+    baselines: dict[str, dict[str, list[float]]] = {}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
         if outcome is None:
@@ -135,11 +136,13 @@ def _trial_rows(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[st
         row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
-        assert outcome.run is not None or outcome.test is None
         value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
         cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
         trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
-    return trials, failures
+        for name, baseline in (outcome.baselines or {}).items():
+            baselines.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * baseline)
+    means = {name: {e: float(np.mean(v)) for e, v in values.items()} for name, values in baselines.items()}
+    return trials, failures, means
 
 
 def _published_values(
@@ -153,17 +156,6 @@ def _published_values(
         for method in methods
         if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
     }
-
-
-def mean_baselines(folder: StudyFolder) -> dict[str, dict[str, float]]:
-    """Average the baselines over all trials of each experiment."""
-    values: dict[str, dict[str, list[float]]] = {}
-    outcomes = folder.outcomes()
-    for trial in folder.trials:
-        baselines = outcomes[trial.id].baselines if trial.id in outcomes else None
-        for name, value in (baselines or {}).items():
-            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * value)
-    return {name: {e: float(np.mean(v)) for e, v in by_experiment.items()} for name, by_experiment in values.items()}
 
 
 def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
@@ -183,15 +175,6 @@ def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[t
     return list(zip(others, differences, adjusted, strict=True))
 
 
-def _shareable_toml(folder: StudyFolder) -> str:
-    """Return the study file without the folders of this machine: pages are shared."""
-    datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
-    return replace(folder.study, datasets=datasets).to_toml()
-
-
-# --- HTML ------------------------------------------------------------------------------------------------------------
-
-
 def write_study_page(report: StudyReport, out: Path) -> Path:
     """Render the page of a study and write it.
 
@@ -207,7 +190,7 @@ def write_study_page(report: StudyReport, out: Path) -> Path:
 
 def render_study(report: StudyReport) -> str:
     """Render the page of a study."""
-    means = {name: _known_means(report, name) for name in report.experiments}
+    means = {e: [mean for m in report.methods if not math.isnan(mean := report.mean(e, m))] for e in report.experiments}
     values = {
         "report": report,
         "headline": headline(report),
@@ -215,21 +198,11 @@ def render_study(report: StudyReport) -> str:
         "worst": {name: min(known, default=math.nan) for name, known in means.items()},
         "diagram": diagram(report.tournament),
         "charts": charts(report),
-        "pair_matrix": pair_matrix(report),
+        "pair_matrix": pair_matrix(report.tournament) if report.tournament else [],
         "summary_lines": summarize(report.tournament, most=10).splitlines() if report.tournament else [],
         "total_time": format_duration(sum(trial["seconds"] for trial in report.trials)),
     }
     return render_template("study.html", "study.js", ["page.css", "study.css"], values)
-
-
-def _mean(report: StudyReport, experiment: str, method: str) -> float:
-    cell = report.cells.get((experiment, method))
-    return cell.mean if cell is not None and cell.values else math.nan
-
-
-def _known_means(report: StudyReport, experiment: str) -> list[float]:
-    means = [_mean(report, experiment, method) for method in report.methods]
-    return [mean for mean in means if not math.isnan(mean)]
 
 
 def headline(report: StudyReport) -> str:
@@ -238,7 +211,7 @@ def headline(report: StudyReport) -> str:
         count = len(report.methods)
         if count == 1:
             return "Only one method: nothing to rank."
-        known = sum(any(not math.isnan(_mean(report, e, name)) for e in report.experiments) for name in report.methods)
+        known = sum(any(not math.isnan(report.mean(e, name)) for e in report.experiments) for name in report.methods)
         return f"{known} of {count} methods have a value{' so far' if report.remaining else ''}: nothing to rank."
     leader = report.tournament.standings[0].method
     pairs = [pair for pair in report.tournament.pairs if leader in (pair.first, pair.second)]
@@ -246,9 +219,8 @@ def headline(report: StudyReport) -> str:
     others = f"{len(pairs)} other method{'s' * (len(pairs) != 1)}"
     if not report.leader_comparisons:
         return f"{leader} has the best mean rank; its lead is significant over {beaten} of {others}."
-    ahead = sum(
-        difference.difference > 0 and p < report.tournament.alpha for _, difference, p in report.leader_comparisons
-    )
+    alpha = report.tournament.alpha
+    ahead = sum(gap.difference > 0 and p < alpha for _, gap, p in report.leader_comparisons)
     return (
         f"{leader} has the best mean rank. On the same test queries its lead is significant over {ahead} of {others}; "
         f"across experiments, over {beaten}."
@@ -268,39 +240,28 @@ def charts(report: StudyReport) -> list[tuple[str, str]]:
     """Draw the metric of the leading methods by embedding size, for every dataset and network."""
     drawn = []
     for dataset, network in dict.fromkeys(setup[:2] for setup in report.setups.values()):
-        by_size = {size: name for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network)}
+        by_size = sorted((size, name) for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network))
         if len(by_size) > 1:
-            series = [_series(report, method, sorted(by_size.items())) for method in report.methods[:MAX_LINES]]
+            series = [
+                Series(method, [size for size, _ in by_size], [report.mean(name, method) for _, name in by_size])
+                for method in report.methods[:MAX_LINES]
+            ]
             title = f"{report.metric} by embedding size: {dataset}{f', {network}' if network != 'none' else ''}"
             drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def _series(report: StudyReport, method: str, experiments: Sequence[tuple[int, str]]) -> Series:
-    values = [_mean(report, name, method) for _, name in experiments]
-    return Series(method, [size for size, _ in experiments], [None if math.isnan(v) else v for v in values])
-
-
-def pair_matrix(report: StudyReport) -> list[list[dict[str, Any] | None]]:
+def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
     """Compare every method (row) with every other (column), in the order of the ranks."""
-    if report.tournament is None:
-        return []
-    pairs = {(pair.first, pair.second): pair for pair in report.tournament.pairs}
-    ranked = [standing.method for standing in report.tournament.standings]
-    rows = []
-    for row in ranked:
-        cells: list[dict[str, Any] | None] = []
-        for column in ranked:
-            pair = pairs.get((row, column)) or pairs.get((column, row))
-            cells.append(_matrix_cell(pair, row, column) if pair is not None else None)
-        rows.append(cells)
-    return rows
-
-
-def _matrix_cell(pair: Pair, row: str, column: str) -> dict[str, Any]:
-    row_first = pair.first == row
-    wins, losses = (pair.wins, pair.losses) if row_first else (pair.losses, pair.wins)
-    ahead = pair.ahead if row_first else 1 - pair.ahead
-    css_class = "" if not pair.significant else "better" if pair.leader == row else "worse"
-    title = f"{row} vs. {column}: {wins} wins, {losses} losses, {pair.ties} ties; Holm p = {pair.p_holm:.3g}"
-    return {"ahead": None if math.isnan(ahead) else ahead, "css_class": css_class, "title": title}
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for pair in tournament.pairs:
+        for row, column, wins, losses, ahead in (
+            (pair.first, pair.second, pair.wins, pair.losses, pair.ahead),
+            (pair.second, pair.first, pair.losses, pair.wins, 1 - pair.ahead),
+        ):
+            css_class = "" if not pair.significant else "better" if pair.leader == row else "worse"
+            title = f"{row} vs. {column}: {wins} wins, {losses} losses, {pair.ties} ties; Holm p = {pair.p_holm:.3g}"
+            shown = None if math.isnan(ahead) else ahead
+            cells[row, column] = {"ahead": shown, "css_class": css_class, "title": title}
+    ranked = [standing.method for standing in tournament.standings]
+    return [[cells.get((row, column)) for column in ranked] for row in ranked]

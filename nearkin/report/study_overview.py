@@ -9,44 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
-from nearkin.bench.aggregate import Aggregate, aggregate
+from nearkin.bench.aggregate import aggregate
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, Result
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
-from nearkin.report.study_tables import Grid, csv_text, markdown, rich_table, standings_grid, write_files, write_texts
+from nearkin.report.tables import Grid, csv_text, markdown, rich_table, standings_grid, write_files, write_texts
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
     """Build the table of the plan."""
     if full:
-        rows = tuple(
+        rows = [
             (t.experiment, t.method, str(t.seed), str(t.part), format_duration(estimate.seconds(t)), t.id)
             for t in folder.trials
-        )
+        ]
         head: tuple[str, ...] = ("experiment", "method", "seed", "fold", "time", "id")
         return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
-    sums: dict[str, list[float]] = {}
-    for t in folder.trials:
-        count = sums.setdefault(t.experiment, [0, 0.0, 0.0])
-        count[0] += 1
-        count[1] += estimate.seconds(t)
-        count[2] += estimate.bytes(t, keep_models=folder.study.keep_models)
     methods = len(folder.study.method_names)
-    totals = tuple(
-        (
-            name,
-            str(methods),
-            str(round(n / methods)),
-            f"{n:.0f}",
-            format_duration(s / n),
-            format_duration(s),
-            format_size(b),
-        )
-        for name, (n, s, b) in sums.items()
-    )
+    totals = []
+    for name in dict.fromkeys(trial.experiment for trial in folder.trials):
+        trials = [trial for trial in folder.trials if trial.experiment == name]
+        seconds = sum(estimate.seconds(trial) for trial in trials)
+        disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in trials)
+        counts = (methods, round(len(trials) / methods), len(trials))
+        times = (format_duration(seconds / len(trials)), format_duration(seconds))
+        totals.append((name, *map(str, counts), *times, format_size(disk)))
     head = ("experiment", "methods", "replicates", "trials", "time per trial", "total time", "disk")
     return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, totals)
 
@@ -80,7 +70,7 @@ def status_grid(folder: StudyFolder) -> Grid:
         state = outcome.status if outcome else "running" if trial.id in running else "left"
         counts.setdefault(trial.experiment, Counter())[state] += 1
     states = ("done", "failed", "running", "left")
-    rows = tuple((name, *(str(count[state]) for state in states)) for name, count in counts.items())
+    rows = [(name, *(str(count[state]) for state in states)) for name, count in counts.items()]
     return Grid(f"'{folder.study.name}'", ("experiment", *states), rows)
 
 
@@ -105,16 +95,11 @@ def status_lines(folder: StudyFolder) -> str:
     return "\n".join([*lines, f"{done}; about {format_duration(seconds)} left with {workers} at a time"])
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
-def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregate], order: list[str]) -> Grid:
+def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
     """Build the table of scores, methods by experiments."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
-    rows = []
-    for method in order:
-        cells = [aggregates[name, method].short() if (name, method) in aggregates else "-" for name in experiments]
-        rows.append((method, *cells))
+    cells = {cell: result.short() for cell, result in aggregate(folder).items()}
+    rows = [(method, *(cells.get((name, method), "-") for name in experiments)) for method in methods]
     # A dataset that all experiments share goes into the title, to keep the columns narrow.
     datasets = {trial.dataset for trial in folder.trials}
     on, heads = "", experiments
@@ -122,7 +107,7 @@ def results_grid(folder: StudyFolder, aggregates: dict[tuple[str, str], Aggregat
         on = f" on {min(datasets)}"
         heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
     title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation"
-    return Grid(title, ("method", *heads), tuple(rows))
+    return Grid(title, ("method", *heads), rows)
 
 
 def available_results(folder: StudyFolder) -> list[Result]:
@@ -132,10 +117,12 @@ def available_results(folder: StudyFolder) -> list[Result]:
     return [result for result in results if result.method in methods]
 
 
-def run_study_tournament(folder: StudyFolder) -> Tournament | None:
-    """Run the tournament of the methods that have any value; None with fewer than two."""
+def rank_methods(folder: StudyFolder) -> tuple[Tournament | None, list[str]]:
+    """Run the tournament of the methods that have any value, None with fewer than two; and order all methods by it."""
     results = available_results(folder)
-    return run_tournament(results) if len({result.method for result in results}) > 1 else None
+    tournament = run_tournament(results) if len({result.method for result in results}) > 1 else None
+    ranked = [s.method for s in tournament.standings] if tournament else []
+    return tournament, [*ranked, *(name for name in folder.study.method_names if name not in ranked)]
 
 
 def failure_line(folder: StudyFolder) -> str:
@@ -145,17 +132,10 @@ def failure_line(folder: StudyFolder) -> str:
     return f"{len(failed)} trials failed and are not ranked; for the reasons: {see}" if failed else ""
 
 
-def in_order(folder: StudyFolder, tournament: Tournament | None) -> list[str]:
-    """Return the methods by mean rank, then those that are not ranked."""
-    ranked = [s.method for s in tournament.standings] if tournament else []
-    return [*ranked, *(name for name in folder.study.method_names if name not in ranked)]
-
-
 def terminal_report(folder: StudyFolder) -> list[Any]:
     """Build the report for the terminal."""
-    tournament = run_study_tournament(folder)
-    order = in_order(folder, tournament)
-    parts: list[Any] = [rich_table(results_grid(folder, aggregate(folder), order))]
+    tournament, methods = rank_methods(folder)
+    parts: list[Any] = [rich_table(results_grid(folder, methods))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
     if failures := failure_line(folder):
@@ -166,10 +146,9 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
 def write_report_files(folder: StudyFolder) -> list[Path]:
     """Write results.csv, numbers.md and the tournament's files into the folder of the study."""
     rows = [(r.experiment, r.method, r.seed, r.value, r.reason) for r in folder.results()]
-    tournament = run_study_tournament(folder)
-    order = in_order(folder, tournament)
+    tournament, methods = rank_methods(folder)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
-    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, aggregate(folder), order))}\n"
+    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, methods))}\n"
     written = write_texts({"results.csv": csv_text(COLUMNS, rows), "numbers.md": numbers}, folder.path)
     if tournament is not None:
         write_files(tournament, folder.path / "tournament")
@@ -178,10 +157,5 @@ def write_report_files(folder: StudyFolder) -> list[Path]:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes.
-
-    Example:
-        >>> format_size(2_300_000), format_size(5e9)
-        ('2 MB', '5.0 GB')
-    """
+    """Format a number of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(size / 1e6 - 0.5)} MB"

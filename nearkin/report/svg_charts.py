@@ -1,13 +1,12 @@
 """Charts as inline SVG: no script, sharp at any size, coloured by the style of the page.
 
-A chart is drawn for a width of about 360 pixels, so that its text stays readable on a phone; a page puts several side
-by side. Series differ in colour, dash pattern and name.
+A chart is about 360 pixels wide, so that its text stays readable on a phone; a page puts several side by side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -38,19 +37,13 @@ def line_chart(
     x_name: str = "epoch",
     mark: float | None = None,
     logarithmic: bool = False,
-    span: tuple[float, float] | None = None,
 ) -> str:
-    """Draw lines over a common axis.
-
-    Example:
-        >>> line_chart([Series("R@1", [1, 2], [41.0, 55.5])], "Validation R@1 by epoch")[:4]
-        '<svg'
-    """
+    """Draw lines over a common axis; empty without any value."""
     xs, ys = ([point[axis] for line in series for point in line.points] for axis in (0, 1))
     if not ys:
         return ""
-    ticks = _ticks(*(span or (min(ys), max(ys))))
-    low, high = (min(ticks[0], min(ys)), max(ticks[-1], max(ys))) if span is None else span
+    ticks = _ticks(min(ys), max(ys))
+    low, high = min(ticks[0], min(ys)), max(ticks[-1], max(ys))
     scale = math.log if logarithmic else float
     first, last = scale(min(xs)), scale(max(xs))
     legend, legend_rows = _legend([line.name for line in series])
@@ -63,9 +56,10 @@ def line_chart(
     def y_pixel(y: float) -> float:
         return top + (high - y) / (high - low) * (HEIGHT - top - BOTTOM)
 
-    parts = [_open_svg(label), *(_grid_line(y_pixel(tick), _format_tick(tick, ticks)) for tick in ticks)]
     x_values = sorted(set(xs))
-    parts += [_x_tick(x_pixel(x), x) for x in x_values[:: max(1, math.ceil(len(x_values) / 7))]]
+    shown = x_values[:: max(1, math.ceil(len(x_values) / 7))]
+    y_ticks = [(y_pixel(tick), _format_tick(tick, ticks)) for tick in ticks]
+    parts = _frame(label, y_ticks, [(x_pixel(x), x) for x in shown])
     parts.append(f'<text class="tick" x="2" y="{HEIGHT - 8}">{escape(x_name)}</text>')
     if mark is not None:
         x = x_pixel(mark)
@@ -100,9 +94,8 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: fl
     def y_pixel(share: float) -> float:
         return floor - share / (1.05 * peak) * (floor - TOP)
 
-    parts = [_open_svg(label)]
-    parts += [_grid_line(y_pixel(tick / 100), f"{tick:g} %") for tick in _ticks(0, 100 * peak) if tick <= 105 * peak]
-    parts += [_x_tick(x_pixel(tick), tick) for tick in _ticks(left, right) if left <= tick <= right]
+    y_ticks = [(y_pixel(tick / 100), f"{tick:g} %") for tick in _ticks(0, 100 * peak) if tick <= 105 * peak]
+    parts = _frame(label, y_ticks, [(x_pixel(tick), tick) for tick in _ticks(left, right) if left <= tick <= right])
     for i, group in enumerate(shares):
         path = [f"M{x_pixel(left):.1f},{floor}"]
         for b in range(begin, end):
@@ -112,22 +105,15 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]], label: str, low: fl
     return "".join([*parts, _legend([name for name, _ in groups])[0]]) + "</svg>"
 
 
-# --- parts of a chart ------------------------------------------------------------------------------------------------
-
-
-def _open_svg(label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
-
-
-def _grid_line(y: float, text: str) -> str:
-    return (
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
-    )
-
-
-def _x_tick(x: float, value: float) -> str:
-    return f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:g}</text>'
+def _frame(label: str, y_ticks: Iterable[tuple[float, str]], x_ticks: Iterable[tuple[float, float]]) -> list[str]:
+    """Open a chart with grid lines at pixels y and values at pixels x."""
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
+    for y, text in y_ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+    for x, value in x_ticks:
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:g}</text>')
+    return parts
 
 
 def _legend(names: Sequence[str]) -> tuple[str, int]:
@@ -146,13 +132,7 @@ def _legend(names: Sequence[str]) -> tuple[str, int]:
 
 
 def _ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
-    """Return round numbers that cover low to high.
-
-    >>> _ticks(0, 100)
-    [0.0, 25.0, 50.0, 75.0, 100.0]
-    >>> _ticks(0.31, 0.34)
-    [0.31, 0.32, 0.33, 0.34]
-    """
+    """Return round numbers that cover low to high."""
     if not high > low:
         pad = abs(low) / 10 or 1.0
         low, high = low - pad, high + pad

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.paths import SHARED
 
-from nearkin.analysis.label_errors import LabelErrors, find_duplicates, find_label_errors
+from nearkin.analysis.duplicates import find_duplicates
+from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 from nearkin.errors import ConfigError, DataError
 
 FEATURES = SHARED / "data" / "cub_efficientnet_lite0_224.npz"

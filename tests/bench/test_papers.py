@@ -217,8 +217,7 @@ def modules_after(code):
 
 def test_imports_are_lightweight():
     loaded = modules_after(
-        "import nearkin.bench.papers, nearkin.cli.bench\n"
-        "import nearkin.report.study_tables, nearkin.report.critical_difference"
+        "import nearkin.bench.papers, nearkin.cli.bench\nimport nearkin.report.tables, nearkin.report.study_figures"
     )
     assert not loaded & {"torch", "scipy", "matplotlib", "rich", "tyro", "pandas"}
     assert "numpy" not in modules_after("import nearkin.bench, nearkin.cli.bench")

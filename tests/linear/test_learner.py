@@ -137,7 +137,7 @@ def test_batches_reach_the_full_batch_optimum(noisy, form):
     found = []
     for size in (None, 128):
         metric = MetricLearner(form=form, scale=False, batch_size=size, max_iter=200).fit(x, constraints=constraints)
-        problem = HingeObjective(torch.tensor(x), constraints, metric.upper, metric.lower, metric.margin)
+        problem = HingeObjective(torch.tensor(x), constraints, metric.upper, metric.lower, margin=metric.margin)
         found.append(problem.value(torch.tensor(metric.matrix), every).item())
     assert found[1] < 1.02 * found[0]
 

@@ -126,7 +126,7 @@ def test_singletons_have_no_targets():
 def test_batches_of_constraints_average_to_the_full_objective(small):
     x, labels = small
     constraints = draw_constraints(labels, 50)
-    problem = HingeObjective(x, constraints, 0.5, 1.5, 1.0, 0.3, regulariser="scatter")
+    problem = HingeObjective(x, constraints, 0.5, 1.5, margin=1.0, lam=0.3, regulariser="scatter")
     matrix = torch.eye(4, dtype=torch.float64)
     batches = torch.randperm(150, generator=torch.Generator().manual_seed(0)).split(30)
     mean = torch.stack([problem.value(matrix, rows) for rows in batches]).mean()

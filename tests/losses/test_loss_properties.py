@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nearkin as nk
-from nearkin.analysis import information
 from nearkin.losses import LOSSES, miners
 from nearkin.ops.pairs import Pairs
+from nearkin.report.losses import similarity_gradient
 
 UNIT_ROWS = [row for row in ROWS if row.unit]
 LABELS = st.lists(st.integers(0, 6), min_size=1, max_size=12)
@@ -125,9 +125,11 @@ def test_similarity_gradient(row: Row) -> None:
     objective = build(row, 4, 5)
     entry = LOSSES[row.name]
     params = [getattr(objective, param.name).detach() for param in entry.inputs.params]
-    miner = (lambda p: miners.MINERS[row.miner](p, **row.miner_settings)) if row.miner else None
-    weights = information.similarity_gradient(row.name, emb, labels, *params, miner=miner, **row.settings)
-    assert weights.sim.shape == weights.grad.shape
+    miner = (lambda p: miners.MINERS[row.miner](p, **row.miner_settings)) if row.miner else (lambda p: p)
+    used = entry.inputs.build_kwargs(entry.check(row.settings))
+    mined = miner(entry.inputs.build(emb, labels, *params, **used))
+    gradient = similarity_gradient(entry, mined, **{k: v for k, v in row.settings.items() if k in entry.loss_kwargs})
+    assert gradient.shape == mined.sim.shape
     other_inputs = (
         row.name in ("center", "npair_mc", "nca", "pce", "spce", "proxy_repulsion") or "tau" in entry.settings
     )
@@ -137,7 +139,7 @@ def test_similarity_gradient(row: Row) -> None:
     objective(leaf, labels).backward()
     again = emb.clone().requires_grad_()
     built = entry.inputs.build(again, labels, *params, **entry.inputs.build_kwargs(row.settings))
-    total = (built.sim * weights.grad).sum() * (len(emb) if row.reduction == "sum" else 1)
+    total = (built.sim * gradient).sum() * (len(emb) if row.reduction == "sum" else 1)
     total.backward()
     torch.testing.assert_close(again.grad, leaf.grad, rtol=1e-9, atol=1e-12)
 

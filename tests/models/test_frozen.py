@@ -15,7 +15,7 @@ from nearkin.data.splits import make_split
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.report.page import write_page
-from nearkin.report.text import headline
+from nearkin.report.tables import headline
 from nearkin.training.loop import make_model
 
 

@@ -16,12 +16,15 @@ from helpers.scored import QUIET, clouds, cosines, vectors
 import nearkin as nk
 from nearkin import cli
 from nearkin.errors import RunError
-from nearkin.report import gallery, highlights, projection
+from nearkin.report import contents, gallery, svg_charts
 from nearkin.report.compare import comparison_headline
+from nearkin.report.contact_sheet import printable
 from nearkin.report.contents import PageItems
 from nearkin.report.eval_data import load_eval_data
 from nearkin.report.page import build_report, render, safe_json, write_page, write_report
+from nearkin.report.study_overview import format_size
 from nearkin.report.svg_charts import Series, histogram, line_chart
+from nearkin.report.tables import percent
 from nearkin.training import recipes
 
 
@@ -57,7 +60,7 @@ def test_neighbours_classes_and_confusions_match_brute_force(features_run, featu
         if len(confused):
             assert row["count"] == np.bincount(confused).max()
     _, counts = np.unique(np.stack([labels, labels[order[:, 0]]])[:, ~right], axis=1, return_counts=True)
-    top = sorted(counts.tolist(), reverse=True)[: highlights.MAX_CONFUSED_PAIRS]
+    top = sorted(counts.tolist(), reverse=True)[: contents.MAX_CONFUSED_PAIRS]
     assert [pair["count"] for pair in analysis["confused_pairs"]] == top
     for pair in analysis["confused_pairs"]:
         a, b = int(names[pair["class"]]), int(names[pair["confused_with"]])
@@ -307,16 +310,16 @@ def test_the_pca_map_matches_a_singular_value_decomposition():
     centred = unit - unit.mean(0)
     _, _, vt = np.linalg.svd(centred.astype(np.float64))
     expected = centred @ vt[:2].T
-    got = projection.pca(x).astype(float)
+    got = gallery.pca(x).astype(float)
     for axis in (0, 1):
         assert abs(np.corrcoef(got[:, axis], expected[:, axis])[0, 1]) > 0.9999
-    assert np.ptp(got, axis=0).max() == projection.GRID
-    assert projection.pca(torch.ones(3, 4)).tolist() == [[500, 500]] * 3
+    assert np.ptp(got, axis=0).max() == gallery.MAP_SIZE
+    assert gallery.pca(torch.ones(3, 4)).tolist() == [[500, 500]] * 3
 
 
 def test_a_map_of_many_points_samples_whole_classes():
     labels = np.repeat(np.arange(100), 7)
-    rows = projection.sample(labels, np.arange(700), max_rows=70)
+    rows = gallery.sample(labels, np.arange(700), max_rows=70)
     assert len(rows) == 70
     assert set(np.bincount(labels[rows])) == {0, 7}
 
@@ -343,6 +346,14 @@ def test_the_sprite_sheet_has_the_images_in_order(channels):
     for tile, value in enumerate(grey):
         y, x = tile // 4 * 96, tile % 4 * 96
         assert np.abs(sheet[y + 8 : y + 88, x + 8 : x + 88] - int(value)).max() <= 6
+
+
+def test_numbers_and_names_are_formatted_for_readers():
+    assert svg_charts._ticks(0, 100) == [0, 25, 50, 75, 100]
+    assert svg_charts._ticks(0.31, 0.34) == [0.31, 0.32, 0.33, 0.34]
+    assert (percent(0.1234), percent(None), percent(-0.02, "+.1f")) == ("12.3", "-", "-2.0")
+    assert (format_size(2_300_000), format_size(5e9)) == ("2 MB", "5.0 GB")
+    assert printable("a\nb\udcff é") == "a\\nb\\udcff é"
 
 
 def test_charts_skip_missing_values_and_accept_single_points():
