@@ -102,8 +102,9 @@ class Diagnosis:
             raise DataError(
                 f"not a diagnosis: {', '.join(missing[:3])} missing. Use the output of Diagnosis.to_dict()."
             )
-        read = none_to_nan({name: values[name] for name in known})
-        return Diagnosis(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+        read: dict[str, Any] = none_to_nan({name: values[name] for name in known})
+        histograms = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
+        return Diagnosis(**{**read, **histograms})
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -234,7 +234,7 @@ def _full_batch_descent(
     objective: Objective, start: Tensor, project: Projection, max_iter: int, tol: float
 ) -> Iterator[tuple[Tensor, float]]:
     """All terms in every step. Hinges are smoothed, less and less; the values yielded are those of plain hinges."""
-    stages = [objective]
+    stages: Sequence[Objective] = [objective]
     if isinstance(objective, HingeObjective):
         stages = [replace(objective, width=w * objective.distance_scale) for w in SMOOTHING_WIDTHS][-max_iter:]
     matrix = start

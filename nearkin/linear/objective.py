@@ -170,5 +170,5 @@ class NeighbourObjective(Objective):
         left, right = factors(matrix, self.x[anchors], self.form)
         ref_left, ref_right = factors(matrix, self.x[refs], self.form)
         same = self.labels[anchors, None] == self.labels[refs]
-        squares = {"anchor_sq": (left * right).sum(1), "ref_sq": (ref_left * ref_right).sum(1)}
-        return Pairs(left @ ref_right.T, same, ~same, **squares)
+        anchor_sq, ref_sq = (left * right).sum(1), (ref_left * ref_right).sum(1)
+        return Pairs(left @ ref_right.T, same, ~same, anchor_sq=anchor_sq, ref_sq=ref_sq)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,9 +128,10 @@ def gradient_curves(name: str, points: int = 201) -> list[Curve]:
     """
     entry = LOSSES[name]
     sweep = torch.linspace(-1, 1, points, dtype=torch.float64)
-    fixed, columns, build = (0.7, 0.6, 0.3, 0.0, 0.1), (1, 4), _pair_inputs
+    build: Callable[[Loss, Tensor], Pairs | ToClasses] = _pair_inputs if entry.inputs.pairs else _class_inputs
+    fixed, columns = (0.7, 0.6, 0.3, 0.0, 0.1), (1, 4)
     if not entry.inputs.pairs:
-        fixed, columns, build = (0.6, 0.3, 0.1, 0.0, 0.2), (0, 4), _class_inputs
+        fixed, columns = (0.6, 0.3, 0.1, 0.0, 0.2), (0, 4)
     curves = []
     for label, column in zip(("positive", "negative"), columns, strict=True):
         grads = []
@@ -157,7 +159,8 @@ def _pair_inputs(entry: Loss, sim: Tensor) -> Pairs:
     if entry.inputs.memory:
         return Pairs(sim, pos, ~pos)
     # A loss that compares a batch with itself only: the other four samples have no pairs.
-    return Pairs(*(torch.nn.functional.pad(x, (0, 0, 0, 4)) for x in (sim, pos, ~pos)))
+    sim, pos, neg = (torch.nn.functional.pad(x, (0, 0, 0, 4)) for x in (sim, pos, ~pos))
+    return Pairs(sim, pos, neg)
 
 
 def _class_inputs(entry: Loss, sim: Tensor) -> ToClasses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ INK, FAINT = "#222222", "#666666"
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
     """Write every figure that the study has data for, each as .png and .svg."""
     # Sizes and networks: the metric of the leading methods, averaged over everything else.
-    drawings = {
+    drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
         "losses": _draw_losses,
         "sizes": partial(_draw_lines, field=2, x_label="embedding size"),
         "networks": partial(_draw_lines, field=1, x_label="network"),
