@@ -16,7 +16,7 @@ from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.report.page import write_page
 from nearkin.report.tables import headline
-from nearkin.training.loop import make_model
+from nearkin.training.factory import make_model
 
 
 @pytest.fixture
