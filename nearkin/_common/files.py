@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from nearkin._common.processes import is_alive
 
 # NAME.<machine>-<process id>-<thread id>.tmp
 _TEMPORARY = re.compile(r".+\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9]+\.tmp")
+_CHECKSUM = b"nearkin-sha256:"  # in front of the checksum at the end of a file
 _FOREIGN_AGE = 24 * 3600.0  # seconds after which a temporary file of another machine is taken for abandoned
 _REPLACE_SECONDS = 5.0  # how long Windows may refuse to replace a file that another program is reading
 
@@ -39,6 +41,29 @@ def atomic_file(target: Path, *, keep: Path | None = None) -> Iterator[Path]:
         if keep is not None and target.exists():
             replace_file(target, keep)
         replace_file(temporary, target)
+
+
+def append_checksum(path: Path) -> None:
+    """Append the SHA-256 of a file to it. Readers of zip files, such as torch.load, ignore bytes at the end."""
+    with open(path, "rb+") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.write(_CHECKSUM + digest)
+
+
+def verify_checksum(path: Path, *, required: bool) -> None:
+    """Raise ValueError if a file has changed since `append_checksum`, or if it has no checksum and one is required."""
+    with open(path, "rb") as file:
+        size = max(0, os.fstat(file.fileno()).st_size - len(_CHECKSUM) - hashlib.sha256().digest_size)
+        file.seek(size)
+        checksum = file.read()
+        if not required and not checksum.startswith(_CHECKSUM):
+            return
+        file.seek(0)
+        digest = hashlib.sha256()
+        while block := file.read(min(size - file.tell(), 1 << 20)):
+            digest.update(block)
+    if checksum != _CHECKSUM + digest.digest():
+        raise ValueError("damaged: it does not match its checksum")
 
 
 @contextmanager

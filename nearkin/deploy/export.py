@@ -6,6 +6,7 @@ Scaling, channel order and normalization are part of the file; how to crop an im
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import json
 import logging
@@ -138,6 +139,7 @@ def export(
                     temporary.write_bytes(buffer.getbuffer())
                 reporter.info(f"comparing the file with the model on {checks.what}")
                 difference = largest_difference(model, temporary, to, checks.pixels)
+                metadata["sha256"] = hashlib.sha256(temporary.read_bytes()).hexdigest()
             metadata["checked"] = {"on": checks.what, "largest_difference": difference}
             metadata_path = out.with_name(f"{out.name}.json")
             atomic_write(metadata_path, json.dumps(metadata, indent=1))

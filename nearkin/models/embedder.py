@@ -278,7 +278,7 @@ def load(path: str | Path) -> Embedder:
         raise RunError(
             f"{folder}: no trained model here (recipe.toml and best.pt, or model.json). Give a folder below runs/."
         )
-    checkpoint = load_checkpoint(weights_file)
+    checkpoint = load_checkpoint(weights_file, keys=("model", "image_shape"))
     recipe = Recipe.from_toml(recipe_file)
     config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed
     model = Embedder(config, tuple(checkpoint["image_shape"]), augment=recipe.data.augment)

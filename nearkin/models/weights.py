@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from nearkin._common.files import verify_checksum
 from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.models._base import Backbone
@@ -70,19 +71,28 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint that `torch.save` wrote. Returns its content: tensors and plain values."""
+def load_checkpoint(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a checkpoint that `torch.save` wrote. Returns its content: tensors and plain values.
+
+    With `keys` it must be one of ours: with its checksum, because torch.load does not notice changed bits, and with
+    these entries.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        verify_checksum(path, required=bool(keys))
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unzipping, unpickling and reading tensors raise different types
         raise RunError(f"{path}: not a readable checkpoint ({_reason(error)}).") from None
+    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise RunError(f"{path}: not a checkpoint of nearkin ({', '.join(missing)} missing).")
+    return state  # type: ignore[no-any-return]
 
 
 def _reason(error: Exception) -> str:
     """Return torch's reason for a failed read, without its advice to load the file unsafely."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "Unsupported global" in str(error):
+    if "unsupported global" in str(error).lower():
         return "it contains code, which is never run; save only the tensors, with torch.save(model.state_dict(), FILE)"
     return "it was not written by torch.save"
 

@@ -87,7 +87,7 @@ class TrainingState:
         checkpoints = [path for path in (run.path / "last.pt", run.path / "previous.pt") if path.exists()]
         for path in checkpoints:
             try:
-                state = load_checkpoint(path)
+                state = load_checkpoint(path, keys=(*self._PARTS, *self._COUNTERS, "events_size"))
                 break
             except RunError as error:
                 is_last = path == checkpoints[-1]

@@ -17,7 +17,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearkin._common.files import atomic_file, atomic_write, file_lock, nan_to_none, none_to_nan, remove_leftovers
+from nearkin._common.files import (
+    append_checksum,
+    atomic_file,
+    atomic_write,
+    file_lock,
+    nan_to_none,
+    none_to_nan,
+    remove_leftovers,
+)
 from nearkin._common.version import __version__, installed_version
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunBusyError, RunError
@@ -160,11 +168,10 @@ class Run:
         # One written on a GPU or XLA is to be read on any machine.
         state = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), state)
         try:
-            with (
-                atomic_file(target, keep=self.path / keep if keep else None) as temporary,
-                open(temporary, "wb") as file,
-            ):
-                torch.save(state, file)
+            with atomic_file(target, keep=self.path / keep if keep else None) as temporary:
+                with open(temporary, "wb") as file:
+                    torch.save(state, file)
+                append_checksum(temporary)
         except (OSError, RuntimeError) as error:
             cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
             reason = getattr(cause, "strerror", None) or error

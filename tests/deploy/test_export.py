@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -94,6 +95,7 @@ def test_metadata_are_in_the_file_and_next_to_it(onnx_file, run, photo_folder):
     inside = json.loads(onnxruntime.InferenceSession(str(onnx_file)).get_modelmeta().custom_metadata_map["nearkin"])
     beside = json.loads(onnx_file.with_name("small.onnx.json").read_text())
     checked = beside.pop("checked")
+    assert beside.pop("sha256") == hashlib.sha256(onnx_file.read_bytes()).hexdigest()
     assert inside == beside
     assert checked["on"] == "24 validation images of the run"
     assert checked["largest_difference"] < 1e-5

@@ -159,7 +159,7 @@ def test_the_model_is_loaded_from_the_recorded_run(photo_folder, tmp_path):
     paths = sorted(photo_folder.rglob("*.png"))[:4]
     Index.build(run.embedder(), paths, run=run.path).save(tmp_path / "index")
     assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])
-    torch.save({**torch.load(run.path / "best.pt"), "model": nk.load(run.path).state_dict()}, run.path / "best.pt")
+    run.save("best.pt", {**torch.load(run.path / "best.pt"), "model": nk.load(run.path).state_dict()})
     assert Index.load(tmp_path / "index").search(paths[2], 1)[0].id == str(paths[2])  # the same weights, rewritten
     make_run(tmp_path, photo_folder, seed=2)
     with pytest.raises(DataError, match="built with a different model"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import nearkin as nk
+from nearkin._common.files import append_checksum
 from nearkin._common.progress import Pace, Reporter
 from nearkin.cli import main
 from nearkin.config.recipe import ComponentConfig, TrainConfig
@@ -23,6 +24,7 @@ from nearkin.data.samplers import RandomSampler
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, RunError, TrainingFailedError
+from nearkin.models.weights import load_checkpoint
 from nearkin.training import factory, loop
 from nearkin.training.checkpoint import TrainingInterrupted, defer_sigint
 from nearkin.training.run import Run
@@ -190,6 +192,41 @@ def test_a_wrong_name_is_refused_before_the_data_is_read(tiny_recipe, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["best.pt", "last.pt"])
+def test_every_flipped_bit_of_a_checkpoint_is_detected(finished, name):
+    """torch.load checks neither tensors nor padding: without our checksum most of these would load."""
+    path = finished.path / name
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    for position in [0, len(whole) - 1, len(whole) - 40, *random.integers(0, len(whole), 97)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << random.integers(0, 8)
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match=f"{name}: not a readable checkpoint"):
+            load_checkpoint(path, keys=("model",))
+    path.write_bytes(whole)
+    assert load_checkpoint(path, keys=("model",)).keys() == torch.load(path, weights_only=True).keys()
+
+
+def test_a_flipped_bit_resumes_from_the_checkpoint_before(tiny_recipe, finished, capsys):
+    before = numbers(finished)
+    (finished.path / "result.json").unlink()
+    damaged = bytearray((finished.path / "last.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (finished.path / "last.pt").write_bytes(damaged)
+    again = nk.fit(tiny_recipe, finished.path.parent, reporter=Reporter())
+    assert "does not match its checksum). Using the previous checkpoint." in capsys.readouterr().err
+    assert numbers(again) == before
+
+
+def test_a_checkpoint_without_its_entries_is_refused(finished):
+    state = torch.load(finished.path / "best.pt", weights_only=True)
+    del state["image_shape"]
+    finished.save("best.pt", state)
+    with pytest.raises(RunError, match=r"best\.pt: not a checkpoint of nearkin \(image_shape missing\)"):
+        nk.load(finished.path)
+
+
 @pytest.mark.parametrize("damaged", [("last.pt",), ("last.pt", "previous.pt")])
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tiny_recipe, finished, capsys, damaged):
     before = numbers(finished)
@@ -212,7 +249,8 @@ def test_a_checkpoint_with_code_inside_is_refused(finished):
             return (os.system, ("touch pwned",))
 
     torch.save({"model": Evil()}, finished.path / "best.pt")
-    with pytest.raises(RunError, match="not a readable checkpoint"):
+    append_checksum(finished.path / "best.pt")
+    with pytest.raises(RunError, match=r"not a readable checkpoint \(it contains code"):
         nk.load(finished.path)
 
 
