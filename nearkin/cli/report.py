@@ -60,9 +60,8 @@ def run(argv: list[str]) -> None:
     if args.tsne:
         require_extra("bench", "sklearn")
     from nearkin._common.progress import Reporter
-    from nearkin.report.page import build_report, write_report
+    from nearkin.report.page import build_report, write_report, write_tables
     from nearkin.report.print_figures import write_figures
-    from nearkin.report.tables import write_tables
     from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]
@@ -73,8 +72,7 @@ def run(argv: list[str]) -> None:
 
 def _report_study(args: ReportArgs) -> None:
     require_extra("bench", "scipy", "jinja2")
-    from nearkin.report.study import build_study_report, write_study_page
-    from nearkin.report.study_figures import write_study_figures
+    from nearkin.report.study import build_study_report, write_study_figures, write_study_page
 
     assert args.study is not None
     if args.tsne or args.tables is not None:

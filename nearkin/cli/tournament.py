@@ -49,7 +49,8 @@ def run(argv: list[str]) -> None:
     from nearkin.bench.papers import thesis_results
     from nearkin.bench.summary import summarize
     from nearkin.bench.tournament import read_results, run_tournament
-    from nearkin.report.tables import pairs_grid, rich_table, standings_grid, write_files
+    from nearkin.report.tables import rich_table
+    from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
     if target != "papers" and (args.dataset or args.metric):
         flag = "dataset" if args.dataset else "metric"

@@ -136,13 +136,13 @@ def draw_constraints(labels: Tensor, count: int, *, draw: Draw = "both", seed: i
 
 def target_neighbours(x: Tensor, labels: Tensor, count: int) -> Tensor:
     """Find the nearest samples of the same class for every sample, as pairs [P, 2]."""
-    from sklearn.neighbors import NearestNeighbors
-
     parts = [_empty(2)]
     for rows in torch.split(torch.argsort(labels, stable=True), torch.bincount(labels).tolist()):
         k = min(count, len(rows) - 1)
-        if k > 0:
-            nearest = NearestNeighbors(n_neighbors=k).fit(x[rows].numpy()).kneighbors(return_distance=False)
-            parts.append(torch.stack([rows.repeat_interleave(k), rows[torch.from_numpy(nearest)].flatten()], 1))
+        for a in range(0, len(rows) if k > 0 else 0, 1024):
+            distance = torch.cdist(x[rows[a : a + 1024]], x[rows])
+            distance[:, a:].fill_diagonal_(float("inf"))
+            nearest = rows[distance.topk(k, largest=False).indices]
+            parts.append(torch.stack([rows[a : a + 1024].repeat_interleave(k), nearest.flatten()], 1))
     pairs = torch.cat(parts)
     return pairs[torch.argsort(pairs[:, 0], stable=True)]

@@ -156,7 +156,8 @@ class NeighbourObjective(Objective):
         i, j = targets.T
         if self.name == "nca":
             pairs = self._pairs(matrix, rows, rows)
-            return nca(replace(pairs, pos=pairs.pos.fill_diagonal_(False)), reduction="sum"), targets
+            # A batch may hold a sample twice, which is not its own neighbour.
+            return nca(replace(pairs, pos=pairs.pos & (rows[:, None] != rows)), reduction="sum"), targets
         refs = torch.unique(torch.cat([rows, j]))
         pairs = self._pairs(matrix, rows, refs)
         pos = torch.zeros_like(pairs.pos)

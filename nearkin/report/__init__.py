@@ -9,11 +9,11 @@ from nearkin._common.lazy import lazy_exports
 if TYPE_CHECKING:
     from nearkin.report import contact_sheet
     from nearkin.report.losses import explain, gradient_curves, list_losses
-    from nearkin.report.page import build_report, write_page, write_report
+    from nearkin.report.page import build_report, write_page, write_report, write_tables
     from nearkin.report.print_figures import write_figures
     from nearkin.report.study import build_study_report, write_study_page
-    from nearkin.report.study_figures import draw_critical_difference
-    from nearkin.report.tables import headline, result_table, write_tables
+    from nearkin.report.tables import headline, result_table
+    from nearkin.report.tournament import draw_critical_difference
 
 __all__ = [
     "build_report",
@@ -36,11 +36,11 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "contact_sheet": ("contact_sheet",),
-        "study_figures": ("draw_critical_difference",),
         "print_figures": ("write_figures",),
         "losses": ("explain", "gradient_curves", "list_losses"),
-        "page": ("build_report", "write_page", "write_report"),
+        "page": ("build_report", "write_page", "write_report", "write_tables"),
         "study": ("build_study_report", "write_study_page"),
-        "tables": ("headline", "result_table", "write_tables"),
+        "tables": ("headline", "result_table"),
+        "tournament": ("draw_critical_difference",),
     },
 )

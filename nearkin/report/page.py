@@ -20,9 +20,9 @@ from nearkin.report import compare, gallery
 from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
-from nearkin.report.html import render_template, write_html
+from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.tables import headline, percent
+from nearkin.report.tables import Grid, headline, latex, markdown, percent, write_texts
 from nearkin.training.run import Run
 
 
@@ -179,6 +179,43 @@ def render(report: Report) -> str:
         "data": safe_json(script_data),
     }
     return render_template("page.html", "page.js", ["page.css"], values, percent=percent)
+
+
+def result_grid(report: Report) -> Grid:
+    """Tabulate the baselines of the first run and the trained model of every run."""
+    results = [summary["result"] for summary in report.summaries]
+    test = results[0]["test"]
+    if test is None:
+        val_rows = [(name, percent(result["val_R@1"])) for name, result in zip(report.names, results, strict=True)]
+        return Grid("Validation classes, percent; the test classes are sealed", ("run", "R@1"), val_rows)
+    models = [(model, metrics) for model, metrics in test.items() if model != "trained"]
+    models += [(name, result["test"]["trained"]) for name, result in zip(report.names, results, strict=True)]
+    rows = []
+    for name, metrics in models:
+        ranges = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
+        rows.append((name, *(f"{mean} ({low} to {high})" for mean, low, high in ranges)))
+    classes = results[0]["protocol"]["classes"]["test"]
+    title = f"{classes} classes never seen in training, percent, with the 95 percent interval over classes"
+    return Grid(title, ("model", *test["trained"]), rows)
+
+
+def write_tables(report: Report, folder: Path) -> list[Path]:
+    """Write the results as numbers.md and numbers.tex.
+
+    Args:
+        report: The contents of a page.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The written files.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    grid = result_grid(report)
+    texts = {"numbers.md": f"{grid.title}\n\n{markdown(grid)}", "numbers.tex": latex(grid)}
+    with writing("tables", folder, " Choose another folder with --tables."):
+        return write_texts(texts, folder)
 
 
 def safe_json(value: Any) -> str:

@@ -1,12 +1,13 @@
-"""The HTML page of a study: results with intervals, ranks, significant differences and failures."""
+"""The HTML page of a study, and its figures for a paper."""
 
 from __future__ import annotations
 
 import base64
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.html import render_template, write_html
-from nearkin.report.study_figures import draw_critical_difference
+from nearkin.report.print_figures import COLOURS, WIDTH, plot_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
+from nearkin.report.tournament import draw_critical_difference, write_critical_difference
 
-MAX_LINES = 4  # methods per chart: more would not be distinguishable
+MAX_LINES, MAX_PRINTED_LINES = 4, 6  # methods per chart: more would not be distinguishable
 
 
 @dataclass(frozen=True)
@@ -265,3 +267,53 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
             cells[row, column] = {"ahead": shown, "css_class": css_class, "title": title}
     ranked = [standing.method for standing in tournament.standings]
     return [[cells.get((row, column)) for column in ranked] for row in ranked]
+
+
+def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
+    """Write every figure that the study has data for, each as .png and .svg."""
+    # Sizes and networks: the metric of the leading methods, averaged over everything else.
+    drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
+        "losses": _draw_losses,
+        "sizes": partial(_draw_lines, field=2, x_label="embedding size"),
+        "networks": partial(_draw_lines, field=1, x_label="network"),
+    }
+    written = write_drawings(drawings, report, folder)
+    return written + ([] if report.tournament is None else write_critical_difference(report.tournament, folder))
+
+
+def _draw_losses(figure: Any, report: StudyReport) -> bool:
+    """A row per method with its experiments as dots and their mean as a tick. Not bars: those must start at 0."""
+    means = {m: [mean for e in report.experiments if not np.isnan(mean := report.mean(e, m))] for m in report.methods}
+    rows = [(method, known) for method, known in means.items() if known]
+    figure.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
+    axes = figure.add_subplot()
+    for y, (_, values) in enumerate(rows):
+        axes.plot(values, [y] * len(values), "o", color=COLOURS[0], markersize=3.5)
+        axes.plot([np.mean(values)], [y], "|", color=COLOURS[1], markersize=11, markeredgewidth=2.2)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{report.metric}, % (dots: experiments, tick: mean)")
+    return bool(rows)
+
+
+def _draw_lines(figure: Any, report: StudyReport, field: int, x_label: str) -> bool:
+    x_values = list(dict.fromkeys(setup[field] for setup in report.setups.values()))
+    if len(x_values) < 2:
+        return False
+    numeric = all(isinstance(value, int) for value in x_values)
+    x_values = sorted(x_values, key=lambda value: value if numeric else 0)
+    x = x_values if numeric else list(range(len(x_values)))
+    curves = []
+    for method in report.methods[:MAX_PRINTED_LINES]:
+        y = []
+        for value in x_values:
+            means = [report.mean(e, method) for e, setup in report.setups.items() if setup[field] == value]
+            known = [mean for mean in means if not np.isnan(mean)]
+            y.append(float(np.mean(known)) if known else np.nan)
+        curves.append((method, x, y))
+    axes = figure.add_subplot()
+    if numeric:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [str(value) for value in x_values])
+    axes.minorticks_off()
+    return plot_lines(axes, curves, x_label, f"{report.metric}, %")

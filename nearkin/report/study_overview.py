@@ -16,7 +16,8 @@ from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
-from nearkin.report.tables import Grid, csv_text, markdown, rich_table, standings_grid, write_files, write_texts
+from nearkin.report.tables import Grid, csv_text, markdown, rich_table, write_texts
+from nearkin.report.tournament import standings_grid, write_files
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:

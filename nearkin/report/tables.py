@@ -1,4 +1,4 @@
-"""Tables and headlines of runs and tournaments: terminal, Markdown, LaTeX, CSV, and files."""
+"""Tables for the terminal, in Markdown, LaTeX and CSV; results and headlines of runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin._common.files import atomic_write
-from nearkin.bench.summary import summarize
-from nearkin.bench.tournament import Pair, Tournament
-from nearkin.errors import DataError
-from nearkin.report.html import writing
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from nearkin.report.page import Report
     from nearkin.training.run import Run
 
 _LATEX = str.maketrans(
@@ -93,43 +88,6 @@ def write_texts(texts: Mapping[str, str], folder: Path) -> list[Path]:
 def percent(value: float | None, spec: str = ".1f") -> str:
     """Format a fraction in percent, a missing one as a dash."""
     return "-" if value is None or math.isnan(value) else f"{100 * value:{spec}}"
-
-
-def result_grid(report: Report) -> Grid:
-    """Tabulate the baselines of the first run and the trained model of every run."""
-    results = [summary["result"] for summary in report.summaries]
-    test = results[0]["test"]
-    if test is None:
-        val_rows = [(name, percent(result["val_R@1"])) for name, result in zip(report.names, results, strict=True)]
-        return Grid("Validation classes, percent; the test classes are sealed", ("run", "R@1"), val_rows)
-    models = [(model, metrics) for model, metrics in test.items() if model != "trained"]
-    models += [(name, result["test"]["trained"]) for name, result in zip(report.names, results, strict=True)]
-    rows = []
-    for name, metrics in models:
-        ranges = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
-        rows.append((name, *(f"{mean} ({low} to {high})" for mean, low, high in ranges)))
-    classes = results[0]["protocol"]["classes"]["test"]
-    title = f"{classes} classes never seen in training, percent, with the 95 percent interval over classes"
-    return Grid(title, ("model", *test["trained"]), rows)
-
-
-def write_tables(report: Report, folder: Path) -> list[Path]:
-    """Write the results as numbers.md and numbers.tex.
-
-    Args:
-        report: The contents of a page.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The written files.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
-    grid = result_grid(report)
-    texts = {"numbers.md": f"{grid.title}\n\n{markdown(grid)}", "numbers.tex": latex(grid)}
-    with writing("tables", folder, " Choose another folder with --tables."):
-        return write_texts(texts, folder)
 
 
 def result_table(run: Run) -> RichTable:
@@ -210,77 +168,3 @@ def headline(run: Run | dict[str, Any]) -> str:
         f"R@1 {trained:.1f}: the nearest neighbour of {trained:.1f} % of the test images has the same class "
         f"({baseline}: {start:.1f}; {change}).{advice}"
     )
-
-
-def standings_grid(tournament: Tournament) -> Grid:
-    """Build the table of standings."""
-    level = f"{100 * (1 - tournament.alpha):g} %"
-    gaps = any(s.ranked < s.experiments or s.failed for s in tournament.standings)
-    head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
-    rows = []
-    for s in tournament.standings:
-        counts = (f"{s.ranked}/{s.experiments}", str(s.failed)) if gaps else ()
-        interval = "-" if math.isnan(s.low) else f"{s.low:.2f}-{s.high:.2f}"
-        rows.append((s.method, f"{s.total:g}", _format(s.mean), _format(s.std), *map(str, s.medals), interval, *counts))
-    count = len(tournament.table.experiments)
-    return Grid(f"Ranks over {count} experiment{'s' * (count != 1)}, 1 is best", head, rows)
-
-
-def pairs_grid(tournament: Tournament) -> Grid:
-    """Build the table of pairs."""
-    rows = []
-    for p in tournament.pairs:
-        record = f"{p.wins}-{p.losses}" + (f"-{p.ties}" if p.ties else "")
-        seeds = "-" if p.more_seeds is None else f"{p.more_seeds} seeds"
-        more = "" if p.significant else seeds if p.more_experiments is None else str(p.more_experiments)
-        p_values = ("<0.001" if value < 0.001 else _format(value, "3f") for value in (p.p_holm, p.p_nemenyi))
-        probabilities = (_format(p.ahead), _format(p.next_win))
-        rows.append((p.first, p.second, record, _format(p.difference, "3g"), *p_values, *probabilities, more))
-    head = ("first", "second", "won-lost", "diff", "Holm p", "Nemenyi", "ahead", "next", "more")
-    title = "Pairs, better mean rank first; more: further experiments needed for significance"
-    return Grid(title, head, rows, names=2)
-
-
-def _format(value: float, spec: str = "2f") -> str:
-    return "-" if math.isnan(value) else f"{value:.{spec}}"
-
-
-def standings_csv(tournament: Tournament) -> str:
-    """Return the standings as CSV, in full precision."""
-    head = ("method", "total", "mean", "std", "first", "second", "third", "low", "high")
-    rows = [
-        (s.method, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
-        for s in tournament.standings
-    ]
-    return csv_text((*head, "ranked", "experiments", "failed"), rows)
-
-
-def pairs_csv(tournament: Tournament) -> str:
-    """Return the pairs as CSV, in full precision."""
-    return csv_text([field.name for field in fields(Pair)], [astuple(pair) for pair in tournament.pairs])
-
-
-def ranks_csv(tournament: Tournament) -> str:
-    """Return the rank of every method in every experiment as CSV; empty where it failed."""
-    table = tournament.table
-    rows = zip(table.experiments, tournament.ranks.tolist(), strict=True)
-    return csv_text(["experiment", *table.methods], [[name, *ranks] for name, ranks in rows])
-
-
-def write_files(tournament: Tournament, folder: Path) -> list[Path]:
-    """Write tables, summary and diagram into a folder; existing files are replaced."""
-    from nearkin.report.study_figures import write_critical_difference
-
-    standings, pairs = standings_grid(tournament), pairs_grid(tournament)
-    summary = summarize(tournament, most=len(tournament.pairs))
-    page = f"# Tournament\n\n{markdown(standings)}\n```text\n{summary}\n```\n\n{markdown(pairs)}"
-    texts = {
-        "tournament.md": page,
-        "standings.csv": standings_csv(tournament),
-        "pairs.csv": pairs_csv(tournament),
-        "ranks.csv": ranks_csv(tournament),
-        "standings.tex": latex(standings),
-        "pairs.tex": latex(pairs),
-    }
-    with writing("tables", folder, " Choose another folder with --out.", DataError):
-        return [*write_texts(texts, folder), *write_critical_difference(tournament, folder)]

@@ -217,7 +217,7 @@ def modules_after(code):
 
 def test_imports_are_lightweight():
     loaded = modules_after(
-        "import nearkin.bench.papers, nearkin.cli.bench\nimport nearkin.report.tables, nearkin.report.study_figures"
+        "import nearkin.bench.papers, nearkin.cli.bench\nimport nearkin.report.tables, nearkin.report.tournament"
     )
     assert not loaded & {"torch", "scipy", "matplotlib", "rich", "tyro", "pandas"}
     assert "numpy" not in modules_after("import nearkin.bench, nearkin.cli.bench")

@@ -17,7 +17,7 @@ from nearkin.bench.tournament import Result, read_results, run_tournament
 from nearkin.cli.tournament import run as tournament
 from nearkin.errors import UserError
 from nearkin.report import tables
-from nearkin.report.study_figures import draw_critical_difference
+from nearkin.report.tournament import draw_critical_difference, pairs_csv, ranks_csv, standings_csv, standings_grid
 
 pytest.importorskip("scipy", reason="the extra bench is not installed")
 pytest.importorskip("matplotlib", reason="the extra images is not installed")
@@ -120,34 +120,34 @@ def test_file_that_is_not_text(tmp_path):
 
 
 def test_markdown_and_latex_survive_odd_names(ranked):
-    grid = tables.standings_grid(ranked)
+    grid = standings_grid(ranked)
     lines = tables.markdown(grid).splitlines()
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(grid.head) + 1}
     assert len(lines) == 5
     tex = tables.latex(grid)
     assert r"a\_b \& 50\% [red] | \#1 \$x\$ &" in tex
     assert tex.count(r"\\") == 4
-    assert "\n{}[a] &" in tables.latex(tables.standings_grid(run_tournament(make_results(["[a]", "b"]))))
+    assert "\n{}[a] &" in tables.latex(standings_grid(run_tournament(make_results(["[a]", "b"]))))
     body = tex[tex.index("\\toprule") :]
     assert len(re.findall(r"(?<!\\)&", body)) == 4 * (len(grid.head) - 1)
 
 
 def test_csv_has_full_precision(ranked):
-    rows = list(csv.DictReader(io.StringIO(tables.standings_csv(ranked))))
+    rows = list(csv.DictReader(io.StringIO(standings_csv(ranked))))
     assert [row["method"] for row in rows] == [s.method for s in ranked.standings]
     assert [float(row["std"]) for row in rows] == [s.std for s in ranked.standings]
-    pairs = list(csv.DictReader(io.StringIO(tables.pairs_csv(ranked))))
+    pairs = list(csv.DictReader(io.StringIO(pairs_csv(ranked))))
     assert [float(row["p_holm"]) for row in pairs] == [p.p_holm for p in ranked.pairs]
-    ranks = list(csv.DictReader(io.StringIO(tables.ranks_csv(ranked))))
+    ranks = list(csv.DictReader(io.StringIO(ranks_csv(ranked))))
     assert [float(row[ODD]) for row in ranks] == ranked.ranks[:, 0].tolist()
 
 
 def test_standings_show_failures_only_if_there_are_any(ranked):
-    assert "failed" not in tables.standings_grid(ranked).head
+    assert "failed" not in standings_grid(ranked).head
     with_failure = run_tournament(
         [*make_results(["a", "b"]), Result("x8", "a", 0, None, "oom"), Result("x8", "b", 0, 50.0)]
     )
-    grid = tables.standings_grid(with_failure)
+    grid = standings_grid(with_failure)
     assert grid.head[-2:] == ("ranked", "failed")
     assert {row[0]: row[-2:] for row in grid.rows} == {"a": ("8/9", "1"), "b": ("9/9", "0")}
 
