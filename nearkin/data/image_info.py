@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.data.perceptual_hash import hash_image
-from nearkin.data.reading import EXIF_ORIENTATION, TooManyPixelsError, open_header, reason_of
+from nearkin.data.reading import EXIF_ORIENTATION, TooManyPixelsError, open_file, open_header, reason_of
 from nearkin.errors import import_extra
 
 HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any benefit
@@ -38,7 +38,8 @@ def inspect_image(path: Path) -> ImageInfo:
     """Read and decode one file."""
     is_link = path.is_symlink()
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
     except PermissionError:
         return ImageInfo("no_permission", "no permission to read it", is_link)
     except OSError as error:  # also a loop of links, a folder named like an image, a disk error

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.loading import empty_batch, map_in_threads
-from nearkin.data.reading import read_image, square
+from nearkin.data.reading import open_file, read_image, square
 from nearkin.errors import DataError
 
 Rows = NDArray[np.int64]
@@ -109,7 +109,7 @@ class FileImages:
 def file_digest(path: Path) -> bytes:
     """Return the SHA-256 of a file, which identifies an image independently of its name and scaling."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         raise DataError(

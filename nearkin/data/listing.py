@@ -181,12 +181,13 @@ def _has_image_suffix(path: Path) -> bool:
 def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) -> list[Path]:
     """List the image files below a folder, following links. Broken links are listed too, so that they are reported."""
     images: list[Path] = []
-    visited: set[str] = set()
+    # A link back to the folder or to one around it would loop, or list the images of other classes.
+    visited = {os.path.realpath(parent) for parent in (*folder.absolute().parents, *folder.resolve().parents)}
     for top, subfolders, files in os.walk(
         folder, followlinks=True, onerror=lambda error: unopened.append(Path(error.filename))
     ):
         real = os.path.realpath(top)
-        if real in visited:  # a link to a parent folder would loop forever
+        if real in visited:
             subfolders.clear()
             continue
         visited.add(real)

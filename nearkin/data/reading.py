@@ -6,16 +6,18 @@ is missing. EXIF orientation is applied, transparency goes over white, 16-bit va
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ from nearkin.errors import DataError, import_extra
 
 VERSION = 1  # increase when any pixel could change, which invalidates old caches
 MAX_PIXELS = 178_956_970  # per file; Pillow's own limit against decompression bombs
+MAX_SIDE = 100_000  # per file, in pixels; a row of a longer one could exhaust the memory
+MAX_FILE_BYTES = 1 << 30
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # for others Pillow may start programs, as for EPS
 MAX_ASPECT = 4  # longer images are center-cropped: a thin panorama would take as much cache space as many squares
 _MIN_DRAFT_FACTOR = 4  # JPEGs at least this many times too large are decoded at reduced size, at least twice the needed
 _PIXELS_PER_STRIP = 2_000_000  # pixels converted at a time
@@ -49,8 +54,6 @@ def read_image(source: Any, side: int, *, box: Box | None = None, channels: int 
         pixels, reduction = _decode(source, side, box)
         if box is not None:
             pixels = _crop(pixels, [value / reduction for value in box])
-    except MemoryError:
-        raise
     except Exception as error:  # decoders may raise any exception on a damaged file
         raise _unreadable(source, error) from None
     height, width = pixels.shape[1:]
@@ -79,7 +82,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 def read_size(path: Path | str) -> tuple[int, int]:
     """Read the width and height of an image from its header."""
     try:
-        with open(path, "rb") as file, open_header(file) as image:
+        with open_file(path) as file, open_header(file) as image:
             width, height = image.size
     except Exception as error:
         raise _unreadable(path, error) from None
@@ -108,13 +111,30 @@ def name_of(source: Any) -> str:
     return str(source) if isinstance(source, str | os.PathLike) else f"image given as {type(source).__name__}"
 
 
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open an image file for reading. Anything but a regular file is refused: a pipe may block, a device never end."""
+
+    def open_checked(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        info = os.fstat(descriptor)
+        if stat.S_ISREG(info.st_mode) and info.st_size <= MAX_FILE_BYTES:
+            return descriptor
+        os.close(descriptor)
+        if stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EFBIG, f"{info.st_size / 1e9:.1f} GB, more than {MAX_FILE_BYTES / 1e9:.1f}")
+        raise OSError(errno.EINVAL, "not a regular file")
+
+    return open(path, "rb", opener=open_checked)
+
+
 def open_header(file: Any) -> Any:
     """Open an image with Pillow, which reads only its header. Raises an exception if it is too large to decode."""
     pillow: Any = import_extra("PIL.Image", extra="images")
+    pillow.init()  # registers all formats, once
     with _limit_lock:  # Pillow's own limit would give neither width nor height
         limit, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None
         try:
-            image = pillow.open(file)
+            image = pillow.open(file, formats=FORMATS)
         finally:
             pillow.MAX_IMAGE_PIXELS = limit
     check_pillow(image)
@@ -126,6 +146,8 @@ def check_pillow(image: Any) -> None:
     if image.width * image.height > MAX_PIXELS:
         limit = f"more than {MAX_PIXELS / 1e6:.0f} million"
         raise TooManyPixelsError(f"{image.width:,} x {image.height:,} pixels, {limit}. Downscale it")
+    if max(image.size) > MAX_SIDE:
+        raise TooManyPixelsError(f"{image.width:,} x {image.height:,} pixels, a side of more than {MAX_SIDE:,}")
     if image.mode == "F":
         raise ValueError("float pixels have no defined range; save the image with 8 or 16 bits per channel")
 
@@ -136,6 +158,8 @@ def reason_of(error: Exception) -> str:
         return error.strerror
     if "cannot identify image file" in str(error):  # Pillow's message names our buffer
         return "unknown image format"
+    if isinstance(error, MemoryError):
+        return "it does not fit into memory"
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
@@ -151,7 +175,11 @@ def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
     if not isinstance(source, str | os.PathLike | bytes):
         check_pillow(source)
         return _from_pillow(source), 1.0
-    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    if isinstance(source, bytes):
+        data = source
+    else:
+        with open_file(source) as file:
+            data = file.read()
     image = open_header(io.BytesIO(data))
     width, height = image.size
     is_jpeg = image.format in {"JPEG", "MPO"}

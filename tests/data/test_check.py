@@ -152,14 +152,14 @@ def test_files_without_permission_are_found(tmp_path, quiet):
 def test_missing_permission_is_distinguished_from_damage(tmp_path, quiet, monkeypatch):
     for name in "ab":
         save(tmp_path / name / "1.png", scene(ord(name)))
-    real = Path.read_bytes
+    real = os.open
 
-    def refuse(path: Path) -> bytes:
-        if path.parent.name == "a":
+    def refuse(path: str, *args: int) -> int:
+        if Path(path).parent.name == "a":
             raise PermissionError(13, "Permission denied")
-        return real(path)
+        return real(path, *args)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     report = check(list_folder(tmp_path), quiet)
     assert report.find("no_permission").cases == ("a/1.png: no permission to read it",)
     assert report.find("unreadable") is None

@@ -1,5 +1,6 @@
 """Both decoders return Pillow's pixels for every type of image file; an unreadable file is named."""
 
+import os
 import sys
 import threading
 import zlib
@@ -12,7 +13,8 @@ from helpers.paths import SHARED
 from PIL import Image, ImageOps
 
 from nearkin.data import reading
-from nearkin.data.images import FileImages
+from nearkin.data.image_info import inspect_image
+from nearkin.data.images import FileImages, file_digest
 from nearkin.data.reading import read_image, read_size, square
 from nearkin.errors import DataError
 
@@ -214,6 +216,64 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(tmp_path):
     (tmp_path / "huge.png").write_bytes(data)
     with pytest.raises(DataError, match=r"huge\.png: cannot be read \(20,000 x 20,000 pixels, more than 179 million"):
         read_image(tmp_path / "huge.png", 32)
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that claims to have this size."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
+
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_a_row_of_a_hundred_million_pixels_is_an_error_of_that_file(tmp_path):
+    (tmp_path / "wide.png").write_bytes(png_of_size(100_000_000, 1))
+    with pytest.raises(DataError, match=r"wide\.png: cannot be read \(100,000,000 x 1 pixels, a side of more than"):
+        read_image(tmp_path / "wide.png", 32)
+
+
+def test_out_of_memory_is_an_error_of_that_file(tmp_path, monkeypatch):
+    Image.fromarray(scene()).save(tmp_path / "a.png")
+    monkeypatch.setattr(reading, "_from_pillow", lambda image: bytearray(1 << 62))
+    with pytest.raises(DataError, match=r"a\.png: cannot be read \(it does not fit into memory\)"):
+        read_image(tmp_path / "a.png", 32)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and devices in the file system: POSIX only")
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    """A pipe has no end until somebody writes to it, /dev/zero never."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    for name in ("pipe.jpg", "zero.jpg"):
+        for read in (lambda path: read_image(path, 32), read_size, file_digest):
+            with pytest.raises(DataError, match=rf"{name}: cannot be read \(not a regular file\)"):
+                read(tmp_path / name)
+        info = inspect_image(tmp_path / name)
+        assert info.error in ("unreadable", "broken_link")
+        assert info.reason == "not a regular file"
+
+
+def test_only_formats_that_need_no_other_program_reach_pillow(tmp_path, monkeypatch):
+    """For EPS Pillow starts gs, the first one on the PATH."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    Image.fromarray(scene()).save(tmp_path / "photo.eps")
+    (tmp_path / "photo.eps").rename(tmp_path / "photo.jpg")
+    with pytest.raises(DataError, match="unknown image format"):
+        read_image(tmp_path / "photo.jpg", 32)
+    assert inspect_image(tmp_path / "photo.jpg").reason == "a text file, not an image"
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    Image.fromarray(scene()).save(tmp_path / "a.png")
+    monkeypatch.setattr(reading, "MAX_FILE_BYTES", 100)
+    with pytest.raises(DataError, match=r"a\.png: cannot be read \(0\.0 GB, more than"):
+        read_image(tmp_path / "a.png", 32)
 
 
 def test_without_torchvision_pillow_decodes(tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ def test_links_are_followed_and_loops_end(tmp_path):
         picture(tmp_path / "root" / name / "1.png")
     (tmp_path / "root" / "c").symlink_to(tmp_path / "real", target_is_directory=True)
     (tmp_path / "root" / "a" / "again").symlink_to(tmp_path / "root" / "a", target_is_directory=True)
+    (tmp_path / "root" / "b" / "up").symlink_to(tmp_path / "root", target_is_directory=True)  # not a's images as b's
+    (tmp_path / "real" / "up").symlink_to(tmp_path / "root", target_is_directory=True)
     (tmp_path / "root" / "b" / "gone.png").symlink_to(tmp_path / "nothing.png")
     (tmp_path / "root" / "b" / ".hidden.png").touch()
     listing = list_folder(tmp_path / "root")

@@ -15,7 +15,7 @@ import numpy as np
 
 from nearkin._common.progress import Reporter
 from nearkin.data.loading import map_in_threads
-from nearkin.data.reading import read_image
+from nearkin.data.reading import open_file, read_image
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.items import EmbeddingModel, FileStamp, check_model, get_model_info
 from nearkin.deploy.index.search import Label, Vectors, check_vectors
@@ -193,7 +193,7 @@ class _Update:
             stat = os.stat(self.images.root / name)
             if previous is not None and (previous.size, previous.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
                 return previous
-            with open(self.images.root / name, "rb") as file:
+            with open_file(self.images.root / name) as file:
                 return FileStamp(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
             return error

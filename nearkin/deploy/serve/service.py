@@ -112,8 +112,6 @@ class Service:
         except DataError as error:
             reason = str(error).removeprefix(f"{name_of(data)}: ")
             raise HTTPException(422, f"The upload: {reason}") from None
-        except MemoryError:
-            raise HTTPException(413, "The image does not fit into memory.") from None
         vector = self.model.embed(pixels[None])[0]
         if not vector.isfinite().all():
             raise HTTPException(422, "The model returns NaN or infinity for this image.")
@@ -127,7 +125,7 @@ class Service:
     def _render_thumbnail(self, row: int) -> bytes:
         try:
             pixels = square(read_image(self.index.path_of(self.index.ids[row]), THUMBNAIL_SIZE), THUMBNAIL_SIZE)
-        except (DataError, MemoryError, ValueError):  # ValueError: an id that is not a valid path
+        except (DataError, ValueError):  # ValueError: an id that is not a valid path
             raise HTTPException(404, "The image file of this item is missing or cannot be read.") from None
         return _to_jpeg(pixels)
 
