@@ -17,7 +17,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ def name_of(source: Any) -> str:
     return str(source) if isinstance(source, str | os.PathLike) else f"image given as {type(source).__name__}"
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open an image file for reading. Anything but a regular file is refused: a pipe may block, a device never end."""
 
     def open_checked(name: str, flags: int) -> int:
