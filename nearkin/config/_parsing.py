@@ -52,6 +52,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: 
 def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
     """Convert a plain value to the declared type of the field `name`."""
     if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
     origin = typing.get_origin(hint)
     is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)

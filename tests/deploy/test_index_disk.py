@@ -41,8 +41,8 @@ def test_every_flipped_byte_is_detected(tmp_path):
     rng = random.Random(0)
     for path in [*sorted((tmp_path / "index").glob("*-*")), tmp_path / "index" / "manifest.json"]:
         whole = path.read_bytes()
-        for n in sorted(rng.sample(range(len(whole)), 25)):
-            path.write_bytes(whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :])
+        for n in rng.choices(range(len(whole)), k=100):
+            path.write_bytes(whole[:n] + bytes([whole[n] ^ 1 << rng.randrange(8)]) + whole[n + 1 :])
             with pytest.raises(DataError):
                 Index.load(tmp_path / "index")
         path.write_bytes(whole[:-3])
@@ -50,6 +50,53 @@ def test_every_flipped_byte_is_detected(tmp_path):
             Index.load(tmp_path / "index")
         path.write_bytes(whole)
         assert same(Index.load(tmp_path / "index"), index)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"ids": None},
+        {"ids": ["a", "b"]},
+        {"ids": ["item 0"] * 5},
+        {"ids": [1, 2, 3, 4, 5]},
+        {"labels": "abcde"},
+        {"labels": ["a"]},
+        {"labels": [1.5] * 5},
+        {"stamps": [None]},
+        {"stamps": [[1]] * 5},
+        {"stamps": [7] * 5},
+        {"files": {}},
+        {"files": {"vectors": "../../../../etc/x" * 4}},
+        {"model": "mine"},
+        {"model": {"weights": "x"}},
+        {"model": {"fingerprint": 3}},
+        {"root": 3},
+        {"threshold": [1]},
+        {"threshold": {"value": "high"}},
+        {"rerank": ["magic", {}]},
+        {"rerank": "expansion"},
+        {"rerank": ["expansion", {"k": "many"}]},
+        {"graph": {"m": 3}},
+        {"root": None, "model": ...},
+    ],
+    ids=str,
+)
+def test_a_forged_manifest_with_the_right_checksum_is_rejected(tmp_path, forged):
+    random_index(5, 3).save(tmp_path / "index")
+    state = storage.read_state(tmp_path / "index")
+    storage.commit(tmp_path / "index", {k: v for k, v in (state | forged).items() if v is not ...})
+    with pytest.raises(DataError, match=r"not a valid index|expected one float32 vector"):
+        Index.load(tmp_path / "index")
+
+
+@pytest.mark.parametrize("vectors", [np.zeros((5, 3)), np.zeros(5, np.float32), np.zeros((4, 3), np.float32)])
+def test_forged_vectors_with_the_right_checksum_are_rejected(tmp_path, vectors):
+    random_index(5, 3).save(tmp_path / "index")
+    state = storage.read_state(tmp_path / "index")
+    sha256 = storage.write_vectors(tmp_path / "index", vectors)
+    storage.commit(tmp_path / "index", {**state, "files": {"vectors": sha256}})
+    with pytest.raises(DataError, match="expected one float32 vector for each of 5 items"):
+        Index.load(tmp_path / "index")
 
 
 def test_missing_files_and_other_versions(tmp_path):

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from nearkin.config._parsing import from_dict
 from nearkin.deploy.index import items, search, storage
 from nearkin.deploy.index.graph import GraphStats, HNSWGraph
 from nearkin.deploy.index.items import EmbeddingModel, FileStamp, ModelInfo
 from nearkin.deploy.index.openset import Threshold, calibrate_items
 from nearkin.deploy.index.rerank import RERANKERS, Rerank, RerankChoice, apply_rerank, choose_rerank, rerank_name
 from nearkin.deploy.index.search import Floats, Hit, Ints, Label, SearchResult, Vectors
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import ConfigError, DataError, UserError
 
 
 class Index:
@@ -385,15 +386,23 @@ class Index:
     @classmethod
     def _read(cls, folder: Path, state: storage.State) -> Index:
         index = cls.__new__(cls)  # without checking the vectors again
-        stamps = [stamp and FileStamp(*stamp) for stamp in state["stamps"]]
-        index._set_items(storage.read_vectors(folder, state), state["ids"], state["labels"], stamps)
+        vectors = storage.read_vectors(folder, state)
+        graph = storage.find_file(folder, state, "hnsw").read_bytes() if state.get("graph") else None
         index._model = None
-        index.model_info = state["model"] and ModelInfo(**state["model"])
-        index.root = state["root"] and Path(state["root"])
-        index.threshold = state["threshold"] and Threshold.from_dict(state["threshold"])
-        index.rerank = state["rerank"] and RERANKERS[state["rerank"][0]](**state["rerank"][1])
-        index.store = state["store"]
-        if state["graph"]:
-            graph = storage.find_file(folder, state, "hnsw").read_bytes()
-            index.graph = HNSWGraph(graph, GraphStats(**state["graph"]))
+        try:
+            stamps = [stamp and FileStamp(*stamp) for stamp in state["stamps"]]
+            index._set_items(vectors, state["ids"], items.as_labels(state["labels"], len(vectors)), stamps)
+            items.check_count("stamps", len(stamps), "item", len(vectors))
+            index.model_info = state["model"] and from_dict(ModelInfo, state["model"], "model.")
+            index.root = state["root"] and Path(state["root"])
+            index.threshold = state["threshold"] and from_dict(Threshold, state["threshold"], "threshold.")
+            index.rerank = state["rerank"] and from_dict(
+                RERANKERS[state["rerank"][0]], state["rerank"][1], f"{state['rerank'][0]}."
+            )
+            index.store = state["store"]
+            if graph is not None:
+                index.graph = HNSWGraph(graph, from_dict(GraphStats, state["graph"], "graph."))
+        except (UserError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{folder}: not a valid index ({reason}). Index again into another folder.") from None
         return index

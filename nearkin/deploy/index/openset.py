@@ -56,12 +56,6 @@ class Threshold:
             )
         return "\n".join(lines)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Threshold:
-        """Restore a threshold."""
-        intervals = {n: values[n] and tuple(values[n]) for n in ("false_accept_interval", "true_accept_interval")}
-        return cls(**{**values, **intervals})
-
 
 def _format_interval(interval: Interval | None, suffix: str = "") -> str:
     return "" if interval is None else f" ({interval[0]:.2%} to {interval[1]:.2%}{suffix})"

@@ -62,6 +62,9 @@ def read_state(folder: Path) -> State:
         raise DataError(f"{path}: written by {age} nearkin (format {version}, this version reads {VERSION}). {fix}.")
     if content != _with_checksum(content.partition(b"\n")[2]):
         raise DataError(f"{path}: damaged (checksum mismatch). {_RESTORE_HINT}")
+    for key, kind in {"files": dict, "ids": list, "labels": list, "stamps": list}.items():
+        if not isinstance(state.get(key), kind):
+            raise DataError(f"{path}: not a valid index ({key} is not a {kind.__name__}). {_RESTORE_HINT}")
     return state
 
 
@@ -86,6 +89,8 @@ def read_consistent(folder: Path, read: Callable[[State], T]) -> T:
 
 def find_file(folder: Path, state: State, role: str) -> Path:
     """Return the path of a data file, after checking its hash."""
+    if not re.fullmatch("[0-9a-f]{64}", str(state["files"].get(role))):  # it becomes part of a file name
+        raise DataError(f"{folder / _MANIFEST}: not a valid index (files.{role}). {_RESTORE_HINT}")
     path = _data_path(folder, role, state["files"][role])
     if not _is_intact(path, state["files"][role]):
         raise DataError(f"{path}: damaged (checksum mismatch). {_RESTORE_HINT}")
@@ -107,9 +112,13 @@ def read_vectors(folder: Path, state: State) -> Vectors:
     # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared.
     mode: Literal["c"] | None = "c" if state["ids"] else None  # an empty array cannot be mapped
     try:
-        return np.load(path, mmap_mode=mode, allow_pickle=False)  # type: ignore[no-any-return]
+        vectors = np.load(path, mmap_mode=mode, allow_pickle=False)
     except ValueError as error:
         raise DataError(f"{path}: cannot read as a numeric array ({error}).") from None
+    if vectors.dtype != np.float32 or vectors.ndim != 2 or len(vectors) != len(state["ids"]):
+        shape = f"{vectors.dtype} {list(vectors.shape)}"
+        raise DataError(f"{path}: expected one float32 vector for each of {len(state['ids'])} items, got {shape}.")
+    return vectors  # type: ignore[no-any-return]
 
 
 def write_vectors(folder: Path, vectors: Vectors) -> str:
