@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ from typing import Any
 
 from nearkin._common.processes import is_alive
 
+# What np.load raises for a damaged .npy or .npz file.
+NPZ_ERRORS = (OSError, ValueError, KeyError, EOFError, NotImplementedError, SyntaxError, zipfile.BadZipFile, zlib.error)
 # NAME.<machine>-<process id>-<thread id>.tmp
 _TEMPORARY = re.compile(r".+\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9]+\.tmp")
 _CHECKSUM = b"nearkin-sha256:"  # in front of the checksum at the end of a file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 
+# A colour as rich writes it, or any control character but tabs and line ends.
+_CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LINE_INTERVAL = 5.0  # seconds between lines when the output is not a terminal
 
 
@@ -49,7 +52,7 @@ class Reporter:
     def info(self, line: str) -> None:
         """Print a line."""
         if not self.quiet:
-            self._console.print(line, markup=False)
+            self._console.print(escape_controls(line), markup=False)
 
     @contextmanager
     def track(self, label: str, total: int, unit: str = "it") -> Iterator[ProgressBar]:
@@ -89,6 +92,18 @@ class Pace:
     def eta(self) -> str:
         """Estimated remaining time for people; "?" before the first unit."""
         return format_duration((self.total - self.done) / self.rate) if self.rate else "?"
+
+
+def escape_controls(text: str, *, keep_colours: bool = False) -> str:
+    r"""Write control characters as text: those in file names could change the terminal or hide output.
+
+    Example:
+        >>> print(escape_controls("\x1b[2Jbird\x07.jpg"))
+        \x1b[2Jbird\x07.jpg
+    """
+    return _CONTROLS.sub(
+        lambda match: match[0] if keep_colours and match[1] else match[0].encode("unicode_escape").decode(), text
+    )
 
 
 def format_duration(seconds: float) -> str:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"No command named '{args[0]}'.{hint}")
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
-        print(f"nearkin: {error}", file=sys.stderr)
+        _print_error(str(error))
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the main process prints
@@ -75,8 +75,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except OSError as error:  # disk full, folder missing or not writable
         path = f"{error.filename}: " if error.filename else ""
-        print(f"nearkin: {path}{error.strerror or error}.", file=sys.stderr)
+        _print_error(f"{path}{error.strerror or error}.")
         sys.exit(2)
+
+
+def _print_error(message: str) -> None:
+    from nearkin._common.progress import escape_controls
+
+    print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
 
 
 def _interrupt_message(reason: str, args: list[str]) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import TypeVar
 
+from nearkin._common.progress import escape_controls
 from nearkin.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -49,5 +50,7 @@ def show(*parts: object) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    for part in parts:
-        console.print(part)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    print(escape_controls(capture.get(), keep_colours=console.is_terminal), end="", flush=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from nearkin._common.files import NPZ_ERRORS
 from nearkin.cli._arguments import leading, parse, show
 from nearkin.cli._models import load_model, run_of
 from nearkin.errors import ConfigError, DataError, require_extra
@@ -71,7 +72,7 @@ def run(argv: list[str]) -> None:
 
     index = Index.load(folder)
     if args.duplicates:
-        print(*_duplicates(index, folder, args), sep="\n")
+        show(*_duplicates(index, folder, args))
         return
     if args.images:
         index.set_model(load_model(args.run or run_of(index), args.device))
@@ -165,14 +166,12 @@ def _search(index: Index, queries: list[Query], args: SearchArgs) -> list[Search
 
 
 def _read_vectors(path: Path) -> Any:
-    from zipfile import BadZipFile
-
     import numpy as np
 
     try:
         with path.open("rb") as file:  # np.load itself does not close a file that proves broken
             array = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except NPZ_ERRORS as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"{path}: cannot read as an .npy file ({reason}).") from None
     if not isinstance(array, np.ndarray) or array.ndim not in (1, 2):

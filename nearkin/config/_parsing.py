@@ -46,6 +46,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: 
             hint = suggest(prefix, key) if suggest else did_you_mean(key, known)
             available = f" Available: {', '.join(known)}."
             raise ConfigError(f"{prefix}{key}: no such setting.{hint or available}")
+    for field in dataclasses.fields(cls):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in values:
+            raise ConfigError(f"{prefix}{field.name}: missing.")
     return cls(**{key: _convert(hints[key], value, f"{prefix}{key}", suggest) for key, value in values.items()})
 
 

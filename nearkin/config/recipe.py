@@ -16,6 +16,7 @@ from nearkin.errors import ConfigError, did_you_mean
 
 Scalar = bool | int | float | str
 
+MAX_DIM = 65_536  # of an embedding; a larger one is a typing error and would exhaust the memory
 # Metadata of a field that cannot change a result, such as a path or the number of workers: not part of the run key.
 _NOT_IN_KEY = {"in_key": False}
 
@@ -114,6 +115,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(self, "model", width=1, dim=0)
+        _check(self.dim <= MAX_DIM, "model.dim", f"at most {MAX_DIM:,}", self.dim)
         _check_above_zero(self, "model", "gem_p", "shrinkage")
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
         thirds = "a multiple of 3 (or 0) with model.feature_levels low_mid_high"

@@ -12,8 +12,6 @@ import importlib.util
 import math
 import os
 import unicodedata
-import zipfile
-import zlib
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import atomic_file, remove_leftovers
+from nearkin._common.files import NPZ_ERRORS, atomic_file, remove_leftovers
 from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
 from nearkin.errors import MissingExtraError, import_extra
@@ -181,7 +179,7 @@ def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArr
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             # np.load checks each member's CRC while reading, so a damaged file raises here and is redrawn.
             return stored["pixels"], stored["labels"], stored["names"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+    except NPZ_ERRORS:
         return None
 
 

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import atomic_write
+from nearkin._common.files import NPZ_ERRORS, atomic_write
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from nearkin.metrics._problem import Progress, make_problem, parse_bytes
 from nearkin.metrics._vectors import Floats
@@ -352,5 +350,5 @@ def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DataError(f"{path}: no such file.") from None
     except DataError:
         raise
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except NPZ_ERRORS as error:
         raise DataError(f"{path}: cannot be read as .npz without pickling ({error}).") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 import zlib
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearkin._common.files import atomic_write
+from nearkin._common.files import NPZ_ERRORS, atomic_write
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import Recipe
 from nearkin.data.images import Rows
@@ -142,7 +141,7 @@ def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
             if not np.array_equal(stored["rows"], table.row_numbers) or str(stored["of"]) != _tag(run, part, table):
                 return None
             return torch.from_numpy(stored["vectors"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+    except NPZ_ERRORS:
         return None
 
 

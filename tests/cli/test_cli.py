@@ -42,6 +42,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
         (["train", "--model.pool", "averag"], "Did you mean 'average'?"),
         (["train", "--miner.epsilon", "1"], "no miner is selected"),
+        (["evaluate", "\x1b[2Jnone.npz"], r"\x1b[2Jnone.npz: no such file"),  # not the escape code itself
         (["evaluate"], "missing argument: a run folder or a features.npz"),
         (["evaluate", "none.npz"], "none.npz"),
         (["report", "."], "not a run folder"),
@@ -204,3 +205,37 @@ def test_the_installed_command_and_the_module_print_the_same():
     by_module = subprocess.run([sys.executable, "-m", "nearkin", "--help"], capture_output=True, text=True)
     assert by_script.returncode == by_module.returncode == 0
     assert by_script.stdout == by_module.stdout
+
+
+def test_control_characters_in_names_are_printed_as_text(capsys, tmp_path):
+    """A file name must not clear the terminal or hide lines."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "\x1b[2J\x1b[31mx.png").write_bytes(b"no image")
+    code, out, err = run(capsys, "data", "check", tmp_path)
+    assert code == 1
+    assert r"\x1b[2J" in out
+    assert "\x1b" not in out + err
+    show("\x1b]0;title\x07")
+    assert capsys.readouterr().out == "\\x1b]0;title\\x07\n"
+
+
+def test_an_npz_with_an_unknown_compression_is_an_error_of_that_file(capsys, tmp_path):
+    np.savez(tmp_path / "f.npz", features=np.eye(4), labels=np.arange(4))
+    data = bytearray((tmp_path / "f.npz").read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        start = -1
+        while (start := data.find(signature, start + 1)) >= 0:
+            data[start + offset] = 97
+    (tmp_path / "f.npz").write_bytes(data)
+    for command in (["evaluate", tmp_path / "f.npz"], ["train", "--data", tmp_path / "f.npz"]):
+        code, _, err = run(capsys, *command)
+        assert code == 2
+        assert "f.npz: cannot be read" in err
+        assert "compression" in err
+
+
+def test_a_study_without_losses_is_refused(capsys, tmp_path):
+    (tmp_path / "s.toml").write_text('name = "x"\nbase = "glyphs_small"\n')
+    code, _, err = run(capsys, "bench", "plan", tmp_path / "s.toml")
+    assert (code, err) == (2, f"nearkin: {tmp_path / 's.toml'}: losses: missing.\n")
