@@ -37,7 +37,7 @@ COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
 # training several times as soon as another process needs a core. For GNU's and LLVM's implementation.
-_OPENMP_WAIT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+OPENMP_WAIT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The arguments; by default those of the process.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    for name, value in _OPENMP_WAIT.items():
+    for name, value in OPENMP_WAIT.items():
         os.environ.setdefault(name, value)
     if not args or args[0] in {"-h", "--help", "help"}:
         print(f"nearkin {__version__}: train embeddings, evaluate them on unseen classes, search with them.\n")

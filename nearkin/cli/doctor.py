@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nearkin._common.version import __version__, installed_version
+from nearkin.cli import OPENMP_WAIT
 from nearkin.cli._arguments import parse, show
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def environment_table() -> RichTable:
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     table.add_row("torch", torch.__version__)
     table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
+    table.add_row("OpenMP", _openmp_waiting())
     gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     table.add_row("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])]))
     listed: set[str] = set()
@@ -80,6 +82,13 @@ def environment_table() -> RichTable:
     if not issues:
         table.add_row("known issues", "none")
     return table
+
+
+def _openmp_waiting() -> str:
+    """Return how OpenMP's threads wait for work, and who decided it."""
+    settings = {name: os.environ[name] for name in (*OPENMP_WAIT, "OMP_WAIT_POLICY") if name in os.environ}
+    who = "set by nearkin: idle threads sleep early" if settings == OPENMP_WAIT else "as you set it"
+    return f"{who} ({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 
 def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:

@@ -151,7 +151,17 @@ def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
 def test_doctor_prints_versions_extras_devices_and_known_issues(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    for word in ("python", "torch", "cores", "cpu", "images: train", "installed: ", "stores: ", "known issue"):
+    for word in (
+        "python",
+        "torch",
+        "cores",
+        "GOMP_SPINCOUNT",
+        "cpu",
+        "images: train",
+        "installed: ",
+        "stores: ",
+        "known issue",
+    ):
         assert word in out
 
 
