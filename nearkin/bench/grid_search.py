@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nearkin.bench.search_space import Settings, recipe_for_loss
+from nearkin.bench.tune_space import Settings, recipe_for_loss
 from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES

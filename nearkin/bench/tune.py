@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from nearkin._common.progress import Reporter
 from nearkin.bench import executor, grid_search
-from nearkin.bench.search import Mode, Search, Standing, load_trials, plan, standings, write_recipes
-from nearkin.bench.search_space import Settings, apply, space, suggest
-from nearkin.bench.storage import SharedStorage, open_storage
+from nearkin.bench.tune_plan import Mode, Search, Standing, load_trials, plan, standings, write_recipes
+from nearkin.bench.tune_space import Settings, apply, space, suggest
+from nearkin.bench.tune_storage import SharedStorage, open_storage
 from nearkin.errors import TrainingStoppedError
 
 if TYPE_CHECKING:

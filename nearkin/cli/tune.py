@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nearkin.bench.executor import Slurm, run_workers, submit
-from nearkin.bench.storage import is_database, without_password
+from nearkin.bench.tune_storage import is_database, without_password
 from nearkin.cli._arguments import parse, show
 from nearkin.cli.train import TrainArgs, parse_train
 from nearkin.config.recipe import Recipe

@@ -14,8 +14,9 @@ from helpers.searches import QUIET, small_recipe, trials_of, write_vectors
 
 import nearkin as nk
 import nearkin.training.loop
-from nearkin.bench import grid_search, storage, tune
-from nearkin.bench.search_space import apply, defaults, space, suggest
+from nearkin.bench import grid_search, tune
+from nearkin.bench import tune_storage as storage
+from nearkin.bench.tune_space import apply, defaults, space, suggest
 from nearkin.cli import main
 from nearkin.cli.tune import footer, parse_tune, results_table
 from nearkin.config.recipe import ComponentConfig, Recipe

@@ -10,7 +10,8 @@ import pytest
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
-from nearkin.bench import storage, tune
+from nearkin.bench import tune
+from nearkin.bench import tune_storage as storage
 from nearkin.config.recipe import ComponentConfig, Recipe
 
 optuna = pytest.importorskip("optuna", reason="needs nearkin[bench]")

@@ -26,8 +26,8 @@ from nearkin.deploy.images import model_input
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.search import SearchResult
 from nearkin.deploy.serve.middleware import host_name
-from nearkin.deploy.serve.models import Hit, Info, Item, Items, ItemSearchResponse, Limits, SearchResponse
 from nearkin.deploy.serve.request_limits import RequestLimits, UploadReader, check_image, too_busy
+from nearkin.deploy.serve.responses import Hit, Info, Item, Items, ItemSearchResponse, Limits, SearchResponse
 from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.models.embedder import Embedder
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from nearkin._common.files import atomic_write, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.bench import grid_search
-from nearkin.bench.search_space import Settings, apply, defaults, recipe_for_loss, space
-from nearkin.bench.storage import SharedStorage, is_database, open_storage, storage_address
+from nearkin.bench.tune_space import Settings, apply, defaults, recipe_for_loss, space
+from nearkin.bench.tune_storage import SharedStorage, is_database, open_storage, storage_address
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.losses import LOSSES
