@@ -313,7 +313,7 @@ def data_notes(problem: RankingProblem, singletons: int, tied: int) -> Iterator[
     row_id = problem.gallery.row_id
     copies = len(row_id) - len(np.unique(row_id))
     if copies:
-        yield f"{copies:,} of {len(row_id):,} gallery vectors are exact copies of another; they tie."
+        yield f"{copies:,} of {len(row_id):,} gallery vectors equal another one in float32; they tie."
     if tied:
         yield f"{tied:,} of {len(problem.query):,} queries have ties between relevant and other items."
     if copies and copies == len(row_id) - 1:
