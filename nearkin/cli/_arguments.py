@@ -6,7 +6,6 @@ import dataclasses
 import typing
 from typing import TypeVar
 
-from nearkin._common.progress import escape_controls
 from nearkin.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -48,6 +47,8 @@ def leading(argv: list[str], what: str, prog: str, args_type: type) -> tuple[str
 def show(*parts: object) -> None:
     """Print tables and lines, in colour on a terminal. Brackets in names are not read as markup."""
     from rich.console import Console
+
+    from nearkin._common.progress import escape_controls
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with console.capture() as capture:
