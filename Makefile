@@ -7,6 +7,10 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
   $(if $(COVERAGE),--cov=nearkin --cov-report=)
 
+# Files with few but long tests. Started last, they would keep one core busy for minutes beside an idle one.
+SLOW_FIRST := $(addprefix tests/,test_wheel.py bench/test_study_killed.py docs/test_commands_in_docs.py \
+  training/test_loop.py docs/test_examples.py)
+
 # A second device on any machine: XLA on the CPU, which has its own torch. -O0 halves the time, most of it compilation.
 DEVICE_VENV  := .venv-device
 DEVICE_TORCH := torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
@@ -34,7 +38,7 @@ test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda 
 	$(PYTEST) -m "not slow"
 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
-	$(PYTEST) -m "slow"
+	$(PYTEST) -m "slow" --no-loadscope-reorder $(SLOW_FIRST) tests
 
 lowest: $(LOWEST)/.ready ## Run the tests of the core, data, models and training with the lowest versions allowed
 	NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/numba $(subst $(BIN),$(LOWEST)/bin,$(PYTEST)) -m "not slow" $(addprefix tests/,$(LOWEST_TESTS))
