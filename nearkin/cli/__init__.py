@@ -37,7 +37,7 @@ COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
 # training several times as soon as another process needs a core. For GNU's and LLVM's implementation.
-OPENMP_WAIT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+OPENMP_WAIT = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "0"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
