@@ -14,7 +14,6 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nearkin._common.version import installed_version
 from nearkin.errors import DataError, import_extra
 
 VERSION = 1  # increase when any pixel could change, which invalidates old caches
@@ -103,7 +103,7 @@ def decoder_name() -> str:
     It is part of the cache key, because decoders may differ in the last bit.
     """
     names = ["torchvision", "pillow"] if _torchvision_io() is not None else ["pillow"]
-    return " ".join(f"{name}-{_version(name)}" for name in names)
+    return " ".join(f"{name}-{installed_version(name) or 'none'}" for name in names)
 
 
 def name_of(source: Any) -> str:
@@ -282,10 +282,3 @@ def _torchvision_io() -> ModuleType | None:
         return None
     # torchvision 0.29 announces the removal of its decoders; Pillow then reads all files, with the same pixels.
     return module if hasattr(module, "decode_image") else None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

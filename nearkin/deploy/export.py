@@ -139,7 +139,8 @@ def export(
                     temporary.write_bytes(buffer.getbuffer())
                 reporter.info(f"comparing the file with the model on {checks.what}")
                 difference = largest_difference(model, temporary, to, checks.pixels)
-                metadata["sha256"] = hashlib.sha256(temporary.read_bytes()).hexdigest()
+                with open(temporary, "rb") as file:
+                    metadata["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
             metadata["checked"] = {"on": checks.what, "largest_difference": difference}
             metadata_path = out.with_name(f"{out.name}.json")
             atomic_write(metadata_path, json.dumps(metadata, indent=1))
