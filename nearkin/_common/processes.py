@@ -6,6 +6,7 @@ import _thread
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -30,6 +31,19 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:  # of another user
         pass
+    return True
+
+
+def other_processes_run(loadavg: str = "/proc/loadavg") -> bool:
+    """Return whether another process or thread of this machine keeps a core busy at the moment."""
+    if not os.path.exists(loadavg):
+        return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1
+    for _ in range(3):  # at three moments: a task that happens to wake up does not count
+        with open(loadavg, encoding="ascii") as file:
+            running = int(file.read().split()[3].partition("/")[0])
+        if running <= 1:  # ourselves
+            return False
+        time.sleep(0.01)
     return True
 
 

@@ -87,7 +87,9 @@ def environment_table() -> RichTable:
 def _openmp_waiting() -> str:
     """Return how OpenMP's threads wait for work, and who decided it."""
     settings = {name: os.environ[name] for name in (*OPENMP_WAIT, "OMP_WAIT_POLICY") if name in os.environ}
-    who = "set by nearkin: idle threads sleep early" if settings == OPENMP_WAIT else "as you set it"
+    if not settings:
+        return "OpenMP's default waiting policy: no other process kept a core busy when this command started"
+    who = "set by nearkin on a busy machine: idle threads sleep early" if settings == OPENMP_WAIT else "as you set it"
     return f"{who} ({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 

@@ -1,5 +1,6 @@
 """The command line: user errors print one or two lines and exit with code 2, never with a traceback."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from helpers.small_runs import make_run
 
 import nearkin as nk
 from nearkin import cli
+from nearkin.cli import doctor
 from nearkin.cli._arguments import show
 from nearkin.cli.train import parse_train
 from nearkin.config.recipe import ComponentConfig
@@ -155,7 +157,7 @@ def test_doctor_prints_versions_extras_devices_and_known_issues(capsys):
         "python",
         "torch",
         "cores",
-        "GOMP_SPINCOUNT",
+        "OpenMP",
         "cpu",
         "images: train",
         "installed: ",
@@ -163,6 +165,21 @@ def test_doctor_prints_versions_extras_devices_and_known_issues(capsys):
         "known issue",
     ):
         assert word in out
+
+
+def test_threads_sleep_early_only_beside_busy_processes_and_never_against_the_user(monkeypatch):
+    def policy(*, busy: bool, **chosen: str) -> str:
+        unset = {**cli.OPENMP_WAIT, "OMP_WAIT_POLICY": ""}
+        monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in unset} | chosen)
+        monkeypatch.setattr(cli, "other_processes_run", lambda: busy)
+        with pytest.raises(SystemExit):
+            cli.main(["doctor", "--help"])
+        return doctor._openmp_waiting()
+
+    assert "default waiting policy" in policy(busy=False)
+    assert "on a busy machine" in policy(busy=True)
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+    assert "as you set it (GOMP_SPINCOUNT=7" in policy(busy=True, GOMP_SPINCOUNT="7")
 
 
 def test_evaluate_reads_features(capsys, tmp_path):
