@@ -44,9 +44,11 @@ class Diagnosis:
         tightness: -mean over anchors of log sum over their positives of exp(similarity / 0.1).
         contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1). The sum of both is the
             cross entropy of the soft nearest-neighbour classifier, `snca` (Boudiaf et al. 2020, table 2).
-        feature_entropy: H(Z) = D times the mean log distance of pairs, up to a constant (Boudiaf et al. 2020, eq. 6).
+        feature_entropy: H(Z) = D times the mean log distance of pairs (Boudiaf et al. 2020, eq. 6); relative, so
+            that only its changes mean something.
         conditional_entropy: H(Z|Y), the same within classes, each weighted by its rows.
-        information: I(Z;Y) = H(Z) - H(Z|Y), the generative view.
+        label_entropy: H(Y), the most that embeddings can say about the class.
+        information: I(Z;Y) between 0 and H(Y), estimated from nearest neighbours (Ross 2014).
         information_bound: H(Y) - (tightness + contrastive) <= I(Z;Y), the discriminative view; vacuous below 0.
         alignment: Mean squared distance of positive pairs (Wang and Isola 2020, alpha = 2): 0 is best, 2 is chance.
         uniformity: Log of the mean of exp(-2 squared distance) over all pairs (the same, t = 2): 0 when all rows are
@@ -75,6 +77,7 @@ class Diagnosis:
     contrastive: float = math.nan
     feature_entropy: float = math.nan
     conditional_entropy: float = math.nan
+    label_entropy: float = math.nan
     information: float = math.nan
     information_bound: float = math.nan
     alignment: float = math.nan
@@ -166,7 +169,10 @@ def _diagnose_sample(emb: Tensor, labels: Tensor, non_finite: int) -> Diagnosis:
         contrastive=contrastive,
         feature_entropy=entropy,
         conditional_entropy=conditional,
-        information=entropy - conditional,
+        label_entropy=information.label_entropy(labels),
+        information=information.neighbour_information(
+            *information.count_neighbours(distance, labels[:, None] == labels, torch.arange(len(emb)), k=3), labels
+        ),
         information_bound=information.mutual_information_bound(labels, tightness + contrastive),
         alignment=float(distance[pairs.pos & upper].square().mean()),
         uniformity=math.log(float(distance[upper].square().mul_(-2).exp_().mean())),

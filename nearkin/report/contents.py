@@ -86,7 +86,8 @@ def summarize_run(run: Run) -> dict[str, Any]:
 
 
 DIAGNOSTICS = (
-    *("tightness", "contrastive", "information", "information_bound", "effective_rank"),
+    *("tightness", "contrastive", "feature_entropy", "conditional_entropy"),
+    *("label_entropy", "information", "information_bound", "effective_rank"),
     *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
 )
 

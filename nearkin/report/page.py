@@ -228,8 +228,13 @@ def safe_json(value: Any) -> str:
 
 # Title, and (series name, key of the diagnosis)
 DIAGNOSTIC_CHARTS = (
-    ("Tightness and contrast of the classes", (("tightness", "tightness"), ("contrastive", "contrastive"))),
-    ("Mutual information with the class, nats", (("I(Z;Y)", "information"), ("lower bound", "information_bound"))),
+    ("Tightness: falls as each class contracts", (("tightness", "tightness"),)),
+    ("Contrast: falls as embeddings spread", (("contrastive", "contrastive"),)),
+    ("Entropy terms, relative", (("H(Z)", "feature_entropy"), ("H(Z|Y)", "conditional_entropy"))),
+    (
+        "Mutual information with the class, nats",
+        (("I(Z;Y)", "information"), ("lower bound", "information_bound"), ("H(Y), the maximum", "label_entropy")),
+    ),
     ("Effective rank", (("effective rank", "effective_rank"),)),
     ("Alignment and uniformity, lower is better", (("alignment", "alignment"), ("uniformity", "uniformity"))),
 )

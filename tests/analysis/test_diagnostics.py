@@ -35,6 +35,20 @@ def small():
 # --- against plain loops ----------------------------------------------------------------------------------------------
 
 
+def neighbour_information(dist: dict[tuple[int, int], float], y: np.ndarray, k: int = 3) -> float:
+    """Ross 2014, eq. 3, as a loop; the digamma function of an integer is a harmonic number minus a constant."""
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, len(y) + 1))])
+    total = 0.0
+    for i in range(len(y)):
+        own = sorted(dist[i, j] for j in range(len(y)) if j != i and y[j] == y[i])
+        radius = own[min(k, len(own)) - 1]
+        m = sum(dist[i, j] <= radius for j in range(len(y)) if j != i)
+        total += (
+            harmonic[len(y) - 1] - harmonic[(y == y[i]).sum() - 1] + harmonic[min(k, len(own)) - 1] - harmonic[m - 1]
+        )
+    return min(max(total / len(y), 0.0), math.log(len(np.unique(y))))
+
+
 def plain(emb: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """The definitions, computed pair by pair."""
     x, y = emb.numpy(), labels.numpy()
@@ -63,7 +77,8 @@ def plain(emb: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
         "contrastive": contrastive,
         "feature_entropy": entropy,
         "conditional_entropy": conditional,
-        "information": entropy - conditional,
+        "label_entropy": math.log(len(classes)),  # classes of one size
+        "information": neighbour_information(dist, y),
         "information_bound": math.log(len(classes)) - tightness - contrastive,  # classes of one size
         "alignment": np.mean([dist[p] ** 2 for p in pos]),
         "uniformity": math.log(np.mean([math.exp(-2 * dist[p] ** 2) for p in every])),
