@@ -69,7 +69,8 @@ def run(argv: list[str]) -> None:
     if recipe.data.source != "features":
         require_extra("images", "PIL")
     from nearkin._common.progress import Reporter
-    from nearkin.report.tables import headline, result_table
+    from nearkin.report.baselines import comparison_lines, headline
+    from nearkin.report.tables import result_table
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> None:
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
     paths = f"\nrun:    {run.path}\nreport: nearkin report {shlex.quote(str(run.path))}"
-    show(result_table(run), headline(run), *notes, paths)
+    show(result_table(run), headline(run), *comparison_lines(run.result), *notes, paths)
 
 
 ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze"}

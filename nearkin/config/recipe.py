@@ -159,7 +159,7 @@ class TrainConfig:
     """The training loop: batches, optimizer and learning-rate schedule."""
 
     epochs: int = 6
-    """Passes over the training images."""
+    """Passes over the training images; 0 evaluates and saves the initial model, for example a whitened head."""
     batch_size: int = 128
     """Images per step."""
     samples_per_class: int = 4
@@ -210,7 +210,7 @@ class TrainConfig:
     """With a frozen backbone: maximum weight of another image of the same class mixed into a training feature."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, "train", epochs=1, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
+        _check_at_least(self, "train", epochs=0, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
         _check_at_least(self, "train", warmup_steps=0, micro_batch_size=0, patience=0, feature_noise=0)
         _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes")
         per_class = self.samples_per_class

@@ -15,7 +15,7 @@ from nearkin.data.splits import make_split
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.report.page import write_page
-from nearkin.report.tables import headline
+from nearkin.report.baselines import headline
 from nearkin.training.factory import make_model
 
 
@@ -54,7 +54,7 @@ def features_recipe(features_file):
 def test_a_frozen_run_trains_the_head_only_and_reports_the_raw_backbone(frozen_recipe, tmp_path, quiet):
     run = nk.fit(frozen_recipe, tmp_path, reporter=quiet)
     assert list(run.result["test"]) == ["raw pixels", "raw backbone", "whitened start", "trained"]
-    assert run.result["gain"]["over"] == "raw backbone"
+    assert list(run.result["differences"]) == ["raw pixels", "raw backbone", "whitened start"]
     before = make_model(frozen_recipe, sources.load(frozen_recipe.data, quiet), quiet)
     for name, value in run.embedder().backbone.state_dict().items():
         assert torch.equal(value, before.backbone.state_dict()[name]), name
