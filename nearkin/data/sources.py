@@ -27,6 +27,7 @@ from nearkin.data.listing import (
     metadata_files,
     parse_parts,
 )
+from nearkin.data.splits import check_parts, merge_shared_parts
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import DataError, UserError, did_you_mean
@@ -59,11 +60,23 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         assert table.features is not None
         shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
-        return table
+        part, shared = merge_shared_parts(table.labels, table.part)
+        return replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
     listing = list_source(data)
     counts = f"{len(listing):,} images of {len(listing.class_names):,} classes"
     reporter.info(f"data: {data.source}, {counts} from {listing.root}")
-    return make_table(listing, data, reporter)
+    notes = listing.notes + _report_merge(len(listing.shared_classes), len(listing.class_names), reporter)
+    check_parts(listing, data)
+    return make_table(replace(listing, notes=notes), data, reporter)
+
+
+def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, ...]:
+    """Report that parts which share classes were merged. Returns this as a note for the result, if there were any."""
+    if not shared:
+        return ()
+    found = f"{shared:,} of {classes:,} classes are in several of training, validation and test, as for a classifier"
+    reporter.info(f"data: {found}; all are merged and split by class, so that the test classes are unseen")
+    return (f"{found}; these parts were merged",)
 
 
 def list_source(data: DataConfig) -> Listing:
@@ -87,7 +100,9 @@ def list_source(data: DataConfig) -> Listing:
         raise UserError(f"data.source: no source named '{data.source}'.{hint}")
     if data.crop_to_boxes and listing.boxes is None:
         raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
-    return listing if data.crop_to_boxes else replace(listing, boxes=None)
+    part, shared = merge_shared_parts(listing.labels, listing.part)
+    names = tuple(listing.class_names[label] for label in shared)
+    return replace(listing, part=part, shared_classes=names, boxes=listing.boxes if data.crop_to_boxes else None)
 
 
 def _root(data: DataConfig, expected: str) -> Path:

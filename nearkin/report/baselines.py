@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,3 +121,39 @@ def _advice(name: str, result: Mapping[str, Any]) -> str:
     if name in _WITHOUT_TRAINING:
         return f": to use it, repeat the command with {_WITHOUT_TRAINING[name]}"
     return ": the loss, its learning rate or the number of epochs does not suit these data"
+
+
+def compare_study(
+    metric: str, scores: Mapping[str, Mapping[str, float]], baselines: Mapping[str, Mapping[str, float]]
+) -> tuple[str, bool]:
+    """Say which methods of a study, best mean rank first, beat the best baseline; and return whether any does.
+
+    Both map a name to its scores by experiment, in percent.
+    """
+    best = max(baselines, key=lambda name: fmean(baselines[name].values()), default="")
+    leads = {
+        method: fmean(common)
+        for method, values in scores.items()
+        if (common := [values[e] - baselines[best][e] for e in values if best and e in baselines[best]])
+    }
+    if not leads:
+        return "", True
+    above = sum(lead > 0 for lead in leads.values())
+    leader = max(leads, key=lambda method: leads[method])
+    baseline = f"the {best}, the best baseline ({metric} {fmean(baselines[best].values()):.1f})"
+    if not above:
+        closest = f"{leader} is closest, {leads[leader]:+.1f} points"
+        return f"No method beats {baseline}: use it without training ({closest}).", False
+    count = len(leads)
+    share = "Every method is" if above == count else f"{above} of {count} methods {'is' if above == 1 else 'are'}"
+    first, lead = next(iter(leads.items()))
+    exception = f" {first} is not." if lead <= 0 else ""
+    return f"{share} above {baseline}, {leader} by {leads[leader]:.1f} points.{exception}", True
+
+
+def study_lines(method: str, differences: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """Say how a method of a study compares with every baseline: one line for each."""
+    return [
+        f"{method} vs. {name}: {', '.join(describe_difference(metric, *found) for metric, found in metrics.items())}"
+        for name, metrics in differences.items()
+    ]

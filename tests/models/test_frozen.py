@@ -14,8 +14,8 @@ from nearkin.data.batches import training_inputs
 from nearkin.data.splits import make_split
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.report.page import write_page
 from nearkin.report.baselines import headline
+from nearkin.report.page import write_page
 from nearkin.training.factory import make_model
 
 
