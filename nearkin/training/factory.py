@@ -31,6 +31,10 @@ def validate_recipe(recipe: Recipe) -> None:
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
     _check_something_learns(recipe, objective)
+    is_frozen = recipe.model.backbone == "none" or recipe.model.freeze == "backbone"
+    for name in ("feature_noise", "feature_mix"):
+        if getattr(recipe.train, name) and not is_frozen:
+            raise ConfigError(f"train.{name}: only with a frozen backbone. Use 0, or --freeze backbone.")
 
 
 def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
@@ -61,7 +65,9 @@ def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
     torch.manual_seed(recipe.seed)
     if table.features is not None:
         if recipe.model.backbone != "none":
-            raise ConfigError(f"{table.source}: contains features, which need no backbone. Use --model.backbone none.")
+            raise ConfigError(
+                f"{table.source}: contains features, which need no backbone. Use --model.backbone none --weights none."
+            )
         return Embedder(recipe.model, (table.features.shape[1], 1, 1))
     if recipe.model.backbone == "none":
         raise ConfigError(f"{table.source}: contains images, which need a backbone. Use --model.backbone NAME.")
