@@ -494,5 +494,5 @@ def test_few_validation_classes_select_by_map(tiny_recipe, tmp_path, num_classes
 
 
 def test_feature_augmentation_needs_frozen_features(tiny_recipe, tmp_path, quiet):
-    with pytest.raises(ConfigError, match="train.feature_noise: only with a frozen backbone"):
+    with pytest.raises(ConfigError, match=r"train\.feature_noise: only with a frozen backbone"):
         nk.fit(replace(tiny_recipe, train=replace(tiny_recipe.train, feature_noise=0.1)), tmp_path, reporter=quiet)
