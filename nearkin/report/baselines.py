@@ -40,7 +40,7 @@ def headline(run: Run | dict[str, Any]) -> str:
         )
     recalls = {name: 100 * metrics["R@1"]["mean"] for name, metrics in result["test"].items()}
     trained = recalls.pop("trained")
-    best = max(recalls, key=lambda name: recalls[name])
+    best = max(reversed(recalls), key=lambda name: recalls[name])
     return (
         f"R@1 {trained:.1f}: the nearest neighbour of {trained:.1f} % of the test images has the same class "
         f"({best}: {recalls[best]:.1f}). {_conclusion(result)}"
@@ -97,30 +97,31 @@ def _conclusion(result: Mapping[str, Any]) -> str:
         if not result["protocol"]["epochs"]:
             text = f"These are the initial weights ({start}), without training."
         del signs[start]
+    signs = dict(reversed(signs.items()))  # of equal baselines, the last one is recommended
     better = [name for name, (recall, precision) in signs.items() if (recall, precision) < (0, 0)]
     equal = [name for name, pair in signs.items() if pair == (0, 0)]
     if better:
         name = max(better, key=lambda name: recalls[name])
-        return f"{text or 'Training did not help.'} The {name} is better{_advice(name, result)}."
+        return f"{text or 'Training did not help.'} Better without it: {name}{_advice(name, result)}."
     if text:
         return text
     if equal:
         name = max(equal, key=lambda name: recalls[name])
-        return f"Training did not help measurably: the {name} is as good{_advice(name, result)}."
+        return f"Training did not help measurably. As good without it: {name}{_advice(name, result)}."
     doubtful = [name for name, pair in signs.items() if pair != (1, 1)]
     if not doubtful:
         return "Training helped: R@1 and MAP@R are significantly better than those of every baseline."
-    metric, other = ("R@1", "MAP@R") if signs[doubtful[-1]][0] > 0 else ("MAP@R", "R@1")
-    return f"Training helped, but over the {doubtful[-1]} only in {metric}, not in {other}."
+    metric, other = ("R@1", "MAP@R") if signs[doubtful[0]][0] > 0 else ("MAP@R", "R@1")
+    return f"Training helped, but compared with {doubtful[0]} only in {metric}, not in {other}."
 
 
 def _advice(name: str, result: Mapping[str, Any]) -> str:
     """Return how to use a baseline instead of the trained model, or what to change if it is not worth using."""
     if name == "raw backbone" and "raw pixels" not in result["test"]:
-        return ": use your features as they are"
+        return ", your features as they are"
     if name in _WITHOUT_TRAINING:
-        return f": to use it, repeat the command with {_WITHOUT_TRAINING[name]}"
-    return ": the loss, its learning rate or the number of epochs does not suit these data"
+        return f" (to use it, repeat the command with {_WITHOUT_TRAINING[name]})"
+    return ". The loss, its learning rate or the number of epochs does not suit these data"
 
 
 def compare_study(

@@ -312,6 +312,8 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     table = s.val or s.train.sample(1000)
     emb = embed_table(model, table, raw=True)
     if not bool(torch.isfinite(emb).all()):  # the last step went too far, though its loss was still finite
+        if not epoch and s.recipe.train.epochs:
+            return ""  # because of an input, which the first step will name
         reason = f"the embeddings became NaN or infinite by the end of epoch {epoch}"
         s.run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
         raise TrainingFailedError(f"{s.run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
