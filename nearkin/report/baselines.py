@@ -102,12 +102,12 @@ def _conclusion(result: Mapping[str, Any]) -> str:
     equal = [name for name, pair in signs.items() if pair == (0, 0)]
     if better:
         name = max(better, key=lambda name: recalls[name])
-        return f"{text or 'Training did not help.'} Better without it: {name}{_advice(name, result)}."
+        return f"{text or 'Training did not help.'} Better on the test classes: {name}{_advice(name, result)}."
     if text:
         return text
     if equal:
         name = max(equal, key=lambda name: recalls[name])
-        return f"Training did not help measurably. As good without it: {name}{_advice(name, result)}."
+        return f"Training did not help measurably. As good without training: {name}{_advice(name, result)}."
     doubtful = [name for name, pair in signs.items() if pair != (1, 1)]
     if not doubtful:
         return "Training helped: R@1 and MAP@R are significantly better than those of every baseline."

@@ -63,19 +63,23 @@ BETTER, SAME, WORSE = (1.0, 3.0), (-1.0, 2.0), (-3.0, -1.0)
         (
             (BETTER, BETTER),
             (SAME, BETTER),
-            "Training helped, but compared with whitened start only in MAP@R, not in R@1.",
+            "but compared with whitened start only in MAP@R, not in R@1.",
         ),
         (
             (BETTER, BETTER),
             (SAME, SAME),
-            "Training did not help measurably. As good without it: whitened start (to use it,",
+            "As good without training: whitened start (to use it,",
         ),
-        ((WORSE, SAME), (BETTER, BETTER), "Better without it: raw backbone (to use it, repeat the command with"),
-        ((SAME, WORSE), (SAME, SAME), "Training did not help. Better without it: raw backbone ("),
+        (
+            (WORSE, SAME),
+            (BETTER, BETTER),
+            "Better on the test classes: raw backbone (to use it, repeat the command with",
+        ),
+        ((SAME, WORSE), (SAME, SAME), "Training did not help. Better on the test classes: raw backbone ("),
         (
             (BETTER, BETTER),
             (WORSE, BETTER),
-            "Better without it: whitened start (to use it, repeat the command with --train",
+            "Better on the test classes: whitened start (to use it, repeat the command with",
         ),
     ],
 )
@@ -85,7 +89,7 @@ def test_the_headline_claims_no_more_than_the_intervals(raw, start, expected):
     assert words.startswith(
         "R@1 63.0: the nearest neighbour of 63.0 % of the test images has the same class (whitened "
     )
-    assert ("Training helped" in words) == ("Training helped" in expected)
+    assert ("Training helped" in words) == ("elped" in expected or "but" in expected)
 
 
 def test_every_baseline_is_compared_in_both_metrics():
@@ -98,7 +102,7 @@ def test_every_baseline_is_compared_in_both_metrics():
     kept = result((WORSE, WORSE), (zero, zero), epoch=0)
     assert comparison_lines(kept)[-1] == "vs. whitened start: these are its weights"
     assert "No epoch improved on the initial weights (whitened start)" in headline(kept)
-    assert "Better without it: raw backbone" in headline(kept)
+    assert "Better on the test classes: raw backbone" in headline(kept)
 
 
 def test_training_that_helps_nothing_keeps_the_start(recipe, tmp_path, quiet, capsys):
