@@ -251,7 +251,7 @@ def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
     for classes, metric in ((3, "MAP@R"), (7, "MAP@R"), (8, "R@1")):
         assert results_table([replace(standing, classes=classes)]).columns[1].header == f"val {metric}"
-    with pytest.raises(ConfigError, match="--train.epochs 0: a search compares trained models"):
+    with pytest.raises(ConfigError, match=r"--train\.epochs 0: a search compares trained models"):
         tune.plan(replace(recipe, train=replace(recipe.train, epochs=0)), tmp_path / "none", reporter=QUIET)
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
         tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
