@@ -87,7 +87,7 @@ def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, .
     if not shared:
         return ()
     found = f"{shared:,} of {classes:,} classes are in several of training, validation and test, as for a classifier"
-    reporter.info(f"data: {found}; all are merged and split by class, so that the test classes are unseen")
+    reporter.info(f"data: {found}; these parts are merged and split by class: held-out classes must be unseen")
     return (f"{found}; these parts were merged",)
 
 

@@ -141,7 +141,7 @@ def compare_study(
         return "", True
     above = sum(lead > 0 for lead in leads.values())
     leader = max(leads, key=lambda method: leads[method])
-    baseline = f"the {best}, the best baseline ({metric} {fmean(baselines[best].values()):.1f})"
+    baseline = f"the best baseline, {best} ({metric} {fmean(baselines[best].values()):.1f})"
     if not above:
         closest = f"{leader} is closest, {leads[leader]:+.1f} points"
         return f"No method beats {baseline}: use it without training ({closest}).", False

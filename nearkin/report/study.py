@@ -212,16 +212,16 @@ def render_study(report: StudyReport) -> str:
 
 def headline(report: StudyReport) -> str:
     """Say which method leads, over which others significantly, and whether any beats the baselines."""
-    if report.tournament is None:
-        count = len(report.methods)
-        if count == 1:
-            return "Only one method: nothing to rank."
-        known = sum(any(not math.isnan(report.mean(e, name)) for e in report.experiments) for name in report.methods)
-        return f"{known} of {count} methods have a value{' so far' if report.remaining else ''}: nothing to rank."
     scores = {m: {e: v for e in report.experiments if not math.isnan(v := report.mean(e, m))} for m in report.methods}
     against_baselines, any_beats = compare_study(report.metric, scores, report.baselines)
-    sentences = [_rank_sentence(report, report.tournament), against_baselines]
-    return " ".join(filter(None, sentences if any_beats else reversed(sentences)))
+    if len(report.methods) == 1:
+        ranks = "Only one method: nothing to rank."
+    elif report.tournament is None:
+        known = f"{sum(map(bool, scores.values()))} of {len(scores)} methods have a value"
+        ranks = f"{known}{' so far' if report.remaining else ''}: nothing to rank."
+    else:
+        ranks = _rank_sentence(report, report.tournament)
+    return f"{ranks} {against_baselines}".rstrip() if any_beats else f"{against_baselines} {ranks}"
 
 
 def _rank_sentence(report: StudyReport, tournament: Tournament) -> str:

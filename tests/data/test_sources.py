@@ -43,7 +43,7 @@ def test_parts_that_share_their_classes_are_merged_and_split_by_class(tmp_path):
     out = io.StringIO()
     table = load(data, Reporter(out=out))
     assert (len(table), table.num_classes, table.part) == (46, 8, None)
-    assert "7 of 8 classes are in several of training, validation and test, as for a classifier; all are merged" in (
+    assert "7 of 8 classes are in several of training, validation and test, as for a classifier; these parts are" in (
         out.getvalue()
     )
     split, holdout = make_split(table, data)

@@ -161,10 +161,10 @@ def test_a_study_praises_no_method_that_loses_to_the_raw_backbone(tmp_path):
     backbone = report.baselines["raw backbone"]["clouds 2"]
     assert max(recalls.values()) < backbone
     words = study_headline(report)
-    assert words.startswith(f"No method beats the raw backbone, the best baseline (R@1 {backbone:.1f}): use it without")
+    assert words.startswith(f"No method beats the best baseline, raw backbone (R@1 {backbone:.1f}): use it without")
     assert report.baseline_lines[0].startswith(f"{report.methods[0]} vs. raw backbone: R@1 worse by ")
     printed = [str(part) for part in terminal_report(folder)]
-    assert any(line.startswith("No method beats the raw backbone") for line in printed)
+    assert any(line.startswith("No method beats the best baseline") for line in printed)
     assert report.baseline_lines[0] in printed
 
 
@@ -172,8 +172,8 @@ def test_methods_above_and_below_the_best_baseline():
     scores = {"a": {"x": 60.0, "y": 50.0}, "b": {"x": 70.0, "y": 54.0}, "c": {"x": 10.0}}
     baselines = {"raw": {"x": 62.0, "y": 52.0}, "pixels": {"x": 3.0, "y": 1.0}}
     assert compare_study("R@1", scores, baselines) == (
-        "1 of 3 methods is above the raw, the best baseline (R@1 57.0), b by 5.0 points. a is not.",
+        "1 of 3 methods is above the best baseline, raw (R@1 57.0), b by 5.0 points. a is not.",
         True,
     )
     assert compare_study("R@1", scores, {}) == ("", True)
-    assert compare_study("R@1", {"c": scores["c"]}, baselines)[0].startswith("No method beats the raw, the best")
+    assert compare_study("R@1", {"c": scores["c"]}, baselines)[0].startswith("No method beats the best baseline, raw ")

@@ -88,9 +88,9 @@ def test_the_headline_without_enough_values_to_rank(study):
     report = build_study_report(study.path)
     some = {key: cell for key, cell in report.cells.items() if key[1] == "triplet"}
     early = replace(report, tournament=None, cells=some, remaining=5)
-    assert headline(early) == "1 of 4 methods have a value so far: nothing to rank."
+    assert "1 of 4 methods have a value so far: nothing to rank." in headline(early)
     assert headline(replace(early, cells={}, remaining=0)) == "0 of 4 methods have a value: nothing to rank."
-    assert headline(replace(early, methods=["triplet"])) == "Only one method: nothing to rank."
+    assert "Only one method: nothing to rank." in headline(replace(early, methods=["triplet"]))
     assert headline(early) in render_study(early)
 
 
