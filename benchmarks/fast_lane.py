@@ -62,13 +62,11 @@ def main() -> None:
         run, recipe = max(fitted, key=lambda pair: pair[0].result["val_R@1"])
         epoch = run.result["protocol"]["epoch"]
         # Epoch 0 means that training did not help: the whitened features themselves are reported.
-        final = replace(
-            recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=max(epoch, 1))
-        )
+        final = replace(recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=epoch))
         result = nk.fit(final, args.runs, reporter=quiet).result
         whitened = result["test"]["whitened start"]
         trained = result["test"]["trained"] if epoch else whitened
-        gain = [100 * bound for bound in result["gain"]["interval"]] if epoch else None
+        gain = [100 * bound for bound in result["differences"]["raw backbone"]["R@1"]["interval"]] if epoch else None
         rows.append((name, recipe.train.lr, epoch, run.result["val_R@1"], trained, gain))
         low, high = trained["R@1"]["interval"]
         recall = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"

@@ -68,6 +68,27 @@ def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
     return aggregates
 
 
+def baseline_scores(folder: StudyFolder) -> dict[str, dict[str, float]]:
+    """Baseline -> experiment -> score in percent, the mean over all trials."""
+    outcomes, metric = folder.outcomes(), folder.study.metric
+    values: dict[str, dict[str, list[float]]] = {}
+    for trial in folder.trials:
+        outcome = outcomes.get(trial.id)
+        for name, scores in ((outcome and outcome.baselines) or {}).items():
+            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * scores[metric])
+    return {name: {e: float(np.mean(v)) for e, v in scores.items()} for name, scores in values.items()}
+
+
+def baseline_differences(folder: StudyFolder, method: str) -> dict[str, dict[str, list[float]]]:
+    """Baseline -> metric -> difference of a method and the ends of its interval, averaged over its trials."""
+    outcomes = [folder.outcome(trial) for trial in folder.trials if trial.method == method]
+    found = [outcome.differences for outcome in outcomes if outcome is not None and outcome.differences]
+    return {
+        name: {metric: np.mean([differences[name][metric] for differences in found], axis=0).tolist() for metric in m}
+        for name, m in (found[0] if found else {}).items()
+    }
+
+
 def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
     """Second minus first on the same test queries, with an interval over classes.
 

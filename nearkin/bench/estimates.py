@@ -1,7 +1,8 @@
 """Time and disk estimates of a study before it runs, from the operations of its networks.
 
 Seconds per trial = fixed + epochs x images x 3 x FLOPs of the network / speed (one forward, a backward of twice that).
-As trials finish, the ratio of their measured to their estimated time scales the remaining estimates.
+As trials finish, the ratio of their measured to their estimated time scales the remaining estimates. Before that, the
+estimates for this machine only order the trials: loading and evaluation make them wrong by large factors.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Estimate:
         raw = {trial.id: self._raw_seconds(trial) for trial in trials}
         done = [(raw[id], o.seconds) for id, o in outcomes.items() if o.status == "done" and id in raw and o.seconds]
         self.calibration_trials = len(done) if tflops is None else 0
+        self.is_known = self.calibration_trials > 0 or tflops is not None
         scale = sum(b for _, b in done) / sum(a for a, _ in done) if self.calibration_trials else 1.0
         self._seconds = {id: seconds * scale for id, seconds in raw.items()}
 

@@ -34,7 +34,9 @@ class Outcome:
     run: str | None = None  # absolute path of the evaluated run folder
     test: dict[str, float] | None = None  # metric -> mean on the test classes, as a fraction
     intervals: dict[str, list[float]] | None = None  # metric -> 95 % interval over test classes
-    baselines: dict[str, float] | None = None  # baseline -> R@1 on the test classes before training
+    baselines: dict[str, dict[str, float]] | None = None  # baseline -> metric -> mean on the test classes
+    # baseline -> metric -> paired difference of the trained model, lower and upper end of its interval
+    differences: dict[str, dict[str, list[float]]] | None = None
     val: float | None = None  # R@1 on the validation classes at the chosen epoch
     epoch: int | None = None  # the chosen epoch
     seconds: float = 0.0  # run time including loading and evaluation; for a resumed trial only since it was resumed
@@ -214,7 +216,15 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
         run=str(run.path.resolve()),
         test={name: value["mean"] for name, value in test["trained"].items()},
         intervals={name: value["interval"] for name, value in test["trained"].items()},
-        baselines={name: values["R@1"]["mean"] for name, values in test.items() if name != "trained"},
+        baselines={
+            name: {metric: value["mean"] for metric, value in metrics.items()}
+            for name, metrics in test.items()
+            if name != "trained"
+        },
+        differences={
+            name: {metric: [found["mean"], *found["interval"]] for metric, found in metrics.items()}
+            for name, metrics in run.result["differences"].items()
+        },
         val=selected.result["val_R@1"],
         epoch=selected.result["protocol"]["epoch"],
         seconds=time.monotonic() - start,

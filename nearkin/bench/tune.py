@@ -17,6 +17,7 @@ from nearkin.bench.tune_plan import Mode, Search, Standing, load_trials, plan, s
 from nearkin.bench.tune_space import Settings, apply, space, suggest
 from nearkin.bench.tune_storage import SharedStorage, open_storage
 from nearkin.errors import TrainingStoppedError
+from nearkin.training.evaluation import selection_metrics
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -82,11 +83,11 @@ def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, dev
     reported = set(load_trials(search, loss, shared)[number].intermediate_values)
     storage_errors: list[Exception] = []
 
-    def should_stop(epoch: int, recall: float) -> bool:
+    def should_stop(epoch: int, score: float) -> bool:
         try:
             shared.check()
             if epoch not in reported:
-                trial.report(recall, epoch)
+                trial.report(score, epoch)
                 reported.add(epoch)
             return search.prune and epoch < recipe.train.epochs and trial.should_prune()
         except Exception as error:
@@ -133,17 +134,18 @@ def _record_run(search: Search, loss: str, trial: Trial, run: Run, shared: Share
     from optuna.trial import TrialState
 
     assert run.result is not None
-    score = float(run.result["val_R@1"])
+    protocol = run.result["protocol"]
+    metric, tie_break = selection_metrics(protocol["classes"]["val"])
+    score = float(run.result[f"val_{metric}"])
     done = [t for t in load_trials(search, loss, shared) if t.state == TrialState.COMPLETE]
     best = max((t.values[0] for t in done), default=score)
-    protocol = run.result["protocol"]
     event = next(e for e in run.events() if e["event"] == "epoch" and e["epoch"] == protocol["epoch"])
-    trial.set_user_attr("map", event["val"]["MAP@R"])
+    trial.set_user_attr("tie_break", event["val"][tie_break])
     trial.set_user_attr("interval", event["val_interval"])
     trial.set_user_attr("classes", protocol["classes"]["val"])
     trial.set_user_attr("run", run.path.name)
     _delete_checkpoints(run.path, keep_best=score >= best)
-    return score, f"val R@1 {100 * score:.1f} (best {100 * max(best, score):.1f})"
+    return score, f"val {metric} {100 * score:.1f} (best {100 * max(best, score):.1f})"
 
 
 def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedStorage) -> Settings:

@@ -72,7 +72,7 @@ class Standing:
     pruned: int  # trials that were stopped early
     failed: int
     left: int  # trials that are not finished
-    best: float | None = None  # validation R@1 of the best trial
+    best: float | None = None  # validation score of the best trial: R@1, or MAP@R with few classes
     interval: tuple[float, float] | None = None  # its 95 % interval over validation classes
     classes: int = 0  # number of validation classes
     settings: Settings | None = None  # settings of the best trial
@@ -151,6 +151,8 @@ def _unnamed_search(
         raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if not recipe.train.epochs:
+        raise ConfigError("--train.epochs 0: a search compares trained models. Remove the flag.")
     if recipe.data.select_on == "test":
         raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
     share = shorten if shorten is not None else 0.25 if grid else 1.0
@@ -185,11 +187,14 @@ def _search_name(search: Search, recipe: Recipe, reporter: Reporter) -> str:
     """Hash everything that affects a result: the data, the pretrained weights, the recipe and the kind of search."""
     from nearkin.data import sources
     from nearkin.data.splits import make_split
-    from nearkin.training.factory import make_model, model_fingerprint
+    from nearkin.training.factory import make_model, model_fingerprint, warn_about_few_classes
 
     table = sources.load(recipe.data, reporter)
-    if make_split(table, recipe.data)[0].val is None:
+    split, _ = make_split(table, recipe.data)
+    if split.val is None:
         raise ConfigError("tune: no validation classes. Use --data.val-fraction 0.1 or --data.folds 10.")
+    if warning := warn_about_few_classes(recipe.data, table, split):
+        reporter.info(warning)
     weights = model_fingerprint(recipe, make_model(recipe, table, reporter)) if recipe.model.weights != "none" else ""
     hashed = [table.fingerprint, weights, search.mode, search.prune, run_key(search.recipe, "")]
     digest = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:12]
@@ -259,8 +264,8 @@ def _standing(loss: str, trials: list[FrozenTrial]) -> Standing:
     )
     if not done:
         return standing
-    # As between epochs: MAP@R breaks ties of R@1, then the first trial wins, which has the defaults.
-    best = max(done, key=lambda trial: (trial.values[0], trial.user_attrs["map"], -trial.number))
+    # As between epochs: the other metric breaks ties, then the first trial wins, which has the defaults.
+    best = max(done, key=lambda trial: (trial.values[0], trial.user_attrs["tie_break"], -trial.number))
     return replace(
         standing,
         best=best.values[0],

@@ -34,8 +34,9 @@ def run(argv: list[str]) -> None:
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
     from nearkin._common.progress import Reporter
+    from nearkin.report.baselines import headline
     from nearkin.report.page import write_page
-    from nearkin.report.tables import headline, result_table
+    from nearkin.report.tables import result_table
     from nearkin.training import recipes
     from nearkin.training.loop import fit
 

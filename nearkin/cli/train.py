@@ -38,6 +38,10 @@ class TrainArgs:
     --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE and
     --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
 
+    Without RECIPE it is glyphs_small, whose defaults are shown below. With --data PATH it is features_default for
+    features, from_scratch for 2,000 or more images smaller than 64 pixels, folder_finetune with a CUDA GPU, else
+    folder_default. `nearkin train --data PATH --show` prints the settings that would be used.
+
     Set hyperparameters of the loss with --loss.SETTING VALUE (see: nearkin losses NAME), of the miner with
     --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
     """
@@ -48,6 +52,8 @@ class TrainArgs:
     """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
     quiet: bool = False
     """Print only the final table."""
+    show: bool = False
+    """Print the recipe with all settings, as a .toml file, instead of training."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Experiment trackers that also log every epoch."""
     loss: str = "proxy_anchor"
@@ -66,10 +72,14 @@ class TrainArgs:
 def run(argv: list[str]) -> None:
     """Run `nearkin train`."""
     recipe, args = parse_train(argv)
+    if args.show:
+        print(recipe.to_toml(), end="")
+        return
     if recipe.data.source != "features":
         require_extra("images", "PIL")
     from nearkin._common.progress import Reporter
-    from nearkin.report.tables import headline, result_table
+    from nearkin.report.baselines import comparison_lines, headline
+    from nearkin.report.tables import result_table
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
@@ -78,7 +88,7 @@ def run(argv: list[str]) -> None:
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
     paths = f"\nrun:    {run.path}\nreport: nearkin report {shlex.quote(str(run.path))}"
-    show(result_table(run), headline(run), *notes, paths)
+    show(result_table(run), headline(run), *comparison_lines(run.result), *notes, paths)
 
 
 ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze"}

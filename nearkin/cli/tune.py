@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
     from nearkin.bench.tune import Search, Standing
 
-MIN_CLASSES = 10  # with fewer, an interval over classes is itself unreliable
-
 
 @dataclass(frozen=True)
 class TuneArgs:
@@ -52,7 +50,7 @@ class TuneArgs:
     mode: Literal["optuna", "thesis_grid"] = "optuna"
     """optuna: sample the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
     prune: bool = True
-    """Stop trials whose validation R@1 is below the median of earlier trials at the same epoch (optuna only)."""
+    """Stop trials whose validation score is below the median of earlier trials at the same epoch (optuna only)."""
     shorten: float | None = None
     """Fraction of the recipe's epochs to train in each trial; default: 1, or 0.25 with thesis_grid."""
     workers: int = 1
@@ -141,8 +139,9 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     train_names = {entry.name for entry in dataclasses.fields(TrainArgs)} | {"weights", "freeze"}
     for word in rest:
         flag = word.partition("=")[0].partition(".")[0]
-        if flag in ("--runs", "--log"):
-            raise ConfigError(f"{flag}: not available for a search; its runs are stored in --out.")
+        if flag in ("--runs", "--log", "--show"):
+            where = "give it to nearkin train" if flag == "--show" else "its runs are stored in --out"
+            raise ConfigError(f"{flag}: not available for a search; {where}.")
         unknown = flag.startswith("--") and flag.removeprefix("--") not in train_names
         if unknown and (hint := did_you_mean(flag, tune_flags)):
             raise ConfigError(f"{flag}: no such setting.{hint} See: nearkin tune --help.")
@@ -168,8 +167,10 @@ def results_table(results: Sequence[Standing]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from nearkin.training.evaluation import MIN_VAL_CLASSES, selection_metrics
+
     classes = max(standing.classes for standing in results)
-    few = f", unreliable with only {classes} of them" if classes < MIN_CLASSES else ""
+    few = f", unreliable with only {classes} of them" if classes < MIN_VAL_CLASSES else ""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"Best trials on {classes} validation classes, percent" if classes else "No finished trials yet",
@@ -181,7 +182,7 @@ def results_table(results: Sequence[Standing]) -> Table:
         caption_justify="left",
     )
     table.add_column("loss", no_wrap=True)
-    table.add_column("val R@1", justify="right", no_wrap=True)
+    table.add_column(f"val {selection_metrics(classes)[0]}", justify="right", no_wrap=True)
     table.add_column("trials", justify="right", no_wrap=True)
     table.add_column("settings")
     for s in results:

@@ -72,6 +72,8 @@ class DataConfig:
         _check(self.folds != 1, "data.folds", "0 or at least 2", self.folds)
         _check(0 <= self.fold < max(1, self.folds), "data.fold", f"from 0 to {max(1, self.folds) - 1}", self.fold)
         _check(0 <= self.split_seed < 2**63, "data.split_seed", "0 to 2**63 - 1", self.split_seed)
+        test_folds = "0 with data.select_on test, which needs no validation classes"
+        _check(not self.folds or self.select_on == "validation", "data.folds", test_folds, self.folds)
         held_out, names = self.val_fraction + self.test_fraction, "data.val_fraction + data.test_fraction"
         _check(held_out < 1, names, "below 1, so that classes remain to train on", held_out)
 
@@ -120,6 +122,11 @@ class ModelConfig:
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
         thirds = "a multiple of 3 (or 0) with model.feature_levels low_mid_high"
         _check(self.feature_levels == "high" or self.dim % 3 == 0, "model.dim", thirds, self.dim)
+        no_backbone = self.backbone == "none"
+        _check(not no_backbone or self.weights == "none", "model.weights", "none without a backbone", self.weights)
+        for name, unused in (("gem_p", 3.0), ("learn_gem_p", False)):
+            value = getattr(self, name)
+            _check(self.pool == "gem" or value == unused, f"model.{name}", f"{unused} without model.pool gem", value)
         is_linear = self.dim > 0 and self.head != "mlp"
         linear = "random without a linear or residual head (see model.dim, model.head)"
         _check(is_linear or self.head_init == "random", "model.head_init", linear, self.head_init)
@@ -159,7 +166,7 @@ class TrainConfig:
     """The training loop: batches, optimizer and learning-rate schedule."""
 
     epochs: int = 6
-    """Passes over the training images."""
+    """Passes over the training images; 0 evaluates and saves the initial model, for example a whitened head."""
     batch_size: int = 128
     """Images per step."""
     samples_per_class: int = 4
@@ -210,7 +217,7 @@ class TrainConfig:
     """With a frozen backbone: maximum weight of another image of the same class mixed into a training feature."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, "train", epochs=1, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
+        _check_at_least(self, "train", epochs=0, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
         _check_at_least(self, "train", warmup_steps=0, micro_batch_size=0, patience=0, feature_noise=0)
         _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes")
         per_class = self.samples_per_class

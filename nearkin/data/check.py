@@ -21,7 +21,7 @@ from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, inspect_image
 from nearkin.data.listing import Listing
 from nearkin.data.perceptual_hash import confirm_pairs, is_flat, near_pairs
 from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
-from nearkin.data.splits import EVAL_PARTS
+from nearkin.data.splits import EVAL_PARTS, merge_shared_parts
 from nearkin.errors import DataError, did_you_mean
 
 Cases = Mapping[str, Iterable[str]]  # instances of each kind of finding
@@ -56,7 +56,9 @@ def check_target(target: str, root: Path, reporter: Reporter | None = None) -> R
     table = load_features(path)
     assert table.features is not None
     rows = tuple(Path(f"row {r}") for r in range(len(table)))
-    listing = Listing(table.source, Path(), rows, table.labels, table.class_names, table.part)
+    part, shared = merge_shared_parts(table.labels, table.part)
+    names = tuple(table.class_names[label] for label in shared)
+    listing = Listing(table.source, Path(), rows, table.labels, table.class_names, part, shared_classes=names)
     infos = [ImageInfo(digest=vector.tobytes()) for vector in table.features]
     return _report(listing, {**_check_listing(listing), **_check_exact_duplicates(listing, infos)}, table.fingerprint)
 
@@ -114,6 +116,7 @@ def _check_listing(listing: Listing) -> Cases:
         "counts": listing.notes,
         "missing": map(listing.shown, listing.missing),
         "class_overlap": _overlapping_classes(listing),
+        "shared_classes": listing.shared_classes,
         "unopened": map(listing.shown, listing.unopened),
         "label_typo": (" = ".join(map(repr, group)) for group in by_normalized.values() if len(group) > 1),
         "single_image": (names[c] for c in np.flatnonzero(class_sizes == 1)),

@@ -36,6 +36,10 @@ _ERRORS = {
     "exact_across_labels": ("pairs of identical images have different labels", _RIGHT_LABEL),
 }
 _WARNINGS = {
+    "shared_classes": (
+        "classes are in several of training, validation and test, as for a classifier",
+        "No action needed: training merges the parts and splits by class, so that the test classes are unseen.",
+    ),
     "label_typo": (
         "class names differ only in case, spacing or Unicode form",
         "Merge them if they are one class: as two classes, each counts as an error for the other.",

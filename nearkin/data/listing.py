@@ -61,6 +61,8 @@ class Listing:
     # files that the source lists but that do not exist; never in `paths`
     missing: tuple[Path, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()  # what readers of the scores must know
+    # classes that were in several parts, which have therefore been merged
+    shared_classes: tuple[str, ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -138,7 +140,7 @@ def list_folder(root: Path) -> Listing:
     try:
         folders, tops = _subfolders(root), [root]
         # If all folders are named like parts (train/, test/), the classes are one level deeper.
-        if len(folders) >= 2 and all(part_name(f.name) in PARTS for f in folders):
+        if all(part_name(f.name) in PARTS for f in folders) and any(map(_subfolders, folders)):
             folders.sort(key=lambda top: PARTS.index(part_name(top.name)))
             tops += folders
             classes = [(f, part_name(top.name)) for top in folders for f in _subfolders(top)]

@@ -32,7 +32,7 @@ MAX_SIDE = 100_000  # per file, in pixels; a row of a longer one could exhaust t
 MAX_FILE_BYTES = 1 << 30
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # for others Pillow may start programs, as for EPS
 MAX_ASPECT = 4  # longer images are center-cropped: a thin panorama would take as much cache space as many squares
-_MIN_DRAFT_FACTOR = 4  # JPEGs at least this many times too large are decoded at reduced size, at least twice the needed
+MIN_DRAFT_FACTOR = 4  # JPEGs at least this many times too large are decoded at reduced size, at least twice the needed
 _PIXELS_PER_STRIP = 2_000_000  # pixels converted at a time
 EXIF_ORIENTATION = 0x0112
 _limit_lock = threading.Lock()
@@ -184,7 +184,7 @@ def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
     width, height = image.size
     is_jpeg = image.format in {"JPEG", "MPO"}
     excess = min(box[2:] if box is not None else image.size) / side if is_jpeg else 1.0  # of the used region
-    if excess >= _MIN_DRAFT_FACTOR:
+    if excess >= MIN_DRAFT_FACTOR:
         image.draft("RGB", (int(2 * width / excess), int(2 * height / excess)))
     elif is_jpeg and image.mode in {"L", "RGB"} and (vision := _torchvision_io()) is not None:
         try:

@@ -27,9 +27,10 @@ from nearkin.data.listing import (
     metadata_files,
     parse_parts,
 )
+from nearkin.data.splits import check_parts, merge_shared_parts
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
-from nearkin.errors import DataError, UserError, did_you_mean
+from nearkin.errors import ConfigError, DataError, UserError, did_you_mean
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
 FEATURE_SUFFIXES = {".npz", ".npy"}
@@ -51,6 +52,7 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         DataError: If the source is incomplete or unreadable.
     """
     reporter = reporter or Reporter(quiet=True)
+    _check_usable(data)
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
         return glyphs.load()
@@ -59,11 +61,34 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         assert table.features is not None
         shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
-        return table
+        part, shared = merge_shared_parts(table.labels, table.part)
+        return replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
     listing = list_source(data)
     counts = f"{len(listing):,} images of {len(listing.class_names):,} classes"
     reporter.info(f"data: {data.source}, {counts} from {listing.root}")
-    return make_table(listing, data, reporter)
+    notes = listing.notes + _report_merge(len(listing.shared_classes), len(listing.class_names), reporter)
+    check_parts(listing, data)
+    return make_table(replace(listing, notes=notes), data, reporter)
+
+
+def _check_usable(data: DataConfig) -> None:
+    """Refuse settings that this source would ignore."""
+    for name, given, sources in (
+        ("crop_to_boxes", data.crop_to_boxes, ("table", *BENCHMARKS)),
+        ("path_column", data.path_column, ("table",)),
+        ("label_column", data.label_column, ("table",)),
+    ):
+        if given and data.source not in sources:
+            raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
+
+
+def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, ...]:
+    """Report that parts which share classes were merged. Returns this as a note for the result, if there were any."""
+    if not shared:
+        return ()
+    found = f"{shared:,} of {classes:,} classes are in several of training, validation and test, as for a classifier"
+    reporter.info(f"data: {found}; these parts are merged and split by class: held-out classes must be unseen")
+    return (f"{found}; these parts were merged",)
 
 
 def list_source(data: DataConfig) -> Listing:
@@ -87,7 +112,9 @@ def list_source(data: DataConfig) -> Listing:
         raise UserError(f"data.source: no source named '{data.source}'.{hint}")
     if data.crop_to_boxes and listing.boxes is None:
         raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
-    return listing if data.crop_to_boxes else replace(listing, boxes=None)
+    part, shared = merge_shared_parts(listing.labels, listing.part)
+    names = tuple(listing.class_names[label] for label in shared)
+    return replace(listing, part=part, shared_classes=names, boxes=listing.boxes if data.crop_to_boxes else None)
 
 
 def _root(data: DataConfig, expected: str) -> Path:

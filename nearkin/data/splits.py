@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import CLOSED_SET_REASON
+from nearkin.data.listing import Listing
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
 
@@ -185,19 +186,31 @@ def _classes_of_parts(
     assert table.part is not None
     selected = np.isin(table.part, parts)
     train, others = np.unique(table.labels[~selected]), np.unique(table.labels[selected])
-    overlap = np.intersect1d(train, others)
-    if len(overlap):
-        raise DataError(
-            f"{table.source}: {len(overlap)} of {table.num_classes} classes are in both training and "
-            f"{_PURPOSES[purpose][0]}, first '{table.class_names[overlap[0]]}': {CLOSED_SET_REASON}.\n"
-            f"Assign each class to one part, or split by class: --data.split by_class."
-        )
+    _refuse_overlap(table, train, others, purpose)
     if len(train) < min_train or len(others) < 2:
         raise DataError(
             f"{table.source}: {len(train)} classes to train and {len(others)} to {_PURPOSES[purpose][1]}; at least "
             f"{min_train} and 2 are needed. Split by class instead: --data.split by_class."
         )
     return train, others
+
+
+def _refuse_overlap(table: Table | Listing, train: NDArray[np.int64], others: NDArray[np.int64], purpose: str) -> None:
+    overlap = np.intersect1d(train, others)
+    if len(overlap):
+        raise DataError(
+            f"{table.source}: {len(overlap)} of {len(table.class_names)} classes are in both training and "
+            f"{_PURPOSES[purpose][0]}, first '{table.class_names[overlap[0]]}': {CLOSED_SET_REASON}.\n"
+            f"Assign each class to one part, or split by class: --data.split by_class."
+        )
+
+
+def check_parts(listing: Listing, data: DataConfig) -> None:
+    """Refuse parts that share classes, before any image is decoded."""
+    if listing.part is not None and data.split != "by_class":
+        test, val = np.isin(listing.part, EVAL_PARTS), listing.part == "val"
+        _refuse_overlap(listing, listing.labels[~test], listing.labels[test], "test")
+        _refuse_overlap(listing, listing.labels[~test & ~val], listing.labels[val], "val")
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
@@ -232,6 +245,26 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     val, train = _draw(table, seed, "train", 2, val=1 - ratio)
     description = f"{table.split}; validation {1 - ratio:.0%} of the training classes, seed {seed}"
     return _split(table, train, val, description)
+
+
+def merge_shared_parts(
+    labels: NDArray[np.int64], part: NDArray[np.str_] | None
+) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
+    """Merge parts that share most of their classes, as those for training a classifier do.
+
+    Returns the parts that are left, None if test classes were shared, and the shared classes. A few shared classes are
+    more likely a mistake: then nothing is merged, and splitting raises an error.
+    """
+    none = np.empty(0, np.int64)
+    if part is None:
+        return None, none
+    test, val = np.isin(part, EVAL_PARTS), part == "val"
+    for held_out, rest, merged in ((test, ~test, None), (val, ~test & ~val, np.where(val, "train", part))):
+        classes = np.unique(labels[held_out])
+        shared = np.intersect1d(classes, labels[rest])
+        if len(shared) and 2 * len(shared) >= len(classes):
+            return merged, shared
+    return part, none
 
 
 def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:

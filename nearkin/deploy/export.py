@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nearkin._common.files import atomic_file, atomic_write, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
-from nearkin.data.reading import MAX_ASPECT
+from nearkin.data.reading import MAX_ASPECT, MIN_DRAFT_FACTOR
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.images import CheckImages, check_images_from_folder, check_images_of_run, random_check_images
 from nearkin.deploy.index.trained import read_training_classes
@@ -169,12 +169,14 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
             "shape": ["batch", model.dim],
             "unit_length": model.model.normalize,
         },
-        # Composite over `background`; centre-crop a side longer than `max_aspect` times the other; downscale to
-        # `shorter_side` (never upscale); centre-crop to `crop_size` of every `resize_size` pixels; resize to
-        # `image_size`.
+        # docs/export.md has this as code. A JPEG whose shorter side is at least `reduce_jpeg_from` times too long is
+        # reduced by the decoder. Composite over `background`; centre-crop a side longer than `max_aspect` times the
+        # other; downscale to `shorter_side` (never upscale); centre-crop to `crop_size` of every `resize_size` pixels;
+        # resize to `image_size`.
         "preprocessing": {
             "augment": model.augment,
             "background": "white",
+            "reduce_jpeg_from": MIN_DRAFT_FACTOR,
             "max_aspect": MAX_ASPECT,
             "image_size": side,
             "shorter_side": augment.stored_side(side),

@@ -17,12 +17,13 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import compare, gallery
+from nearkin.report.baselines import comparison_lines, headline
 from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
 from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
 from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.tables import Grid, headline, latex, markdown, percent, write_texts
+from nearkin.report.tables import Grid, latex, markdown, percent, write_texts
 from nearkin.training.run import Run
 
 
@@ -170,6 +171,7 @@ def render(report: Report) -> str:
         "report": report,
         "several": len(report.summaries) > 1,
         "headlines": [headline(summary["result"]) for summary in report.summaries],
+        "baseline_lines": [comparison_lines(summary["result"]) for summary in report.summaries],
         "comparison_headlines": comparison_headlines,
         "training_charts": [training_charts(summary) for summary in report.summaries],
         "similarity_charts": [similarity_charts(analysis) for analysis in report.analyses],

@@ -16,7 +16,13 @@ import numpy as np
 from nearkin._common.files import nan_to_none
 from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
-from nearkin.bench.aggregate import Aggregate, aggregate, paired_difference
+from nearkin.bench.aggregate import (
+    Aggregate,
+    aggregate,
+    baseline_differences,
+    baseline_scores,
+    paired_difference,
+)
 from nearkin.bench.papers import Published, published
 from nearkin.bench.statistics import holm
 from nearkin.bench.summary import summarize
@@ -24,6 +30,7 @@ from nearkin.bench.tournament import Tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
+from nearkin.report.baselines import compare_study, study_lines
 from nearkin.report.html import render_template, write_html
 from nearkin.report.print_figures import COLOURS, WIDTH, plot_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
@@ -45,8 +52,8 @@ class StudyReport:
     cells: dict[tuple[str, str], Aggregate]  # results by (experiment, method)
     published: dict[tuple[str, str], list[Published]]  # published values by (experiment, method)
     tournament: Tournament | None  # the ranking, or None with fewer than two methods to rank
-    # R@1 in percent before training, by baseline and experiment: the mean over all trials
-    baselines: dict[str, dict[str, float]]
+    baselines: dict[str, dict[str, float]]  # scores without training by baseline and experiment
+    baseline_lines: list[str]  # how the leader compares with every baseline, in words
     # the leader against each other method on the same test queries, as (method, difference, p after Holm's correction)
     leader_comparisons: list[tuple[str, Difference, float]]
     failures: list[dict[str, Any]]
@@ -77,6 +84,7 @@ class StudyReport:
                 "standings": [vars(standing) for standing in self.tournament.standings] if self.tournament else [],
                 "pairs": [vars(pair) for pair in self.tournament.pairs] if self.tournament else [],
                 "baselines": self.baselines,
+                "baseline_lines": self.baseline_lines,
                 "leader_comparisons": leader,
                 **{key: getattr(self, key) for key in ("failures", "trials", "remaining")},
             }
@@ -102,7 +110,7 @@ def build_study_report(path: str | Path) -> StudyReport:
         raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
     tournament, methods = rank_methods(folder)
     setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
-    trials, failures, baselines = _finished_trials(folder)
+    trials, failures = _finished_trials(folder)
     # Without the folders of this machine: pages are shared.
     datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
     return StudyReport(
@@ -114,7 +122,8 @@ def build_study_report(path: str | Path) -> StudyReport:
         cells=aggregate(folder),
         published=_published_values(folder, setups, methods),
         tournament=tournament,
-        baselines=baselines if folder.study.metric == "R@1" else {},
+        baselines=baseline_scores(folder),
+        baseline_lines=study_lines(methods[0], baseline_differences(folder, methods[0])),
         leader_comparisons=compare_leader(folder, tournament),
         failures=failures,
         trials=trials,
@@ -124,13 +133,10 @@ def build_study_report(path: str | Path) -> StudyReport:
     )
 
 
-def _finished_trials(
-    folder: StudyFolder,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Return the finished trials, the failed ones among them with their reasons, and the baselines by experiment."""
+def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the finished trials, and the failed ones among them with their reasons."""
     outcomes = folder.outcomes()
     trials, failures = [], []
-    baselines: dict[str, dict[str, list[float]]] = {}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
         if outcome is None:
@@ -141,10 +147,7 @@ def _finished_trials(
         value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
         cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
         trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
-        for name, baseline in (outcome.baselines or {}).items():
-            baselines.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * baseline)
-    means = {name: {e: float(np.mean(v)) for e, v in values.items()} for name, values in baselines.items()}
-    return trials, failures, means
+    return trials, failures
 
 
 def _published_values(
@@ -208,25 +211,47 @@ def render_study(report: StudyReport) -> str:
 
 
 def headline(report: StudyReport) -> str:
-    """Say in one or two sentences which method leads, and over how many others its lead is significant."""
-    if report.tournament is None:
-        count = len(report.methods)
-        if count == 1:
-            return "Only one method: nothing to rank."
-        known = sum(any(not math.isnan(report.mean(e, name)) for e in report.experiments) for name in report.methods)
-        return f"{known} of {count} methods have a value{' so far' if report.remaining else ''}: nothing to rank."
-    leader = report.tournament.standings[0].method
-    pairs = [pair for pair in report.tournament.pairs if leader in (pair.first, pair.second)]
-    beaten = sum(pair.significant and pair.leader == leader for pair in pairs)
-    others = f"{len(pairs)} other method{'s' * (len(pairs) != 1)}"
+    """Say which method leads, over which others significantly, and whether any beats the baselines."""
+    scores = {m: {e: v for e in report.experiments if not math.isnan(v := report.mean(e, m))} for m in report.methods}
+    against_baselines, any_beats = compare_study(report.metric, scores, report.baselines)
+    if len(report.methods) == 1:
+        ranks = "Only one method: nothing to rank."
+    elif report.tournament is None:
+        known = f"{sum(map(bool, scores.values()))} of {len(scores)} methods have a value"
+        ranks = f"{known}{' so far' if report.remaining else ''}: nothing to rank."
+    else:
+        ranks = _rank_sentence(report, report.tournament)
+    return f"{ranks} {against_baselines}".rstrip() if any_beats else f"{against_baselines} {ranks}"
+
+
+def _rank_sentence(report: StudyReport, tournament: Tournament) -> str:
+    leader, *others = tournament.standings
+    tied = [s.method for s in others if math.isclose(s.mean, leader.mean)]
+    if tied:
+        return f"{', '.join([leader.method, *tied[:-1]])} and {tied[-1]} share the best mean rank."
+    pairs = [pair for pair in tournament.pairs if leader.method in (pair.first, pair.second)]
+    beaten = sum(pair.significant and pair.leader == leader.method for pair in pairs)
     if not report.leader_comparisons:
-        return f"{leader} has the best mean rank; its lead is significant over {beaten} of {others}."
-    alpha = report.tournament.alpha
-    ahead = sum(gap.difference > 0 and p < alpha for _, gap, p in report.leader_comparisons)
+        return f"{leader.method} has the best mean rank; its lead is significant over {_of_others(beaten, len(pairs))}."
+    ahead = sum(gap.difference > 0 and p < tournament.alpha for _, gap, p in report.leader_comparisons)
     return (
-        f"{leader} has the best mean rank. On the same test queries its lead is significant over {ahead} of {others}; "
-        f"across experiments, over {beaten}."
+        f"{leader.method} has the best mean rank. On the same test queries its lead is significant over "
+        f"{_of_others(ahead, len(pairs))}; across experiments, over {_of_others(beaten, len(pairs))}."
     )
+
+
+def _of_others(count: int, others: int) -> str:
+    """Name a number of other methods.
+
+    Example:
+        >>> _of_others(0, 2), _of_others(1, 2), _of_others(2, 2), _of_others(1, 1)
+        ('none of the 2 other methods', '1 of the 2 other methods', 'both other methods', 'the other method')
+    """
+    if others == 1:
+        return "the other method" if count else "no other method"
+    if count == others:
+        return "both other methods" if others == 2 else f"all {others} other methods"
+    return f"{count or 'none'} of the {others} other methods"
 
 
 def diagram(tournament: Tournament | None) -> str | None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
-from nearkin.bench.aggregate import aggregate
+from nearkin.bench.aggregate import aggregate, baseline_differences, baseline_scores
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, Result
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
+from nearkin.report.baselines import compare_study, study_lines
 from nearkin.report.tables import Grid, csv_text, markdown, rich_table, write_texts
 from nearkin.report.tournament import standings_grid, write_files
 
@@ -24,7 +25,7 @@ def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
     """Build the table of the plan."""
     if full:
         rows = [
-            (t.experiment, t.method, str(t.seed), str(t.part), format_duration(estimate.seconds(t)), t.id)
+            (t.experiment, t.method, str(t.seed), str(t.part), _time(estimate, estimate.seconds(t)), t.id)
             for t in folder.trials
         ]
         head: tuple[str, ...] = ("experiment", "method", "seed", "fold", "time", "id")
@@ -36,10 +37,14 @@ def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
         seconds = sum(estimate.seconds(trial) for trial in trials)
         disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in trials)
         counts = (methods, round(len(trials) / methods), len(trials))
-        times = (format_duration(seconds / len(trials)), format_duration(seconds))
+        times = (_time(estimate, seconds / len(trials)), _time(estimate, seconds))
         totals.append((name, *map(str, counts), *times, format_size(disk)))
     head = ("experiment", "methods", "replicates", "trials", "time per trial", "total time", "disk")
     return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, totals)
+
+
+def _time(estimate: Estimate, seconds: float) -> str:
+    return format_duration(seconds) if estimate.is_known else "?"
 
 
 def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str:
@@ -48,17 +53,19 @@ def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str
     remaining = [trial for trial in folder.trials if trial.id not in done]
     seconds = sum(estimate.seconds(trial) for trial in remaining)
     disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in folder.trials)
-    basis = (
-        f"calibrated on {estimate.calibration_trials} finished trials"
-        if estimate.calibration_trials
-        else "a rough estimate from operation counts; finished trials will refine it"
-    )
+    if estimate.is_known:
+        count = estimate.calibration_trials
+        finished = f"measured on {count} finished trial{'s' * (count != 1)}"
+        basis = finished if count else "from operation counts"
+        time = f"about {format_duration(seconds / workers)} with {workers} at a time, {basis}"
+    else:
+        time = "time unknown until the first trial has finished (bench run; then repeat this, or see bench status)"
     labels = "; ".join(dict.fromkeys(trial.label for trial in folder.trials))
     per_seed = folder.study.protocol.models_per_seed
     models = f"{per_seed} models per seed, " if per_seed > 1 else ""
     return (
         f"{len(folder.trials)} trials ({models}{len(done)} done), protocol {folder.study.protocol.name}: {labels}\n"
-        f"about {format_duration(seconds / workers)} with {workers} at a time, {format_size(disk)} of disk ({basis})"
+        f"{time}; {format_size(disk)} of disk"
     )
 
 
@@ -93,7 +100,8 @@ def status_lines(folder: StudyFolder) -> str:
     except DataError as error:
         return "\n".join([*lines, f"{done}; the rest cannot run: {error}"])
     seconds = sum(estimate.seconds(trial) for trial in remaining) / workers
-    return "\n".join([*lines, f"{done}; about {format_duration(seconds)} left with {workers} at a time"])
+    left = f"about {format_duration(seconds)} left" if estimate.is_known else "time left unknown until one has finished"
+    return "\n".join([*lines, f"{done}; {left} with {workers} at a time"])
 
 
 def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
@@ -101,13 +109,15 @@ def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
     cells = {cell: result.short() for cell, result in aggregate(folder).items()}
     rows = [(method, *(cells.get((name, method), "-") for name in experiments)) for method in methods]
+    for name, scores in baseline_scores(folder).items():
+        rows.append((f"({name})", *(f"{scores[e]:.1f}" if e in scores else "-" for e in experiments)))
     # A dataset that all experiments share goes into the title, to keep the columns narrow.
     datasets = {trial.dataset for trial in folder.trials}
     on, heads = "", experiments
     if len(datasets) == 1:
         on = f" on {min(datasets)}"
         heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
-    title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation"
+    title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation; (baselines without training)"
     return Grid(title, ("method", *heads), rows)
 
 
@@ -139,9 +149,20 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
     parts: list[Any] = [rich_table(results_grid(folder, methods))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
+    parts += _baseline_sentences(folder, methods)
     if failures := failure_line(folder):
         parts.append(failures)
     return [*parts, *(f"protocol: {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))]
+
+
+def _baseline_sentences(folder: StudyFolder, methods: list[str]) -> list[str]:
+    """Say whether any method beats the baselines, and how the leader compares with each of them."""
+    scores: dict[str, dict[str, float]] = {method: {} for method in methods}
+    for (experiment, method), result in aggregate(folder).items():
+        if result.values:
+            scores[method][experiment] = result.mean
+    sentence, _ = compare_study(folder.study.metric, scores, baseline_scores(folder))
+    return [sentence, *study_lines(methods[0], baseline_differences(folder, methods[0]))] if sentence else []
 
 
 def write_report_files(folder: StudyFolder) -> list[Path]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -41,13 +41,12 @@ class TrainingState:
     epoch: int = 0  # finished epochs
     step: int = 0  # finished steps of the current epoch
     loss_sum: float = 0.0  # sum of the losses of those steps
-    best: float = -1.0  # validation R@1 of `best_epoch`
-    best_map: float = -1.0  # its MAP@R, which breaks ties of R@1
+    best: dict[str, float] = field(default_factory=dict)  # validation metrics of `best_epoch`
     best_epoch: int = 0  # the epoch whose weights are in best.pt
     seconds: float = 0.0  # time spent training, over all interruptions
 
     _PARTS = ("model", "objective", "optimizer", "scaler", "ema_model")
-    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
+    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_epoch", "seconds")
 
     def __post_init__(self) -> None:
         self.start_timer()

@@ -25,6 +25,8 @@ from nearkin.training.run import Run
 
 DEFAULT_KS = (1, 2, 4, 8)
 HEADLINE_METRICS = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, in this order
+COMPARED_METRICS = ("R@1", "MAP@R")  # in which the trained model is compared with every baseline
+MIN_VAL_CLASSES = 8  # with fewer, R@1 is often 100 % from the start and distinguishes no epochs
 TEST_SELECTED = "THE TEST CLASSES: optimistic, and not comparable with other protocols"
 SAVED_EMBEDDINGS = "vectors.npz"  # of the test images, in the run folder, so that a report needs no forward pass
 
@@ -88,8 +90,8 @@ def evaluate_final(
         reporter: Where progress is printed.
 
     Returns:
-        "test": mean and interval of each headline metric for the model and each baseline; "gain": the paired
-        difference in R@1 from the raw backbone, or from raw pixels if there is none; "notes".
+        "test": mean and interval of each headline metric for the model and each baseline; "differences": the paired
+        difference of the model from each baseline in R@1 and MAP@R; "notes".
     """
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
     test = holdout.open()
@@ -102,7 +104,6 @@ def evaluate_final(
         scores["raw pixels"] = score_embeddings(test, raw_pixels(test))
     if with_features.features is not None:
         scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features))
-    baseline = list(scores)[-1]
     initial_name = "whitened start" if initial_model.model.head_init == "whitened" else "untrained"
     scores[initial_name] = evaluate(initial_model, with_features, reporter=reporter)
     embeddings = embed_table(trained_model, with_features if is_frozen else test, reporter=reporter)
@@ -111,13 +112,21 @@ def evaluate_final(
         scores["trained"].save(run.path / "per_query.npz")
     if not is_frozen:
         save_embeddings(run, "test", test, embeddings)
-    gain = compare(scores[baseline], scores["trained"], "R@1")
     return {
         "test": {name: summarize_scores(values) for name, values in scores.items()},
-        # Paired by query and clustered by class: far more powerful than checking whether two intervals overlap.
-        "gain": {"over": baseline, "mean": gain.difference, "interval": [gain.low, gain.high], "p": gain.p_value},
+        "differences": {
+            name: {metric: _difference(values, scores["trained"], metric) for metric in COMPARED_METRICS}
+            for name, values in scores.items()
+            if name != "trained"
+        },
         "notes": scores["trained"].notes,
     }
+
+
+def _difference(baseline: Scores, trained: Scores, metric: str) -> dict[str, Any]:
+    # Paired by query and clustered by class: far more powerful than checking whether two intervals overlap.
+    found = compare(baseline, trained, metric)
+    return {"mean": found.difference, "interval": [found.low, found.high], "p": found.p_value}
 
 
 def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> None:
@@ -170,14 +179,21 @@ def summarize_scores(scores: Scores) -> dict[str, dict[str, Any]]:
     return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in HEADLINE_METRICS}
 
 
+def selection_metrics(num_classes: int) -> tuple[str, str]:
+    """Return the metric that selects the epoch on this many validation classes, and the one that breaks its ties."""
+    return ("R@1", "MAP@R") if num_classes >= MIN_VAL_CLASSES else ("MAP@R", "R@1")
+
+
 def describe_protocol(
     recipe: Recipe, train: Table, val: Table | None, holdout: Holdout, *, epoch: int
 ) -> dict[str, Any]:
     """Describe how the result was obtained: the data, the classes of each part, and how the epoch was selected."""
     selected_on = "validation classes" if recipe.data.select_on == "validation" else TEST_SELECTED
+    metric, tie_break = selection_metrics(val.num_classes if val else 0)
     return {
         **train.protocol(),
         "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},
-        "epoch_selected_by": f"R@1 (then MAP@R) on {selected_on}" if val else "nothing: the last epoch",
+        "epoch_selected_by": f"{metric} (then {tie_break}) on {selected_on}" if val else "nothing: the last epoch",
         "epoch": epoch,
+        "epochs": recipe.train.epochs,
     }

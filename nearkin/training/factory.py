@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Recipe
+from nearkin.config.recipe import DataConfig, Recipe
 from nearkin.data.samplers import make_sampler
+from nearkin.data.splits import Split
 from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError
@@ -20,6 +22,7 @@ from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.models.pooling import POOLINGS
 from nearkin.models.weights import fingerprint
+from nearkin.training.evaluation import MIN_VAL_CLASSES, selection_metrics
 
 
 def validate_recipe(recipe: Recipe) -> None:
@@ -28,13 +31,17 @@ def validate_recipe(recipe: Recipe) -> None:
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
     _check_something_learns(recipe, objective)
+    is_frozen = recipe.model.backbone == "none" or recipe.model.freeze == "backbone"
+    for name in ("feature_noise", "feature_mix"):
+        if getattr(recipe.train, name) and not is_frozen:
+            raise ConfigError(f"train.{name}: only with a frozen backbone. Use 0, or --freeze backbone.")
 
 
 def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
     model, config = recipe.model, recipe.train
     frozen = model.backbone == "none" or model.freeze == "backbone" or config.frozen_epochs > 0
     micro_batches = 0 < config.micro_batch_size < config.batch_size  # their gradient goes through the network alone
-    if model.dim == 0 and frozen and (micro_batches or not list(objective.parameters())):
+    if config.epochs and model.dim == 0 and frozen and (micro_batches or not list(objective.parameters())):
         raise ConfigError(
             "model.dim: 0 means no head, and with a frozen backbone nothing is left to train. "
             "Use --model.dim 128, or train the backbone: --model.freeze none --train.frozen-epochs 0."
@@ -58,7 +65,9 @@ def make_model(recipe: Recipe, table: Table, reporter: Reporter) -> Embedder:
     torch.manual_seed(recipe.seed)
     if table.features is not None:
         if recipe.model.backbone != "none":
-            raise ConfigError(f"{table.source}: contains features, which need no backbone. Use --model.backbone none.")
+            raise ConfigError(
+                f"{table.source}: contains features, which need no backbone. Use --model.backbone none --weights none."
+            )
         return Embedder(recipe.model, (table.features.shape[1], 1, 1))
     if recipe.model.backbone == "none":
         raise ConfigError(f"{table.source}: contains images, which need a backbone. Use --model.backbone NAME.")
@@ -122,4 +131,26 @@ def warn_about_few_positives(recipe: Recipe, train: Table) -> str:
     return (
         f"warning: {recipe.loss.name} needs positives, and only {fraction:.0%} of the images have one in their batch; "
         f"try --train.samples-per-class {suggested}"
+    )
+
+
+def warn_about_few_classes(data: DataConfig, table: Table, split: Split) -> str:
+    """Return a warning if there are too few validation classes to select an epoch on, else an empty string."""
+    if split.val is None or data.select_on == "test" or split.val.num_classes >= MIN_VAL_CLASSES:
+        return ""
+    train, val = split.train.num_classes, split.val.num_classes
+    by_class = split.val.split.startswith("by class") and not data.folds
+    total = table.num_classes if by_class else train + val  # what val_fraction refers to
+    left = train + val - MIN_VAL_CLASSES
+    fix = f"{MIN_VAL_CLASSES} would do"
+    if data.folds:
+        fix += f": --data.folds {total // MIN_VAL_CLASSES}" if total >= 2 * MIN_VAL_CLASSES else ""
+    elif left >= MIN_VAL_CLASSES and "own validation part" not in split.val.split:
+        fix += f": --data.val-fraction {math.ceil(100 * MIN_VAL_CLASSES / total) / 100:g}, which leaves {left} to train"
+    else:
+        fix += ", but the data has too few classes"
+    metric = selection_metrics(val)[0]
+    return (
+        f"warning: only {val} validation classes, on which R@1 hardly distinguishes epochs; {metric} selects instead, "
+        f"with little certainty. {fix}"
     )

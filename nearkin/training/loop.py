@@ -29,7 +29,14 @@ from nearkin.training import factory
 from nearkin.training._run_key import run_key
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.device import choose_device, end_step
-from nearkin.training.evaluation import describe_protocol, embed_table, evaluate_final, score_embeddings
+from nearkin.training.evaluation import (
+    COMPARED_METRICS,
+    describe_protocol,
+    embed_table,
+    evaluate_final,
+    score_embeddings,
+    selection_metrics,
+)
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
 from nearkin.training.run import Run
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
@@ -59,6 +66,16 @@ class Session:
     def eval_model(self) -> Embedder:
         return self.state.ema_model or self.state.model
 
+    @property
+    def selected_by(self) -> tuple[str, str]:
+        """The metric that selects the epoch, and the one that breaks its ties."""
+        return selection_metrics(self.val.num_classes if self.val else 0)
+
+    @property
+    def best(self) -> float:
+        """The value of that metric at the best epoch so far."""
+        return self.state.best[self.selected_by[0]]
+
 
 def fit(
     recipe: Recipe,
@@ -83,7 +100,8 @@ def fit(
             evaluates them.
         trackers: "tensorboard" and "wandb": where the metrics of each epoch are logged as well.
         reporter: Where progress is printed; by default standard error.
-        on_epoch_end: Called with the epoch and the best validation R@1 so far. Returning True stops the run.
+        on_epoch_end: Called with the epoch and the best validation R@1 so far (MAP@R with fewer than 8 validation
+            classes). Returning True stops the run.
 
     Returns:
         The finished run.
@@ -97,6 +115,8 @@ def fit(
         factory.validate_recipe(recipe)
         table = sources.load(recipe.data, reporter)
         split, holdout = make_split(table, recipe.data)
+        if warning := factory.warn_about_few_classes(recipe.data, table, split):
+            reporter.info(warning)
         model = factory.make_model(recipe, table, reporter)
         run = open_run(recipe, table, model, Path(runs))
         if dist.broadcast_object(is_complete(run, final)):
@@ -210,8 +230,9 @@ def resume_or_start(s: Session) -> None:
     )
     if warning := factory.warn_about_few_positives(s.recipe, s.train):
         s.reporter.info(warning)
-    if s.recipe.model.head_init == "whitened":  # the start may be better than every trained epoch
-        s.reporter.info(f"start  {evaluate_epoch(s, epoch=0)}".rstrip())
+    metrics = evaluate_epoch(s, epoch=0)  # the start may be better than every trained epoch
+    if metrics:
+        s.reporter.info(f"start  {metrics}".rstrip())
 
 
 def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
@@ -231,7 +252,7 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
             )
-            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, state.best)):
+            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)
                 raise TrainingStoppedError(
                     s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end."
@@ -291,22 +312,22 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     table = s.val or s.train.sample(1000)
     emb = embed_table(model, table, raw=True)
     if not bool(torch.isfinite(emb).all()):  # the last step went too far, though its loss was still finite
+        if not epoch and s.recipe.train.epochs:
+            return ""  # because of an input, which the first step will name
         reason = f"the embeddings became NaN or infinite by the end of epoch {epoch}"
         s.run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
         raise TrainingFailedError(f"{s.run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
     scores = score_embeddings(s.val, emb) if s.val else None
-    metrics = {name: scores[name] for name in ("R@1", "MAP@R")} if scores else None
-    # With few validation classes R@1 often ties: MAP@R decides, then the earlier epoch.
-    if metrics is None or (metrics["R@1"], metrics["MAP@R"]) > (state.best, state.best_map):
-        state.best_epoch = epoch
-        if metrics:
-            state.best, state.best_map = metrics["R@1"], metrics["MAP@R"]
+    metrics = {name: scores[name] for name in COMPARED_METRICS} if scores else {}
+    # Of equal epochs the earlier one wins.
+    if not state.best or [metrics[name] for name in s.selected_by] > [state.best[name] for name in s.selected_by]:
+        state.best, state.best_epoch = metrics, epoch
         s.run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
     event = {
         "epoch": epoch,
         "loss": state.mean_loss if epoch else None,
-        "val": metrics,
-        "val_interval": list(scores.interval("R@1")) if scores else None,
+        "val": metrics or None,
+        "val_interval": list(scores.interval(s.selected_by[0])) if scores else None,
         "diagnosis": diagnose(emb, torch.from_numpy(table.labels)).to_dict(),
     }
     s.run.log(event="epoch", **event)
@@ -314,9 +335,10 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     for alarm in new_alarms(s.run):
         s.run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
         s.reporter.info(f"ALARM at epoch {epoch}: {alarm}")
-    if metrics is None:
+    if not metrics:
         return ""
-    return f"val R@1 {100 * metrics['R@1']:.1f} (best {100 * state.best:.1f} at {state.best_epoch})  "
+    name = s.selected_by[0]
+    return f"val {name} {100 * metrics[name]:.1f} (best {100 * s.best:.1f} at {state.best_epoch})  "
 
 
 def new_alarms(run: Run) -> list[Any]:
@@ -353,7 +375,7 @@ def finish(s: Session, holdout: Holdout, final: bool) -> None:
         {
             "protocol": describe_protocol(s.recipe, s.train, s.val, holdout, epoch=s.state.best_epoch),
             **result,
-            "val_R@1": s.state.best if s.val else None,
+            **{f"val_{name}": s.state.best.get(name) for name in COMPARED_METRICS},
             "seconds": round(s.state.seconds, 1),
         }
     )

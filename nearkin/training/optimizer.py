@@ -31,7 +31,8 @@ def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -
         if config.class_lr is not None:
             group["lr"] = config.class_lr
         groups.append(group if config.class_decay else {**group, "weight_decay": 0.0})
-    groups = [group for group in groups if group["params"]]
+    # An optimizer needs a group even if nothing is trained (no head, no epochs).
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if config.optimizer == "sgd":
         nesterov = config.nesterov and config.momentum > 0  # torch refuses nesterov without momentum
         optimizer: torch.optim.Optimizer = torch.optim.SGD(

@@ -93,7 +93,7 @@ class Run:
         stored = self._read_json("result.json")
         return stored and {
             **stored,
-            **{name: none_to_nan(stored[name]) for name in ("test", "gain") if stored.get(name)},
+            **{name: none_to_nan(stored[name]) for name in ("test", "differences") if stored.get(name)},
         }
 
     @property

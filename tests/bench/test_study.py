@@ -373,6 +373,9 @@ def test_finished_trials_calibrate_the_estimate(features, tmp_path):
     total = sum(estimate.seconds(t) for t in folder.trials)
     assert total == pytest.approx(sum(o.seconds for o in outcomes.values()))
     assert measure_speed(1) > 1e8
+    assert estimate.is_known
+    assert not Estimate(folder.trials, {}).is_known
+    assert Estimate(folder.trials, {}, tflops=60).is_known
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -393,6 +396,9 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
     output = nearkin("bench", "plan", "s.toml")
     assert "4 trials (0 done), protocol fixed: epoch chosen on 25 % of the training classes" in output
     assert "clouds 8" in output
+    assert "time unknown until the first trial has finished" in output
+    output = nearkin("bench", "plan", "s.toml", "--tflops", "60")
+    assert "about 4 s with 1 at a time, from operation counts" in output.replace("about 5 s", "about 4 s")
     output = nearkin("bench", "run", "s.toml", "--workers", "1", "--device", "cpu")
     assert "4/4" in output
     assert "Ranks over 2 experiments" in output
@@ -400,6 +406,7 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
     results = (tmp_path / "studies" / "small" / "results.csv").read_text().splitlines()
     assert len(results) == 5
     assert "finished: 4 trials, 0 of them failed" in nearkin("bench", "status", "studies/small")
+    assert "with 1 at a time, measured on 4 finished trials" in nearkin("bench", "plan", "s.toml", "--workers", "1")
     assert "Ranks over 2 experiments" in nearkin("tournament", "studies/small")
     assert "4 of 4 trials already complete" in nearkin("bench", "run", "s.toml", "--workers", "1")
     assert "the study has no method 'tripet'. Did you mean 'triplet'?" in nearkin(

@@ -172,11 +172,12 @@ def test_stopped_run_resumes_to_the_same_results(recipe, tmp_path):
         nk.fit(longer, tmp_path / "stopped", final=False, reporter=QUIET, device="cpu", on_epoch_end=stop_after_two)
     run = Run(stopped.value.path)
     assert (run.events()[-1], run.result) == ({"event": "stopped", "epoch": 2}, None)
-    by_epoch = [e["val"]["R@1"] for e in expected.events() if e["event"] == "epoch"]
-    assert seen == [(1, by_epoch[0]), (2, max(by_epoch[:2]))]
+    # MAP@R, because there are three validation classes; the start counts too.
+    by_epoch = [e["val"]["MAP@R"] for e in expected.events() if e["event"] == "epoch"]
+    assert seen == [(1, max(by_epoch[:2])), (2, max(by_epoch[:3]))]
     resumed = nk.fit(longer, tmp_path / "stopped", final=False, reporter=QUIET, device="cpu")
     assert resumed.events() == expected.events()
-    assert resumed.result["val_R@1"] == expected.result["val_R@1"] == max(by_epoch)
+    assert resumed.result["val_MAP@R"] == expected.result["val_MAP@R"] == max(by_epoch)
 
 
 # --- the search itself -----------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_equal_budgets_sealed_test_classes_and_exact_replay(recipe, tmp_path, mo
     written = tune.write_recipes(search, standings)
     assert list(written) == [s.loss for s in standings]
     again = nk.fit(Recipe.from_toml(written[best.loss]), tmp_path / "again", final=False, reporter=QUIET, device="cpu")
-    assert again.result["val_R@1"] == best.best
+    assert again.result["val_MAP@R"] == best.best
     assert best.classes == 3
     assert best.interval[0] <= best.best <= best.interval[1]
 
@@ -248,6 +249,10 @@ def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     _, (standing,) = run_search(recipe, tmp_path, trials=2)
     assert (standing.done, standing.left) == (2, 0)
     assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
+    for classes, metric in ((3, "MAP@R"), (7, "MAP@R"), (8, "R@1")):
+        assert results_table([replace(standing, classes=classes)]).columns[1].header == f"val {metric}"
+    with pytest.raises(ConfigError, match=r"--train\.epochs 0: a search compares trained models"):
+        tune.plan(replace(recipe, train=replace(recipe.train, epochs=0)), tmp_path / "none", reporter=QUIET)
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):
         tune.plan(recipe, tmp_path, trials=1, reporter=QUIET)
 

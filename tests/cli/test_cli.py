@@ -116,6 +116,25 @@ def test_data_given_as_a_recipe_suggests_the_flag(capsys, tmp_path, monkeypatch,
     assert f"To train on it: nearkin train --data {name}\n" in err
 
 
+def test_show_prints_the_recipe_that_the_data_would_be_trained_with(capsys, photo_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "train", "--data", str(photo_folder), "--show", "--train.epochs", "7")
+    assert (code, list(tmp_path.iterdir())) == (0, [])
+    assert "recipe: a head on frozen EfficientNet-Lite0 features" in err
+    (tmp_path / "shown.toml").write_text(out)
+    shown = nk.Recipe.from_toml(tmp_path / "shown.toml")
+    expected = nk.recipes.folder_default()
+    assert shown.loss == expected.loss
+    assert (shown.model, shown.data.root, shown.train.epochs) == (expected.model, photo_folder, 7)
+    assert "--show" in run(capsys, "tune", "--show")[2]  # refused, not ignored
+
+
+def test_help_says_which_recipe_is_used_when(capsys):
+    out = run(capsys, "train", "--help")[1]
+    for name in ("features_default for", "from_scratch for 2,000", "folder_finetune with a CUDA GPU", "--show"):
+        assert name in " ".join(out.replace("│", " ").split())
+
+
 def test_the_recipes_miner_is_dropped_if_a_new_loss_cannot_use_it():
     assert parse_train(["thesis_triplet"])[0].miner is not None
     assert parse_train(["thesis_triplet", "--loss", "proxy_anchor"])[0].miner is None

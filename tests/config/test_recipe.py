@@ -34,7 +34,7 @@ def test_toml_round_trip(name, tmp_path):
         ("[train]\nlr = 'x'", "train.lr: expected a number, got 'x'"),
         ("[train]\nbatch_size = 10", "train.batch_size: expected a multiple of train.samples_per_class (4), got 10"),
         ("[model]\ndim = 99999999999999999999", "model.dim: expected at most 65,536, got 99999999999999999999"),
-        ("[train]\nepochs = 0", "train.epochs: expected at least 1, got 0"),
+        ("[train]\nepochs = -1", "train.epochs: expected 0 or above, got -1"),
         ("[train]\noptimizer = 'adam'", "train.optimizer: expected one of 'adamw', 'sgd', got 'adam'"),
         ("[data]\nval_fraction = 0.7\ntest_fraction = 0.6", "data.val_fraction + data.test_fraction: expected below 1"),
         ("train = 3", "train: expected a section [train], got 3"),

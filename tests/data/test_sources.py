@@ -1,5 +1,6 @@
 """Folders, tables and feature files become a `Table`, or an error says why they cannot."""
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 from helpers.images import picture
 from PIL import Image
 
+from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
+from nearkin.data.check import check_target
 from nearkin.data.listing import encode_labels, list_folder, list_table
 from nearkin.data.sources import detect_source, fingerprint, list_source, load, load_features
 from nearkin.data.splits import make_split
-from nearkin.errors import DataError, MissingExtraError, UserError
+from nearkin.errors import ConfigError, DataError, MissingExtraError, UserError
 
 # --- folders and tables ----------------------------------------------------------------------------------------------
 
@@ -25,6 +28,71 @@ def test_a_folder_with_train_and_test_has_parts(tmp_path):
     listing = list_folder(tmp_path)
     assert listing.class_names == tuple("abcdef")
     assert listing.part.tolist() == ["train"] * 4 + ["test"] * 2
+
+
+def write_parts(root, **classes):
+    for part, names in classes.items():
+        for name in names:
+            for i in range(2):
+                picture(root / part / name / f"{i}.png")
+    return DataConfig(source="folder", root=root, image_size=8)
+
+
+def test_parts_that_share_their_classes_are_merged_and_split_by_class(tmp_path):
+    data = write_parts(tmp_path, Train="abcdefgh", valid="abcdefgh", test="abcdefg")
+    out = io.StringIO()
+    table = load(data, Reporter(out=out))
+    assert (len(table), table.num_classes, table.part) == (46, 8, None)
+    assert "7 of 8 classes are in several of training, validation and test, as for a classifier; these parts are" in (
+        out.getvalue()
+    )
+    split, holdout = make_split(table, data)
+    names = [set(part.class_names) for part in (split.train, split.val, holdout.open())]
+    assert sum(map(len, names)) == len(set.union(*names)) == 8
+    assert "merged" in split.train.protocol()["data_notes"][0]
+    report = check_target(str(tmp_path), tmp_path)
+    assert report.find("shared_classes").level == "warning"
+    assert report.find("shared_classes").cases == tuple("abcdefg")
+    assert report.find("class_overlap") is None
+    assert report.fingerprint == table.fingerprint
+
+
+def test_only_validation_is_merged_if_the_test_classes_are_its_own(tmp_path, quiet):
+    table = load(write_parts(tmp_path, train="abcd", val="abcd", test="efg"), quiet)
+    assert table.parts == ("train", "test")
+    assert (table.part == "train").sum() == 16
+
+
+def test_class_disjoint_parts_are_used_as_they_are(tmp_path, quiet):
+    data = write_parts(tmp_path, train="abcd", val="ef", test="gh")
+    split, holdout = make_split(load(data, quiet), data)
+    assert split.train.class_names == tuple("abcd")
+    assert split.val.class_names == tuple("ef")
+    assert holdout.open().class_names == tuple("gh")
+    assert check_target(str(tmp_path), tmp_path).find("shared_classes") is None
+
+
+def test_a_few_shared_classes_are_refused_before_any_image_is_read(tmp_path, quiet, monkeypatch):
+    data = write_parts(tmp_path, train="abcd", test="aefg")
+    monkeypatch.setattr("nearkin.data.sources.open_images", None)
+    with pytest.raises(DataError, match=r"1 of 7 classes are in both training and test, first 'a'.*\n.*by_class"):
+        load(data, quiet)
+    monkeypatch.undo()
+    assert load(replace(data, split="by_class"), quiet).num_classes == 7
+
+
+def test_features_whose_parts_share_classes_are_merged(tmp_path, quiet):
+    path = tmp_path / "f.npz"
+    np.savez(path, features=np.eye(8), labels=list("abcdabcd"), split=["train"] * 4 + ["test"] * 4)
+    table = load(DataConfig(source="features", root=path), quiet)
+    assert table.part is None
+    assert table.notes[0].startswith("4 of 4 classes are in several")
+
+
+@pytest.mark.parametrize("setting", [{"crop_to_boxes": True}, {"path_column": "p"}, {"label_column": "l"}])
+def test_settings_that_a_source_cannot_use_are_refused(setting, tmp_path, quiet):
+    with pytest.raises(ConfigError, match=f"data.{next(iter(setting))}: a source of type folder does not use it"):
+        load(DataConfig(source="folder", root=tmp_path, **setting), quiet)
 
 
 def test_links_are_followed_and_loops_end(tmp_path):

@@ -14,8 +14,8 @@ from nearkin.data.batches import training_inputs
 from nearkin.data.splits import make_split
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
+from nearkin.report.baselines import comparison_lines
 from nearkin.report.page import write_page
-from nearkin.report.tables import headline
 from nearkin.training.factory import make_model
 
 
@@ -54,11 +54,11 @@ def features_recipe(features_file):
 def test_a_frozen_run_trains_the_head_only_and_reports_the_raw_backbone(frozen_recipe, tmp_path, quiet):
     run = nk.fit(frozen_recipe, tmp_path, reporter=quiet)
     assert list(run.result["test"]) == ["raw pixels", "raw backbone", "whitened start", "trained"]
-    assert run.result["gain"]["over"] == "raw backbone"
+    assert list(run.result["differences"]) == ["raw pixels", "raw backbone", "whitened start"]
     before = make_model(frozen_recipe, sources.load(frozen_recipe.data, quiet), quiet)
     for name, value in run.embedder().backbone.state_dict().items():
         assert torch.equal(value, before.backbone.state_dict()[name]), name
-    assert "(raw backbone: " in headline(run)
+    assert comparison_lines(run.result)[1].startswith("vs. raw backbone: R@1 ")
 
 
 def test_features_are_computed_once_and_a_run_without_the_cache_has_the_same_result(

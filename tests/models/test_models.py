@@ -310,3 +310,16 @@ def test_embed_returns_unit_vectors_unless_disabled():
     raw = embedder(normalize=False)
     with torch.no_grad():
         torch.testing.assert_close(raw.embed(pixels()), raw(pixels()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backbone": "none", "weights": "default"}, "model.weights: expected none without a backbone, got default"),
+        ({"pool": "average", "gem_p": 4.0}, "model.gem_p: expected 3.0 without model.pool gem, got 4.0"),
+        ({"pool": "average", "learn_gem_p": True}, "model.learn_gem_p: expected False without model.pool gem"),
+    ],
+)
+def test_settings_that_a_model_cannot_use_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**settings)

@@ -48,7 +48,9 @@ def test_the_page_has_the_results_of_the_trials(study, tmp_path, capsys):
         assert cells[key]["mean"] == pytest.approx(np.mean(values))
         assert cells[key]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(stored["failures"]) == 4
-    starts = [study.outcome(t).baselines["raw backbone"] for t in study.trials if t.size == 8 and t.method != NASTY]
+    starts = [
+        study.outcome(t).baselines["raw backbone"]["R@1"] for t in study.trials if t.size == 8 and t.method != NASTY
+    ]
     assert stored["baselines"]["raw backbone"]["clouds & <b>more</b> 8"] == pytest.approx(100 * np.mean(starts))
     last = stored["leader_comparisons"][-1]
     leader, other = stored["standings"][0]["method"], last["method"]
@@ -86,10 +88,23 @@ def test_the_headline_without_enough_values_to_rank(study):
     report = build_study_report(study.path)
     some = {key: cell for key, cell in report.cells.items() if key[1] == "triplet"}
     early = replace(report, tournament=None, cells=some, remaining=5)
-    assert headline(early) == "1 of 4 methods have a value so far: nothing to rank."
+    assert "1 of 4 methods have a value so far: nothing to rank." in headline(early)
     assert headline(replace(early, cells={}, remaining=0)) == "0 of 4 methods have a value: nothing to rank."
-    assert headline(replace(early, methods=["triplet"])) == "Only one method: nothing to rank."
+    assert "Only one method: nothing to rank." in headline(replace(early, methods=["triplet"]))
     assert headline(early) in render_study(early)
+
+
+def test_the_headline_of_ties_and_of_no_significant_lead(study):
+    report = replace(build_study_report(study.path), baselines={})
+    first, second, *others = report.tournament.standings
+    tied = replace(report.tournament, standings=(first, replace(second, mean=first.mean), *others))
+    names = f"{first.method} and {second.method}"
+    assert headline(replace(report, tournament=tied)).startswith(f"{names} share the best mean rank.")
+    ahead = replace(first, mean=second.mean - 1)
+    alone = replace(report.tournament, standings=(ahead, second, *others))
+    insignificant = tuple(replace(pair, significant=False) for pair in alone.pairs)
+    shown = headline(replace(report, tournament=replace(alone, pairs=insignificant), leader_comparisons=[]))
+    assert shown == f"{first.method} has the best mean rank; its lead is significant over none of the 2 other methods."
 
 
 @pytest.mark.slow

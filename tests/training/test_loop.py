@@ -1,8 +1,10 @@
 """The loop: learns, repeats itself exactly, resumes exactly, fails honestly, and keeps the test classes sealed."""
 
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,15 +20,16 @@ import nearkin as nk
 from nearkin._common.files import append_checksum
 from nearkin._common.progress import Pace, Reporter
 from nearkin.cli import main
-from nearkin.config.recipe import ComponentConfig, TrainConfig
+from nearkin.config.recipe import ComponentConfig, DataConfig, TrainConfig
 from nearkin.data.images import ArrayImages
 from nearkin.data.samplers import RandomSampler
-from nearkin.data.splits import Holdout
-from nearkin.data.table import Table
+from nearkin.data.splits import Holdout, make_split
+from nearkin.data.table import NoImages, Table
 from nearkin.errors import ConfigError, RunError, TrainingFailedError
 from nearkin.models.weights import load_checkpoint
 from nearkin.training import factory, loop
 from nearkin.training.checkpoint import TrainingInterrupted, defer_sigint
+from nearkin.training.factory import warn_about_few_classes
 from nearkin.training.run import Run
 
 
@@ -164,7 +167,7 @@ def test_the_test_classes_stay_sealed_until_the_epoch_is_chosen(tiny_recipe, tmp
 
     monkeypatch.setattr(Holdout, "open", watched)
     nk.fit(tiny_recipe, tmp_path, reporter=quiet)
-    assert opened_at == [3]
+    assert opened_at == [4]  # the start, and three epochs
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
     real, pressed = getattr(module, where), []
 
     def press_once(*args, **named):
-        if not pressed:
+        if not pressed and named.get("epoch") != 0:
             pressed.append(True)
             signal.raise_signal(signal.SIGINT)
         return real(*args, **named)
@@ -443,3 +446,53 @@ def test_a_run_folder_of_another_version_gets_one_clear_error(tmp_path, capsys):
     (folder / "env.json").unlink()  # without a version, the setting itself is reported
     with pytest.raises(ConfigError, match=r"train\.per_class: no such setting"):
         Run(folder)
+
+
+# --- few validation classes ------------------------------------------------------------------------------------------
+
+
+def flowers(classes, **parts):
+    labels = np.repeat(np.arange(classes), 2)
+    part = np.concatenate([[name] * 2 * count for name, count in parts.items()]) if parts else None
+    names = tuple(f"c{c}" for c in range(classes))
+    return Table("flowers", labels, names, NoImages("flowers", len(labels)), "", part=part)
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "expected"),
+    [
+        (flowers(34), {}, "only 3 validation classes.*MAP@R selects.*8 would do: --data.val-fraction 0.24, .* 12 to"),
+        (flowers(20), {}, "only 2 validation classes.*8 would do, but the data has too few classes"),
+        (flowers(80), {}, ""),
+        (flowers(60, train=40, test=20), {}, "only 4 .*8 would do: --data.val-fraction 0.2, which leaves 32 to train"),
+        (flowers(60), {"folds": 6}, "only 6 .*8 would do: --data.folds 4"),
+        (flowers(60, train=36, val=4, test=20), {}, "only 4 .*8 would do, but the data has too few classes"),
+        (flowers(34), {"val_fraction": 0.24}, ""),
+        (flowers(34), {"val_fraction": 0.0}, ""),
+        (flowers(60), {"folds": 4}, ""),
+    ],
+)
+def test_few_validation_classes_are_warned_about_with_the_number_that_would_do(table, settings, expected):
+    data = DataConfig(source="features", **settings)
+    warning = warn_about_few_classes(data, table, make_split(table, data)[0])
+    assert re.search(expected, warning) if expected else warning == ""
+
+
+@pytest.mark.parametrize(("num_classes", "metric"), [(2, "MAP@R"), (4, "MAP@R")])
+def test_few_validation_classes_select_by_map(tiny_recipe, tmp_path, num_classes, metric):
+    recipe = replace(tiny_recipe, data=replace(tiny_recipe.data, val_fraction=num_classes / 10))
+    out = io.StringIO()
+    run = nk.fit(recipe, tmp_path, reporter=Reporter(out=out), final=False)
+    epochs = {event["epoch"]: event["val"] for event in run.events() if event["event"] == "epoch"}
+    assert list(epochs) == [0, 1, 2, 3]
+    best = run.result["protocol"]["epoch"]
+    assert best == max(epochs, key=lambda epoch: (epochs[epoch][metric], epochs[epoch]["R@1"], -epoch))
+    assert run.result["val_MAP@R"] == epochs[best]["MAP@R"]
+    assert run.result["protocol"]["epoch_selected_by"] == "MAP@R (then R@1) on validation classes"
+    assert f"warning: only {num_classes} validation classes" in out.getvalue()
+    assert "val MAP@R" in out.getvalue()
+
+
+def test_feature_augmentation_needs_frozen_features(tiny_recipe, tmp_path, quiet):
+    with pytest.raises(ConfigError, match=r"train\.feature_noise: only with a frozen backbone"):
+        nk.fit(replace(tiny_recipe, train=replace(tiny_recipe.train, feature_noise=0.1)), tmp_path, reporter=quiet)
