@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from nearkin.errors import RunError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_checkpoint
+from nearkin.training.distributed import world_size
 from nearkin.training.run import Run
 
 
@@ -45,9 +46,10 @@ class TrainingState:
     best_map: float = -1.0  # its MAP@R, which breaks ties of R@1
     best_epoch: int = 0  # the epoch whose weights are in best.pt
     seconds: float = 0.0  # time spent training, over all interruptions
+    processes: list[int] = field(default_factory=lambda: [world_size()])  # their number, and others after a resume
 
     _PARTS = ("model", "objective", "optimizer", "scaler", "ema_model")
-    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds")
+    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_map", "best_epoch", "seconds", "processes")
 
     def __post_init__(self) -> None:
         self.start_timer()
