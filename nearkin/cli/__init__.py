@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from nearkin._common.processes import check_address_space
 from nearkin._common.version import __version__
 from nearkin.errors import ConfigError, UserError, did_you_mean
 
@@ -62,9 +63,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args[0] not in COMMANDS:
             hint = did_you_mean(args[0], COMMANDS) or " See: nearkin --help."
             raise ConfigError(f"No command named '{args[0]}'.{hint}")
+        if not {"-h", "--help"} & set(args):
+            check_address_space()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
         _print_error(str(error))
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _print_error(
+            f"out of memory ({(str(error).splitlines() or ['MemoryError'])[0].rstrip('.')}). Free some or use less: "
+            "smaller batches (--train.batch-size, --train.micro-batch-size), smaller images, fewer --workers."
+        )
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the main process prints
@@ -83,6 +94,12 @@ def _print_error(message: str) -> None:
     from nearkin._common.progress import escape_controls
 
     print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory could not be allocated. torch reports that as a plain RuntimeError."""
+    texts = ("can't allocate memory", "out of memory", "can't start new thread")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def _interrupt_message(reason: str, args: list[str]) -> str:
