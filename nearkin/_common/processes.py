@@ -56,7 +56,7 @@ def interrupt_after(wait: Callable[[], object]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def check_address_space(*, needed: int = 512 << 20, ample: int = 8 << 30) -> None:
+def check_address_space(*, needed: int = 160 << 20, ample: int = 8 << 30) -> None:
     """Refuse a limit on the address space (`ulimit -v`) in which torch cannot be loaded with `needed` bytes to spare.
 
     Its libraries would abort this process without an exception, so a child tries first; not if the limit is `ample`.

@@ -69,14 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         _print_error(str(error))
         sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        _print_error(
-            f"out of memory ({(str(error).splitlines() or ['MemoryError'])[0].rstrip('.')}). Free some or use less: "
-            "smaller batches (--train.batch-size, --train.micro-batch-size), smaller images, fewer --workers."
-        )
-        sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the main process prints
             print(f"\n{_interrupt_message(str(interrupt), args)}", file=sys.stderr)
@@ -84,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:  # disk full, folder missing or not writable
-        path = f"{error.filename}: " if error.filename else ""
-        _print_error(f"{path}{error.strerror or error}.")
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        message = _explain(error)
+        if message is None:
+            raise
+        _print_error(message)
         sys.exit(2)
 
 
@@ -96,10 +90,28 @@ def _print_error(message: str) -> None:
     print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory could not be allocated. torch reports that as a plain RuntimeError."""
-    texts = ("can't allocate memory", "out of memory", "can't start new thread")
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+# Of torch on a CPU and a GPU, of Python's threads, of the operating system and of its loader of shared libraries.
+_OUT_OF_MEMORY = (
+    "can't allocate",
+    "out of memory",
+    "can't start new thread",
+    "Cannot allocate",
+    "failed to map segment",
+)
+
+
+def _explain(error: Exception) -> str | None:
+    """Return what to print about an error of the machine: memory, disk full, folder missing or not writable."""
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200].rstrip(".")
+        return (
+            f"out of memory ({reason}). Free some or use less: smaller batches (--train.batch-size, "
+            "--train.micro-batch-size), smaller images, fewer --workers."
+        )
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename else ""
+        return f"{path}{error.strerror or error}."
+    return None
 
 
 def _interrupt_message(reason: str, args: list[str]) -> str:
