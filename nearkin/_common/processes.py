@@ -1,4 +1,4 @@
-"""Process control that differs between POSIX and Windows."""
+"""Process control and limits that differ between POSIX and Windows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+
+from nearkin.errors import UserError
 
 
 def is_alive(pid: int) -> bool:
@@ -66,3 +68,25 @@ def interrupt_after(wait: Callable[[], object]) -> None:
         _thread.interrupt_main()
 
     threading.Thread(target=run, daemon=True).start()
+
+
+def check_address_space(*, needed: int = 160 << 20, ample: int = 8 << 30) -> None:
+    """Refuse a limit on the address space (`ulimit -v`) in which torch cannot be loaded with `needed` bytes to spare.
+
+    Its libraries would abort this process without an exception, so a child tries first; not if the limit is `ample`.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or limit >= ample:
+        return
+    import subprocess
+
+    code = f"import mmap, torch; mmap.mmap(-1, {needed})"
+    if subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode:
+        raise UserError(
+            f"The limit on the address space is {limit / 1e9:.1f} GB (ulimit -v), too little to load torch. "
+            "Raise it, e.g. ulimit -v unlimited; docs/install.md lists how much memory each command needs."
+        )

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from nearkin._common.processes import other_processes_run
+from nearkin._common.processes import check_address_space, other_processes_run
 from nearkin._common.version import __version__
 from nearkin.errors import ConfigError, UserError, did_you_mean
 
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if other_processes_run():
             for name, value in OPENMP_WAIT.items():
                 os.environ.setdefault(name, value)
+        if not {"-h", "--help"} & set(args):
+            check_address_space()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
         _print_error(str(error))
@@ -76,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:  # disk full, folder missing or not writable
-        path = f"{error.filename}: " if error.filename else ""
-        _print_error(f"{path}{error.strerror or error}.")
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        message = _explain(error)
+        if message is None:
+            raise
+        _print_error(message)
         sys.exit(2)
 
 
@@ -86,6 +90,30 @@ def _print_error(message: str) -> None:
     from nearkin._common.progress import escape_controls
 
     print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
+
+
+# Of torch on a CPU and a GPU, of Python's threads, of the operating system and of its loader of shared libraries.
+_OUT_OF_MEMORY = (
+    "can't allocate",
+    "out of memory",
+    "can't start new thread",
+    "Cannot allocate",
+    "failed to map segment",
+)
+
+
+def _explain(error: Exception) -> str | None:
+    """Return what to print about an error of the machine: memory, disk full, folder missing or not writable."""
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200].rstrip(".")
+        return (
+            f"out of memory ({reason}). Free some or use less: smaller batches (--train.batch-size, "
+            "--train.micro-batch-size), smaller images, fewer --workers."
+        )
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename else ""
+        return f"{path}{error.strerror or error}."
+    return None
 
 
 def _interrupt_message(reason: str, args: list[str]) -> str:

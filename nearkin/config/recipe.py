@@ -201,6 +201,8 @@ class TrainConfig:
     """Maximum gradient norm (clipping); 0 turns clipping off."""
     micro_batch_size: int = 0
     """Images per forward pass, to save memory (the gradient stays that of the whole batch); 0: the whole batch."""
+    sync_batchnorm: bool = field(default=True, metadata=_NOT_IN_KEY)  # if off, the key has the number of processes
+    """With several processes: batch norms use the statistics of the whole batch, as in one process."""
     ema: float = 0.0
     """Decay of an exponential moving average of the weights, e.g. 0.999, which is evaluated and saved; 0: off."""
     patience: int = 0
@@ -211,6 +213,8 @@ class TrainConfig:
     """Compile the network with torch.compile; the first steps are slow."""
     checkpoint_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
     """Minutes between checkpoints within an epoch; each epoch also ends with one."""
+    rank_timeout_minutes: float = field(default=30.0, metadata=_NOT_IN_KEY)
+    """With several processes: minutes without a response after which a process counts as lost and the others end."""
     feature_noise: float = 0.0
     """With a frozen backbone: noise added to training features, relative to each feature's standard deviation."""
     feature_mix: float = 0.0
@@ -219,7 +223,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_at_least(self, "train", epochs=0, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
         _check_at_least(self, "train", warmup_steps=0, micro_batch_size=0, patience=0, feature_noise=0)
-        _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes")
+        _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes", "rank_timeout_minutes")
         per_class = self.samples_per_class
         _check(0 <= per_class <= self.batch_size, "train.samples_per_class", "from 0 to batch_size", per_class)
         whole_groups = f"a multiple of train.samples_per_class ({per_class})"

@@ -15,11 +15,19 @@ from nearkin.data.transforms import AUGMENTS, training_batches
 
 
 def training_inputs(
-    table: Table, plan: Sequence[Rows], recipe: Recipe, *, epoch: int, start: int = 0, first: int = 0
+    table: Table,
+    plan: Sequence[Rows],
+    recipe: Recipe,
+    *,
+    epoch: int,
+    start: int = 0,
+    first: int = 0,
+    batch_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield the batches plan[start:] of an epoch.
 
-    Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one.
+    Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one. Of
+    several ranks each has a share of the global batch, which has `batch_size` rows and in which it begins at `first`.
     """
     if table.features is None:
         order = {"seed": recipe.seed, "epoch": epoch, "start": start, "first": first}
@@ -36,13 +44,16 @@ def training_inputs(
     for step in range(start, len(plan)):
         rows = plan[step]
         batch = features[torch.from_numpy(rows)]
-        rng = np.random.default_rng((recipe.seed, epoch, step, first))
+        # Drawn for the global batch, so that an image does not depend on the number of ranks.
+        rng = np.random.default_rng((recipe.seed, epoch, step, 0))
+        size, share = batch_size or len(rows), slice(first, first + len(rows))
         if mix:
             classes = labels[rows]
-            within_class = (rng.random(len(rows)) * class_sizes[classes]).astype(np.int64)
+            within_class = (rng.random(size)[share] * class_sizes[classes]).astype(np.int64)
             partners = by_class[class_starts[classes] + within_class]
-            weight = torch.from_numpy(rng.random((len(rows), 1)) * mix).float()
+            weight = torch.from_numpy(rng.random((size, 1))[share] * mix).float()
             batch = batch.lerp(features[torch.from_numpy(partners)], weight)
         if noise:
-            batch = batch + noise * std * torch.from_numpy(rng.standard_normal(batch.shape)).float()
+            draws = rng.standard_normal((size, batch.shape[1]))[share]
+            batch = batch + noise * std * torch.from_numpy(draws).float()
         yield batch

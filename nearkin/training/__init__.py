@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from nearkin.training import distributed, recipes
     from nearkin.training._run_key import run_key
     from nearkin.training.auto_recipe import choose_recipe
+    from nearkin.training.batch_norm import sync_batch_norm
     from nearkin.training.device import choose_device
     from nearkin.training.evaluation import evaluate, evaluate_final
     from nearkin.training.factory import make_model, make_objective
@@ -28,12 +29,14 @@ __all__ = [
     "make_objective",
     "recipes",
     "run_key",
+    "sync_batch_norm",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "auto_recipe": ("choose_recipe",),
+        "batch_norm": ("sync_batch_norm",),
         "distributed": ("distributed",),
         "evaluation": ("evaluate", "evaluate_final"),
         "device": ("choose_device",),

@@ -18,6 +18,7 @@ from nearkin.errors import RunError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_checkpoint
+from nearkin.training.distributed import world_size
 from nearkin.training.run import Run
 
 
@@ -44,9 +45,10 @@ class TrainingState:
     best: dict[str, float] = field(default_factory=dict)  # validation metrics of `best_epoch`
     best_epoch: int = 0  # the epoch whose weights are in best.pt
     seconds: float = 0.0  # time spent training, over all interruptions
+    processes: list[int] = field(default_factory=lambda: [world_size()])  # their number, and others after a resume
 
     _PARTS = ("model", "objective", "optimizer", "scaler", "ema_model")
-    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_epoch", "seconds")
+    _COUNTERS = ("epoch", "step", "loss_sum", "best", "best_epoch", "seconds", "processes")
 
     def __post_init__(self) -> None:
         self.start_timer()

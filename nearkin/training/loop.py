@@ -110,7 +110,8 @@ def fit(
         TrainingStoppedError: `on_epoch_end` stopped the run.
         TrainingFailedError: The loss, the embeddings or a gradient became NaN or infinite.
     """
-    with dist.process_group(choose_device(device)) as torch_device:
+    timeout = 60 * recipe.train.rank_timeout_minutes
+    with dist.process_group(choose_device(device), timeout=timeout) as torch_device:
         reporter = (reporter or Reporter()) if dist.is_main_process() else Reporter(quiet=True)
         factory.validate_recipe(recipe)
         table = sources.load(recipe.data, reporter)
@@ -133,7 +134,10 @@ def fit(
 
 def open_run(recipe: Recipe, table: Table, model: Embedder, runs: Path) -> Run:
     """Open or create the run folder of a recipe; only the main process writes to it."""
-    key = run_key(recipe, f"{table.fingerprint}{factory.model_fingerprint(recipe, model)}")
+    fingerprint = f"{table.fingerprint}{factory.model_fingerprint(recipe, model)}"
+    if dist.world_size() > 1 and not recipe.train.sync_batchnorm:
+        fingerprint += f"-{dist.world_size()}-processes"  # their number changes the batch-norm statistics
+    key = run_key(recipe, fingerprint)
     path = dist.broadcast_object(Run.create(runs, key, recipe).path if dist.is_main_process() else None)
     run = Run(path or runs / key)
     run.is_writer = dist.is_main_process()
@@ -221,6 +225,13 @@ def resume_or_start(s: Session) -> None:
     """Load the run's last checkpoint, or say what is about to be trained."""
     if s.state.restore(s.run, s.reporter):
         s.reporter.info(f"resuming {s.run.path} after epoch {s.state.epoch}, step {s.state.step}")
+        before, now = s.state.processes[-1], dist.world_size()
+        if before != now:
+            s.state.processes.append(now)
+            s.reporter.info(
+                f"number of processes: {before} before, {now} now; this changes the result by rounding only "
+                "(and dropout inside the network, which each process draws itself)"
+            )
         return
     processes = f" in {dist.world_size()} processes" if dist.world_size() > 1 else ""
     validation = f"validation on {s.val.num_classes} other classes" if s.val else "no validation, last epoch is used"
@@ -273,7 +284,8 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
     saved_at = time.monotonic()
     all_labels = torch.from_numpy(s.train.labels)
     batches = s.sampler.epoch(epoch)
-    inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, first=s.sampler.share.start)
+    place = {"first": s.sampler.share.start, "batch_size": s.sampler.batch_size}
+    inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, **place)
     with s.reporter.track(f"epoch {epoch + 1}/{config.epochs}", steps - state.step, unit="step") as bar:
         for rows, batch in zip(batches[state.step :], inputs, strict=True):
             step = epoch * steps + state.step
@@ -298,7 +310,7 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
                 saved_at = time.monotonic()
             if interrupted:
                 raise TrainingInterrupted(f"stopped at epoch {epoch + 1}, step {state.step} of {steps}")
-    dist.broadcast_state(model)  # each process has the batch-norm statistics of its own images
+    dist.broadcast_state(model)  # without sync_batchnorm, each process has the statistics of its own images
     if state.ema_model is not None:
         dist.broadcast_state(state.ema_model)
 
@@ -376,6 +388,7 @@ def finish(s: Session, holdout: Holdout, final: bool) -> None:
             "protocol": describe_protocol(s.recipe, s.train, s.val, holdout, epoch=s.state.best_epoch),
             **result,
             **{f"val_{name}": s.state.best.get(name) for name in COMPARED_METRICS},
+            "processes": s.state.processes,
             "seconds": round(s.state.seconds, 1),
         }
     )

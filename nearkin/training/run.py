@@ -218,6 +218,8 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Return versions, machine and command, for env.json."""
+    from nearkin.training.distributed import world_size
+
     packages = ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow")
     return {
         "time": _now(),
@@ -225,6 +227,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
+        "processes": world_size(),
         "packages": {name: installed_version(name) for name in packages},
         "commit": _commit(),
     }

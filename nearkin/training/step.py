@@ -12,6 +12,7 @@ from nearkin.config.recipe import TrainConfig
 from nearkin.errors import ConfigError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
+from nearkin.training.batch_norm import sync_batch_norm
 from nearkin.training.distributed import all_gather_with_grad, all_reduce_gradients, fork_rng, rank, world_size
 
 Forward = Callable[[Tensor], Tensor]
@@ -47,7 +48,9 @@ def backward(
     micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]
 
     def embed(inputs: Tensor, index: int) -> Tensor:
-        with fork_rng(*rng_key, 1 + rank(), index, device=batch.device), autocast(batch.device, config.precision):
+        rng = fork_rng(*rng_key, 1 + rank(), index, device=batch.device)
+        norms = sync_batch_norm() if config.sync_batchnorm else nullcontext()
+        with rng, norms, autocast(batch.device, config.precision):
             return forward(inputs).float() if config.precision != "fp32" else forward(inputs)
 
     if len(micro_batches) == 1:

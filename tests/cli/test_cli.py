@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.small_runs import make_run
 
 import nearkin as nk
@@ -285,3 +286,55 @@ def test_a_study_without_losses_is_refused(capsys, tmp_path):
     (tmp_path / "s.toml").write_text('name = "x"\nbase = "glyphs_small"\n')
     code, _, err = run(capsys, "bench", "plan", tmp_path / "s.toml")
     assert (code, err) == (2, f"nearkin: {tmp_path / 's.toml'}: losses: missing.\n")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "reason"),
+    [(np.empty, "Unable to allocate 8.00 PiB"), (torch.empty, "can't allocate memory: you tried to allocate")],
+    ids=["numpy", "torch"],
+)
+def test_out_of_memory_is_one_line(capsys, monkeypatch, allocate, reason):
+    monkeypatch.setattr("nearkin.cli.losses.run", lambda argv: allocate(1 << 50))
+    code, _, err = run(capsys, "losses")
+    assert code == 2
+    assert err.startswith("nearkin: out of memory (")
+    assert reason in err
+    assert "--train.batch-size" in err
+    assert err.count("\n") == 1
+
+
+def test_other_runtime_errors_are_not_taken_for_it(capsys, monkeypatch):
+    def fail(argv):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("nearkin.cli.losses.run", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(capsys, "losses")
+
+
+LIMITED = """
+import resource, sys
+from nearkin.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (600_000_000, resource.RLIM_INFINITY))
+for args in sys.argv[1:]:
+    try:
+        main(args.split())
+    except SystemExit as end:
+        print(args, end.code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce this limit")
+def test_too_little_address_space_is_refused_before_torch_aborts():
+    commands = ["train glyphs_small", "evaluate run", "index run photos", "search x.index x.png", "train --help"]
+    done = subprocess.run([sys.executable, "-c", LIMITED, *commands], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.endswith(" 2")] == [f"{c} 2" for c in commands[:4]]
+    assert "usage: nearkin train" in done.stdout
+    refused = done.stderr.splitlines()
+    assert len(refused) == 4
+    assert set(refused) == {
+        "nearkin: The limit on the address space is 0.6 GB (ulimit -v), too little to load torch. "
+        "Raise it, e.g. ulimit -v unlimited; docs/install.md lists how much memory each command needs."
+    }

@@ -14,12 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import nearkin as nk
+from nearkin._common.progress import Reporter
+from nearkin.data import sources
+from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
+from nearkin.data.splits import make_split
 from nearkin.errors import DataError, ProcessLostError, UserError
 from nearkin.training import distributed as nd
+from nearkin.training.batch_norm import sync_batch_norm
+from nearkin.training.factory import make_model, make_objective
+from nearkin.training.step import backward
+
+SHARES = ([1, 6], [4, 3], [0, 7])
 
 # The loss with its options, the class parameters' learning rate, and how the ranks' gradients are joined.
 TRAININGS: dict[str, tuple[dict[str, Any], float, str]] = {
@@ -79,6 +89,58 @@ def train(name: str) -> dict[str, torch.Tensor]:
     state = {f"model.{k}": v for k, v in model.state_dict().items()}
     state |= {f"objective.{k}": v for k, v in objective.state_dict().items()}
     return {**state, "losses": torch.stack(losses), "table": table}
+
+
+class NormThenRelu(nn.BatchNorm2d):
+    """A subclass with its own forward, as timm's BatchNormAct2d."""
+
+    def forward(self, x):
+        self.num_batches_tracked.add_(1)
+        settings = {"weight": self.weight, "bias": self.bias, "training": self.training, "momentum": 0.3}
+        return F.relu(F.batch_norm(x, self.running_mean, self.running_var, **settings))
+
+
+def normalized(shares: list[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Outputs, gradients and running statistics of batch norms of all sorts; rank r has shares[r] of the 7 images."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 6, 3), NormThenRelu(6), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, affine=False)),
+        *(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5, momentum=None)),
+    ).to(dtype, memory_format=torch.channels_last)
+    weights = torch.randn(7, 5, dtype=torch.float64).to(dtype)
+    x = torch.randn(7, 3, 8, 8, dtype=torch.float64).to(dtype)
+    start = sum(shares[: nd.rank()])
+    for _ in range(2):  # running statistics also depend on what they were
+        with sync_batch_norm():
+            own = model(x[start : start + shares[nd.rank()]])
+        whole, _ = nd.all_gather_with_grad(own, torch.arange(len(own)))
+        (whole * weights + whole**3).sum().backward()
+    nd.all_reduce_gradients(model.parameters())
+    found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if "0.bias" not in name}
+    assert not model.eval().requires_grad_(False)(x).isnan().any()
+    return {**dict(model.named_buffers()), **found, "outputs": whole.detach()}
+
+
+def first_step() -> dict[str, torch.Tensor]:
+    """The gradients and running statistics of the first step of glyphs_small."""
+    recipe, quiet = nk.recipes.glyphs_small(), Reporter(quiet=True)
+    table = sources.load(recipe.data, quiet)
+    train = make_split(table, recipe.data)[0].train
+    model = make_model(recipe, table, quiet).train()
+    objective = make_objective(recipe, model.dim, train.num_classes)
+    nd.broadcast_state(objective)
+    sizes = {"batch_size": recipe.train.batch_size, "samples_per_class": recipe.train.samples_per_class}
+    sampler = make_sampler(train.labels, **sizes, seed=0, rank=nd.rank(), world_size=nd.world_size())
+    batches = sampler.epoch(0)[:1]
+    [x] = training_inputs(train, batches, recipe, epoch=0, first=sampler.share.start)
+    labels = torch.from_numpy(train.labels[batches[0]])
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = backward(model, objective, x, labels, recipe.train, scaler, (0, 0, 0))
+    parameters = dict([*model.named_parameters(), *objective.named_parameters()])
+    nd.all_reduce_gradients(parameters.values())
+    statistics = {name: value for name, value in model.named_buffers() if "running" in name}
+    gradients = {f"gradient of {name}": p.grad for name, p in parameters.items() if p.grad is not None}
+    return {**statistics, **gradients, "loss": torch.tensor(loss)}
 
 
 # --- only here --------------------------------------------------------------------------------------------------------
@@ -199,6 +261,7 @@ def main(rank: int, folder: Path, port: str) -> None:
         found["mistakes"] = mistakes()
         found["listening"] = listening() if sys.platform == "linux" else []
         found["environment"] = "GLOO_SOCKET_IFNAME" in os.environ
+        found["normalized"] = {f"{shares}": normalized(shares, torch.float64) for shares in SHARES}
         found["trained"] = {name: train(name) for name in TRAININGS}
     found["world after"] = nd.world_size()
     found["sleeps"] = lost(folder, "sleeps")
@@ -206,3 +269,14 @@ def main(rank: int, folder: Path, port: str) -> None:
     torch.save(found, target)
     found["dies"] = lost(folder, "dies")
     torch.save(found, target)
+
+
+def first_steps(rank: int, folder: Path) -> None:
+    """The first step of glyphs_small by three processes, and by the first two of them."""
+    torch.set_num_threads(1)
+    for ranks in (3, 2):
+        if rank < ranks:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            with nd.process_group("cpu", timeout=60.0, meeting_file=folder / f"meeting{ranks}"):
+                found = first_step()
+            torch.save(found, folder / f"{ranks}-{rank}.pt")

@@ -189,6 +189,13 @@ def test_feature_noise_and_mixing_depend_on_the_step_and_stay_within_the_class(f
     spread = torch.from_numpy(table.features).std(0)
     added = torch.cat([(a - b) / spread for a, b in zip(batches(feature_noise=0.5), plain, strict=True)])
     assert added.std() == pytest.approx(0.5, rel=0.15)
+    # Several processes see what one sees: shares of 6 and 10 rows.
+    noisy = replace(features_recipe, train=replace(features_recipe.train, feature_noise=0.5, feature_mix=0.5))
+    for share in (slice(0, 6), slice(6, 16)):
+        shares = [rows[share] for rows in plan]
+        own = list(training_inputs(table, shares, noisy, epoch=3, first=share.start, batch_size=16))
+        for got, want in zip(own, batches(feature_noise=0.5, feature_mix=0.5), strict=True):
+            assert torch.equal(got, want[share])
     # Mixing is within a class: with one image per class nothing changes.
     singletons = replace(table, labels=np.arange(160), class_names=tuple(map(str, range(160))))
     mixed = next(

@@ -102,6 +102,32 @@ def test_differences_show_what_is_wrong():
     assert differences(nothing, nothing)["network"] == float("inf")
 
 
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shares", distributed_worker.SHARES, ids=str)
+def test_synchronised_batch_norm_is_that_of_one_process(ranks, shares):
+    """Outputs, gradients and running statistics, with one image on a rank, and with none; torch's own layer alone."""
+    want = distributed_worker.normalized([7], torch.float64)
+    for found in ranks:
+        got = found["normalized"][f"{shares}"]
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_first_step_of_glyphs_small_is_that_of_one_process(tmp_path, glyphs_table):
+    """In three processes (42, 43 and 43 of the 128 images) and in two."""
+    mp.spawn(distributed_worker.first_steps, (tmp_path,), nprocs=3)
+    want = distributed_worker.first_step()
+    for file in [f"{ranks}-{rank}" for ranks in (2, 3) for rank in range(ranks)]:
+        got = torch.load(tmp_path / f"{file}.pt", weights_only=True)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            scale = float(value.abs().max())
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5 * scale, msg=f"{file}: {name}")
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

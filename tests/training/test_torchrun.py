@@ -1,8 +1,12 @@
 """`torchrun -m nearkin train` with two processes ends where one process ends."""
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import make_split
+from nearkin.training import run_key
 from nearkin.training.evaluation import evaluate
 from nearkin.training.run import Run
 
@@ -27,13 +32,13 @@ def per_query(run: Run) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs):
-    """Batches of 9 for two processes: shares of 4 and 5. Batch norms count images, so their statistics stand still."""
+@pytest.mark.parametrize(("epochs", "freeze_norm"), [(1, "statistics"), (2, "none")])
+def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs, freeze_norm):
+    """Batches of 9 for two processes: shares of 4 and 5."""
     recipe = replace(
         tiny_recipe,
         data=replace(tiny_recipe.data, augment="light"),
-        model=replace(tiny_recipe.model, freeze_norm="statistics", dropout=0.0),
+        model=replace(tiny_recipe.model, freeze_norm=freeze_norm, dropout=0.0),
         loss=ComponentConfig("multi_similarity"),
         miner=ComponentConfig("multi_similarity", {"epsilon": 0.1}),
         memory=16,
@@ -56,6 +61,8 @@ def test_two_processes_end_where_one_does(tiny_recipe, tmp_path, quiet, epochs):
         np.testing.assert_allclose(per_query(together)[name], values, atol=1e-6, err_msg=name)
     seen = [event["epoch"] for event in together.events() if event["event"] == "epoch"]
     assert seen == list(range(1, epochs + 1))
+    assert (alone.result["processes"], together.result["processes"]) == ([1], [2])
+    assert json.loads((together.path / "env.json").read_text())["processes"] == 2
 
 
 SLOW_DISK = """
@@ -90,7 +97,7 @@ def test_all_processes_evaluate_one_network(tiny_recipe, tmp_path, quiet):
     recipe = replace(
         tiny_recipe,
         data=replace(tiny_recipe.data, val_fraction=0.0),  # every epoch writes best.pt
-        train=replace(tiny_recipe.train, epochs=2, ema=0.9),
+        train=replace(tiny_recipe.train, epochs=2, ema=0.9, sync_batchnorm=False),
     )
     file, program = tmp_path / "recipe.toml", tmp_path / "program.py"
     file.write_text(recipe.to_toml())
@@ -104,7 +111,9 @@ def test_all_processes_evaluate_one_network(tiny_recipe, tmp_path, quiet):
     assert len(evaluated[0]) == 2
     [folder] = (tmp_path / "runs").iterdir()
     run = Run(folder)
-    _, holdout = make_split(sources.load(recipe.data, quiet), recipe.data)
+    table = sources.load(recipe.data, quiet)
+    assert folder.name != run_key(recipe, table.fingerprint)  # that of one process, which gives other numbers
+    _, holdout = make_split(table, recipe.data)
     for name, values in evaluate(run.embedder(), holdout.open()).per_query.items():
         np.testing.assert_allclose(per_query(run)[name], values, atol=1e-6, err_msg=name)
 
@@ -160,3 +169,62 @@ assert not any("gloo" in name for name in threads()), threads()
 """)
     done = subprocess.run([*TORCHRUN, str(program)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+HANGS = """
+import os, signal, sys, time
+from pathlib import Path
+from nearkin.cli import main
+from nearkin.training import loop
+from nearkin.training.distributed import rank
+
+train_epoch, folder = loop.train_epoch, Path(__file__).parent
+
+def stopping(session, epoch, sigint_received):
+    def flag():
+        if epoch == 1 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return sigint_received()
+    train_epoch(session, epoch, flag)
+
+loop.train_epoch = stopping
+(folder / f"ready-{os.environ['RANK']}").touch()
+while len(list(folder.glob("ready-*"))) < 2:  # the timeout is shorter than an import may take
+    time.sleep(0.01)
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_process_that_hangs_ends_the_others_and_one_process_resumes(tiny_recipe, tmp_path, capsys):
+    recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, rank_timeout_minutes=0.1))
+    file, program = tmp_path / "recipe.toml", tmp_path / "program.py"
+    file.write_text(recipe.to_toml())
+    program.write_text(HANGS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ours = {"MASTER_PORT": str(probe.getsockname()[1]), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    ours |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(nk.__file__).parents[1])}
+    command = [sys.executable, str(program), "train", str(file), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    ranks = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ours | {"RANK": str(number)})
+        for number in range(2)
+    ]
+    try:
+        began = time.monotonic()
+        _, said = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == 2
+        assert "process 0 of 2: another process died or did not respond for 6 s" in said
+        assert said.rstrip().endswith("Run the same command again to resume from the last checkpoint.")
+        assert "Traceback" not in said
+        assert ranks[1].poll() is None
+        assert time.monotonic() - began >= 6
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    run = nk.fit(recipe, tmp_path / "runs")
+    said = capsys.readouterr().err
+    assert "resuming" in said
+    assert "number of processes: 2 before, 1 now" in said
+    assert run.result["processes"] == [2, 1]
