@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -26,13 +25,16 @@ _USAGE = {
     "search DIR IMAGE": 'nearest images in an index, or "unknown"',
     "serve DIR": "web page and JSON API to search an index by image",
     "export RUN": "save the model as an ONNX or torch file that runs without nearkin",
+    "features FOLDER": "features of your images by a pretrained network, in one .npz file",
     "data list|check|get": "list benchmarks, check images and labels, download a benchmark",
     "losses [NAME]": "list the available losses, or explain one",
     "tune [RECIPE]": "tune hyperparameters of losses on validation classes, with equal trial budgets",
     "bench run STUDY": "compare methods under one protocol over seeds, resumable (also: plan, status, work)",
     "tournament STUDY": "rank methods over experiments and test which differences are significant",
+    "cache list|prune": "show and delete cached images and features",
     "doctor": "versions, devices, optional dependencies, known issues",
 }
+RESUMABLE = ("train", "features", "index", "tune", "bench")
 COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
@@ -88,6 +90,8 @@ def _print_error(message: str) -> None:
 def _interrupt_message(reason: str, args: list[str]) -> str:
     """Return what to print after Ctrl-C; `reason` is empty if no step was interrupted, so that nothing is lost."""
     if not reason:
-        return "stopped; repeat the same command to resume" if args[0] == "train" else "stopped"
-    command = "the same torchrun command" if "RANK" in os.environ else shlex.join(["nearkin", *args])
+        return "stopped; repeat the same command to resume" if args[0] in RESUMABLE else "stopped"
+    from nearkin.cli._arguments import command_line
+
+    command = "the same torchrun command" if "RANK" in os.environ else command_line(*args)
     return f"{reason}; the checkpoint is saved. To resume:\n  {command}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nearkin.cli._arguments import parse, show
+from nearkin.cli._arguments import command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
 
@@ -68,6 +67,10 @@ def run(argv: list[str]) -> None:
     recipe, args = parse_train(argv)
     if recipe.data.source != "features":
         require_extra("images", "PIL")
+    from nearkin.training.run import refuse_if_busy
+
+    if "RANK" not in os.environ:  # before torch is imported; the processes of torchrun start at different times
+        refuse_if_busy(recipe, args.runs)
     from nearkin._common.progress import Reporter
     from nearkin.report.tables import headline, result_table
     from nearkin.training.loop import fit
@@ -77,7 +80,7 @@ def run(argv: list[str]) -> None:
         return
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
-    paths = f"\nrun:    {run.path}\nreport: nearkin report {shlex.quote(str(run.path))}"
+    paths = f"\nrun:    {run.path}\nreport: {command_line('report', str(run.path))}"
     show(result_table(run), headline(run), *notes, paths)
 
 
@@ -110,6 +113,8 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         train=base.train,
     )
     args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
+    require_names("loss", [args.loss])
+    require_names("miner", [args.miner] if args.miner not in (None, "none") else [])
     loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
     miner = _miner_name(args, base, arguments.flags)
     if miner_settings and miner is None:
@@ -143,6 +148,7 @@ def _split_arguments(argv: list[str]) -> _Arguments:
                 raise ConfigError(f"{flag}: missing value.")
             value = argv.pop(0)
         if flag == "--data":
+            require_path(value, "a folder of images, a .csv, .parquet or .npz file")
             arguments.data = Path(value).resolve()  # the run folder must find its data from any working directory
         elif setting == "name":
             arguments.flags += [f"--{component}", value]

@@ -36,7 +36,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
         (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
         (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
-        (["train", "--data", "/no/such/folder"], "/no/such/folder: no such folder"),
+        (["train", "--data", "/no/such/folder"], "/no/such/folder: no such file or folder"),
         (["train", "--data"], "--data: missing value"),
         (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
         (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
@@ -91,7 +91,9 @@ def test_help_covers_every_command(capsys):
     assert run(capsys, "--version")[1].startswith("nearkin ")
 
 
-def test_flags_change_the_recipe():
+def test_flags_change_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
     recipe, args = parse_train(
         ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
     )
