@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from nearkin._common.version import __version__
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args[0] not in COMMANDS:
             hint = did_you_mean(args[0], COMMANDS) or " See: nearkin --help."
             raise ConfigError(f"No command named '{args[0]}'.{hint}")
+        _announce_slow_import()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
         _print_error(str(error))
@@ -79,6 +81,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = f"{error.filename}: " if error.filename else ""
         _print_error(f"{path}{error.strerror or error}.")
         sys.exit(2)
+
+
+def _announce_slow_import() -> None:
+    """Say on a terminal why nothing happens, if importing torch takes long, as it does the first time."""
+
+    def announce() -> None:
+        if "torch" in sys.modules and not hasattr(sys.modules["torch"], "compile"):  # defined near its end
+            print("loading torch ...", file=sys.stderr)
+
+    if sys.stderr.isatty():
+        timer = threading.Timer(1.5, announce)
+        timer.daemon = True
+        timer.start()
 
 
 def _print_error(message: str) -> None:

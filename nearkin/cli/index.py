@@ -174,7 +174,8 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         index.write(args.out)
         yield str(choice)
     if args.hnsw and len(index) < args.hnsw_min_items:
-        yield f"graph: not built; {counted(len(index), 'item')}, fewer than {args.hnsw_min_items:,}: search is exact"
+        few = agreeing(len(index), "items are")
+        yield f"graph: not built; {few} fewer than {args.hnsw_min_items:,} and searched exactly"
     elif args.hnsw and index.graph is not None:
         yield f"graph: up to date, {index.graph.stats}"
     elif args.hnsw:

@@ -102,6 +102,9 @@ class _Arguments:
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     """Build the recipe of `nearkin train`. Returns the recipe changed by the flags, and the flags."""
     arguments = _split_arguments(argv)
+    for kind in ("loss", "miner"):  # before the data are looked at
+        name = _flag_value(f"--{kind}", arguments.flags)
+        require_names(kind, [name] if name not in (None, "none") else [])
     base = _base_recipe(arguments)
     defaults = TrainArgs(
         loss=base.loss.name,
@@ -113,8 +116,6 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         train=base.train,
     )
     args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
-    require_names("loss", [args.loss])
-    require_names("miner", [args.miner] if args.miner not in (None, "none") else [])
     loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
     miner = _miner_name(args, base, arguments.flags)
     if miner_settings and miner is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
-from nearkin._common.words import counted
+from nearkin._common.words import agreeing, counted
 from nearkin.bench.aggregate import aggregate
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, Result
@@ -132,7 +132,7 @@ def failure_line(folder: StudyFolder) -> str:
     """Report how many trials failed and how to see why; empty if none did."""
     failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
     see = f"nearkin bench status {shlex.quote(str(folder.path))}"
-    return f"{counted(len(failed), 'trial')} failed, not ranked; for the reasons: {see}" if failed else ""
+    return f"{agreeing(len(failed), 'trials failed and are not ranked')}; for the reasons: {see}" if failed else ""
 
 
 def terminal_report(folder: StudyFolder) -> list[Any]:

@@ -251,3 +251,16 @@ def test_a_study_without_losses_is_refused(capsys, tmp_path):
     (tmp_path / "s.toml").write_text('name = "x"\nbase = "glyphs_small"\n')
     code, _, err = run(capsys, "bench", "plan", tmp_path / "s.toml")
     assert (code, err) == (2, f"nearkin: {tmp_path / 's.toml'}: losses: missing.\n")
+
+
+def test_a_slow_import_of_torch_is_announced_on_a_terminal(capsys, monkeypatch):
+    class StartedTimer:
+        def __init__(self, seconds, function):
+            assert seconds < 2
+            self.start = function
+
+    monkeypatch.setattr("threading.Timer", StartedTimer)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert run(capsys, "losses", "--help")[2] == ""  # torch is loaded
+    monkeypatch.setitem(sys.modules, "torch", object())  # as in the middle of its import
+    assert run(capsys, "losses", "--help")[2] == "loading torch ...\n"

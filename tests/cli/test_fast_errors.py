@@ -14,6 +14,7 @@ COMMANDS_AND_ERRORS = {
     "train nosuch": "No recipe or recipe file named 'nosuch'",
     "train nosuch.toml": "nosuch.toml: no such recipe file",
     "train --data nosuch": "nosuch: no such file or folder",
+    "train --data photos --loss proxyanchor": "Did you mean 'proxy_anchor'?",
     "train --loss proxyanchor": "Did you mean 'proxy_anchor'?",
     "train --loss triplet --miner semi_hard": "Did you mean 'semihard'?",
     "tune nosuch": "No recipe or recipe file named 'nosuch'",
