@@ -17,7 +17,11 @@ from unittest import mock
 from nearkin import cli
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
-SUBCOMMANDS = {"data": ("list", "check", "get"), "bench": ("plan", "run", "status", "work")}
+SUBCOMMANDS = {
+    "data": ("list", "check", "get"),
+    "bench": ("plan", "run", "status", "work"),
+    "cache": ("list", "prune"),
+}
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -20,6 +20,7 @@ from nearkin._common.version import __version__ as __version__
 if TYPE_CHECKING:
     from nearkin import losses
     from nearkin.config.recipe import Recipe
+    from nearkin.data import samplers
     from nearkin.deploy.index.index import Index
     from nearkin.errors import UserError
     from nearkin.losses import miners
@@ -53,6 +54,7 @@ __all__ = [
     "pair_up",
     "rank",
     "recipes",
+    "samplers",
     "score",
 ]
 
@@ -60,6 +62,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "config.recipe": ("Recipe",),
+        "data.samplers": ("samplers",),
         "deploy.index.index": ("Index",),
         "errors": ("UserError",),
         "losses": ("losses",),

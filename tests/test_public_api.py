@@ -32,3 +32,9 @@ def test_the_core_does_not_import_torchvision_or_timm():
 def test_import_and_help_do_not_import_torch():
     loaded = modules_after("import nearkin, nearkin.cli; nearkin.cli.main(['--help'])")
     assert not loaded & {"torch", "numpy", "rich", "tyro"}
+
+
+def test_dir_lists_the_public_names_only():
+    assert [name for name in dir(nk) if not name.startswith("__")] == nk.__all__
+    assert "__version__" in dir(nk)
+    assert dir(nk.samplers)  # a public module: nk.samplers.BalancedSampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -25,19 +26,24 @@ NPZ_ERRORS = (OSError, ValueError, KeyError, EOFError, NotImplementedError, Synt
 _TEMPORARY = re.compile(r".+\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9]+\.tmp")
 _CHECKSUM = b"nearkin-sha256:"  # in front of the checksum at the end of a file
 _FOREIGN_AGE = 24 * 3600.0  # seconds after which a temporary file of another machine is taken for abandoned
+_FULL_DISK = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no quota left counts as well
 _REPLACE_SECONDS = 5.0  # how long Windows may refuse to replace a file that another program is reading
 
 
 def atomic_write(target: Path, content: str | bytes) -> None:
     """Replace a file in one step, so that a crash leaves the old content or the new, never a part."""
-    with atomic_file(target) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    data = content.encode() if isinstance(content, str) else content
+    with atomic_file(target, size=len(data)) as temporary:
+        temporary.write_bytes(data)
 
 
 @contextmanager
-def atomic_file(target: Path, *, keep: Path | None = None) -> Iterator[Path]:
-    """Replace a file in one step when the block ends; if it raises, the old file stays."""
-    with temporary_path(target) as temporary:
+def atomic_file(target: Path, *, keep: Path | None = None, size: int = 0) -> Iterator[Path]:
+    """Replace a file in one step when the block ends; if it raises, the old file stays.
+
+    A full disk is an OSError that says how much is needed: `size`, the expected number of bytes, if it is known.
+    """
+    with temporary_path(target, size) as temporary:
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
@@ -70,7 +76,7 @@ def verify_checksum(path: Path, *, required: bool) -> None:
 
 
 @contextmanager
-def temporary_path(target: Path) -> Iterator[Path]:
+def temporary_path(target: Path, size: int = 0) -> Iterator[Path]:
     """Reserve a name next to `target` for a file or folder, which is deleted when the block ends unless it was moved.
 
     `remove_leftovers` recognises the name if the process is killed. Errors about it name `target` instead.
@@ -78,13 +84,30 @@ def temporary_path(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f"{target.name}.{_machine()}-{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         yield temporary
-    except OSError as error:
-        if error.errno is None or error.filename not in (None, temporary, str(temporary)):
+    except (OSError, RuntimeError) as error:
+        if full := full_disk(error, target, size):
+            raise full from error
+        if not isinstance(error, OSError) or error.errno is None:
+            raise
+        if error.filename not in (None, temporary, str(temporary)):
             raise
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         with suppress(OSError):
             _remove(temporary)
+
+
+def full_disk(error: BaseException | None, target: Path, size: int = 0) -> OSError | None:
+    """Return an error that says which disk is full and what `target` needs, or None if it is not about that.
+
+    Libraries hide it behind errors of their own: torch.save, for one, behind a RuntimeError.
+    """
+    # torch's own writer says only that it failed.
+    failed_write = "PytorchStreamWriter" in str(error) and shutil.disk_usage(target.parent).free < max(size, 2**20)
+    while not failed_write and error is not None and getattr(error, "errno", None) not in _FULL_DISK:
+        error = error.__cause__ or error.__context__
+    needs = f": needs ~{max(1, math.ceil(size / 1e6)):,} MB" if size else ""
+    return OSError(errno.ENOSPC, f"No space left on {target.parent}{needs}", str(target)) if error else None
 
 
 def replace_file(source: Path, target: Path) -> None:

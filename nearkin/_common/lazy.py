@@ -24,6 +24,8 @@ def lazy_exports(package: str, exports: Mapping[str, Sequence[str]]) -> tuple[Ca
         return value
 
     def directory() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *modules})
+        # Without our own imports and submodules, which would hide the public names in a notebook's completion.
+        dunders = {name for name in vars(sys.modules[package]) if name.startswith("__")}
+        return sorted(dunders | set(modules))
 
     return getattribute, directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 # A colour as rich writes it, or any control character but tabs and line ends.
 _CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-LINE_INTERVAL = 5.0  # seconds between lines when the output is not a terminal
+FIRST_LINE, LINE_INTERVAL = 2.0, 5.0  # seconds before the first line and between lines, if not on a terminal
 
 
 class ProgressBar:
@@ -22,23 +23,43 @@ class ProgressBar:
 
     def __init__(self, label: str, total: int, unit: str, out: TextIO | None, progress: Progress | None) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0
-        self._start = self._last_line = time.monotonic()
+        self.done, self.note = 0, ""
+        self._start = time.monotonic()
         self._out, self._progress = out, progress
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Record completed units."""
-        self.done += count
-        now = time.monotonic()
-        rate = self.done / max(now - self._start, 1e-9)
+        self.done, self.note = self.done + count, note
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, advance=count, note=f"{rate:,.1f} {self.unit}/s  {note}")
-        elif self._out is not None and now - self._last_line >= LINE_INTERVAL and self.done < self.total:
-            self._last_line = now
-            eta = format_duration((self.total - self.done) / rate)
-            line = f"{self.label}  {self.done / self.total:4.0%}  {rate:,.1f} {self.unit}/s  {eta} left  {note}"
-            print(line.rstrip(), file=self._out, flush=True)
+            rate = self.done / max(time.monotonic() - self._start, 1e-9)
+            self._progress.update(self._task, advance=count, note=f"{format_rate(rate, self.unit)}  {note}")
+
+    @contextmanager
+    def print_lines(self) -> Iterator[None]:
+        """Print a line every few seconds while the block runs, also while no unit completes."""
+        finished = threading.Event()
+
+        def run() -> None:
+            wait = FIRST_LINE
+            while not finished.wait(wait):
+                print(self._line(), file=self._out, flush=True)
+                wait = LINE_INTERVAL
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()
+
+    def _line(self) -> str:
+        elapsed, done = time.monotonic() - self._start, self.done
+        if not done:
+            return f"{self.label}    0%  {self.total:,} {self.unit}, after {format_duration(elapsed)}"
+        rate, left = format_rate(done / elapsed, self.unit), format_duration((self.total - done) * elapsed / done)
+        return f"{self.label}  {done / self.total:4.0%}  {rate}  {left} left  {self.note}".rstrip()
 
 
 class Reporter:
@@ -57,8 +78,13 @@ class Reporter:
     @contextmanager
     def track(self, label: str, total: int, unit: str = "it") -> Iterator[ProgressBar]:
         """Show the progress of a task while the block runs. Yields the bar to `advance`."""
-        if self.quiet or not self._console.is_terminal:
-            yield ProgressBar(label, total, unit, None if self.quiet else self._out, None)
+        if self.quiet:
+            yield ProgressBar(label, total, unit, None, None)
+            return
+        if not self._console.is_terminal:
+            bar = ProgressBar(label, total, unit, self._out, None)
+            with bar.print_lines():
+                yield bar
             return
         columns = (
             SpinnerColumn(),
@@ -92,6 +118,16 @@ class Pace:
     def eta(self) -> str:
         """Estimated remaining time for people; "?" before the first unit."""
         return format_duration((self.total - self.done) / self.rate) if self.rate else "?"
+
+
+def format_rate(rate: float, unit: str) -> str:
+    """Format a speed for people: units per second, or seconds per unit if that is more.
+
+    Example:
+        >>> format_rate(412.25, "img"), format_rate(0.05, "step")
+        ('412.2 img/s', '20.0 s/step')
+    """
+    return f"{rate:,.1f} {unit}/s" if rate >= 1 or not rate else f"{1 / rate:,.1f} s/{unit}"
 
 
 def escape_controls(text: str, *, keep_colours: bool = False) -> str:

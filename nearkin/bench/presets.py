@@ -50,7 +50,7 @@ def tiny(data: Path | None) -> Study:
 def features(data: Path | None) -> Study:
     """All losses as heads on precomputed features (--data FILE.npz); half of the classes train; 4 sizes, 3 seeds."""
     if data is None:
-        raise ConfigError("features: no data. Pass --data FILE.npz, with arrays `features` [N, F] and `labels` [N].")
+        raise ConfigError("features: no data. Pass --data FOLDER with your images, or --data FILE.npz with features.")
     from nearkin.bench.study import Dataset, Study
 
     return Study(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 import sys
+import threading
 from collections.abc import Sequence
 
 from nearkin._common.processes import check_address_space, other_processes_run
@@ -27,13 +27,16 @@ _USAGE = {
     "search DIR IMAGE": 'nearest images in an index, or "unknown"',
     "serve DIR": "web page and JSON API to search an index by image",
     "export RUN": "save the model as an ONNX or torch file that runs without nearkin",
+    "features FOLDER": "features of your images by a pretrained network, in one .npz file",
     "data list|check|get": "list benchmarks, check images and labels, download a benchmark",
     "losses [NAME]": "list the available losses, or explain one",
     "tune [RECIPE]": "tune hyperparameters of losses on validation classes, with equal trial budgets",
     "bench run STUDY": "compare methods under one protocol over seeds, resumable (also: plan, status, work)",
     "tournament STUDY": "rank methods over experiments and test which differences are significant",
+    "cache list|prune": "show and delete cached images and features",
     "doctor": "versions, devices, optional dependencies, known issues",
 }
+RESUMABLE = ("train", "features", "index", "tune", "bench")
 COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
@@ -67,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.environ.setdefault(name, value)
         if not {"-h", "--help"} & set(args):
             check_address_space()
+        _announce_slow_import()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
         _print_error(str(error))
@@ -84,6 +88,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _print_error(message)
         sys.exit(2)
+
+
+def _announce_slow_import() -> None:
+    """Say on a terminal why nothing happens, if importing torch takes long, as it does the first time."""
+
+    def announce() -> None:
+        if "torch" in sys.modules and not hasattr(sys.modules["torch"], "compile"):  # defined near its end
+            print("loading torch ...", file=sys.stderr)
+
+    if sys.stderr.isatty():
+        timer = threading.Timer(1.5, announce)
+        timer.daemon = True
+        timer.start()
 
 
 def _print_error(message: str) -> None:
@@ -119,6 +136,8 @@ def _explain(error: Exception) -> str | None:
 def _interrupt_message(reason: str, args: list[str]) -> str:
     """Return what to print after Ctrl-C; `reason` is empty if no step was interrupted, so that nothing is lost."""
     if not reason:
-        return "stopped; repeat the same command to resume" if args[0] == "train" else "stopped"
-    command = "the same torchrun command" if "RANK" in os.environ else shlex.join(["nearkin", *args])
+        return "stopped; repeat the same command to resume" if args[0] in RESUMABLE else "stopped"
+    from nearkin.cli._arguments import command_line
+
+    command = "the same torchrun command" if "RANK" in os.environ else command_line(*args)
     return f"{reason}; the checkpoint is saved. To resume:\n  {command}"

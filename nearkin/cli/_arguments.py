@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import shlex
+import shutil
+import sys
 import typing
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeVar
 
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 
 T = TypeVar("T")
 
@@ -35,13 +42,51 @@ def _flag_names(args_type: type, prefix: str = "--") -> list[str]:
     return names
 
 
-def leading(argv: list[str], what: str, prog: str, args_type: type) -> tuple[str, list[str]]:
-    """Split off the required first argument."""
+def leading(
+    argv: list[str], what: str, prog: str, args_type: type, *, must_exist: bool = False
+) -> tuple[str, list[str]]:
+    """Split off the required first argument, which may have to be an existing path."""
     if argv and argv[0] in {"-h", "--help"}:
         parse(args_type, argv, prog)
     if not argv or argv[0].startswith("-"):
         raise ConfigError(f"{prog}: missing argument: {what}.")
+    if must_exist:
+        require_path(argv[0], what)
     return argv[0], argv[1:]
+
+
+def require_path(path: str | Path, expected: str) -> None:
+    """Refuse a path that does not exist, before torch is imported, which takes seconds."""
+    if not os.path.lexists(path):
+        raise DataError(f"{path}: no such file or folder. Expected {expected}.")
+
+
+def require_names(kind: str, names: Iterable[str]) -> None:
+    """Refuse names that are no "loss" or "miner", before torch is imported: those of the package are in its sources."""
+    if "nearkin.losses" in sys.modules:  # the registries are loaded, perhaps with a user's own, and check the names
+        return
+    sources = (path.read_text(encoding="utf-8") for path in (Path(__file__).parent.parent / "losses").glob("*.py"))
+    defined = re.compile(rf"^@{kind}\b.*?^def (\w+?)_?\(", re.DOTALL | re.MULTILINE)
+    known = sorted({name for source in sources for name in defined.findall(source)})
+    for name in names:
+        if known and name not in known:
+            hint = did_you_mean(name, known) or f" Available: {', '.join(known)}."
+            raise UnknownNameError(f"No {kind} named '{name}'.{hint}")
+
+
+def command_line(*words: str) -> str:
+    """Return a nearkin command as it can be pasted into this shell, where `nearkin` may not be on the path."""
+    started_as = sys.argv[0]
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # the path that uv sets ends with its command
+        program = ["uv", "run", "nearkin"]
+    elif os.path.basename(started_as) == "__main__.py":
+        program = [sys.executable, "-m", "nearkin"]
+    else:
+        on_path = shutil.which("nearkin")
+        same = on_path is not None and os.path.exists(started_as) and os.path.samefile(on_path, started_as)
+        # A program that calls `main` itself, such as a test, is not one to name.
+        program = ["nearkin" if same or not os.path.basename(started_as).startswith("nearkin") else started_as]
+    return shlex.join([*program, *words])
 
 
 def show(*parts: object) -> None:

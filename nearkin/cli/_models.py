@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from nearkin.deploy.index.index import Index
     from nearkin.models.embedder import Embedder
 
+INDEX_FOLDER = "an index folder (made with: nearkin index RUN FOLDER -o DIR)"
+
 
 def load_model(run: str | Path, device: str) -> Embedder:
     """Load the model of a run. Returns the model on that device."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from nearkin.cli._arguments import leading, parse, show
+from nearkin._common.words import counted
+from nearkin.cli._arguments import command_line, leading, parse, require_names, require_path, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class StudyArgs:
     """Flags shared by `plan` and `run`."""
 
     data: Path | None = None
-    """Data of a preset (features: an .npz file; thesis: the folder that contains cub, cars and sop)."""
+    """Data of a preset (features: an .npz file or your images, a folder of class folders or a .csv; thesis: the folder
+    that contains cub, cars and sop)."""
     out: Path | None = None
     """Folder of the study; default: studies/NAME, with the name of the study."""
     losses: tuple[str, ...] = ()
@@ -59,6 +60,8 @@ class RunArgs(StudyArgs):
     nearkin bench run tiny                    (the built-in glyphs; see also: features, thesis)
 
     nearkin bench run features --data features.npz
+
+    nearkin bench run features --data photos/ (your images: their features are computed first, into photos.npz)
 
     nearkin bench run study.toml --workers 2
     """
@@ -120,7 +123,7 @@ def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
     """Split off the study or folder, and parse the flags."""
     prog = f"nearkin bench {action}"
     what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
-    target, flags = leading(argv, what, prog, args_type)
+    target, flags = leading(argv, what, prog, args_type, must_exist=action.endswith("FOLDER"))
     args = parse(args_type, flags, prog)
     if args_type is not StatusArgs:
         require_extra("bench", "scipy")
@@ -132,13 +135,13 @@ def plan(argv: list[str]) -> None:
     target, args = _parse("plan STUDY", PlanArgs, argv)
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
+    study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.executor import default_workers
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
     from nearkin.report.tables import rich_table
 
-    study = _study(target, args)
     folder = StudyFolder(args.out or _study_path(target, study), study)
     workers = default_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers, tflops=args.tflops)
@@ -149,6 +152,7 @@ def plan(argv: list[str]) -> None:
 def run_study(argv: list[str]) -> None:
     """`nearkin bench run STUDY`."""
     target, args = _parse("run STUDY", RunArgs, argv)
+    study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin._common.progress import Reporter
     from nearkin.bench import trials
     from nearkin.bench.estimates import Estimate
@@ -156,20 +160,22 @@ def run_study(argv: list[str]) -> None:
     from nearkin.data import sources
     from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
     from nearkin.training.device import choose_device
+    from nearkin.training.features import cache_features
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
-    study = _study(target, args)
     folder = trials.StudyFolder.begin(args.out or _study_path(target, study), study)
     if args.retry_failed:
-        reporter.info(f"running {folder.forget_failures()} failed trials again")
+        reporter.info(f"running {counted(folder.forget_failures(), 'failed trial')} again")
     workers, total = default_workers(args.workers, args.device), len(folder.trials)
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers)
     reporter.info(plan_totals(folder, estimate, workers=workers))
     for data in {trial.dataset: trial.recipe.data for trial in folder.trials}.values():
         study.protocol.check_table(sources.load(data, reporter))  # fail here rather than in every worker
+    for recipe in {(trial.dataset, trial.backbone): trial.recipe for trial in folder.unfinished()}.values():
+        cache_features(recipe, test=True, device=args.device, reporter=reporter)
     if done := len(folder.outcomes()):
-        reporter.info(f"{done} of {total} trials already complete")
+        reporter.info(f"{done} of {counted(total, 'trial')} already complete")
     run_workers(
         functools.partial(
             trials.work, folder, args.runs, seconds={trial.id: estimate.seconds(trial) for trial in folder.trials}
@@ -183,7 +189,7 @@ def run_study(argv: list[str]) -> None:
     written = write_report_files(folder)
     show(*terminal_report(folder))
     print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
-    print(f"page:  nearkin report --study {shlex.quote(str(folder.path))}")
+    print(f"page:  {command_line('report', '--study', str(folder.path))}")
 
 
 def work(argv: list[str]) -> None:
@@ -218,9 +224,20 @@ def status(argv: list[str]) -> None:
 
 def _study(target: str, args: StudyArgs) -> Study:
     """Find a study and apply the flags that narrow it."""
-    from nearkin.bench.presets import find_study
+    from nearkin.bench.presets import PRESETS, find_study
 
-    study = find_study(target, args.data)
+    if args.data is not None:
+        require_path(args.data, "the data of the study")
+    if target in PRESETS:  # their methods are losses
+        require_names("loss", args.losses)
+    data = args.data
+    if target == "features" and data is not None:
+        from nearkin._common.progress import Reporter
+        from nearkin.cli.features import features_of
+
+        reporter = Reporter(quiet=getattr(args, "quiet", False))
+        data = features_of(data, device=getattr(args, "device", "auto"), reporter=reporter)
+    study = find_study(target, data)
     if args.losses:
         known = study.method_names
         for name in args.losses:

@@ -95,6 +95,9 @@ def data_check(argv: list[str]) -> None:
     target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
     args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
     require_extra("images", "PIL")
+    from nearkin.data.benchmarks import require_target
+
+    require_target(target)  # before torch is imported
     from nearkin._common.progress import Reporter
     from nearkin.data.check import check_target
     from nearkin.data.findings import write_json

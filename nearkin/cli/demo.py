@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import parse, show
+from nearkin.cli._arguments import command_line, parse, show
 from nearkin.errors import require_extra
 
-NEXT = """\
-Try next
-  nearkin train glyphs_small --loss multi_similarity --miner multi_similarity   another loss, same data
-  nearkin train --data FOLDER      your own images, one folder per class
-  nearkin losses                   available losses"""
+NEXT = {  # commands that work as they are printed
+    "another loss, same data": "train glyphs_small --loss multi_similarity --miner multi_similarity",
+    "the available losses": "losses",
+    "your own images, one folder per class (write its name for FOLDER)": "train --data FOLDER",
+}
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,9 @@ def run(argv: list[str]) -> None:
     reporter = Reporter(quiet=args.quiet)
     run = fit(recipes.glyphs_small(), args.runs, device=args.device, reporter=reporter)
     page = write_page(run, args.page, reporter=reporter)
-    show(result_table(run), headline(run), f"\nreport: {page}\nrun:    {run.path}\n", NEXT)
+    show(result_table(run), headline(run), f"\nreport: {page}\nrun:    {run.path}\n", _next_steps())
+
+
+def _next_steps() -> str:
+    lines = [f"# {what}\n{command_line(*command.split())}" for what, command in NEXT.items()]
+    return "\n".join(["Try next", *lines])

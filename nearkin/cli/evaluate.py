@@ -30,7 +30,9 @@ class EvaluateArgs:
 
 def run(argv: list[str]) -> None:
     """Run `nearkin evaluate`."""
-    target, flags = leading(argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs)
+    target, flags = leading(
+        argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs, must_exist=True
+    )
     args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
     from nearkin.metrics.scores import score_file
 

@@ -38,7 +38,7 @@ class ExportArgs:
 
 def run(argv: list[str]) -> None:
     """Run `nearkin export`."""
-    target, flags = leading(argv, "a run folder", EXPORT, ExportArgs)
+    target, flags = leading(argv, "a run folder", EXPORT, ExportArgs, must_exist=True)
     args = parse(ExportArgs, flags, EXPORT)
     require_extra("export", "PIL")
     if args.to == "onnx":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from nearkin._common.words import agreeing, counted
 from nearkin.cli._arguments import leading, parse
 from nearkin.cli._models import load_model
 from nearkin.errors import ConfigError, require_extra
@@ -82,22 +83,23 @@ class IndexArgs:
 
 def run(argv: list[str]) -> None:
     """Run `nearkin index`."""
-    run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs)
-    source, flags = leading(rest, "a folder of images or a .csv file", INDEX, IndexArgs)
+    run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs, must_exist=True)
+    source, flags = leading(rest, "a folder of images or a .csv file", INDEX, IndexArgs, must_exist=True)
     args = parse(IndexArgs, flags, INDEX)
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     require_extra("stores" if args.store else "images", "PIL")
     from nearkin._common.progress import Reporter
+    from nearkin.training.run import Run
+
+    run, reporter = Run(run_folder), Reporter(quiet=args.quiet)  # before torch is imported
     from nearkin.deploy.index.builder import update_index
     from nearkin.deploy.index.sources import find_images
     from nearkin.deploy.index.storage import lock_index
     from nearkin.deploy.index.trained import TrainingClasses, training_classes
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
-    from nearkin.training.run import Run
 
-    run, reporter = Run(run_folder), Reporter(quiet=args.quiet)
     model = _load_image_model(run, args)
     images = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     _check_flags(args, len(images.labels))
@@ -118,9 +120,9 @@ def run(argv: list[str]) -> None:
             reporter=reporter,
         )
         num_classes = len({label for label in index.labels if label is not None})
-        classes = f" of {num_classes:,} classes" if num_classes else " without labels"
+        classes = f" of {counted(num_classes, 'class')}" if num_classes else " without labels"
         print(*map(printable, summary.lines()), sep="\n")
-        print(f"index: {len(index):,} items{classes}, {index.dim} dimensions, in {args.out}")
+        print(f"index: {counted(len(index), 'item')}{classes}, {index.dim} dimensions, in {args.out}")
         for line in _tune_search(index, trained, args, reporter):
             print(line, flush=True)
 
@@ -157,9 +159,9 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
     seen = trained.labels_in(index)
     unlabelled = index.labels.count(None)
     if seen:
-        yield f"{len(seen):,} indexed classes were trained on: they are searched but not used as queries"
+        yield f"{agreeing(len(seen), 'indexed classes were trained on')}: searched, but not used as queries"
     if unlabelled and (args.calibrate or args.choose_rerank):
-        yield f"{unlabelled:,} items without a label are searched and count as other classes"
+        yield f"{counted(unlabelled, 'item')} without a label: searched, and counted as other classes"
     if args.calibrate:
         reporter.info("calibrating")
         rate = FALSE_ACCEPT if args.false_accept_rate is None else args.false_accept_rate
@@ -172,7 +174,8 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         index.write(args.out)
         yield str(choice)
     if args.hnsw and len(index) < args.hnsw_min_items:
-        yield f"graph: not built; {len(index):,} items are fewer than {args.hnsw_min_items:,} and are searched exactly"
+        few = agreeing(len(index), "items are")
+        yield f"graph: not built; {few} fewer than {args.hnsw_min_items:,} and searched exactly"
     elif args.hnsw and index.graph is not None:
         yield f"graph: up to date, {index.graph.stats}"
     elif args.hnsw:

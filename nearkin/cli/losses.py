@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import parse
+from nearkin.cli._arguments import parse, require_names
 from nearkin.errors import ConfigError
 
 
@@ -28,6 +28,7 @@ def run(argv: list[str]) -> None:
     args = parse(LossesArgs, argv[len(name) :], "nearkin losses [NAME]")
     if args.figure is not None and not name:
         raise ConfigError("--figure: no loss given. Example: nearkin losses triplet --figure triplet.png.")
+    require_names("loss", name)
     from nearkin.report.losses import explain, list_losses
 
     print(explain(name[0], args.figure) if name else list_losses())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from nearkin.cli._arguments import leading, parse
+from nearkin.cli._arguments import leading, parse, require_path
 from nearkin.errors import ConfigError, RunError, require_extra
 
 
@@ -59,12 +59,13 @@ def run(argv: list[str]) -> None:
         require_extra("images", "matplotlib")
     if args.tsne:
         require_extra("bench", "sklearn")
+    from nearkin.training.run import Run
+
+    runs = [Run(target) for target in targets]  # before torch is imported
     from nearkin._common.progress import Reporter
     from nearkin.report.page import build_report, write_report, write_tables
     from nearkin.report.print_figures import write_figures
-    from nearkin.training.run import Run
 
-    runs = [Run(target) for target in targets]
     report = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
     print(write_report(report, args.out or runs[0].path / "report.html"))
     _write_data(report, args.json, (write_tables, args.tables), (write_figures, args.figures))
@@ -72,9 +73,10 @@ def run(argv: list[str]) -> None:
 
 def _report_study(args: ReportArgs) -> None:
     require_extra("bench", "scipy", "jinja2")
+    assert args.study is not None
+    require_path(args.study, "the folder of a study (nearkin bench run makes one)")
     from nearkin.report.study import build_study_report, write_study_figures, write_study_page
 
-    assert args.study is not None
     if args.tsne or args.tables is not None:
         flag = "--tsne" if args.tsne else "--tables"
         raise ConfigError(f"{flag}: cannot be used with --study. The tables of a study are in {args.study}/tournament.")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from nearkin._common.files import NPZ_ERRORS
-from nearkin.cli._arguments import leading, parse, show
-from nearkin.cli._models import load_model, run_of
+from nearkin._common.words import counted
+from nearkin.cli._arguments import leading, parse, require_path, show
+from nearkin.cli._models import INDEX_FOLDER, load_model, run_of
 from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class SearchArgs:
 
 def run(argv: list[str]) -> None:
     """Run `nearkin search`."""
-    folder, flags = leading(argv, "an index folder", SEARCH, SearchArgs)
+    folder, flags = leading(argv, INDEX_FOLDER, SEARCH, SearchArgs, must_exist=True)
     args = parse(SearchArgs, flags, SEARCH)
     _check_flags(args)
     if args.images or args.sheet is not None:
@@ -103,6 +104,10 @@ def _check_flags(args: SearchArgs) -> None:
         raise ConfigError(f"--{'exact' if args.exact else 'rerank'}: does not apply to external stores.")
     if not queries and not args.duplicates:
         raise ConfigError("nearkin search: no query. Pass images, --item ID or --vector FILE.npy.")
+    for path in (*args.images, *args.vector):
+        require_path(path, "an image to search for" if path in args.images else "an .npy file")
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder. Give image files, for example {path / '*.jpg'}.")
 
 
 @dataclass(frozen=True)
@@ -252,4 +257,5 @@ def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:
         ]
     lines = [f"{cosine:.6f}  {printable(a)}  {printable(b)}" for a, b, cosine in pairs]
     shown = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
-    return [*lines, f"{count:,} pairs with a cosine of at least {min_similarity:g} among {len(index):,} items{shown}"]
+    found = f"{counted(count, 'pair')} with a cosine of at least {min_similarity:g}"
+    return [*lines, f"{found} among {counted(len(index), 'item')}{shown}"]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from nearkin._common.words import counted
 from nearkin.cli._arguments import leading, parse
-from nearkin.cli._models import load_model, run_of
+from nearkin.cli._models import INDEX_FOLDER, load_model, run_of
 from nearkin.errors import ConfigError, require_extra
 
 SERVE = "nearkin serve DIR"
@@ -55,7 +56,7 @@ class ServeArgs:
 
 def run(argv: list[str]) -> None:
     """Run `nearkin serve`."""
-    folder, flags = leading(argv, "an index folder", SERVE, ServeArgs)
+    folder, flags = leading(argv, INDEX_FOLDER, SERVE, ServeArgs, must_exist=True)
     args = parse(ServeArgs, flags, SERVE)
     require_extra("serve", "fastapi", "fastapi_swagger", "python_multipart", "uvicorn", "PIL")
     from nearkin.deploy.index.index import Index
@@ -86,7 +87,7 @@ def run(argv: list[str]) -> None:
         )
         if not loopback and token is None:
             print("nearkin: other machines can access this server without a token (--token-file).", file=sys.stderr)
-        print(f"serving {len(index):,} items at {url_of(sock)} (stop with Ctrl-C)", flush=True)
+        print(f"serving {counted(len(index), 'item')} at {url_of(sock)} (stop with Ctrl-C)", flush=True)
         try:
             serve_until_stopped(make_app(service), sock)
         finally:

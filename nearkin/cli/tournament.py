@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import leading, parse, show
+from nearkin.cli._arguments import leading, parse, require_path, show
 from nearkin.errors import ConfigError, require_extra
 
 
@@ -46,15 +46,17 @@ def run(argv: list[str]) -> None:
     target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
     args = parse(TournamentArgs, flags, prog)
     require_extra("bench", "scipy")
+    if target != "papers" and (args.dataset or args.metric):
+        flag = "dataset" if args.dataset else "metric"
+        raise ConfigError(f"--{flag}: only with 'papers'; a study or a file is ranked by its own metric.")
+    if target != "papers":
+        require_path(target, "'papers', the folder of a study, or a .csv or .json file")
     from nearkin.bench.papers import thesis_results
     from nearkin.bench.summary import summarize
     from nearkin.bench.tournament import read_results, run_tournament
     from nearkin.report.tables import rich_table
     from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
-    if target != "papers" and (args.dataset or args.metric):
-        flag = "dataset" if args.dataset else "metric"
-        raise ConfigError(f"--{flag}: only with 'papers'; a study or a file is ranked by its own metric.")
     failures = ""
     if target == "papers":
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nearkin.cli._arguments import parse, show
+from nearkin.cli._arguments import command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
 
@@ -77,6 +76,10 @@ def run(argv: list[str]) -> None:
         return
     if recipe.data.source != "features":
         require_extra("images", "PIL")
+    from nearkin.training.run import refuse_if_busy
+
+    if "RANK" not in os.environ:  # before torch is imported; the processes of torchrun start at different times
+        refuse_if_busy(recipe, args.runs)
     from nearkin._common.progress import Reporter
     from nearkin.report.baselines import comparison_lines, headline
     from nearkin.report.tables import result_table
@@ -87,7 +90,7 @@ def run(argv: list[str]) -> None:
         return
     assert run.result is not None
     notes = [f"Note: {note}" for note in run.result["notes"]]
-    paths = f"\nrun:    {run.path}\nreport: nearkin report {shlex.quote(str(run.path))}"
+    paths = f"\nrun:    {run.path}\nreport: {command_line('report', str(run.path))}"
     show(result_table(run), headline(run), *comparison_lines(run.result), *notes, paths)
 
 
@@ -109,6 +112,9 @@ class _Arguments:
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     """Build the recipe of `nearkin train`. Returns the recipe changed by the flags, and the flags."""
     arguments = _split_arguments(argv)
+    for kind in ("loss", "miner"):  # before the data are looked at
+        name = _flag_value(f"--{kind}", arguments.flags)
+        require_names(kind, [name] if name not in (None, "none") else [])
     base = _base_recipe(arguments)
     defaults = TrainArgs(
         loss=base.loss.name,
@@ -153,6 +159,7 @@ def _split_arguments(argv: list[str]) -> _Arguments:
                 raise ConfigError(f"{flag}: missing value.")
             value = argv.pop(0)
         if flag == "--data":
+            require_path(value, "a folder of images, a .csv, .parquet or .npz file")
             arguments.data = Path(value).resolve()  # the run folder must find its data from any working directory
         elif setting == "name":
             arguments.flags += [f"--{component}", value]

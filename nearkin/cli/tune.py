@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from nearkin._common.words import counted
 from nearkin.bench.executor import Slurm, run_workers, submit
 from nearkin.bench.tune_storage import is_database, without_password
-from nearkin.cli._arguments import parse, show
+from nearkin.cli._arguments import command_line, parse, require_names, show
 from nearkin.cli.train import TrainArgs, parse_train
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, did_you_mean, require_extra
@@ -31,6 +32,8 @@ class TuneArgs:
     nearkin tune glyphs_small --losses proxy_anchor multi_similarity --trials 20 --out tuned
 
     nearkin tune --data features.npz --losses all --workers 2 --out tuned
+
+    nearkin tune --data photos/ --losses all --out tuned   (the features of your images are computed first)
 
     nearkin tune thesis_proxy_anchor --data CUB_200_2011 --mode thesis_grid --out grid
 
@@ -91,10 +94,14 @@ def run(argv: list[str]) -> None:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
         command = ["nearkin", "tune", *argv]
-        reporter.info(f"{left} of {search.total} trials to run: {_budget(search)}")
+        reporter.info(f"{left} of {counted(search.total, 'trial')} to run: {_budget(search)}")
         if args.storage is not None and is_database(search.address):
             command = [word.replace(args.storage, without_password(search.address)) for word in command]
             reporter.info(f"to add another machine, run there:\n  {shlex.join(command)}")
+        if args.launch == "here":
+            from nearkin.training.features import cache_features
+
+            cache_features(recipe, test=False, device=args.device, reporter=reporter)
         _run_search(search, args, reporter)
         if args.launch == "slurm":
             print(f"progress: {shlex.join([*command, '--workers', '0'])}")
@@ -148,6 +155,7 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     if args.workers < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {args.workers}.")
     require_extra("bench", "optuna")
+    require_names("loss", [name for name in args.losses if name != "all"])
     recipe, _ = parse_train([*recipe_name, *rest, *(["--quiet"] if args.quiet else [])])
     return recipe, args
 
@@ -208,5 +216,5 @@ def footer(search: Search, results: Sequence[Standing], written: dict[str, Path]
         comment = ""
         if search.recipe.train.epochs != search.full_epochs:
             comment = f"   # shortened as in the search; --train.epochs {search.full_epochs} for the full length"
-        lines += [f"  {shlex.join(['nearkin', 'train', str(path)])}{comment}" for path in written.values()]
+        lines += [f"  {command_line('train', str(path))}{comment}" for path in written.values()]
     return lines

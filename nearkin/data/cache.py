@@ -27,8 +27,9 @@ from torch import Tensor
 
 from nearkin._common.files import atomic_file, file_lock, remove_leftovers
 from nearkin._common.progress import Reporter
+from nearkin._common.words import counted
 from nearkin.data import reading
-from nearkin.data.glyphs import cache_dir
+from nearkin.data.cache_entries import cache_dir, mark_used
 from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
 from nearkin.data.loading import map_in_threads
 from nearkin.errors import DataError
@@ -85,7 +86,7 @@ def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroke
     reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
     if on_broken == "stop":
         raise DataError(
-            f"{len(broken):,} of {len(files):,} images cannot be read:\n{reasons}\n"
+            f"{len(broken):,} of {counted(len(files), 'image')} cannot be read:\n{reasons}\n"
             "Fix or remove them, or skip them with --data.skip-broken."
         )
     if len(broken) == len(files):
@@ -151,7 +152,7 @@ class CachedImages:
 def cache_key(files: FileImages) -> str:
     """Hash everything that could change a pixel. Moving the whole folder keeps the key, touching a file does not."""
     paths = [Path(os.path.abspath(path)) for path in files.paths]
-    common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
+    common = _common_folder(files)
     digest = hashlib.sha256()
     settings = (_MAGIC, reading.VERSION, reading.decoder_name(), files.side, files.shape[0], len(paths))
     digest.update(repr(settings).encode())
@@ -167,13 +168,21 @@ def cache_key(files: FileImages) -> str:
     return digest.hexdigest()[:20]
 
 
+def _common_folder(files: FileImages) -> Path:
+    """Return the folder that contains all the files."""
+    folders = [os.path.dirname(os.path.abspath(path)) for path in files.paths]
+    return Path(os.path.commonpath(folders)) if folders else Path()
+
+
 # --- opening and building --------------------------------------------------------------------------------------------
 
 
 def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: Reporter) -> CachedImages:
     path = folder / f"{cache_key(files)}.pixels"
+    purpose = f"{counted(len(files), 'image')} at {files.side} pixels, {_common_folder(files)}"
     images = _open_valid(path, files, reporter)
     if images is not None:
+        mark_used(path, purpose)
         return images
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,10 +194,11 @@ def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: R
             images = _open_valid(path, files, reporter)  # another process may have built it meanwhile
             if images is None:
                 remove_leftovers(folder)
-                _check_size(folder, files, limit_gb, reporter)
-                with atomic_file(path) as temporary, open(temporary, "wb") as out:
+                size = _check_size(folder, files, limit_gb, reporter)
+                with atomic_file(path, size=size) as temporary, open(temporary, "wb") as out:
                     _write(out, files, reporter)
                 images = CachedImages(path, files, reporter)
+            mark_used(path, purpose)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot write the cache of {len(files):,} images ({error.strerror or error}); the partial file "
@@ -215,21 +225,23 @@ def _open_valid(path: Path, files: FileImages, reporter: Reporter) -> CachedImag
     return images
 
 
-def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> None:
-    size = _expected_bytes(files)
+def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> int:
+    """Return the size that the cache will have, after checking that there is room for it."""
+    size = _expected_bytes(files, reporter)
     free = shutil.disk_usage(folder).free
-    images = f"cache: {len(files):,} images at {files.side} pixels"
-    reporter.info(f"{images}, {_gb(size)} in {folder} ({_gb(free)} free)")
+    images = f"{counted(len(files), 'image')} at {files.side} pixels"
+    reporter.info(f"cache: {images}, {_gb(size)} in {folder} ({_gb(free)} free)")
     if size > limit_gb * 1e9:
         raise DataError(
-            f"{images} need {_gb(size)}, more than the limit of {limit_gb:g} GB.\n"
+            f"cache: {images} need {_gb(size)}, more than the limit of {limit_gb:g} GB.\n"
             "Raise --data.max-cache-gb, lower --data.image-size, or disable the cache: --data.no-cache."
         )
     if size + _MIN_FREE_BYTES > free:
-        raise DataError(f"{images} need {_gb(size)}, but {folder} has {_gb(free)} free.\n{_FREE_SPACE}")
+        raise DataError(f"No space left on {folder}: {images} need {_gb(size)}, {_gb(free)} are free.\n{_FREE_SPACE}")
+    return size
 
 
-def _expected_bytes(files: FileImages) -> int:
+def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
     """Size of the cache, estimated from the headers of the files.
 
     Exact to a pixel or two per image, unless a box is cropped from a file that is stored rotated.
@@ -242,7 +254,11 @@ def _expected_bytes(files: FileImages) -> int:
             return 0
         return height * width
 
-    total = sum(sum(chunk) for chunk in map_in_threads(num_pixels, range(len(files)), workers=files.workers))
+    total = 0
+    with reporter.track("reading the sizes of the images", len(files), unit="img") as bar:
+        for chunk in map_in_threads(num_pixels, range(len(files)), workers=files.workers):
+            total += sum(chunk)
+            bar.advance(len(chunk))
     return total * files.shape[0] + _INDEX_BYTES * len(files)
 
 

@@ -27,6 +27,7 @@ _ERRORS = {
         "classes are in more than one of training, validation and test",
         "Assign each class to one part, or split by class: --data.split by_class.",
     ),
+    "split": ("reasons why the classes cannot be split", "Add images or classes; the message says how many."),
     "unopened": ("folders cannot be opened", "Fix their permissions."),
     "unreadable": ("images cannot be decoded", f"Fix or remove them, {_SKIP}"),
     "no_permission": ("images cannot be read (permission denied)", f"Run chmod +r on them, {_SKIP}"),
@@ -41,7 +42,7 @@ _WARNINGS = {
         "No action needed: training merges the parts and splits by class, so that the test classes are unseen.",
     ),
     "label_typo": (
-        "class names differ only in case, spacing or Unicode form",
+        "groups of class names differ only in case, spacing or Unicode form",
         "Merge them if they are one class: as two classes, each counts as an error for the other.",
     ),
     "single_image": ("classes have a single image", f"Add images or remove the classes: {_NO_ANSWER}"),
@@ -75,10 +76,12 @@ _NOTES = {
         "images are stored rotated (EXIF)",
         "No action needed: they are rotated when read. Other tools may show them sideways.",
     ),
-    "link": ("files are symbolic links", "No action needed: they are followed."),
+    "link": ("files are reached through a symbolic link", "No action needed: they are followed."),
     "exact_within_class": ("pairs of identical images are in the same class", _EASIER),
     "near_within_class": ("pairs of near-duplicate images are in the same class", _EASIER),
 }
+# Errors that do not stop training, though its scores would be wrong. It refuses all others, as does the check.
+_ACCEPTED = ("exact_across_parts", "exact_across_labels")
 CATALOGUE: dict[Level, dict[str, tuple[str, str]]] = {"error": _ERRORS, "warning": _WARNINGS, "note": _NOTES}
 
 
@@ -110,6 +113,11 @@ class Report:
     def ok(self) -> bool:
         """Whether there is no error: nothing that would make a score wrong or stop a run."""
         return not any(finding.level == "error" for finding in self.findings)
+
+    @property
+    def refused(self) -> bool:
+        """Whether `nearkin train`, with default settings, would refuse the data."""
+        return any(finding.level == "error" and finding.kind not in _ACCEPTED for finding in self.findings)
 
     def find(self, kind: str) -> Finding | None:
         """Return the finding of this kind, or None."""

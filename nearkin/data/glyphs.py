@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import importlib.util
 import math
-import os
 import unicodedata
 from functools import lru_cache
 from importlib.metadata import version
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin._common.files import NPZ_ERRORS, atomic_file, remove_leftovers
+from nearkin.data.cache_entries import cache_dir
 from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
 from nearkin.errors import MissingExtraError, import_extra
@@ -159,13 +159,6 @@ def _distort(stencil: Any, rng: np.random.Generator) -> NDArray[np.uint8]:
     pixels = background + rng.uniform(0.35, 0.75) * ink + rng.normal(0, rng.uniform(0.02, 0.10), ink.shape)
     drawing: NDArray[np.uint8] = (np.clip(pixels, 0, 1) * 255).round().astype(np.uint8)
     return drawing
-
-
-def cache_dir() -> Path:
-    """Return nearkin's cache folder: $NEARKIN_CACHE, or nearkin/ in the user's cache folder."""
-    if folder := os.environ.get("NEARKIN_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nearkin"
 
 
 def _cache_key(seed: int) -> str:

@@ -9,17 +9,21 @@ import csv
 import importlib
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.data.images import Images
+from nearkin._common.words import counted
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, MissingExtraError, did_you_mean
+
+if TYPE_CHECKING:
+    from nearkin.data.images import Images
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 TABLE_SUFFIXES = {".csv", ".tsv", ".parquet"}
@@ -155,9 +159,8 @@ def list_folder(root: Path) -> Listing:
         rows += [(path, folder.name, part) for path in list_image_files(folder, ignored, unopened)]
     labels, names = encode_labels([name for _, name, _ in rows])
     if len(names) < 2:
-        raise DataError(
-            f"{root}: found images in {len(names)} class folders, need at least 6. Expected {root}/CLASS/IMAGE.jpg."
-        )
+        found = f"found images in {counted(len(names), 'class folder')}, need at least 6"
+        raise DataError(f"{root}: {found if rows else describe_other_files(root)}. Expected {root}/CLASS/IMAGE.jpg.")
     return Listing(
         source=root.resolve().name,
         root=root,
@@ -170,6 +173,17 @@ def list_folder(root: Path) -> Listing:
         ignored=tuple(ignored),
         unopened=tuple(unopened),
     )
+
+
+def describe_other_files(root: Path) -> str:
+    """Say what a folder without class folders of images contains instead."""
+    others: list[Path] = []
+    loose = list_image_files(root, others, [])
+    if loose:
+        return f"found {counted(len(loose), 'image')}, but no class folders"
+    suffixes = Counter(path.suffix.lower() for path in others).most_common(3)
+    kinds = " and ".join(counted(count, f"{suffix or 'other'} file") for suffix, count in suffixes)
+    return f"found {kinds}, no images" if kinds else "the folder is empty"
 
 
 def _subfolders(root: Path) -> list[Path]:
@@ -232,7 +246,9 @@ def list_table(
             columns.setdefault(name, []).extend(values)
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
-        raise DataError(f"{path}: found {len(names)} classes, need at least {fewest}. Is the label column correct?")
+        raise DataError(
+            f"{path}: found {counted(len(names), 'class')}, need at least {fewest}. Is the label column correct?"
+        )
     listing = Listing(
         source=path.resolve().stem,
         root=path if path.is_dir() else path.parent,

@@ -6,7 +6,8 @@ concatenated in rank order, are the batch of a single process. Shares differ by 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from nearkin.errors import ConfigError
 
 Rows = NDArray[np.int64]
+Labels = NDArray[Any] | Sequence[Any]  # a number or a name per row; a tensor is fine too
 
 
 class Sampler(Protocol):
@@ -32,7 +34,7 @@ class RandomSampler:
     """Random batches: every image at most once per epoch; an incomplete last batch is dropped.
 
     Args:
-        labels: Class of each row; only their number matters.
+        labels: Class of each row, numbers or names; only their number matters.
         batch_size: Global batch size.
         seed: Seed of the shuffling.
         rank: This process, of `world_size`.
@@ -44,9 +46,9 @@ class RandomSampler:
         [2, 2]
     """
 
-    def __init__(self, labels: Rows, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
-        self.num_rows, self.seed = len(labels), seed
-        self.batch_size = min(batch_size, len(labels))
+    def __init__(self, labels: Labels, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        self.num_rows, self.seed = len(_encode(labels)), seed
+        self.batch_size = min(batch_size, self.num_rows)
         self.share = _batch_share(self.batch_size, rank, world_size)
         self.batches_per_epoch = self.num_rows // self.batch_size
 
@@ -66,7 +68,7 @@ class BalancedSampler:
     class with more groups contributes one to every batch, with different images in each epoch.
 
     Args:
-        labels: Class of each row.
+        labels: Class of each row, a number or a name.
         batch_size: Global batch size; a multiple of samples_per_class.
         samples_per_class: K, images per class in a batch.
         seed: Seed of the shuffling.
@@ -83,15 +85,16 @@ class BalancedSampler:
     """
 
     def __init__(
-        self, labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
+        self, labels: Labels, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
         if batch_size % samples_per_class:
             raise ConfigError(
                 f"train.batch_size: expected a multiple of train.samples_per_class ({samples_per_class}), "
                 f"got {batch_size}."
             )
-        by_class = np.argsort(labels, kind="stable")
-        self.class_rows = np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1)
+        classes = _encode(labels)
+        by_class = np.argsort(classes, kind="stable")
+        self.class_rows = np.split(by_class, np.flatnonzero(np.diff(classes[by_class])) + 1)
         self.samples_per_class, self.seed = samples_per_class, seed
         # If there are fewer classes than fit in a batch, every batch holds every class once.
         self.classes_per_batch = min(batch_size // samples_per_class, len(self.class_rows))
@@ -141,6 +144,19 @@ class BalancedSampler:
                     batch.append(rng.choice(rows, self.samples_per_class, replace=len(rows) < self.samples_per_class))
 
 
+def _encode(labels: Labels) -> Rows:
+    """Return the class of each row as an integer; the order of the classes is that of the labels."""
+    array = np.asarray(labels)
+    if array.ndim != 1 or not len(array) or array.dtype.kind not in "biuUSO":
+        raise ConfigError(
+            f"labels: expected a number or a name for each row, got {array.dtype} of shape {list(array.shape)}."
+        )
+    try:
+        return np.unique(array, return_inverse=True)[1].astype(np.int64)
+    except TypeError:  # None among names, or numbers and names mixed
+        raise ConfigError("labels: expected all numbers or all names.") from None
+
+
 def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
     """Return how many batches of different classes, the last perhaps short, can be filled without repeating a group.
 
@@ -177,12 +193,12 @@ def _batch_share(batch_size: int, rank: int, world_size: int) -> slice:
 
 
 def make_sampler(
-    labels: Rows, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
+    labels: Labels, *, batch_size: int, samples_per_class: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> Sampler:
     """Create a `BalancedSampler`, or a `RandomSampler` if samples_per_class is 0.
 
     Args:
-        labels: Class of each row.
+        labels: Class of each row, a number or a name.
         batch_size: Global batch size.
         samples_per_class: Images per class in a batch; 0 for random batches.
         seed: Seed of the shuffling.

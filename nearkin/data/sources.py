@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
+from nearkin._common.words import agreeing, counted
 from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
@@ -27,6 +28,7 @@ from nearkin.data.listing import (
     metadata_files,
     parse_parts,
 )
+from nearkin.data.loading import map_in_threads
 from nearkin.data.splits import check_parts, merge_shared_parts
 from nearkin.data.table import NoImages, Table
 from nearkin.data.transforms import AUGMENTS
@@ -64,7 +66,7 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         part, shared = merge_shared_parts(table.labels, table.part)
         return replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
     listing = list_source(data)
-    counts = f"{len(listing):,} images of {len(listing.class_names):,} classes"
+    counts = f"{counted(len(listing), 'image')} of {counted(len(listing.class_names), 'class')}"
     reporter.info(f"data: {data.source}, {counts} from {listing.root}")
     notes = listing.notes + _report_merge(len(listing.shared_classes), len(listing.class_names), reporter)
     check_parts(listing, data)
@@ -143,21 +145,22 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     """Open the listed images as a table. Returns the table, without classes that have no images."""
     if listing.unopened and not data.skip_broken:
         raise DataError(
-            f"{listing.root}: {len(listing.unopened)} folders cannot be opened, first {listing.unopened[0]}.\n"
+            f"{listing.root}: {counted(len(listing.unopened), 'folder')} cannot be opened, "
+            f"first {listing.unopened[0]}.\n"
             f"Fix their permissions, or skip them with --data.skip-broken."
         )
     loose = [listing.shown(path) for path in listing.unlabelled]
     for what, names in (("folders without images", listing.empty), ("images outside any class folder", loose)):
         if names:
-            reporter.info(f"data: ignoring {len(names)} {what}: {', '.join(names[:3])}")
+            reporter.info(f"data: ignoring {agreeing(len(names), what)}: {', '.join(names[:3])}")
     opened = images_of(listing, data, reporter)
     notes = listing.notes
     if listing.missing and not notes:
-        notes += (f"{len(listing.missing):,} listed files did not exist",)
+        notes += (f"{counted(len(listing.missing), 'listed file')} did not exist",)
     if opened.broken:
-        notes += (f"{len(opened.broken):,} images could not be read and were skipped",)
+        notes += (agreeing(len(opened.broken), "images could not be read and were skipped"),)
         listing = listing.take(opened.kept)
-    digests = map(file_digest, listing.paths) if opened.digests is None else opened.digests
+    digests = opened.digests or _hash_files(listing.paths, reporter)
     listing = replace(listing.without_empty_classes(), notes=notes)
     content = fingerprint(digests, listing.labels, listing.class_names, listing.part, listing.boxes)
     return listing.to_table(opened.images, content)
@@ -174,6 +177,15 @@ def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )
+
+
+def _hash_files(paths: Sequence[Path], reporter: Reporter) -> list[bytes]:
+    digests: list[bytes] = []
+    with reporter.track("reading the files", len(paths), unit="img") as bar:
+        for chunk in map_in_threads(file_digest, paths):
+            digests += chunk
+            bar.advance(len(chunk))
+    return digests
 
 
 def fingerprint(
@@ -219,7 +231,7 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
         vectors = np.ascontiguousarray(features, np.float32)
     invalid = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(invalid):
-        raise DataError(f"{path}: {len(invalid)} features contain NaN or infinity, first in row {invalid[0]}.")
+        raise DataError(f"{path}: NaN or infinity in {counted(len(invalid), 'feature')}, first in row {invalid[0]}.")
     class_labels, class_names = encode_labels(columns["labels"])
     part = parse_parts(columns["part"], path) if "part" in columns else None
     return Table(

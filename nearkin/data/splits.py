@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin._common.words import agreeing, counted
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import CLOSED_SET_REASON
 from nearkin.data.listing import Listing
@@ -150,7 +151,8 @@ def _draw(table: Table, seed: int, rest: str, min_rest: int, **fractions: float)
         needed = min_rest + 2 * len(counts)
         if len(order) < needed:
             raise DataError(
-                f"{table.source}: {len(order)} classes are too few to split by class; at least {needed} are needed."
+                f"{table.source}: {agreeing(len(order), 'classes are')} too few to split by class; "
+                f"at least {needed} are needed."
             )
         drawn = " and ".join(f"{count} to {_PURPOSES[purpose][1]}" for purpose, count in counts.items())
         flags = " or ".join(f"--data.{purpose}-fraction" for purpose in counts)
@@ -166,7 +168,9 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
     if set(table.parts) & set(EVAL_PARTS):
         return official(table)
     if table.num_classes < 6:
-        raise DataError(f"{table.source}: {table.num_classes} classes are too few to halve; at least 6 are needed.")
+        raise DataError(
+            f"{table.source}: {agreeing(table.num_classes, 'classes are')} too few to halve; at least 6 are needed."
+        )
     classes = np.arange(table.num_classes)
     middle = table.num_classes // 2
     description = "first half of the classes trains"
@@ -189,8 +193,8 @@ def _classes_of_parts(
     _refuse_overlap(table, train, others, purpose)
     if len(train) < min_train or len(others) < 2:
         raise DataError(
-            f"{table.source}: {len(train)} classes to train and {len(others)} to {_PURPOSES[purpose][1]}; at least "
-            f"{min_train} and 2 are needed. Split by class instead: --data.split by_class."
+            f"{table.source}: {counted(len(train), 'class')} to train and {len(others)} to {_PURPOSES[purpose][1]}; "
+            f"at least {min_train} and 2 are needed. Split by class instead: --data.split by_class."
         )
     return train, others
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from nearkin.data.images import Images, Rows
 from nearkin.errors import DataError
+
+if TYPE_CHECKING:  # without torch, so that a name or path that does not exist is reported at once
+    from torch import Tensor
+
+    from nearkin.data.images import Images, Rows
 
 PARTS = ("train", "val", "test", "query", "gallery")  # the parts that a source may define, in display order
 

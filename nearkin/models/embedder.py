@@ -181,25 +181,29 @@ class Embedder(nn.Module):
         """Compute the pooled features float32 [N, F] of any number of images, given as for `embed`."""
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
-    @torch.no_grad()  # not inference_mode(), which some devices (XLA) do not support
     def _run_batches(
         self, function: Any, images: ImageInput, batch_size: int, reporter: Reporter | None, width: int
     ) -> Tensor:
-        """Apply a function to all images in evaluation mode; `width` is that of an empty result."""
+        """Apply a function to all images; `width` is that of an empty result."""
         if isinstance(images, str | Path):
             raise DataError(f"embed: expected a list of images, got one path. Use embed([{str(images)!r}]).")
-        reporter = reporter or Reporter(quiet=True)
+        outputs = []
+        with (reporter or Reporter(quiet=True)).track("embedding", len(images), unit="img") as bar:
+            for output in self.stream(function, images, batch_size):
+                outputs.append(output)
+                bar.advance(len(output))
+        return torch.cat(outputs) if outputs else torch.empty(0, width)
+
+    @torch.no_grad()  # not inference_mode(), which some devices (XLA) do not support
+    def stream(self, function: Any, images: ImageInput, batch_size: int) -> Iterator[Tensor]:
+        """Yield a function of each batch of images, computed in evaluation mode, as float32 on the CPU."""
         was_training = self.training
         self.eval()
-        outputs = []
         try:
-            with reporter.track("embedding", len(images), unit="img") as bar:
-                for batch in self._batches(images, batch_size):
-                    outputs.append(function(batch.to(self.mean.device)).float().cpu())
-                    bar.advance(len(batch))
+            for batch in self._batches(images, batch_size):
+                yield function(batch.to(self.mean.device)).float().cpu()
         finally:
             self.train(was_training)
-        return torch.cat(outputs) if outputs else torch.empty(0, width)
 
     def _batches(self, images: ImageInput, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of model inputs from an image store, from arrays of inputs, or from files and PIL images."""

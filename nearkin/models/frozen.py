@@ -5,24 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from nearkin._common.files import file_lock
+from nearkin._common.files import file_lock, full_disk
 from nearkin._common.progress import Reporter
 from nearkin.data import reading
-from nearkin.data.glyphs import cache_dir
+from nearkin.data.cache_entries import cache_dir, mark_used
 from nearkin.data.images import Rows
 from nearkin.data.table import Table
 from nearkin.errors import DataError
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import fingerprint
 
-_CHUNK = 1024  # images per write to the cache
+_BATCH_SIZE = 64  # small, so that progress is steady with slow networks too
+_SAVE_SECONDS = 5.0  # between writes to the cache: what a kill loses
 
 
 class FrozenFeatures:
@@ -36,12 +39,16 @@ class FrozenFeatures:
         model: The model whose backbone computes the features.
         table: The whole data source.
         on_disk: False computes the features without caching them.
+        views: 1 for the image; 2 for the mean of the features of the image and of its mirror image.
         reporter: Shows the progress.
     """
 
-    def __init__(self, model: Embedder, table: Table, *, on_disk: bool = True, reporter: Reporter) -> None:
+    def __init__(
+        self, model: Embedder, table: Table, *, on_disk: bool = True, views: int = 1, reporter: Reporter
+    ) -> None:
         self.model, self.total, self.width, self.reporter = model, len(table), model.num_features, reporter
-        self.path = cache_dir() / "features" / f"{_key(model, table)}.f32" if on_disk else None
+        self.views, self.source = views, table.source
+        self.path = cache_dir() / "features" / f"{_key(model, table, views)}.f32" if on_disk else None
 
     def add_to(self, part: Table) -> Table:
         """Add the features to some rows of the source.
@@ -63,10 +70,18 @@ class FrozenFeatures:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A second process waits here, then finds the rows in the cache.
             with file_lock(self.path.with_suffix(".lock"), wait=True):
+                mark_used(
+                    self.path, f"{self.source}, {self.model.model.backbone} at {self.model.image_shape[-1]} pixels"
+                )
                 missing = self._read(part.row_numbers, features)
                 if len(missing):
+                    size = f"{4e-6 * self.width * self.total:,.1f} MB"
+                    self.reporter.info(
+                        f"features: {len(missing):,} images to process; cache: up to {size} in {self.path}"
+                    )
                     self._compute(part, missing, features, self.path)
         except OSError as error:
+            error = full_disk(error, self.path, 4 * self.width * self.total) or error
             raise DataError(
                 f"{self.path}: cannot cache the features ({error.strerror or error}); cached ones stay valid.\n"
                 "Free some space, set NEARKIN_CACHE to another folder, or use --data.no-cache."
@@ -94,17 +109,36 @@ class FrozenFeatures:
 
     def _compute(self, part: Table, positions: Rows, features: NDArray[np.float32], path: Path | None) -> None:
         """Compute the features at these positions of `part`, and write them to the cache if `path` is given."""
+        images = part.images.take(positions)
+        done, saved, saved_at = 0, 0, time.monotonic()
+
+        def save() -> None:
+            nonlocal saved, saved_at
+            if path is not None and done > saved:
+                chunk = positions[saved:done]
+                _write(path, part.row_numbers[chunk], features[chunk])
+                saved, saved_at = done, time.monotonic()
+
         with self.reporter.track("features", len(positions), unit="img") as bar:
-            for start in range(0, len(positions), _CHUNK):
-                chunk = positions[start : start + _CHUNK]
-                features[chunk] = self.model.embed_features(part.images.take(chunk)).numpy()
-                bad = chunk[~np.isfinite(features[chunk]).all(axis=1)]
-                if len(bad):
-                    name = part.paths[bad[0]] if part.paths else f"row {part.row_numbers[bad[0]]}"
-                    raise DataError(f"{name}: the backbone's features are not finite. Check its weights, or the image.")
-                if path is not None:
-                    _write(path, part.row_numbers[chunk], features[chunk])
-                bar.advance(len(chunk))
+            try:
+                for batch in self.model.stream(self._features_of, images, _BATCH_SIZE):
+                    chunk = positions[done : done + len(batch)]
+                    features[chunk] = batch.numpy()
+                    bad = chunk[~np.isfinite(features[chunk]).all(axis=1)]
+                    if len(bad):
+                        name = part.paths[bad[0]] if part.paths else f"row {part.row_numbers[bad[0]]}"
+                        reason = "the backbone's features are not finite. Check its weights, or the image."
+                        raise DataError(f"{name}: {reason}")
+                    done += len(batch)
+                    bar.advance(len(batch))
+                    if time.monotonic() - saved_at >= _SAVE_SECONDS:
+                        save()
+            finally:
+                save()
+
+    def _features_of(self, images: Tensor) -> Tensor:
+        features = self.model.features(images)
+        return features if self.views == 1 else (features + self.model.features(images.flip(-1))) / 2
 
 
 def _write(path: Path, rows: Rows, features: NDArray[np.float32]) -> None:
@@ -127,7 +161,7 @@ def _checksum(raw: NDArray[np.uint8]) -> int:
     return zlib.crc32(np.ascontiguousarray(raw).data) or 1  # 0 means "not written"
 
 
-def _key(model: Embedder, table: Table) -> str:
+def _key(model: Embedder, table: Table, views: int) -> str:
     """Return the hash of everything that can change a feature."""
     assert model.backbone is not None
     content = {
@@ -139,5 +173,6 @@ def _key(model: Embedder, table: Table) -> str:
         "pixels": [model.mean.flatten().tolist(), model.std.flatten().tolist(), model.bgr],
         "pool": [model.model.pool, model.model.gem_p, model.model.feature_levels],
         "input": list(model.image_shape),
+        **({} if views == 1 else {"views": views}),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from nearkin._common.words import agreeing, counted
 from nearkin.data.findings import LEVELS, Report, printable
 
 if TYPE_CHECKING:
@@ -18,14 +19,18 @@ def render(report: Report, *, cases: int = 3) -> Text:
     from rich.text import Text
 
     text = Text()
-    text.append(f"{printable(report.source)}: {report.images:,} images of {report.classes:,} classes", "bold")
+    text.append(
+        f"{printable(report.source)}: {counted(report.images, 'image')} of {counted(report.classes, 'class')}", "bold"
+    )
     for part, count in report.parts.items():
         text.append(f"\n  {part:<8}{count['images']:>9,} images {count['classes']:>7,} classes")
     text.append(
         f"\n  in {printable(report.root)}" + (f", fingerprint {report.fingerprint}" if report.fingerprint else "")
     )
     for finding in report.findings:
-        text.append(f"\n\n{finding.level:<8}", _STYLES[finding.level]).append(f"{len(finding.cases):,} {finding.title}")
+        text.append(f"\n\n{finding.level:<8}", _STYLES[finding.level]).append(
+            agreeing(len(finding.cases), finding.title)
+        )
         for case in finding.cases[:cases]:
             text.append(f"\n        {printable(case)}", "dim")
         if len(finding.cases) > cases:
@@ -33,4 +38,7 @@ def render(report: Report, *, cases: int = 3) -> Text:
         text.append(f"\n        {finding.advice}")
     count = Counter(finding.level for finding in report.findings)
     levels = [f"{count[k]} type{'s'[: count[k] > 1]} of {k}s" for k in LEVELS if count[k]]
-    return text.append(f"\n\n{', '.join(levels)}." if levels else "\n\nNo problems found.")
+    verdict = "" if report.ok else " Training accepts this data, but its scores would be wrong."
+    if report.refused:
+        verdict = " Training would refuse this data."
+    return text.append(f"\n\n{', '.join(levels)}.{verdict}" if levels else "\n\nNo problems found.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
+from nearkin._common.words import agreeing, counted
 from nearkin.bench.aggregate import aggregate, baseline_differences, baseline_scores
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, Result
@@ -64,8 +65,8 @@ def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str
     per_seed = folder.study.protocol.models_per_seed
     models = f"{per_seed} models per seed, " if per_seed > 1 else ""
     return (
-        f"{len(folder.trials)} trials ({models}{len(done)} done), protocol {folder.study.protocol.name}: {labels}\n"
-        f"{time}; {format_size(disk)} of disk"
+        f"{counted(len(folder.trials), 'trial')} ({models}{len(done)} done), "
+        f"protocol {folder.study.protocol.name}: {labels}\n{time}; {format_size(disk)} of disk"
     )
 
 
@@ -92,7 +93,7 @@ def status_lines(folder: StudyFolder) -> str:
     ]
     remaining = [trial for trial in folder.trials if trial.id not in outcomes]
     if not remaining:
-        return "\n".join([*lines, f"finished: {len(outcomes)} trials, {len(lines)} of them failed"])
+        return "\n".join([*lines, f"finished: {counted(len(outcomes), 'trial')}, {len(lines)} of them failed"])
     workers = max(1, len(folder.running()))
     done = f"{len(outcomes)} of {len(folder.trials)} done"
     try:
@@ -140,7 +141,7 @@ def failure_line(folder: StudyFolder) -> str:
     """Report how many trials failed and how to see why; empty if none did."""
     failed = [outcome for outcome in folder.outcomes().values() if outcome.status == "failed"]
     see = f"nearkin bench status {shlex.quote(str(folder.path))}"
-    return f"{len(failed)} trials failed and are not ranked; for the reasons: {see}" if failed else ""
+    return f"{agreeing(len(failed), 'trials failed and are not ranked')}; for the reasons: {see}" if failed else ""
 
 
 def terminal_report(folder: StudyFolder) -> list[Any]:

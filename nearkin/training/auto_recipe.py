@@ -37,14 +37,38 @@ def choose_recipe(data: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
         recipe = replace(recipe, data=replace(recipe.data, image_size=max(32, round(side))))
         reason = f"a small network from scratch, for many small images (about {side:.0f} pixels)"
         return _with_data(recipe, data), reason
-    # An input larger than the images would add cost but no detail.
-    size = 224 if side is None or side >= 200 else 128
+    size = _input_size(side)
     if gpu:
         recipe, reason = recipes.folder_finetune(), "EfficientNet-Lite0, fine-tuned on the GPU"
     else:
         recipe = recipes.folder_default()
         reason = "a head on frozen EfficientNet-Lite0 features, as there is no CUDA GPU (folder_finetune trains all)"
     return _with_data(replace(recipe, data=replace(recipe.data, image_size=size)), data), f"{reason}, at {size} pixels"
+
+
+def features_recipe(
+    data: DataConfig, *, backbone: str | None = None, weights: str = "default", image_size: int | None = None
+) -> Recipe:
+    """Return the recipe whose pretrained backbone computes the features of a source's images, as `choose_recipe` would.
+
+    Args:
+        data: The source and its path; with the recipe's augmentation, so that training on the images shares them.
+        backbone: Another backbone than EfficientNet-Lite0.
+        weights: Its weights, as in a recipe.
+        image_size: Another input size than the one chosen for the images.
+
+    Returns:
+        The recipe.
+    """
+    recipe = recipes.folder_default()
+    size = image_size or _input_size(_median_side(sources.list_source(data).paths))
+    model = replace(recipe.model, backbone=backbone or recipe.model.backbone, weights=weights)
+    return replace(recipe, data=replace(data, image_size=size, augment=recipe.data.augment), model=model)
+
+
+def _input_size(side: float | None) -> int:
+    """Return the input size for images with this shorter side: a larger one would add cost but no detail."""
+    return 224 if side is None or side >= 200 else 128
 
 
 def _for_features(data: DataConfig) -> tuple[Recipe, str]:

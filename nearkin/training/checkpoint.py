@@ -71,6 +71,14 @@ class TrainingState:
         """Start counting training time, which `save` adds to `seconds`."""
         self._timer = time.monotonic()
 
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of the checkpoint and of the best model, with the optimizer's moments of later steps."""
+        modules = [part for part in (self.model, self.objective, self.ema_model) if part is not None]
+        tensors = [tensor for part in (*modules, self.model) for tensor in part.state_dict().values()]
+        tensors += 2 * [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def save(self, run: Run) -> None:
         """Write last.pt, and keep the previous one."""
         now = time.monotonic()

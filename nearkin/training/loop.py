@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin._common.progress import Pace, Reporter
+from nearkin._common.progress import Pace, Reporter, format_rate
+from nearkin._common.words import counted
 from nearkin.analysis.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.config.recipe import Recipe
 from nearkin.data import sources
@@ -38,7 +39,7 @@ from nearkin.training.evaluation import (
     selection_metrics,
 )
 from nearkin.training.optimizer import make_optimizer, set_learning_rate
-from nearkin.training.run import Run
+from nearkin.training.run import Run, refuse_if_busy
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
 from nearkin.training.trackers import Log, open_trackers
 
@@ -113,6 +114,8 @@ def fit(
     timeout = 60 * recipe.train.rank_timeout_minutes
     with dist.process_group(choose_device(device), timeout=timeout) as torch_device:
         reporter = (reporter or Reporter()) if dist.is_main_process() else Reporter(quiet=True)
+        if dist.world_size() == 1:  # the processes of one training start at different times
+            refuse_if_busy(recipe, runs)
         factory.validate_recipe(recipe)
         table = sources.load(recipe.data, reporter)
         split, holdout = make_split(table, recipe.data)
@@ -223,6 +226,7 @@ def init_whitened(
 
 def resume_or_start(s: Session) -> None:
     """Load the run's last checkpoint, or say what is about to be trained."""
+    s.run.require_space(s.state.num_bytes)
     if s.state.restore(s.run, s.reporter):
         s.reporter.info(f"resuming {s.run.path} after epoch {s.state.epoch}, step {s.state.step}")
         before, now = s.state.processes[-1], dist.world_size()
@@ -236,7 +240,7 @@ def resume_or_start(s: Session) -> None:
     processes = f" in {dist.world_size()} processes" if dist.world_size() > 1 else ""
     validation = f"validation on {s.val.num_classes} other classes" if s.val else "no validation, last epoch is used"
     s.reporter.info(
-        f"train: {len(s.train):,} images of {s.train.num_classes} classes, {s.recipe.loss.name}, "
+        f"train: {counted(len(s.train), 'image')} of {counted(s.train.num_classes, 'class')}, {s.recipe.loss.name}, "
         f"{s.state.model.dim} dimensions, on {s.device}{processes}; {validation}"
     )
     if warning := factory.warn_about_few_positives(s.recipe, s.train):
@@ -254,14 +258,14 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
         for epoch in range(state.epoch, config.epochs):
             if config.patience and s.val and epoch - state.best_epoch >= config.patience:
                 best = f"(best: epoch {state.best_epoch})"
-                s.reporter.info(f"early stopping: no improvement for {config.patience} epochs {best}")
+                s.reporter.info(f"early stopping: no improvement for {counted(config.patience, 'epoch')} {best}")
                 break
             train_epoch(s, epoch, sigint_received)
             metrics = evaluate_epoch(s, epoch=epoch + 1)
             pace.update((epoch + 1) * steps)
             s.reporter.info(
                 f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
-                f"{s.sampler.batch_size * pace.rate:,.0f} img/s  {pace.eta} left"
+                f"{format_rate(s.sampler.batch_size * pace.rate, 'img')}  {pace.eta} left"
             )
             if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)
@@ -322,7 +326,7 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     """
     state, model = s.state, s.eval_model
     table = s.val or s.train.sample(1000)
-    emb = embed_table(model, table, raw=True)
+    emb = embed_table(model, table, raw=True, reporter=s.reporter)
     if not bool(torch.isfinite(emb).all()):  # the last step went too far, though its loss was still finite
         if not epoch and s.recipe.train.epochs:
             return ""  # because of an input, which the first step will name

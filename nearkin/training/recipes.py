@@ -291,8 +291,6 @@ mpa_cub, mpa_cars, mpa_sop = _family(mpa, *_MPA)
 
 def find(name: str) -> Recipe:
     """Find a recipe by name (further arguments after colons), by .toml file or by run folder."""
-    from nearkin.data.sources import detect_source
-
     function, *arguments = name.split(":")
     if function in RECIPES:
         try:
@@ -305,6 +303,8 @@ def find(name: str) -> Recipe:
         problem = "" if (path / "recipe.toml").exists() else "not a run folder (no recipe.toml)"
         path = path / "recipe.toml"
     elif path.is_file() and path.suffix != ".toml":
+        from nearkin.data.sources import detect_source
+
         problem = "" if detect_source(path) == "folder" else "data, not a recipe"
     if problem:
         raise ConfigError(f"{name}: {problem}. To train on it: nearkin train --data {shlex.quote(name)}")

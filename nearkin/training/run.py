@@ -6,12 +6,14 @@ result.json is written last: its existence means that the run is complete. docs/
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +24,8 @@ from nearkin._common.files import (
     atomic_file,
     atomic_write,
     file_lock,
+    full_disk,
+    is_locked,
     nan_to_none,
     none_to_nan,
     remove_leftovers,
@@ -133,7 +137,7 @@ class Run:
             with _write_errors(self.path / "lock"):
                 acquired = stack.enter_context(file_lock(self.path / "lock"))
             if not acquired:
-                raise RunBusyError(f"{self.path}: another process is training this run. Wait for it or stop it.")
+                raise _busy(self.path)
             remove_leftovers(self.path)
             yield
 
@@ -160,15 +164,16 @@ class Run:
     def save(self, name: str, state: dict[str, Any], *, keep: str | None = None) -> None:
         """Replace a checkpoint atomically; the previous one stays as `keep`, in case the new one gets damaged."""
         import torch
-        from torch.utils._pytree import tree_map_only
+        from torch.utils._pytree import tree_leaves, tree_map_only
 
         if not self.is_writer:
             return
         target = self.path / name
         # One written on a GPU or XLA is to be read on any machine.
         state = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), state)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(state) if torch.is_tensor(tensor))
         try:
-            with atomic_file(target, keep=self.path / keep if keep else None) as temporary:
+            with atomic_file(target, keep=self.path / keep if keep else None, size=size) as temporary:
                 with open(temporary, "wb") as file:
                     torch.save(state, file)
                 append_checksum(temporary)
@@ -176,6 +181,15 @@ class Run:
             cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
             reason = getattr(cause, "strerror", None) or error
             raise RunError(f"{target}: cannot write the checkpoint ({reason}). The previous one is intact.") from None
+
+    def require_space(self, size: int) -> None:
+        """Refuse to start what could not be saved later: `size` bytes of checkpoints."""
+        free = shutil.disk_usage(self.path).free
+        if self.is_writer and free < size:
+            needs = f"needs ~{math.ceil(size / 1e6):,} MB for checkpoints, {free // 10**6:,} MB are free"
+            raise RunError(
+                f"No space left on {self.path}: {needs}. Free some space, or choose another folder with --runs DIR."
+            )
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json, which marks the run as complete."""
@@ -195,6 +209,21 @@ class Run:
             atomic_write(target, json.dumps({"reason": reason, **details, "time": _now()}, indent=2))
 
 
+def refuse_if_busy(recipe: Recipe, runs: str | Path) -> None:
+    """Raise `RunBusyError` if another process is training this recipe, without reading its data to compute its key."""
+    recipe = _with_full_paths(recipe)
+    for stored in Path(runs).glob("*/recipe.toml"):
+        lock = stored.with_name("lock")
+        with suppress(ConfigError, OSError):  # a folder that another version wrote, or that is being deleted
+            unfinished = lock.exists() and not stored.with_name("result.json").exists()
+            if unfinished and Recipe.from_toml(stored) == recipe and is_locked(lock):
+                raise _busy(stored.parent)
+
+
+def _busy(path: Path) -> RunBusyError:
+    return RunBusyError(f"{path}: another process is training this run. Wait for it or stop it.")
+
+
 def _with_full_paths(recipe: Recipe) -> Recipe:
     """Resolve paths, so that the run finds its data from any working directory."""
     root, weights = recipe.data.root, recipe.model.weights
@@ -210,6 +239,7 @@ def _write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        error = full_disk(error, target) or error
         raise RunError(
             f"{target}: cannot be written ({error.strerror or error}). "
             "Nothing stored is lost: fix that and run the same command again to resume."

@@ -39,7 +39,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         (["train", "--loss.alfa", "3"], "no setting 'alfa'. Did you mean 'alpha'?"),
         (["train", "--train.batchsize", "3"], "Did you mean '--train.batch-size'?"),
         (["train", "--lr", "3"], "Did you mean '--train.lr'?"),
-        (["train", "--data", "/no/such/folder"], "/no/such/folder: no such folder"),
+        (["train", "--data", "/no/such/folder"], "/no/such/folder: no such file or folder"),
         (["train", "--data"], "--data: missing value"),
         (["train", "--device", "nonsense"], "device 'nonsense' cannot be used here"),
         (["train", "--model.backbone", "smal_conv"], "Did you mean 'small_conv'?"),
@@ -94,7 +94,9 @@ def test_help_covers_every_command(capsys):
     assert run(capsys, "--version")[1].startswith("nearkin ")
 
 
-def test_flags_change_the_recipe():
+def test_flags_change_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
     recipe, args = parse_train(
         ["glyphs_small", "--loss.alpha=8", "--train.epochs", "2", "--model.dim=16", "--seed", "4", "--runs", "x"]
     )
@@ -338,3 +340,16 @@ def test_too_little_address_space_is_refused_before_torch_aborts():
         "nearkin: The limit on the address space is 0.6 GB (ulimit -v), too little to load torch. "
         "Raise it, e.g. ulimit -v unlimited; docs/install.md lists how much memory each command needs."
     }
+
+
+def test_a_slow_import_of_torch_is_announced_on_a_terminal(capsys, monkeypatch):
+    class StartedTimer:
+        def __init__(self, seconds, function):
+            assert seconds < 2
+            self.start = function
+
+    monkeypatch.setattr("threading.Timer", StartedTimer)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert run(capsys, "losses", "--help")[2] == ""  # torch is loaded
+    monkeypatch.setitem(sys.modules, "torch", object())  # as in the middle of its import
+    assert run(capsys, "losses", "--help")[2] == "loading torch ...\n"

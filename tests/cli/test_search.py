@@ -115,7 +115,7 @@ def test_duplicates_are_listed(photo_folder, tmp_path, capsys):
     capsys.readouterr()
     output = call(capsys, tmp_path / "index", "--duplicates", "--min-similarity", 0.999999)
     assert output.splitlines()[0] == "1.000000  00.png  copy.png"
-    assert "1 pairs with a cosine of at least 0.999999 among 13 items" in output
+    assert "1 pair with a cosine of at least 0.999999 among 13 items" in output
     listed = json.loads(call(capsys, tmp_path / "index", "--duplicates", "--min-similarity", 0.999999, "--json"))[
         "listed"
     ]
@@ -134,10 +134,10 @@ def test_rerank_flags(indexed, photo_folder, capsys):
     ("args", "message"),
     [
         ([], "Pass images, --item ID or --vector"),
-        (["nowhere.jpg"], r"nowhere\.jpg: cannot be read"),
+        (["nowhere.jpg"], r"nowhere\.jpg: no such file or folder"),
         (["--item", "nobody"], "'nobody': no such item"),
         (["--item", "class 1/00.png", "-k", "0"], "-k: expected at least 1"),
-        (["--vector", "nowhere.npy"], r"nowhere\.npy: cannot read as an .npy file"),
+        (["--vector", "nowhere.npy"], r"nowhere\.npy: no such file or folder"),
         (["--vector", "wrong.npy"], "expected 16 dimensions as in the index, got 3"),
         (["--vector", "nan.npy"], "NaN or infinity"),
         (["--vector", "pickled.npy"], "cannot read as an .npy file"),
@@ -153,7 +153,7 @@ def test_rerank_flags(indexed, photo_folder, capsys):
             ["--item", "class 1/00.png", "--exact", "--store", "qdrant://h/c"],
             "--exact: does not apply to external",
         ),
-        (["x.jpg", "--run", "nowhere"], "no trained model here"),
+        (["wrong.npy", "--run", "nowhere"], "no trained model here"),
     ],
 )
 def test_usage_errors(indexed, args, message, tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def test_seed_and_reason_are_optional(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("none.csv", None, "no such file. Expected 'papers'"),
+        ("none.csv", None, "no such file or folder. Expected 'papers'"),
         ("r.txt", "x", "expected a .csv or .json file"),
         ("r.csv", "", "the column 'experiment' is missing; found none"),
         ("r.csv", "experiment,method,value\n", "contains no results"),

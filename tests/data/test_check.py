@@ -222,7 +222,7 @@ def test_queries_without_a_gallery_image_are_found(tmp_path, quiet):
 def test_blank_images_are_not_duplicates(tmp_path, quiet):
     for c, name in enumerate("abc"):
         save(tmp_path / name / "1.png", Image.new("RGB", (20, 20), (250, 250, 250 - c)))
-    assert [f.kind for f in check(list_folder(tmp_path), quiet).findings] == ["single_image"]
+    assert [f.kind for f in check(list_folder(tmp_path), quiet).findings] == ["split", "single_image"]
 
 
 def test_features_are_checked(tmp_path, quiet):
@@ -331,8 +331,9 @@ def test_the_command_prints_and_writes_json(capsys, bad_folder, photo_folder, tm
 
 
 def test_json_supports_any_file_name_and_reports_write_errors(capsys, tmp_path):
-    for name in "ab":
-        save(tmp_path / "data" / name / "1.png", scene(ord(name)))
+    for name in "abcdef":
+        for i in range(2):
+            save(tmp_path / "data" / name / f"{i}.png", scene(2 * ord(name) + i))
     odd = os.fsdecode(os.fsencode(tmp_path / "data" / "a") + b"/caf\xe9.txt")
     Path(odd).touch()
     code, _, _ = run(capsys, "data", "check", tmp_path / "data", "--json", tmp_path / "r.json")

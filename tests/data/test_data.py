@@ -119,11 +119,11 @@ def test_broken_images_are_named_and_skipped_only_on_request(photo_folder, tmp_p
     assert len(table) == 8
     assert "skipping 2 of 10 images that cannot be read:" in messages
     assert "c1/0.png" in messages
-    assert "ignoring 1 folders without images: empty" in messages
+    assert "ignoring 1 folder without images: empty" in messages
 
 
 def test_unusable_folders_raise_an_error(tmp_path, quiet):
     with pytest.raises(DataError, match="no such folder"):
         load(DataConfig(source="folder", root=tmp_path / "none", image_size=8), quiet)
-    with pytest.raises(DataError, match="found images in 0 class folders"):
+    with pytest.raises(DataError, match="the folder is empty"):
         load(DataConfig(source="folder", root=tmp_path, image_size=8), quiet)

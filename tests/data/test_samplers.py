@@ -4,9 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nearkin as nk
 from nearkin.data.samplers import BalancedSampler, RandomSampler, longest_epoch, make_sampler
 from nearkin.errors import ConfigError
 
@@ -156,3 +158,20 @@ def test_the_epoch_is_the_longest_that_repeats_no_group(groups, per_batch):
     brute = max(b for b in range(1, sum(groups) + 1) if needs_less_than_a_batch_of_repeats(b))
     assert longest_epoch(np.array(groups), per_batch) == brute
     assert brute * per_batch >= len(groups)  # room for every class
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, lambda codes: [f"class {code:02d}" for code in codes]])
+def test_labels_may_be_lists_tensors_and_names(make):
+    codes = labels_of([5, 3, 11, 4]).tolist()
+    settings = {"batch_size": 6, "samples_per_class": 2, "seed": 3}
+    expected = BalancedSampler(np.array(codes), **settings).epoch(1)
+    given = nk.samplers.BalancedSampler(make(codes), **settings).epoch(1)
+    assert [rows.tolist() for rows in given] == [rows.tolist() for rows in expected]
+    shuffled = nk.samplers.RandomSampler(make(codes), batch_size=6, seed=3)
+    assert sorted(np.concatenate(shuffled.epoch(0)).tolist())[-1] < len(codes)
+
+
+@pytest.mark.parametrize("labels", [[], [[0, 1], [1, 0]], [0.5, 1.5], ["robin", 3.0, None], "robin"])
+def test_labels_that_name_no_classes_are_refused(labels):
+    with pytest.raises(ConfigError, match=r"^labels: expected"):
+        BalancedSampler(labels, batch_size=2, samples_per_class=1, seed=0)

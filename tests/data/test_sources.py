@@ -165,7 +165,7 @@ def test_unusable_tables_raise_an_error(tmp_path, quiet):
         ([*good, "c.png,"], r"row 4 has no label"),
         (good[:1], r"has a header but no rows"),
         ([""], r"is empty"),
-        (good[:2], r"found 1 classes, need at least 2"),
+        (good[:2], r"found 1 class, need at least 2"),
         (["path,label,split", "a.png,x,tst", "b.png,y,train"], r"unknown part 'tst'. Expected one of train, val"),
         (["path,label,x,y,w,h", "a.png,x,1,1,0,5", "b.png,y,1,1,1,1"], r"row 2 has an invalid box"),
         (["path,label,x,y,w,h", "a.png,x,1,1,a,5", "b.png,y,1,1,1,1"], r"a box is not numeric"),
@@ -367,7 +367,7 @@ def test_unusable_features_raise_an_error(tmp_path):
     for change, message in (
         ({"features": np.ones(3)}, r"expected numeric \[N, D\]"),
         ({"features": np.array([["a"], ["b"]])}, r"expected numeric \[N, D\]"),
-        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "1 features contain NaN or infinity, first in row 1"),
+        ({"features": np.array([[1.0, 1], [1e300, 1]])}, "NaN or infinity in 1 feature, first in row 1"),
         ({"labels": np.array([0, np.nan])}, "row 1 has no label"),
         ({"labels": np.array(["a", ""])}, "row 1 has no label"),
         ({"labels": np.array([b"a", b"\xff"])}, r"f\.npz: labels are bytes that are not UTF-8"),

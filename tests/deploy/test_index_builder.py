@@ -94,8 +94,8 @@ def test_a_table_with_repeated_and_missing_rows(index, photos, tmp_path):
         "photos/class 0/00.png": "a",
         "photos/class 1/00.png": "b",
     }
-    assert "1 listed files do not exist" in output
-    assert "1 rows repeat a file" in output
+    assert "1 listed file does not exist" in output
+    assert "1 repeated row" in output
     (tmp_path / "list.csv").write_text("\n".join([*rows, "photos/class 0/00.png,b"]))
     with pytest.raises(DataError, match="has two labels, 'a' and 'b'"):
         index(tmp_path / "list.csv")
@@ -111,9 +111,9 @@ def test_custom_column_names(index, photos, tmp_path):
 
 def test_empty_and_missing_folders(index, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no images found"):
+    with pytest.raises(DataError, match="the folder is empty"):
         index(tmp_path / "empty")
-    with pytest.raises(DataError, match="no such folder or table"):
+    with pytest.raises(DataError, match="no such file or folder"):
         index(tmp_path / "nowhere")
     with pytest.raises(DataError, match="no such file"):
         index(tmp_path / "nowhere.csv")
@@ -170,7 +170,7 @@ def test_missing_files_are_kept_until_pruned(index, photos):
     (photos / "class 2" / "01.png").unlink()
     built, output = index(photos)
     assert len(built) == 20
-    assert "1 items are no longer listed; --prune removes them" in output
+    assert "1 item is no longer listed; remove with --prune" in output
     built, output = index(photos, "--prune")
     assert len(built) == 19
     assert "1 removed" in output
@@ -199,7 +199,7 @@ def test_prune_keeps_items_in_folders_that_cannot_be_opened(index, photos, monke
     built, output = index(photos, "--prune")
     assert len(built) == 19
     assert "1 removed" in output
-    assert "1 folders cannot be opened" in output
+    assert "1 folder cannot be opened" in output
     assert "kept 4 items in folders that cannot be opened" in output
 
 

@@ -42,7 +42,7 @@ def test_calibration_leaves_out_trained_classes(index, photo_folder, run):
 def test_calibration_reports_unlabelled_items(index, photos):
     shutil.copy(photos / "class 0" / "00.png", photos / "loose.png")
     built, output = index(photos, "--calibrate", "--assume-unseen")
-    assert "1 items without a label are searched and count as other classes" in output
+    assert "1 item without a label: searched, and counted as other classes" in output
     assert built.threshold.value == pytest.approx(1, abs=1e-6)  # similarity of the unlabelled copy
 
 
@@ -136,7 +136,7 @@ def test_invalid_settings_fail_before_the_work(index, photos, tmp_path, monkeypa
 def test_the_graph_and_rerank_flags(index, photos):
     pytest.importorskip("faiss", reason="faiss is not installed (nearkin[stores])")
     _, output = index(photos, "--hnsw")
-    assert "graph: not built; 20 items are fewer than 200,000 and are searched exactly" in output
+    assert "graph: not built; 20 items are fewer than 200,000 and searched exactly" in output
     built, output = index(photos, "--hnsw", "--hnsw-min-items", "10", "--choose-rerank", "--assume-unseen")
     assert "graph: recall@10" in output
     assert built.graph is not None

@@ -37,6 +37,7 @@ NOT_RUN = {
     "make test": "would run this test",
     "nearkin bench run tiny": LONG,
     "nearkin bench run features --data features.npz": LONG,
+    "nearkin bench run features --data photos/": LONG,
     "nearkin data get cub --root data": DOWNLOAD,
     "nearkin train --data data/CUB_200_2011": DOWNLOAD,
     "nearkin train ce_cub --data CUB_200_2011": DOWNLOAD,
@@ -48,6 +49,7 @@ NOT_RUN = {
     "nearkin train thesis_proxy_anchor:cars:googlenet:64 --data data": DOWNLOAD,
     "nearkin tune glyphs_small --losses proxy_anchor multi_similarity --trials 20 --out tuned": LONG,
     "nearkin tune --data features.npz --losses all --workers 2 --out tuned": LONG,
+    "nearkin tune --data photos/ --losses all --out tuned": LONG,
     "nearkin doctor --distributed": "tested in test_distributed.py",
     "torchrun --nproc-per-node 4 -m nearkin train glyphs_small": "tested with two processes in test_torchrun.py",
 }

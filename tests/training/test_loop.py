@@ -25,12 +25,12 @@ from nearkin.data.images import ArrayImages
 from nearkin.data.samplers import RandomSampler
 from nearkin.data.splits import Holdout, make_split
 from nearkin.data.table import NoImages, Table
-from nearkin.errors import ConfigError, RunError, TrainingFailedError
+from nearkin.errors import ConfigError, RunBusyError, RunError, TrainingFailedError
 from nearkin.models.weights import load_checkpoint
 from nearkin.training import factory, loop
 from nearkin.training.checkpoint import TrainingInterrupted, defer_sigint
 from nearkin.training.factory import warn_about_few_classes
-from nearkin.training.run import Run
+from nearkin.training.run import Run, refuse_if_busy
 
 
 def numbers(run: Run) -> dict:
@@ -496,3 +496,18 @@ def test_few_validation_classes_select_by_map(tiny_recipe, tmp_path, num_classes
 def test_feature_augmentation_needs_frozen_features(tiny_recipe, tmp_path, quiet):
     with pytest.raises(ConfigError, match=r"train\.feature_noise: only with a frozen backbone"):
         nk.fit(replace(tiny_recipe, train=replace(tiny_recipe.train, feature_noise=0.1)), tmp_path, reporter=quiet)
+
+
+def test_a_second_process_is_refused_before_it_reads_the_data(tiny_recipe, tmp_path, quiet, monkeypatch):
+    run = Run.create(tmp_path, "key", tiny_recipe)
+    monkeypatch.setattr(loop.sources, "load", pytest.fail)
+    with run.lock(), pytest.raises(RunBusyError, match=r"key: another process is training this run"):
+        nk.fit(tiny_recipe, tmp_path, reporter=quiet)
+    other = replace(tiny_recipe, seed=7)
+    with run.lock():
+        refuse_if_busy(other, tmp_path)
+    refuse_if_busy(tiny_recipe, tmp_path)  # not locked any more
+    (run.path / "recipe.toml").write_text("written = 'by another version'", encoding="utf-8")
+    with run.lock():
+        refuse_if_busy(tiny_recipe, tmp_path)
+    refuse_if_busy(tiny_recipe, tmp_path / "nowhere")

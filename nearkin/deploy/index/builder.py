@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nearkin._common.progress import Reporter
+from nearkin._common.words import agreeing, counted
 from nearkin.data.loading import map_in_threads
 from nearkin.data.reading import open_file, read_image
 from nearkin.deploy.index.index import Index
@@ -55,7 +56,7 @@ class UpdateSummary:
             more = len(self.broken) - _MAX_ERRORS_SHOWN
             lines += [f"  and {more:,} more"] if more > 0 else []
         if self.gone:
-            lines.append(f"{self.gone:,} items are no longer listed; --prune removes them.")
+            lines.append(f"{agreeing(self.gone, 'items are no longer listed')}; remove with --prune.")
         return lines
 
 
@@ -240,7 +241,7 @@ class _Update:
         hidden = [name for name in unlisted if any((self.images.root / name).is_relative_to(f) for f in folders)]
         kept = {name: unlisted.pop(name) for name in hidden}
         if kept:
-            self.summary.notes.append(f"kept {len(kept):,} items in folders that cannot be opened")
+            self.summary.notes.append(f"kept {counted(len(kept), 'item')} in folders that cannot be opened")
         self.summary.pruned = len(unlisted)
         if self.store is not None and unlisted:
             self.store.remove(list(unlisted))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nearkin._common.words import agreeing, counted
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.data.listing import Listing, list_image_files, list_table, part_name
+from nearkin.data.listing import Listing, describe_other_files, list_image_files, list_table, part_name
 from nearkin.data.sources import detect_source
 from nearkin.data.table import PARTS
 from nearkin.deploy.index.search import Label
@@ -40,7 +41,7 @@ def find_images(source: Path, *, path_column: str | None = None, label_column: s
     unreadable: list[Path] = []
     paths = list_image_files(source, [], unreadable)
     if not paths:
-        raise DataError(f"{source}: no images found. Expected image files, or one folder per class.")
+        raise DataError(f"{source}: {describe_other_files(source)}. Expected image files, or one folder per class.")
     parts_by_name = {path.relative_to(source).as_posix(): path.relative_to(source).parts for path in paths}
     folders = {parts[0] for parts in parts_by_name.values() if len(parts) > 1}
     # Below train/ and test/, class folders are one level deeper. An image outside class folders has no label.
@@ -61,11 +62,11 @@ def _from_listing(listing: Listing) -> ImageList:
             raise DataError(f"{listing.root}: {name!r} has two labels, {labels[name]!r} and {label!r}. Remove one row.")
     notes = _unreadable_note(listing.unopened)
     if listing.missing:
-        notes += (f"{len(listing.missing):,} listed files do not exist (first: {listing.missing[0]})",)
+        notes += (f"{agreeing(len(listing.missing), 'listed files do not exist')} (first: {listing.missing[0]})",)
     if duplicates:
-        notes += (f"{duplicates:,} rows repeat a file; each file is indexed once",)
+        notes += (f"{counted(duplicates, 'repeated row')}; each file is indexed once",)
     return ImageList(listing.root, labels, notes, listing.unopened)
 
 
 def _unreadable_note(folders: Sequence[Path]) -> tuple[str, ...]:
-    return (f"{len(folders):,} folders cannot be opened (first: {folders[0]})",) if folders else ()
+    return (f"{counted(len(folders), 'folder')} cannot be opened (first: {folders[0]})",) if folders else ()
