@@ -36,7 +36,11 @@ def atomic_write(target: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(target: Path, *, keep: Path | None = None) -> Iterator[Path]:
-    """Replace a file in one step when the block ends; if it raises, the old file stays."""
+    """Replace a file in one step when the block ends; if it raises, the old file stays.
+
+    Deletes what killed processes left in its folder.
+    """
+    remove_leftovers(target.parent)
     with temporary_path(target) as temporary:
         yield temporary
         with open(temporary, "rb+") as file:

@@ -29,6 +29,7 @@ class ProgressBar:
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Record completed units."""
+        sys.audit("nearkin.step")  # where tests/torture may kill this process
         self.done += count
         now = time.monotonic()
         rate = self.done / max(now - self._start, 1e-9)

@@ -72,7 +72,6 @@ class StudyFolder:
         text = study.to_toml()
         try:
             (path / "trials").mkdir(parents=True, exist_ok=True)
-            remove_leftovers(path)
             remove_leftovers(path / "trials")
             if not study_file.exists():
                 atomic_write(study_file, text)

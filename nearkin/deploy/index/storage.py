@@ -194,7 +194,8 @@ def write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        state = "The previous index is intact." if (folder / _MANIFEST).exists() else "No partial index was left."
+        state = "The previous index is intact." if (folder / _MANIFEST).exists() else "There is no index yet."
+        state += " The same command resumes from its journal." if (folder / _JOURNAL).exists() else ""
         raise DataError(
             f"{folder}: cannot write the index ({error.strerror or error}). {state} "
             "Free up space, or choose another folder."
