@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import platform
@@ -160,6 +161,14 @@ def is_locked(path: Path) -> bool:
     # A network drive locks only files that are open for writing.
     with open(path, "rb+" if os.access(path, os.W_OK) else "rb") as file:
         return not lock_descriptor(file.fileno(), blocking=False)
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. Raises OSError or ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def nan_to_none(value: Any) -> Any:

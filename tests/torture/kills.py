@@ -149,9 +149,19 @@ def warm_up() -> None:
 
 def attempt(scenario: Scenario, folder: Path, orders: Path) -> int:
     """Run it in a forked process. Returns its exit code; negative: the signal that ended it."""
+    return wait_for(start(scenario, folder, orders), scenario.name)
+
+
+def start(scenario: Scenario, folder: Path, orders: Path) -> int:
+    """Start it in a forked process. Returns the process id."""
     pid = os.fork()
     if pid == 0:
         _run_child(scenario, folder, orders)
+    return pid
+
+
+def wait_for(pid: int, name: str) -> int:
+    """Wait for a process of `start`. Returns its exit code."""
     deadline = time.monotonic() + MAX_SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -160,7 +170,7 @@ def attempt(scenario: Scenario, folder: Path, orders: Path) -> int:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise AssertionError(f"{scenario.name}: still running after {MAX_SECONDS:g} s")
+    raise AssertionError(f"{name}: still running after {MAX_SECONDS:g} s")
 
 
 def _run_child(scenario: Scenario, folder: Path, orders: Path) -> None:
@@ -208,12 +218,18 @@ def wait_for_workers(orders: Path) -> None:
     raise AssertionError("workers of a killed command are still running")
 
 
-def run_to_the_end(scenario: Scenario, root: Path, points: list[int]) -> tuple[dict[str, str], int, list[int], str]:
-    """Repeat it until it ends by itself. Returns the digests of its files, kills, points passed, and its output."""
-    folder, orders = root / "work", root / "orders"
-    for path in (folder, orders):
+def clean_folders(root: Path) -> tuple[Path, Path]:
+    """Return empty folders to work in and for orders. The paths are always the same, as files contain them."""
+    folders = root / "work", root / "orders"
+    for path in folders:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
+    return folders
+
+
+def run_to_the_end(scenario: Scenario, root: Path, points: list[int]) -> tuple[dict[str, str], int, list[int], str]:
+    """Repeat it until it ends by itself. Returns the digests of its files, kills, points passed, and its output."""
+    folder, orders = clean_folders(root)
     kill_points.write_orders(orders, points)
     for _ in range(len(points) + 1):
         code = attempt(scenario, folder, orders)

@@ -266,6 +266,7 @@ def make_targets(folder: Path) -> list[Target]:
     from nearkin.deploy.index.items import FileStamp
     from nearkin.deploy.index.storage import Journal
     from nearkin.models.weights import load_checkpoint, read_state_dict
+    from nearkin.report.contents import summarize_run
     from nearkin.report.tables import headline, result_table
     from nearkin.training.factory import validate_recipe
     from nearkin.training.run import Run
@@ -304,7 +305,7 @@ def make_targets(folder: Path) -> list[Target]:
 
     def read_index() -> Any:
         found = nk.Index.load(folder / "x.index")
-        return found.ids, found.labels, found.vectors.tobytes(), len(found.search(found.vectors[0], k=3).hits)
+        return found.ids, found.labels, found.vectors.tobytes(), len(found.search(found.vectors[0], k=3))
 
     def read_journal() -> Any:
         entries = Journal(journal.folder, "model", 4).entries
@@ -345,7 +346,7 @@ def make_targets(folder: Path) -> list[Target]:
         Target(".pth of weights", folder / "foreign.pth", lambda: read_state_dict(folder / "foreign.pth")),
         Target("recipe.toml", folder / "recipe.toml", read_recipe, mutate_text),
         Target("result.json", run / "result.json", read_result, mutate_text),
-        Target("events.jsonl", run / "events.jsonl", lambda: Run(run).events(), mutate_text),
+        Target("events.jsonl", run / "events.jsonl", lambda: summarize_run(Run(run)), mutate_text),
         Target("outcome of a trial", studies._file(trial.id, "json"), studies.results, mutate_text),
         Target("study.toml", folder / "study.toml", read_study, mutate_text),
         Target(

@@ -50,14 +50,14 @@ def read_state(folder: Path) -> State:
         raise DataError(f"{path}: cannot read ({error.strerror}).") from None
     try:
         state = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged ({error}). {_RESTORE_HINT}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise DataError(f"{path}: not the manifest of a nearkin index.")
     version = state.get("version", 0)
     if version != VERSION:
         age, fix = ("an older", "Index again into another folder")
-        if version > VERSION:
+        if isinstance(version, int) and version > VERSION:
             age, fix = ("a newer", "Upgrade nearkin")
         raise DataError(f"{path}: written by {age} nearkin (format {version}, this version reads {VERSION}). {fix}.")
     if content != _with_checksum(content.partition(b"\n")[2]):
