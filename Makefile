@@ -24,7 +24,7 @@ LOWEST_EXTRAS := bench stores tensorboard
 LOWEST_TESTS  := ops losses metrics config data models training
 LOWEST_TOOLS  := hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
 
-.PHONY: help setup demo test slow lowest device lint check docs constraints clean
+.PHONY: help setup demo test slow torture lowest device lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda 
 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow" --no-loadscope-reorder $(SLOW_FIRST) tests
+
+torture: setup ## Attack it: kill -9, damaged files and images, hostile requests and archives (about 15 minutes)
+	cd tests && OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m torture
 
 lowest: $(LOWEST)/.ready ## Run the tests of the core, data, models and training with the lowest versions allowed
 	NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/numba $(subst $(BIN),$(LOWEST)/bin,$(PYTEST)) -m "not slow" $(addprefix tests/,$(LOWEST_TESTS))

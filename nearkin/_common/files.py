@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import math
 import os
 import platform
@@ -41,8 +42,10 @@ def atomic_write(target: Path, content: str | bytes) -> None:
 def atomic_file(target: Path, *, keep: Path | None = None, size: int = 0) -> Iterator[Path]:
     """Replace a file in one step when the block ends; if it raises, the old file stays.
 
-    A full disk is an OSError that says how much is needed: `size`, the expected number of bytes, if it is known.
+    Deletes what killed processes left in its folder. A full disk is an OSError that says how much is needed: `size`,
+    the expected number of bytes, if it is known.
     """
+    remove_leftovers(target.parent)
     with temporary_path(target, size) as temporary:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -179,6 +182,14 @@ def is_locked(path: Path) -> bool:
     # A network drive locks only files that are open for writing.
     with open(path, "rb+" if os.access(path, os.W_OK) else "rb") as file:
         return not lock_descriptor(file.fileno(), blocking=False)
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. Raises OSError or ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def nan_to_none(value: Any) -> Any:

@@ -30,6 +30,7 @@ class ProgressBar:
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Record completed units."""
+        sys.audit("nearkin.step")  # where tests/torture may kill this process
         self.done, self.note = self.done + count, note
         if self._progress is not None and self._task is not None:
             rate = self.done / max(time.monotonic() - self._start, 1e-9)

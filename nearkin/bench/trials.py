@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nearkin._common.files import atomic_write, file_lock, is_locked, remove_leftovers
+from nearkin._common.files import atomic_write, file_lock, is_locked, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.bench import executor
 from nearkin.bench.results import Result
@@ -74,7 +74,6 @@ class StudyFolder:
         text = study.to_toml()
         try:
             (path / "trials").mkdir(parents=True, exist_ok=True)
-            remove_leftovers(path)
             remove_leftovers(path / "trials")
             if not study_file.exists():
                 atomic_write(study_file, text)
@@ -110,11 +109,18 @@ class StudyFolder:
         """Read the outcome of a trial; None if it is not finished."""
         file = self._file(trial.id, "json")
         try:
-            return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+            outcome = Outcome(**read_json(file))
+            test = {self.study.metric: 0.0} if outcome.test is None else outcome.test
+            values = [test[self.study.metric], *test.values(), *(outcome.baselines or {}).values()]
+            values += [outcome.val or 0, outcome.seconds]
+            if not all(isinstance(value, int | float) for value in values):
+                raise TypeError("expected numbers")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(f"{file}: cannot be read ({error}). Remove the file to run the trial again.") from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise RunError(f"{file}: cannot be read ({reason}). Remove the file to run the trial again.") from None
+        return outcome
 
     def outcomes(self) -> dict[str, Outcome]:
         """Return all outcomes by trial id; unfinished trials are absent."""
@@ -236,17 +242,17 @@ def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:
     """Record command line and existing run folders when a trial first starts; read the record if it is resumed."""
     if not file.exists():
         atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
-    started: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8"))
+    started: dict[str, list[str]] = read_json(file)
     return started
 
 
 def _created_by(started: dict[str, list[str]], run: Run) -> bool:
     """Return whether a trial created a run, rather than found it."""
     try:
-        environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        command = run.stored_environment.get("command")
+    except RunError:
         return False
-    return run.path.name not in started["runs"] and environment["command"] == started["command"]
+    return run.path.name not in started["runs"] and command == started["command"]
 
 
 def _train(

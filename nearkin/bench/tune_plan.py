@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearkin._common.files import atomic_write, remove_leftovers
+from nearkin._common.files import atomic_write, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
 from nearkin.bench import grid_search
 from nearkin.bench.tune_space import Settings, apply, defaults, recipe_for_loss, space
@@ -210,7 +210,7 @@ def _claim_folder(search: Search) -> None:
         if not file.exists():
             content = {"name": search.name, "mode": search.mode, "recipe": search.recipe.to_dict()}
             atomic_write(file, json.dumps(content, indent=2))
-        name = json.loads(file.read_text(encoding="utf-8"))["name"]
+        name = read_json(file)["name"]
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{search.out}: cannot store a search there ({error}). Choose another --out.") from None
     if name != search.name:

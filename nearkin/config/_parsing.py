@@ -23,10 +23,10 @@ def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what} file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a {what} ({error}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, numbers or nesting without end
+        raise ConfigError(f"{path}: cannot be read as a {what} ({error}).") from None
     try:
         return parse(values)
     except ConfigError as error:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from nearkin._common.files import atomic_file, remove_leftovers
+from nearkin._common.files import atomic_file
 from nearkin._common.progress import Reporter
 from nearkin.data.benchmarks import Archive, Benchmark
 from nearkin.data.download import Checksums, digest, download
@@ -89,6 +89,5 @@ def _unpack(archive: Archive, file: Path, target: Path, reporter: Reporter) -> N
         extract(file, target, reporter)
         return
     target.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target)
     with atomic_file(target / archive.name) as temporary:
         shutil.copyfile(file, temporary)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin._common.files import NPZ_ERRORS, atomic_file, remove_leftovers
+from nearkin._common.files import NPZ_ERRORS, atomic_file
 from nearkin.data.cache_entries import cache_dir
 from nearkin.data.images import ArrayImages
 from nearkin.data.table import Table
@@ -179,6 +179,5 @@ def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArr
 def _write_cache(path: Path, pixels: NDArray[Any], labels: NDArray[Any], names: NDArray[Any]) -> None:
     with contextlib.suppress(OSError):  # without the cache, the next load takes ten seconds longer
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path.parent)
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, pixels=pixels, labels=labels, names=names)

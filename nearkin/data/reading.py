@@ -34,6 +34,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # for others Pillow may
 MAX_ASPECT = 4  # longer images are center-cropped: a thin panorama would take as much cache space as many squares
 MIN_DRAFT_FACTOR = 4  # JPEGs at least this many times too large are decoded at reduced size, at least twice the needed
 _PIXELS_PER_STRIP = 2_000_000  # pixels converted at a time
+_FREE_READS, _BYTES_PER_READ = 5000, 100  # see ImageData
 EXIF_ORIENTATION = 0x0112
 _limit_lock = threading.Lock()
 
@@ -42,6 +43,21 @@ Box = Sequence[float]  # x, y, width, height in pixels of the upright image
 
 class TooManyPixelsError(ValueError):
     """Decoding the image could exhaust the memory."""
+
+
+class ImageData(io.BytesIO):
+    """An image file in memory. One made of a million empty parts is refused: Pillow would take seconds to skip them."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._reads_left = _FREE_READS + len(data) // _BYTES_PER_READ
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read as `io.BytesIO` does."""
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise ValueError("too many parts in the file")
+        return super().read(size)
 
 
 def read_image(source: Any, side: int, *, box: Box | None = None, channels: int = 3) -> Tensor:
@@ -180,7 +196,7 @@ def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
     else:
         with open_file(source) as file:
             data = file.read()
-    image = open_header(io.BytesIO(data))
+    image = open_header(ImageData(data))
     width, height = image.size
     is_jpeg = image.format in {"JPEG", "MPO"}
     excess = min(box[2:] if box is not None else image.size) / side if is_jpeg else 1.0  # of the used region

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nearkin._common.files import atomic_file, atomic_write, remove_leftovers
+from nearkin._common.files import atomic_file, atomic_write
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data.reading import MAX_ASPECT, MIN_DRAFT_FACTOR
@@ -127,7 +127,6 @@ def export(
         program = trace(network)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(out.parent)
             with atomic_file(out) as temporary:
                 if to == "onnx":
                     reporter.info("converting it to ONNX")

@@ -19,7 +19,7 @@ from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics import _problem
 from nearkin.metrics._count_torch import count_torch
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, make_problem, parse_bytes
-from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, as_matrix, prepare
+from nearkin.metrics._vectors import ZERO_NORM, Floats, GalleryMatrix, Ints, VectorSet, as_matrix, prepare
 
 _MIN_NUMBA_PAIRS = 3000**2  # below this, loading the compiled loops costs more than it saves
 
@@ -310,13 +310,16 @@ def data_notes(problem: RankingProblem, singletons: int, tied: int) -> Iterator[
     """Yield what a reader of the scores should know about the data."""
     if singletons:
         yield f"{singletons:,} of {len(problem.query):,} queries have no relevant item."
-    row_id = problem.gallery.row_id
-    copies = len(row_id) - len(np.unique(row_id))
+    row_id, zero = problem.gallery.row_id, np.zeros(len(problem.gallery), dtype=bool)
+    if problem.gallery.cosine:
+        zero = (problem.gallery.row_scale == 0).cpu().numpy()
+    copies = int((~zero).sum()) - len(np.unique(row_id[~zero]))  # zero vectors tie without being equal
     if copies:
         yield f"{copies:,} of {len(row_id):,} gallery vectors equal another one in float32; they tie."
     if tied:
         yield f"{tied:,} of {len(problem.query):,} queries have ties between relevant and other items."
     if copies and copies == len(row_id) - 1:
         yield "All vectors are identical: the model has collapsed, and the scores are at chance level."
-    if problem.gallery.cosine and (zeros := int((problem.gallery.row_scale == 0).sum())):
-        yield f"{zeros:,} gallery vectors are zero; their cosine with everything counts as 0."
+    if zero.any():
+        few = f"{int(zero.sum()):,} of {len(row_id):,} gallery vectors have a norm of at most {ZERO_NORM:g}"
+        yield f"{few}, too small for a direction; their cosine with everything counts as 0."

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from nearkin._common.files import atomic_write
+from nearkin._common.files import atomic_write, read_json
 from nearkin._common.progress import Reporter
 from nearkin.config._parsing import from_dict
 from nearkin.config.recipe import ModelConfig, Recipe
@@ -293,7 +293,7 @@ def load(path: str | Path) -> Embedder:
 def _load_saved(folder: Path) -> Embedder:
     weights = folder / "model.safetensors"
     try:
-        config = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "model.json")
         if config["format"] != FORMAT:
             raise RunError(
                 f"{folder / 'model.json'}: format {config['format']}, but this version of nearkin reads "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,8 +70,7 @@ def summarize_run(run: Run) -> dict[str, Any]:
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
     recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
-    stored = run.path / "env.json"
-    environment = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    environment = run.stored_environment
     environment.pop("command", None)
     return {
         "key": run.path.resolve().name,

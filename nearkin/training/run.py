@@ -28,11 +28,15 @@ from nearkin._common.files import (
     is_locked,
     nan_to_none,
     none_to_nan,
+    read_json,
     remove_leftovers,
 )
 from nearkin._common.version import __version__, installed_version
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunBusyError, RunError
+
+# Entries of the events that others read.
+_EVENT_KEYS = {"epoch": {"epoch", "loss", "val"}, "alarm": {"epoch", "kind", "text"}}
 
 if TYPE_CHECKING:
     from nearkin.models.embedder import Embedder
@@ -62,7 +66,7 @@ class Run:
 
     def _check_version(self) -> None:
         """Report a recipe that cannot be parsed because another version wrote it."""
-        packages = (self._read_json("env.json") or {}).get("packages", {})
+        packages = self.stored_environment.get("packages", {})
         written_by = packages.get("nearkin")
         if written_by not in (None, __version__):
             raise RunError(
@@ -95,10 +99,21 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """The stored result, or None while the run is incomplete."""
         stored = self._read_json("result.json")
-        return stored and {
-            **stored,
-            **{name: none_to_nan(stored[name]) for name in ("test", "differences") if stored.get(name)},
-        }
+        if stored is None:
+            return None
+        try:
+            tables = {name: none_to_nan(stored[name]) for name in ("test", "differences") if stored.get(name)}
+            result = {**stored, **tables}
+            _check_result(result)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            damage = f"{self.path / 'result.json'}: damaged ({type(error).__name__}: {error})"
+            raise RunError(f"{damage}. Delete the file to evaluate again.") from None
+        return result
+
+    @property
+    def stored_environment(self) -> dict[str, Any]:
+        """The stored `environment`; empty if there is none."""
+        return self._read_json("env.json") or {}
 
     @property
     def failed(self) -> dict[str, Any] | None:
@@ -111,7 +126,21 @@ class Run:
             lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        except UnicodeDecodeError as error:
+            raise RunError(f"{self.path / 'events.jsonl'}: damaged ({error}).") from None
+        return [self._parse_event(n, line) for n, line in enumerate(lines, 1) if line.endswith("\n")]
+
+    def _parse_event(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            event: dict[str, Any] = json.loads(line)
+            if not _EVENT_KEYS.get(event["event"], set()) <= event.keys():
+                raise ValueError("incomplete")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(
+                f"{self.path / 'events.jsonl'}: line {number} is damaged ({type(error).__name__}: {error}). "
+                "Delete the file to go on without the history."
+            ) from None
+        return event
 
     def embedder(self) -> Embedder:
         """Load the model of the best epoch."""
@@ -121,11 +150,16 @@ class Run:
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+            content = read_json(self.path / name)
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, got {type(content).__name__}")
+            return content
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / name}: cannot be read ({error}). Delete the file to train again.") from None
+            raise RunError(
+                f"{self.path / name}: cannot be read ({error}). Restore it, or delete it to train again."
+            ) from None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -222,6 +256,23 @@ def refuse_if_busy(recipe: Recipe, runs: str | Path) -> None:
 
 def _busy(path: Path) -> RunBusyError:
     return RunBusyError(f"{path}: another process is training this run. Wait for it or stop it.")
+
+
+def _check_result(result: dict[str, Any]) -> None:
+    """Raise an exception if a result lacks what its readers expect."""
+    protocol, test = result["protocol"], result["test"]
+    numbers = [protocol["epoch"], *protocol["classes"].values()]
+    numbers += [result[name] or 0 for name in ("val_R@1", "val_MAP@R")]
+    tables = [*(test or {}).values(), *(result["differences"].values() if test else ())]
+    intervals = [value for metrics in tables for value in metrics.values()]
+    if test:
+        intervals.append(test["trained"]["R@1"])
+    for value in intervals:
+        low, high = value["interval"]
+        numbers += [value["mean"], low, high]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError("expected numbers")
+    "".join(result.get("notes", []))
 
 
 def _with_full_paths(recipe: Recipe) -> Recipe:

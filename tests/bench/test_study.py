@@ -346,6 +346,14 @@ def test_seeds_can_be_added_and_the_folder_of_another_study_is_rejected(features
     with pytest.raises(RunError, match="not the folder of a study"):
         StudyFolder.open(tmp_path)
     outcome = next((tmp_path / "study" / "trials").glob("*.json"))
+    stored = json.loads(outcome.read_text())
+    for damaged in (
+        *([], {**stored, "test": {}}, {**stored, "test": [1.0]}, {**stored, "test": {"MAP@R": 0.5}}),
+        *({**stored, "test": stored["test"] | {"R@1": "0.5"}}, {**stored, "seconds": "x"}, {**stored, "more": 1}),
+    ):
+        outcome.write_text(json.dumps(damaged))
+        with pytest.raises(RunError, match="Remove the file to run the trial again"):
+            StudyFolder.open(tmp_path / "study").results()
     outcome.write_text("{")
     with pytest.raises(RunError, match="Remove the file to run the trial again"):
         more.outcomes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.small_runs import make_run
+from helpers.small_runs import make_result, make_run
 
 import nearkin as nk
 from nearkin import cli
@@ -223,7 +223,7 @@ def test_evaluate_prints_the_metrics_that_a_run_stored(capsys, tmp_path, photo_f
     rng = np.random.default_rng(0)
     scores = nk.score(rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3))
     scores.save(stored.path / "per_query.npz")
-    stored.finish({})
+    stored.finish(make_result())
     assert run(capsys, "evaluate", stored.path)[1] == scores.table() + "\n"
     code, out, _ = run(capsys, "evaluate", stored.path, "--ks", "1", "4")
     assert [line.split()[0] for line in out.splitlines() if "R@" in line] == ["R@1", "R@4"]

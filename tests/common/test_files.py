@@ -68,6 +68,13 @@ def test_leftovers_of_killed_processes_are_removed_and_others_are_not(tmp_path):
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_the_next_write_to_a_folder_removes_leftovers(tmp_path):
+    """Such as a report that was killed: nobody else cleans up a folder of the user."""
+    leftover_of_a_killed_process(tmp_path / "page.html")
+    atomic_write(tmp_path / "page.html", b"new")
+    assert names(tmp_path) == ["page.html"]
+
+
 def begin_run(folder, photo_folder):
     from nearkin.config import Recipe
     from nearkin.training import Run

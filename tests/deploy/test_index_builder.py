@@ -396,11 +396,22 @@ def test_a_full_disk_keeps_the_old_index_and_the_journal(run, index, photos, tmp
     with max_file_size(9_000):
         process = start(run, photos, tmp_path / "index")
     _, output = process.communicate(timeout=120)
-    assert "cannot write the index (File too large). The previous index is intact." in output
+    assert "cannot write the index (File too large). The previous index is intact. The same command resumes" in output
     assert same(nk.Index.load(tmp_path / "index"), before)
     built, output = index(photos)
     assert len(built) == 120
     assert "resumed from the interrupted run" in output
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_the_error_of_a_full_disk_says_what_is_left(tmp_path, resumable):
+    journal = Journal(tmp_path, "model", 4)
+    if not resumable:
+        journal.remove()
+    resumes = " The same command resumes from its journal." if resumable else ""
+    message = rf"No space left on device\). There is no index yet.{resumes} Free up space"
+    with pytest.raises(DataError, match=message), storage.write_errors(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_file_system_without_locks(index, photos, monkeypatch):

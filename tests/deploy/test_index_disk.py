@@ -113,6 +113,12 @@ def test_missing_files_and_other_versions(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(DataError, match="newer nearkin"):
         Index.load(folder)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": "x"}))
+    with pytest.raises(DataError, match=r"older nearkin \(format x, "):
+        Index.load(folder)
+    (folder / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"damaged \(maximum recursion"):
+        Index.load(folder)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
     with pytest.raises(DataError, match=r"older nearkin \(format 2, this version reads 3\)\. Index again"):
         Index.load(folder)

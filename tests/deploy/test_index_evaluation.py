@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.indexing import index, photos, run  # noqa: F401  (fixtures)
-from helpers.small_runs import make_run
+from helpers.small_runs import make_result, make_run
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
@@ -72,7 +72,7 @@ def test_changed_training_data_is_detected(photo_folder, tmp_path):
     from nearkin.data.sources import load
 
     now = load(replace(trained.recipe.data, cache=False), QUIET).fingerprint
-    trained.finish({"protocol": {"fingerprint": now}})
+    trained.finish(make_result(now))
     everything = nk.Index(np.eye(10), [str(c) for c in range(10)], [f"class {c}" for c in range(10)])
     assert len(training_classes(trained, QUIET).labels_in(everything)) == 4
     shutil.copytree(photo_folder / "class 0", tmp_path / "data" / "class new")
@@ -90,7 +90,7 @@ def test_images_skipped_in_training_are_not_a_change(photo_folder, tmp_path):
     trained = make_run(tmp_path, tmp_path / "data", name="skipped")
     data = replace(trained.recipe.data, skip_broken=True, cache=False)
     (trained.path / "recipe.toml").write_text(replace(trained.recipe, data=data).to_toml())
-    trained.finish({"protocol": {"fingerprint": load(data, QUIET).fingerprint}})
+    trained.finish(make_result(load(data, QUIET).fingerprint))
     found = training_classes(nk.Run(trained.path), QUIET)
     assert len(found.names) == 4
     assert len(found.digests) == 48

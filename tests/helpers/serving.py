@@ -8,9 +8,11 @@ import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +126,33 @@ def serving(folder: Path, *flags: str, **environment: str) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+
+
+# --- raw requests ----------------------------------------------------------------------------------------------------
+
+HEADERS = b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
+
+
+def send_raw(server: Server, *parts: bytes, wait: float = 0.0) -> tuple[int, Any, float]:
+    """Send raw bytes with pauses; returns status, body (parsed if it is JSON) and elapsed seconds."""
+    began = time.monotonic()
+    with socket.create_connection((server.host, server.port), timeout=30) as line:
+        for part in parts:
+            try:
+                line.sendall(part)
+            except OSError:
+                break
+            time.sleep(wait)
+        data = b""
+        while b"\r\n\r\n" not in data or not data.endswith((b"}", b"received.")):
+            more = line.recv(65536)
+            if not more:
+                break
+            data += more
+        took = time.monotonic() - began
+    head, _, body = data.partition(b"\r\n\r\n")
+    is_json = b"content-type: application/json" in head.lower()
+    return int(head.split()[1]), json.loads(body) if is_json else body, took
 
 
 # --- files to send ---------------------------------------------------------------------------------------------------

@@ -270,6 +270,17 @@ def test_collapse_is_not_rewarded_and_row_order_does_not_matter():
     assert any("collapsed" in note for note in scores.notes)
 
 
+def test_vectors_too_small_for_a_direction_are_not_called_equal():
+    x = np.float32([[1e-13, 0], [0, 2e-13], [0, 0], [1, 0], [0, 1], [1, 1]])
+    labels = [0, 0, 1, 1, 2, 2]
+    small = "3 of 6 gallery vectors have a norm of at most 1e-12, too small for a direction; "
+    assert nk.score(x, labels, ks=(1,)).notes[-1] == small + "their cosine with everything counts as 0."
+    assert not any("equal" in note or "identical" in note for note in nk.score(x, labels, ks=(1,)).notes)
+    assert not any("identical" in note for note in nk.score(x[:3], labels[:3], ks=(1,)).notes)
+    by_distance = nk.score(x, labels, ks=(1,), similarity="euclidean")
+    assert not any("gallery" in note for note in by_distance.notes)
+
+
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, object, str])
 def test_large_label_ids_are_not_confused(kind):
     ids = [2**24, 2**24 + 1, 2**24 + 2, 2**24 + 3]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.small_runs import make_result
 
 import nearkin as nk
 from nearkin._common.files import append_checksum
@@ -305,8 +306,10 @@ def test_ctrl_c_outside_of_the_steps_is_heard_and_loses_nothing(
 def test_what_is_written_is_json_even_where_a_number_is_missing(tiny_recipe, tmp_path):
     """Bare NaN is refused by browsers and jq. Readers in Python get it back."""
     run = Run.create(tmp_path, "one", tiny_recipe)
-    run.log(event="epoch", loss=float("nan"))
-    run.finish({"test": {"trained": {"R@1": {"mean": 0.5, "interval": [float("nan")] * 2}}}, "val_R@1": None})
+    run.log(event="epoch", epoch=1, loss=float("nan"), val=None)
+    recall = {"mean": 0.5, "interval": [float("nan")] * 2}
+    test = {"trained": {"R@1": recall}, "raw pixels": {"R@1": recall}}
+    run.finish(make_result(test=test, gain={"over": "raw pixels", **recall}) | {"val_R@1": None})
     for name in ("events.jsonl", "result.json"):
         json.loads((run.path / name).read_text(), parse_constant=pytest.fail)
     assert run.events()[0]["loss"] is None

@@ -50,14 +50,14 @@ def read_state(folder: Path) -> State:
         raise DataError(f"{path}: cannot read ({error.strerror}).") from None
     try:
         state = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged ({error}). {_RESTORE_HINT}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise DataError(f"{path}: not the manifest of a nearkin index.")
     version = state.get("version", 0)
     if version != VERSION:
         age, fix = ("an older", "Index again into another folder")
-        if version > VERSION:
+        if isinstance(version, int) and version > VERSION:
             age, fix = ("a newer", "Upgrade nearkin")
         raise DataError(f"{path}: written by {age} nearkin (format {version}, this version reads {VERSION}). {fix}.")
     if content != _with_checksum(content.partition(b"\n")[2]):
@@ -194,7 +194,8 @@ def write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        state = "The previous index is intact." if (folder / _MANIFEST).exists() else "No partial index was left."
+        state = "The previous index is intact." if (folder / _MANIFEST).exists() else "There is no index yet."
+        state += " The same command resumes from its journal." if (folder / _JOURNAL).exists() else ""
         raise DataError(
             f"{folder}: cannot write the index ({error.strerror or error}). {state} "
             "Free up space, or choose another folder."

@@ -81,7 +81,7 @@ def make_app(service: Service) -> ASGIApp:
     async def search(request: Request, k: int = k_query) -> SearchResponse:
         """Nearest items of an image."""
         async with service.uploads.read(request) as image:
-            return await service.run(service.search_image, image, k)
+            return await service.search(image, k)
 
     @data.get("/items")
     async def items(

@@ -6,9 +6,7 @@ Requests are rejected as early as possible, with a status code and one sentence 
 from __future__ import annotations
 
 import asyncio
-import io
 import re
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,14 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from nearkin.data.reading import MAX_PIXELS
-from nearkin.errors import ConfigError, import_extra
+from nearkin.data.reading import MAX_PIXELS, ImageData, TooManyPixelsError, open_header, reason_of
+from nearkin.errors import ConfigError
 
-# Accepted Content-Types, and Pillow's names of the accepted formats. The content decides, not the declared type.
+# Accepted Content-Types. The content decides, not the declared type.
 TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp", "image/tiff", "application/octet-stream")
 FORM_TYPE = "multipart/form-data"
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
-MAX_JPEG_SCANS = 100  # a progressive JPEG has about 10; each scan goes through all pixels again
+# A progressive JPEG has about 10 scans, and each goes through all pixels again.
+MAX_JPEG_SCANS, MAX_JPEG_SCANS_LARGEST = 100, 16  # of any image, of one with `max_pixels`
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,15 @@ def too_busy() -> HTTPException:
 
 
 class UploadReader:
-    """Read uploads within the limits. Only bytes that have arrived count, so slow uploads do not block others."""
+    """Read uploads within the limits.
+
+    Uploads that are still arriving take no worker. Only their bytes in memory count, and when these exceed the limit,
+    the upload that has been arriving for longest is rejected: stalled uploads make room for quick ones.
+    """
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits, self.buffered_bytes = limits, 0
+        self._arriving: dict[asyncio.Timeout, bytearray] = {}  # oldest first
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -85,19 +88,34 @@ class UploadReader:
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         try:
-            async with asyncio.timeout(self.limits.upload_timeout):
+            async with asyncio.timeout(self.limits.upload_timeout) as timeout:
+                self._arriving[timeout] = body
                 async for chunk in request.stream():
                     body += chunk
                     self.buffered_bytes += len(chunk)
                     if len(body) > self.limits.max_upload_bytes:
                         raise self._too_large()
-                    if self.buffered_bytes > self.limits.buffered_uploads * self.limits.max_upload_bytes:
-                        raise too_busy()
+                    self._free_memory()
+                if timeout not in self._arriving:  # rejected with its last chunk
+                    raise TimeoutError
         except TimeoutError:
+            if timeout not in self._arriving:  # rejected by _free_memory
+                raise too_busy() from None
             message = f"The upload did not arrive within {self.limits.upload_timeout:g} seconds."
             raise HTTPException(408, message) from None
         except ClientDisconnect:
             raise HTTPException(400, "The upload was interrupted.") from None
+        finally:
+            self._arriving.pop(timeout, None)
+
+    def _free_memory(self) -> None:
+        """Reject arriving uploads, oldest first, until the others fit into the limit."""
+        while self.buffered_bytes > self.limits.buffered_uploads * self.limits.max_upload_bytes and self._arriving:
+            timeout = next(iter(self._arriving))
+            body = self._arriving.pop(timeout)
+            self.buffered_bytes -= len(body)
+            body.clear()
+            timeout.reschedule(0.0)  # at once
 
     def _too_large(self) -> HTTPException:
         megabytes = self.limits.max_upload_bytes / 1e6
@@ -118,23 +136,24 @@ async def _file_in_form(request: Request, body: bytes) -> bytes:
     raise HTTPException(422, "The form has no file named 'file'. Send it as curl -F file=@image.jpg does.")
 
 
-def check_image(data: bytes, limits: RequestLimits) -> None:
-    """Check format and size of an image by its header, without decoding it, to bound the time that takes."""
-    pil = import_extra("PIL.Image", extra="serve")
+def check_image(data: bytes, limits: RequestLimits) -> bool:
+    """Check format and size of an image by its header, to bound the time of decoding; return whether that is long."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns about large images, which are rejected below
-            with pil.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = image.size
-    except pil.DecompressionBombError:
-        raise HTTPException(413, f"The image has more than {limits.max_pixels / 1e6:g} million pixels.") from None
-    except Exception:  # decoders raise arbitrary exceptions on damaged files
-        raise HTTPException(422, "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image.") from None
+        with open_header(ImageData(data)) as image:
+            width, height = image.size
+            has_scans = image.format in {"JPEG", "MPO"} or image.info.get("compression") == "jpeg"  # a TIFF
+            is_jpeg = data.startswith(b"\xff\xd8")
+    except TooManyPixelsError as error:
+        raise HTTPException(413, f"The image has {error}.") from None
+    except Exception as error:  # decoders raise arbitrary exceptions on damaged files
+        message = "The upload is not a valid JPEG, PNG, GIF, WebP, BMP or TIFF image"
+        raise HTTPException(422, f"{message} ({reason_of(error)}).") from None
     # Only a JPEG can be decoded at reduced size: other formats take ten times as long per pixel.
-    is_jpeg = data.startswith(b"\xff\xd8")
     max_pixels = limits.max_pixels if is_jpeg else limits.max_pixels // 2
-    if width * height > max_pixels:
+    pixels, scans = width * height, data.count(b"\xff\xda") if has_scans else 1
+    if pixels > max_pixels:
         message = f"The image has {width:,} x {height:,} pixels, more than {max_pixels / 1e6:g} million."
         raise HTTPException(413, f"{message} Send a smaller one{'' if is_jpeg else ', or a JPEG'}.")
-    if is_jpeg and data.count(b"\xff\xda") > MAX_JPEG_SCANS:
-        raise HTTPException(422, f"The JPEG has more than {MAX_JPEG_SCANS} scans. Save it again.")
+    if scans > MAX_JPEG_SCANS or scans * pixels > MAX_JPEG_SCANS_LARGEST * limits.max_pixels:
+        raise HTTPException(422, f"The JPEG has {scans} scans, too many for its size. Save it as a baseline JPEG.")
+    return scans * pixels > limits.max_pixels // (4 if is_jpeg else 10)

@@ -37,13 +37,35 @@ MAX_THUMBNAILS = 2000  # cached, about 10 kB each
 MIN_TOKEN_LENGTH = 16
 
 
+class Lane:
+    """Threads with a queue of limited length."""
+
+    def __init__(self, threads: int, max_requests: int, torch_threads: int) -> None:
+        self.max_requests, self.active = max_requests, 0
+        self.pool = ThreadPoolExecutor(threads, "nearkin-serve", lambda: torch.set_num_threads(torch_threads))
+
+    async def run(self, timeout: float, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in a thread; rejected if too many are waiting, or after `timeout`."""
+        if self.active >= self.max_requests:
+            raise too_busy()
+        self.active += 1
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            message = f"Timed out after {timeout:g} seconds. Try again later."
+            raise HTTPException(503, message, {"Retry-After": "5"}) from None
+        finally:
+            self.active -= 1
+
+
 class Service:
     """An index ready to be served.
 
     Args:
         index: Its model must be a `nearkin.Embedder`.
         limits: Limits of requests.
-        workers: Number of threads that read and embed images.
+        workers: Number of threads that read and embed images. One more decodes large images, one at a time.
         token: Bearer token required for data; None requires none.
         hosts: Accepted host names; None accepts any. Restrict them on a loopback address: another web page could point
             its own name here and read the responses (DNS rebinding).
@@ -74,12 +96,14 @@ class Service:
         self.limits = limits or RequestLimits()
         # Both as given, which may be a bare IPv6 address, and without a port, as they are compared.
         self.hosts = None if hosts is None else {n for host in hosts for n in (host.lower(), host_name(host)) if n}
-        self.uploads, self.active = UploadReader(self.limits), 0
+        self.uploads = UploadReader(self.limits)
         self.names = public_names(index.ids)
         self.rows = {name: row for row, name in enumerate(self.names)}
         self.labels = [utf8_safe(label) if isinstance(label, str) else label for label in index.labels]
         threads = max(1, available_cores() // workers)
-        self.pool = ThreadPoolExecutor(workers, "nearkin-serve", lambda: torch.set_num_threads(threads))
+        self.lane = Lane(workers, self.limits.max_requests, threads)
+        # Images that take long to decode wait only for each other.
+        self.large_lane = Lane(1, max(1, self.limits.max_requests // 4), threads)
         self.thumbnail = lru_cache(MAX_THUMBNAILS)(self._render_thumbnail)  # of a row, as a JPEG
         self.page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
         # Warm up, so that the first request is not slower than the others.
@@ -88,25 +112,24 @@ class Service:
 
     def close(self) -> None:
         """Stop the worker threads."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for lane in (self.lane, self.large_lane):
+            lane.pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in a worker thread; rejected if too many are waiting, or after `timeout`."""
-        if self.active >= self.limits.max_requests:
-            raise too_busy()
-        self.active += 1
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-            return await asyncio.wait_for(future, self.limits.timeout)
-        except TimeoutError:
-            message = f"Timed out after {self.limits.timeout:g} seconds. Try again later."
-            raise HTTPException(503, message, {"Retry-After": "5"}) from None
-        finally:
-            self.active -= 1
+        return await self.lane.run(self.limits.timeout, function, *args)
 
-    def search_image(self, data: bytes, k: int) -> SearchResponse:
-        """Find the nearest items of an uploaded image file."""
-        check_image(data, self.limits)
+    async def search(self, data: bytes, k: int) -> SearchResponse:
+        """Find the nearest items of an uploaded image file, in a thread of the lane for its size."""
+        response = await self.run(self.search_image, data, k)
+        return response or await self.large_lane.run(self.limits.timeout, self.search_checked, data, k)
+
+    def search_image(self, data: bytes, k: int) -> SearchResponse | None:
+        """Find the nearest items of an uploaded image file; None if it takes long to decode."""
+        return None if check_image(data, self.limits) else self.search_checked(data, k)
+
+    def search_checked(self, data: bytes, k: int) -> SearchResponse:
+        """Find the nearest items of an image file that has passed `check_image`."""
         try:
             pixels = model_input(self.model, data)
         except DataError as error:
