@@ -196,11 +196,12 @@ def mutual_information(emb: Tensor, labels: Tensor | Sequence[int], *, neighbour
     x, labels = where_float64_exists(emb.detach()).double(), labels.to(where_float64_exists(emb).device)
     x = x - x.mean(0)
     sq_norm = x.square().sum(1)
-    counts = [
-        count_neighbours(sq_norm - 2 * x[rows] @ x.t(), labels[rows, None] == labels, rows, neighbours)
-        for rows in torch.arange(len(x), device=x.device).split(1024)
-    ]
-    return neighbour_information(*(torch.cat(part) for part in zip(*counts, strict=True)), labels)
+    own, everyone = [], []
+    for rows in torch.split(torch.arange(len(x), device=x.device), 1024):
+        near = count_neighbours(sq_norm - 2 * x[rows] @ x.t(), labels[rows, None] == labels, rows, neighbours)
+        own.append(near[0])
+        everyone.append(near[1])
+    return neighbour_information(torch.cat(own), torch.cat(everyone), labels)
 
 
 def count_neighbours(distance: Tensor, same: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from nearkin.training.run import Run
 RECALL = {"mean": 0.5, "interval": [0.4, 0.6]}
 TESTED = {
     "test": {"trained": {"R@1": RECALL}, "raw pixels": {"R@1": RECALL}},
-    "gain": {"over": "raw pixels", **RECALL},
+    "differences": {"raw pixels": {"R@1": RECALL}},
     "notes": ["a note"],
 }
 NESTED = "[" * 100_000
@@ -37,11 +37,12 @@ def test_results_are_read(run):
         {"protocol": {"epoch": "one", "classes": {"test": 5}}},
         {"val_R@1": "high"},
         {"test": [1.0]},
-        {"test": {"trained": {"R@1": RECALL}}},  # without the baseline of the gain
+        {"test": {"raw pixels": {"R@1": RECALL}}},  # without the trained model
         {"test": {"trained": {"R@1": {"mean": 0.5}}, "raw pixels": {"R@1": RECALL}}},
         {"test": {"trained": {"R@1": RECALL | {"interval": [0.4]}}, "raw pixels": {"R@1": RECALL}}},
         {"test": {"trained": {"R@1": RECALL | {"mean": "0.5"}}, "raw pixels": {"R@1": RECALL}}},
-        {"gain": None},
+        {"differences": None},
+        {"differences": {"raw pixels": {"R@1": 0.5}}},
         {"notes": [1]},
     ],
 )
