@@ -138,14 +138,14 @@ def _record_run(search: Search, loss: str, trial: Trial, run: Run, shared: Share
     metric, tie_break = selection_metrics(protocol["classes"]["val"])
     score = float(run.result[f"val_{metric}"])
     done = [t for t in load_trials(search, loss, shared) if t.state == TrialState.COMPLETE]
-    best = max((t.values[0] for t in done), default=score)
+    best = max(((t.values[0], t.user_attrs["tie_break"]) for t in done), default=(-1.0, -1.0))
     event = next(e for e in run.events() if e["event"] == "epoch" and e["epoch"] == protocol["epoch"])
     trial.set_user_attr("tie_break", event["val"][tie_break])
     trial.set_user_attr("interval", event["val_interval"])
     trial.set_user_attr("classes", protocol["classes"]["val"])
     trial.set_user_attr("run", run.path.name)
-    _delete_checkpoints(run.path, keep_best=score >= best)
-    return score, f"val {metric} {100 * score:.1f} (best {100 * max(best, score):.1f})"
+    _delete_checkpoints(run.path, keep_best=(score, event["val"][tie_break]) > best)
+    return score, f"val {metric} {100 * score:.1f} (best {100 * max(best[0], score):.1f})"
 
 
 def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedStorage) -> Settings:
