@@ -97,7 +97,7 @@ def features_of(source: Path, *, device: str = "auto", reporter: Reporter) -> Pa
 
     if source.suffix.lower() in FEATURE_SUFFIXES and not source.is_dir():
         return source
-    out = Path(f"{source.resolve().stem}.npz")
+    out = Path(f"{source.resolve().name if source.is_dir() else source.stem}.npz")
     check_overwritten(out)
     reporter.info(make_features(source, FeaturesArgs(out=out, device=device), reporter))
     return out

@@ -114,7 +114,8 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     arguments = _split_arguments(argv)
     for kind in ("loss", "miner"):  # before the data are looked at
         name = _flag_value(f"--{kind}", arguments.flags)
-        require_names(kind, [name] if name not in (None, "none") else [])
+        if name not in (None, "none"):
+            require_names(kind, [str(name)])
     base = _base_recipe(arguments)
     defaults = TrainArgs(
         loss=base.loss.name,

@@ -212,9 +212,10 @@ class Run:
                     torch.save(state, file)
                 append_checksum(temporary)
         except (OSError, RuntimeError) as error:
-            cause = error.__context__ or error  # torch hides a full disk behind a RuntimeError
+            cause = error if isinstance(error, OSError) else error.__context__  # torch hides it behind a RuntimeError
             reason = getattr(cause, "strerror", None) or error
-            raise RunError(f"{target}: cannot write the checkpoint ({reason}). The previous one is intact.") from None
+            rest = "The previous one is intact." if target.exists() else "Fix that and run the same command again."
+            raise RunError(f"{target}: cannot write the checkpoint ({reason}). {rest}") from None
 
     def require_space(self, size: int) -> None:
         """Refuse to start what could not be saved later: `size` bytes of checkpoints."""

@@ -1,6 +1,7 @@
 """A full disk is named as such, with what is needed, whichever layer notices it first; nothing stored is lost."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_a_file_that_does_not_fit(disk):
 
 def test_a_checkpoint_and_a_log_that_do_not_fit(disk, tiny_recipe):
     run = Run.create(disk, "run", tiny_recipe)
+    with pytest.raises(RunError, match=rf"\(No space left on {run.path}: needs ~8 MB\). Fix that and run the same"):
+        run.save("last.pt", {"model": torch.zeros(2_000_000)})
     run.save("last.pt", {"model": torch.zeros(9)})
     before = (run.path / "last.pt").read_bytes()
     with pytest.raises(RunError, match=rf"\(No space left on {run.path}: needs ~8 MB\). The previous one is intact"):
@@ -65,15 +68,16 @@ def test_features_that_do_not_fit(disk, tiny_recipe, photo_folder, quiet, monkey
     monkeypatch.setenv("NEARKIN_CACHE", str(disk))
     model = factory.make_model(tiny_recipe, table, quiet)
     features = FrozenFeatures(model, table, reporter=quiet)
-    atomic_write(disk / "filler", bytes(1_990_000))
+    atomic_write(disk / "filler", bytes(1_998_000))
     with pytest.raises(DataError, match=rf"No space left on {disk}/features: needs ~1 MB"):
         features.add_to(table)
 
 
 def test_training_is_refused_before_its_first_step(disk, tiny_recipe, quiet):
     atomic_write(disk / "filler", bytes(1_900_000))
+    recipe = replace(tiny_recipe, model=replace(tiny_recipe.model, width=16))
     with pytest.raises(RunError, match=rf"No space left on {disk}/.*: needs ~\d+ MB for checkpoints, 0 MB are free"):
-        nk.fit(tiny_recipe, disk, reporter=quiet)
+        nk.fit(recipe, disk, reporter=quiet)
 
 
 def test_the_command_says_so_in_one_line(disk, capsys, monkeypatch):
