@@ -37,6 +37,7 @@ class Scenario:
     work: Callable[[], object]
     kills: int  # at least this many
     workers: bool = False  # it starts processes, which take their own orders
+    slow: bool = False  # to start
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -102,13 +103,14 @@ SCENARIOS = [
     ),
     Scenario("image cache", build_image_cache, 14),
     Scenario("index", command("index", "RUN", "../inputs/photos", "-o", "photos.index"), 16),
-    Scenario("export", command("export", "RUN", "--to", "torch", "-o", "model.pt2", "--quiet"), 8),
+    Scenario("export", command("export", "RUN", "--to", "torch", "-o", "model.pt2", "--quiet"), 8, slow=True),
     Scenario("report", command("report", "RUN", "-o", "page.html", "--json", "page.json", "--tables", "tables"), 10),
     Scenario(
         "study, two workers",
         command("bench", "run", "../inputs/study.toml", "--out", "study", "--workers", "2", "--device", "cpu"),
         14,
         workers=True,
+        slow=True,
     ),
     Scenario(
         "tune, two workers",
@@ -118,6 +120,7 @@ SCENARIOS = [
         ),
         14,
         workers=True,
+        slow=True,
     ),
 ]
 
@@ -176,6 +179,9 @@ def wait_for(pid: int, name: str) -> int:
 def _run_child(scenario: Scenario, folder: Path, orders: Path) -> None:
     code = 70
     try:
+        main: Any = sys.modules["__main__"]
+        main.__spec__ = main.__file__ = None  # workers of the command are not to import this script
+        paths = [os.path.abspath(path) for path in (Path(__file__).parent / "startup", *filter(None, sys.path))]
         os.chdir(folder)
         log = os.open(orders / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for stream in (1, 2):
@@ -184,7 +190,7 @@ def _run_child(scenario: Scenario, folder: Path, orders: Path) -> None:
             "NEARKIN_CACHE": str(folder / "cache"),
             kill_points.VARIABLE: f"{orders}{os.pathsep}{folder}",
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join(paths),
         }
         save_count = kill_points.install(orders, folder)
         try:
