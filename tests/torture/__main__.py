@@ -29,7 +29,7 @@ def prepare(root: Path) -> None:
     """Import, and make the inputs, including a trained run."""
     for name in ("inputs", "work", "orders", "files", "archives"):
         (root / name).mkdir()
-    kills.warm_up()
+    kills.warm_up(root)
     kills.make_inputs(root / "inputs")
     training = kills.Scenario("inputs", lambda: kills.train("--train.epochs", "2", "--runs", "../inputs/runs"), 0)
     kills.run_to_the_end(training, root, [])
