@@ -1,4 +1,4 @@
-"""Run all attacks and print the table of docs/reliability.md: python -m torture [--quick] [--seed N]."""
+"""Run all attacks and print the table of docs/reliability.md: python -m torture [GROUP ...] [--seed N] [--share X]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +21,7 @@ from torture import archives, hostile_requests, kills, mutations, shared
 from torture.table import Row, markdown
 
 IMAGES, FILES, BITS, REQUESTS, ARCHIVES = 2000, 500, 100, 900, 300
+Attack = Callable[[], Row | list[Row]]
 CHECKED = ("best.pt", "last.pt", "model.safetensors", "vectors.npy")  # formats in which every flipped bit is noticed
 
 
@@ -25,53 +29,74 @@ def prepare(root: Path) -> None:
     """Import, and make the inputs, including a trained run."""
     for name in ("inputs", "work", "orders", "files", "archives"):
         (root / name).mkdir()
-    kills.warm_up()
+    kills.warm_up(root)
     kills.make_inputs(root / "inputs")
     training = kills.Scenario("inputs", lambda: kills.train("--train.epochs", "2", "--runs", "../inputs/runs"), 0)
     kills.run_to_the_end(training, root, [])
 
 
-def attacks(root: Path, seed: int, share: float, *, quick: bool = False) -> Iterator[Row]:
-    """Carry out all attacks, `share` of the full number of each; quick: without those that take long to start."""
+def attacks(root: Path, seed: int, share: float) -> dict[str, Iterator[Attack]]:
+    """Return all attacks by group, `share` of the full number of each."""
 
     def part(count: int) -> int:
         return max(1, round(count * share))
 
-    yield from archives.attack_extraction(root / "archives", part(ARCHIVES), seed)
-    yield mutations.attack_images(root / "files", part(IMAGES), seed)
-    targets = mutations.make_targets(root / "files")
-    for target in targets:
-        yield mutations.attack_file(target, part(FILES), seed)
-    for target in targets:
-        if target.name in CHECKED:
-            yield mutations.attack_file(target, part(BITS), seed, mutations.flip_one_bit)
-    for scenario in kills.SCENARIOS:
-        if not quick or not (scenario.workers or scenario.name == "export"):
-            yield kills.torture(scenario, root, random.Random(seed), part(scenario.kills))
-    if quick:
-        return
-    rng = random.Random(seed)
-    yield shared.attack_together(root, "image cache", 4, rng)
-    yield shared.attack_together(root, "study, two workers", 3, rng)
-    yield from shared.attack_permissions(root)
-    yield hostile_requests.attack_server(kills.make_index(root), part(REQUESTS), seed)
+    def files() -> Iterator[Attack]:
+        yield partial(archives.attack_extraction, root / "archives", part(ARCHIVES), seed)
+        yield partial(mutations.attack_images, root / "files", part(IMAGES), seed)
+        targets = mutations.make_targets(root / "files")
+        for target in targets:
+            yield partial(mutations.attack_file, target, part(FILES), seed)
+        for target in targets:
+            if target.name in CHECKED:
+                yield partial(mutations.attack_file, target, part(BITS), seed, mutations.flip_one_bit)
+
+    def kill(scenarios: list[kills.Scenario]) -> Iterator[Attack]:
+        for scenario in scenarios:
+            yield partial(kills.torture, scenario, root, random.Random(seed), part(scenario.kills))
+
+    def together() -> Iterator[Attack]:
+        yield partial(shared.attack_together, root, "image cache", 4, random.Random(seed))
+        yield partial(shared.attack_together, root, "study, two workers", 3, random.Random(seed))
+        yield partial(shared.attack_permissions, root)
+
+    def server() -> Iterator[Attack]:
+        yield lambda: hostile_requests.attack_server(kills.make_index(root), part(REQUESTS), seed)
+
+    return {
+        "files": files(),
+        "kills": kill([scenario for scenario in kills.SCENARIOS if not scenario.slow]),
+        "slow-kills": kill([scenario for scenario in kills.SCENARIOS if scenario.slow]),
+        "together": together(),
+        "server": server(),
+    }
+
+
+def carry_out(attack: Attack) -> list[Row]:
+    """Return the rows of an attack, or one that says why it could not be carried out."""
+    try:
+        rows = attack()
+    except Exception as error:
+        traceback.print_exc()
+        rows = Row(f"{type(error).__name__}", 1, 0, 0, 1, str(error).splitlines()[0])
+    return rows if isinstance(rows, list) else [rows]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="torture", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the full number of attacks; more than 1 is longer")
-    parser.add_argument("--quick", action="store_true", help="a small share, without servers and workers")
+    parser.add_argument("groups", nargs="*", help="files, kills, slow-kills, together, server; default: all")
     args = parser.parse_args()
-    if args.quick:
-        args.share = 0.03
     rows, began = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nearkin-torture-") as folder:
         root = Path(folder).resolve()
         prepare(root)
-        for row in attacks(root, args.seed, args.share, quick=args.quick):
-            rows.append(row)
-            print(f"{time.monotonic() - began:6.0f} s  {'passed' if row.passed else 'FAILED'}  {row}", flush=True)
+        groups = attacks(root, args.seed, args.share)
+        for attack in chain.from_iterable(groups[name] for name in args.groups or groups):
+            for row in carry_out(attack):
+                rows.append(row)
+                print(f"{time.monotonic() - began:6.0f} s  {'passed' if row.passed else 'FAILED'}  {row}", flush=True)
     print(f"\n{markdown(rows)}\n\nseed {args.seed}, {(time.monotonic() - began) / 60:.0f} minutes")
     return 0 if all(row.passed for row in rows) else 1
 

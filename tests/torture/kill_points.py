@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "NEARKIN_TORTURE"  # folder of orders, for this process and those it starts; see startup/sitecustomize.py
+VARIABLE = "NEARKIN_TORTURE"  # folder of orders, and the folder that is watched, for forked_worker.py
 PATH_EVENTS = {"open", "os.rename", "os.remove", "os.truncate", "os.mkdir"}
 OTHER_EVENTS = {"fcntl.flock", "nearkin.step", "os.fsync"}
 

@@ -5,8 +5,10 @@ undisturbed run bit for bit, except for times.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -16,7 +18,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ class Scenario:
     work: Callable[[], object]
     kills: int  # at least this many
     workers: bool = False  # it starts processes, which take their own orders
+    slow: bool = False  # to start
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -94,21 +99,22 @@ def command(*argv: str) -> Callable[[], object]:
 
 FEATURES = ("--data", "../inputs/clouds.npz", "--model.dim", "8", "--train.epochs", "3", "--train.batch-size", "32")
 SCENARIOS = [
-    Scenario("train", lambda: train("--train.epochs", "3"), 20),
+    Scenario("train", lambda: train("--train.epochs", "3"), 22),
     Scenario(
         "frozen features",
         lambda: train("--train.epochs", "1", "--freeze", "backbone", "--model.head-init", "whitened"),
-        14,
+        16,
     ),
-    Scenario("image cache", build_image_cache, 14),
-    Scenario("index", command("index", "RUN", "../inputs/photos", "-o", "photos.index"), 16),
-    Scenario("export", command("export", "RUN", "--to", "torch", "-o", "model.pt2", "--quiet"), 8),
-    Scenario("report", command("report", "RUN", "-o", "page.html", "--json", "page.json", "--tables", "tables"), 10),
+    Scenario("image cache", build_image_cache, 16),
+    Scenario("index", command("index", "RUN", "../inputs/photos", "-o", "photos.index"), 20),
+    Scenario("export", command("export", "RUN", "--to", "torch", "-o", "model.pt2", "--quiet"), 8, slow=True),
+    Scenario("report", command("report", "RUN", "-o", "page.html", "--json", "page.json", "--tables", "tables"), 12),
     Scenario(
         "study, two workers",
         command("bench", "run", "../inputs/study.toml", "--out", "study", "--workers", "2", "--device", "cpu"),
-        14,
+        8,
         workers=True,
+        slow=True,
     ),
     Scenario(
         "tune, two workers",
@@ -116,8 +122,9 @@ SCENARIOS = [
             *("tune", "features_default", *FEATURES, "--losses", "proxy_anchor", "npair", "--trials", "4"),
             *("--no-prune", "--workers", "2", "--device", "cpu", "--out", "tuned"),
         ),
-        14,
+        8,
         workers=True,
+        slow=True,
     ),
 ]
 
@@ -132,19 +139,54 @@ def make_index(root: Path) -> Path:
 # --- running and killing ---------------------------------------------------------------------------------------------
 
 
-def warm_up() -> None:
-    """Import what the commands need, so that children do not; more, smaller units of work have more points to die."""
-    import torch
-    import torch._dynamo
+IMPORTED = (
+    *(
+        "torch._dynamo",
+        "torch.export",
+        "torchvision.io",
+        "numba",
+        "optuna",
+        "scipy.stats",
+        "sklearn.cluster",
+        "PIL.Image",
+    ),
+    *(f"nearkin.cli.{name}" for name in ("train", "index", "export", "report", "bench", "tune")),
+    *("nearkin.training.loop", "nearkin.bench.trials", "nearkin.bench.tune", "nearkin.metrics._count_numba"),
+    *("nearkin.deploy.export", "nearkin.deploy.index.builder", "nearkin.report.page"),
+)
+PRELOADED = ["torture.forked_worker", "torch._dynamo", "optuna", "nearkin.bench.tune", "nearkin.bench.trials"]
+PRELOADED += ["nearkin.training.loop", "nearkin.metrics._count_numba", "sklearn.cluster"]
+_helpers: set[int] = set()  # processes of `multiprocessing` that are not workers
 
+
+def warm_up(root: Path) -> None:
+    """Import what the commands need, so that children do not; more, smaller units of work have more points to die."""
+    os.environ |= {
+        "NEARKIN_CACHE": str(root / "work" / "cache"),
+        kill_points.VARIABLE: f"{root / 'orders'}{os.pathsep}{root / 'work'}",
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in filter(None, sys.path)),
+    }
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    for name in IMPORTED:
+        importlib.import_module(name)
     from nearkin.bench import executor
     from nearkin.deploy.index.builder import update_index
     from nearkin.models import frozen
 
-    torch.set_num_threads(1)
     executor.POLL_INTERVAL = 0.1
     frozen._CHUNK = 8
     update_index.__kwdefaults__["batch_size"] = 8
+    _helpers.update(_marked_processes(root / "orders"))
+
+
+def _use_fork_server() -> None:
+    """Let commands start their workers from the fork server of this script, which is not a child of theirs."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    context = multiprocessing.get_context("forkserver")
+    multiprocessing.get_context = lambda method=None: context  # type: ignore[assignment]
+    main: Any = sys.modules["__main__"]
+    main.__spec__ = main.__file__ = None  # workers are not to import this script
 
 
 def attempt(scenario: Scenario, folder: Path, orders: Path) -> int:
@@ -176,16 +218,11 @@ def wait_for(pid: int, name: str) -> int:
 def _run_child(scenario: Scenario, folder: Path, orders: Path) -> None:
     code = 70
     try:
+        _use_fork_server()
         os.chdir(folder)
         log = os.open(orders / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)
-        os.environ |= {
-            "NEARKIN_CACHE": str(folder / "cache"),
-            kill_points.VARIABLE: f"{orders}{os.pathsep}{folder}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, sys.path)]),
-        }
         save_count = kill_points.install(orders, folder)
         try:
             scenario.work()
@@ -203,19 +240,22 @@ def _run_child(scenario: Scenario, folder: Path, orders: Path) -> None:
 
 def wait_for_workers(orders: Path) -> None:
     """Wait until no process with these orders is left: the workers of a killed command stop by themselves."""
-    marker = f"{kill_points.VARIABLE}={orders}".encode()
     deadline = time.monotonic() + MAX_SECONDS
     while time.monotonic() < deadline:
-        found = False
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                found = found or marker in environ.read_bytes()
-            except OSError:  # of another user, or it has ended
-                continue
-        if not found:
+        if _marked_processes(orders) <= _helpers:
             return
         time.sleep(0.1)
     raise AssertionError("workers of a killed command are still running")
+
+
+def _marked_processes(orders: Path) -> set[int]:
+    marker = f"{kill_points.VARIABLE}={orders}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or it has ended
+            if marker in (path / "environ").read_bytes() and b") Z " not in (path / "stat").read_bytes():
+                found.add(int(path.name))
+    return found
 
 
 def clean_folders(root: Path) -> tuple[Path, Path]:
