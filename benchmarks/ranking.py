@@ -3,13 +3,15 @@
     python benchmarks/ranking.py                       all sizes (about half an hour on two cores)
     python benchmarks/ranking.py --quick               about a minute
     python benchmarks/ranking.py --sizes 60502 --repeat 3
+    python benchmarks/ranking.py --cases               ties, equal vectors, large classes, the torch backend (minutes)
 
 Every method runs in its own process on the same vectors with the same number of threads. The best of the repeats
 counts, as a ratio to the bare product of the same run. Prints a Markdown table.
 
     product   all similarities, block by block into one reused buffer, without using them: the lower bound of any method
               that computes them all. (nearkin computes half of them, as the matrix is symmetric.)
-    ours      nk.score: R@1,10,100,1000, MAP@R, nDCG@10,100, expected values under ties, per query
+    ours      nk.score: R, P, MAP and nDCG at 1, 10, 100 and 1000, RP, MAP@R, MAP, MRR: per query and
+              expected values under ties
     faiss     faiss-cpu flat search for the 1000 nearest, and the same metrics from the lists with NumPy
     PML 1000  AccuracyCalculator of pytorch-metric-learning with k = 1000: P@1, R-precision, MAP@R
     PML least the same with the smallest k that MAP@R allows; it cannot compute R@1000
@@ -23,6 +25,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +65,7 @@ def product(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 def ours(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     import nearkin as nk
 
-    scores = nk.score(x, labels, ks=(1, 10, 100, 1000), verbose=False)
-    return {name: scores[name] for name in NAMES}
+    return nk.score(x, labels, ks=(1, 10, 100, 1000), verbose=False).means()
 
 
 def faiss(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -184,6 +186,67 @@ def table(sizes: list[int], threads: int, repeat: int, peers_up_to: int) -> None
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
+# Name: (dimensions, items per class, form of the vectors); each is compared with the case at the head of its group.
+CASES = {
+    "512 dimensions, 60 per class": (512, 60, "plain"),
+    "200 per class": (512, 200, "plain"),
+    "1000 per class": (512, 1000, "plain"),
+    "10,000 equal vectors, 60 per class": (512, 60, "equal"),
+    "10,000 equal vectors, 1000 per class": (512, 1000, "equal"),
+    "64 dimensions, 60 per class": (64, 60, "plain"),
+    "codes of -1 and 1": (64, 60, "signs"),
+    "codes of 0 and 1": (64, 60, "bits"),
+}
+
+
+def case(dim: int, per_class: int, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """12,000 vectors, as in `data`."""
+    rng = np.random.default_rng(0)
+    labels = rng.permutation(np.arange(12000) // per_class)
+    x = rng.standard_normal((labels.max() + 1, dim), dtype=np.float32)[labels]
+    x += np.float32(3.2 if dim == 512 else 1.5) * rng.standard_normal(x.shape, dtype=np.float32)
+    if form == "equal":
+        x[:10000] = x[0]
+    elif form != "plain":
+        x = np.sign(x) if form == "signs" else (x > 0).astype(np.float32)
+    return x, labels
+
+
+def seconds_of(function: Callable[[], object], repeat: int) -> float:
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def cases(threads: int, repeat: int) -> None:
+    """Time 12,000 vectors with ties or large classes, and both products of the torch backend."""
+    import torch
+
+    import nearkin as nk
+    from nearkin.metrics import _count_torch
+
+    torch.set_num_threads(threads)
+    print(f"12,000 items, {threads} threads, best of {repeat}\n\n| case | seconds | x untied |\n|---|---:|---:|")
+    first = 0.0
+    for name, settings in CASES.items():
+        x, labels = case(*settings)
+        ours(x[:4000], labels[:4000])
+        s = seconds_of(lambda x=x, labels=labels: ours(x, labels), repeat)
+        first = s if "dimensions" in name else first
+        print(f"| {name} | {s:.2f} | {s / first:.2f} |", flush=True)
+    print("\n| torch backend, 5,924 x 512 | seconds | x its product |\n|---|---:|---:|")
+    x, labels = data(5924)
+    for dtype, devices in ((torch.float64, ()), (torch.float32, ("cpu",))):
+        _count_torch._FLOAT32_DEVICES = devices
+        t = torch.from_numpy(x).to(dtype)
+        bare = seconds_of(lambda t=t: [t[a : a + 1024] @ t.T for a in range(0, len(t), 1024)], repeat)
+        s = seconds_of(lambda: nk.score(x, labels, backend="torch").means(), repeat)
+        print(f"| {str(dtype).removeprefix('torch.')} | {s:.2f} | {s / bare:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="5,924 and 12,000 items only")
@@ -191,6 +254,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--peers-up-to", type=int, default=100_000, help="largest size for the other libraries")
+    parser.add_argument("--cases", action="store_true", help="ties and large classes instead of the table")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = (
@@ -204,6 +268,8 @@ def main() -> None:
         parser.error(f"--sizes: {unknown} not among {list(SIZES)}")
     if args.one:
         run_one(args.one, sizes[0], args.threads)
+    elif args.cases:
+        cases(args.threads, args.repeat)
     else:
         table(sizes, args.threads, args.repeat, args.peers_up_to)
 

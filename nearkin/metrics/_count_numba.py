@@ -20,6 +20,10 @@ from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, cos
 # items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
 # close, by the exact distance.
 TILE = 512  # rows and columns of a tile: 1 MB, about the size of a core's own cache
+_MAX_COMPARED = 8  # relevant items per query up to which comparing with each in turn is fastest
+_MAX_FLOAT32 = 128  # with more relevant items per query, too many others lie within a float32 error of one of them
+_BUCKETS = 8  # per threshold, in the table that finds the place of a value among the thresholds
+_BYTES_PER_PAIR = 250  # memory for each pair of a query and a relevant item
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -70,15 +74,13 @@ def _key(x: Any, zx: float, y: Any, zy: float, centre: Any) -> float:
 
 
 @compiled()
-def _keys(query: Any, gallery: Any, scale: float, row: Any, item: Any) -> Any:
+def _keys(query: Any, gallery: Any, scale: float, row: Any, item: Any, out: Any) -> None:
     """The float64 keys of pairs (row of the query, row of the gallery)."""
     x, row_scale, bias = query[0], query[1], query[3]
     y, g_row_scale, g_bias, centre = gallery[0], gallery[1], gallery[3], gallery[5]
-    out = np.empty(len(row))
     for t in range(len(row)):
         i, j = row[t], item[t]
         out[t] = _key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
-    return out
 
 
 @compiled()
@@ -93,56 +95,143 @@ def _count_in_band(values: Any, low: Any, high: Any) -> Any:
 
 
 @compiled()
-def _count_tile(
-    tile: Any, rows: Any, cols: Any, first: int, start: Any, band: Any, exact: Any, query: Any, gallery: Any, out: Any
-) -> None:
-    """Add the items of a tile to the counts of its rows.
+def _bucket(value: Any, origin: Any, factor: Any, last: Any) -> Any:
+    """The bucket of a value: 0 to `last`, ascending with the value."""
+    scaled = (value - origin) * factor
+    scaled = scaled if scaled > last - last else last - last
+    return np.int32(scaled if scaled < last else last)
 
-    rows, cols: row in x of each tile row and column; first: index of the first tile row into `start`.
-    band: (low, high) float32 per threshold; exact: (key, sample row, error bound per query, scale, cosine).
-    query, gallery: from _arrays; out: (above, tied) per threshold.
+
+@compiled()
+def _make_table(start: Any, low: Any, high: Any, grid: Any, table: Any) -> None:
+    """Count for each bucket of a query's range of thresholds how many of them are above it.
+
+    The number n is stored as -1 - n where the bucket overlaps the band of a threshold.
     """
-    low, high = band
-    key, sample, error_bound, scale, cosine = exact
-    x, row_scale, _, bias, _, centre, _ = query
-    y, g_row_scale, _, g_bias, row_id, _, _ = gallery
-    above, tied = out
-    for r in range(tile.shape[0]):
-        begin, end = start[first + r], start[first + r + 1]
-        if begin == end:
+    for q in range(len(start) - 1):
+        begin, end = start[q], start[q + 1]
+        part = table[_BUCKETS * begin + q : _BUCKETS * end + q + 1]
+        origin, factor, last = grid[q]
+        for t in range(begin, end):
+            part[_bucket(low[t], origin, factor, last)] += 1
+        above = 0
+        for k in range(len(part) - 1, -1, -1):
+            part[k], above = above, above + part[k]
+        marked = len(part)
+        for t in range(begin, end):
+            first = _bucket(low[t], origin, factor, last)
+            for k in range(first, min(_bucket(high[t], origin, factor, last) + 1, marked)):
+                part[k] = -1 - part[k]
+            marked = min(marked, first)
+
+
+@compiled()
+def _count_tile(
+    tile: Any, row: int, first: int, start: Any, low: Any, high: Any, grid: Any, table: Any, above: Any, near: Any
+) -> Any:
+    """Add the items of a tile to the counts of its rows, from `row` on.
+
+    Query first + r is row r of the tile. above: items between each threshold and the one before it, and for each query
+    those below all. near: receives (row, column, a, b) of the items within the bands of thresholds a to b, which are
+    counted as if below those. Returns the number of them and, if `near` is full, the row to continue from.
+    """
+    width, found = tile.shape[1], 0
+    buckets = np.empty(width, dtype=np.int32)
+    for r in range(row, tile.shape[0]):
+        q, line = first + r, tile[r]
+        begin, end = start[q], start[q + 1]
+        if found + _MAX_COMPARED * width > len(near):
+            return found, r
+        if end - begin <= _MAX_COMPARED:
+            # From the farthest relevant item to the nearest: once nothing exceeds one, nothing exceeds the rest.
+            for t in range(end - 1, begin - 1, -1):
+                over, possible = _count_in_band(line, low[t], high[t])
+                if possible == 0:
+                    break
+                above[t + q] += over
+                above[t + q + 1] -= over
+                for piece in range(0, width if possible > over else 0, 64):
+                    part = line[piece : piece + 64]
+                    over, possible = _count_in_band(part, low[t], high[t])
+                    for c in range(len(part) if possible > over else 0):
+                        if low[t] <= part[c] <= high[t]:
+                            near[found] = r, piece + c, t, t + 1
+                            found += 1
             continue
-        line = tile[r]
-        # From the farthest relevant item to the nearest: once nothing exceeds one, nothing exceeds the rest.
-        for t in range(end - 1, begin - 1, -1):
-            over, near = _count_in_band(line, low[t], high[t])
-            if near == 0:
-                break
-            above[t] += over
-            if near == over:
-                continue
-            i, s, relevant_distance = rows[r], sample[t], -1.0
-            for piece in range(0, len(line), 64):
-                part = line[piece : piece + 64]
-                over, near = _count_in_band(part, low[t], high[t])
-                if near == over:
-                    continue
-                for c in range(len(part)):
-                    if not low[t] <= part[c] <= high[t]:
-                        continue
-                    j = cols[piece + c]
-                    if row_id[j] == row_id[s]:
-                        tied[t] += 1
-                        continue
-                    gap = _key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale
-                    gap += bias[i] + g_bias[j] - key[t]
-                    if gap > 2.0 * error_bound[first + r]:
-                        above[t] += 1
-                    elif gap >= -2.0 * error_bound[first + r]:
-                        if relevant_distance == -1.0:
-                            relevant_distance = _exact(cosine, query, i, gallery, s)
-                        other_distance = _exact(cosine, query, i, gallery, j)
-                        above[t] += other_distance < relevant_distance
-                        tied[t] += other_distance == relevant_distance
+        places = table[_BUCKETS * begin + q : _BUCKETS * end + q + 1]
+        origin, factor, last = grid[q]
+        for c in range(width):
+            buckets[c] = _bucket(line[c], origin, factor, last)
+        for c in range(width):
+            k = buckets[c]
+            t = places[k]
+            if t < 0:
+                # The first threshold whose band is not above the value: between this bucket's and the next lower one's.
+                t, b = -1 - t, end - begin if k == 0 else max(places[k - 1], -1 - places[k - 1])
+                while t < b:
+                    middle = (t + b) // 2
+                    if low[begin + middle] <= line[c]:
+                        b = middle
+                    else:
+                        t = middle + 1
+                while begin + b < end and line[c] <= high[begin + b]:
+                    b += 1
+                if t < b:
+                    near[found] = r, c, begin + t, begin + b
+                    found += 1
+                    t = b
+            above[begin + q + t] += 1
+    return found, tile.shape[0]
+
+
+@compiled()
+def _resolve(
+    near: Any, tile: Any, rows: Any, cols: Any, first: int, bound: Any, exact: Any, query: Any, gallery: Any, out: Any
+) -> None:
+    """Find the place of items among the thresholds whose bands contain them, and correct the counts.
+
+    rows, cols: row in x of each tile row and column; bound: error bound of a float64 key per query.
+    exact: (key and sample row per threshold, scale, cosine, codes or not, shift, offset); query, gallery: from _arrays.
+    out: (above, tied, exact distance) per threshold; negative if unknown.
+    """
+    key, sample, scale, cosine, is_code, shift, offset = exact
+    x, row_scale, _, bias, _, _, _, root, _ = query
+    y, g_row_scale, _, g_bias, row_id, centre, _, g_root, weight = gallery
+    above, tied, distance = out
+    shift = shift * scale * scale + offset
+    for n in range(len(near)):
+        r, c, a, b = near[n]
+        i, j, q, last = rows[r], cols[c], first + r, b
+        value, other = np.nan, -1.0
+        while a < b:
+            t = (a + b) // 2
+            s = sample[t]
+            if row_id[j] == row_id[s]:
+                gap = 0.0
+            elif is_code:  # see Codes
+                factor = root[i] / (scale * scale)
+                n_j = np.rint((tile[r, c] + shift) * factor * g_root[j])
+                n_s = np.rint((key[t] + shift) * factor * g_root[s])
+                gap = n_j * abs(n_j) * weight[s] - n_s * abs(n_s) * weight[j]
+            else:
+                if np.isnan(value):
+                    value = _key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
+                gap = value - key[t]
+                if abs(gap) <= 2.0 * bound[q]:
+                    if distance[t] < 0.0:
+                        distance[t] = _exact(cosine, query, i, gallery, s)
+                    if other < 0.0:
+                        other = _exact(cosine, query, i, gallery, j)
+                    gap = distance[t] - other
+            if gap > 0.0:
+                b = t
+            else:
+                a = t + 1
+                if gap == 0.0:
+                    tied[t] += 1
+                    b = a
+        above[a + q] += 1
+        above[last + q] -= 1
 
 
 @compiled()
@@ -177,25 +266,65 @@ def _transpose(tile: Any, out: Any) -> None:
 
 
 def count_numba(problem: RankingProblem, budget: int, progress: Progress | None) -> Iterator[PartialRanking]:
-    """Count the items above every relevant item, for all queries at once."""
+    """Count the items above every relevant item, for all queries at once or, with huge classes, some at a time."""
     queries = problem.order if problem.single_set else np.argsort(problem.codes, kind="stable")
-    bound32, bound64 = (bound.cpu().numpy()[queries] for bound in problem.query.error_bounds(problem.gallery))
-    row, position = problem.relevant_pairs(queries)
-    scale = problem.query.scale
-    key = _keys(_arrays(problem.query), _arrays(problem.gallery), scale, queries[row], problem.order[position])
-    t = thresholds(problem, queries, row, position, key, bound64)
-    gallery = GalleryMatrix(problem.gallery, problem.order, torch.float32, budget // 2)
-    counter = _TileCounter(problem, queries, gallery, t, bound32, bound64)
-    # Each thread has counts of its own; with very many threads and thresholds they must share the budget.
-    threads = max(1, min(torch.get_num_threads(), budget // 4 // (8 * len(t.key) + 1)))
-    above, tied = counter.run(threads, progress).astype(np.int64)
-    yield t.result(queries, above, tied)
+    pairs = np.cumsum(np.diff(problem.class_start)[problem.codes[queries]])
+    block = pairs // (budget // _BYTES_PER_PAIR + 1)
+    bound32, bound64 = problem.query.error_bounds(problem.gallery)
+    coarse = problem.query.codes is not None and not problem.query.rounds_exactly(problem.gallery, bound32)
+    dtype = torch.float64 if coarse or pairs[-1] > _MAX_FLOAT32 * len(queries) else torch.float32
+    gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
+    bounds = (bound64 + bound32 if dtype == torch.float32 else 2 * bound64).numpy(), bound64.numpy()
+    done = 0
+
+    def report(fraction: float) -> None:
+        if progress:
+            progress((done + fraction * len(part)) / len(queries))
+
+    for part in np.split(queries, np.flatnonzero(np.diff(block)) + 1):
+        symmetric = problem.single_set and len(part) == len(queries)
+        row, position = problem.relevant_pairs(part)
+        key = _relevant_keys(problem, part, row, position, gallery)
+        t = thresholds(problem, part, row, position, key, bounds[1][part])
+        counter = _TileCounter(problem, part, gallery, t, bounds, symmetric)
+        # Each thread has counts of its own; with very many threads and thresholds they must share the budget.
+        threads = max(1, min(torch.get_num_threads(), budget // 4 // (16 * len(t.key) + 1)))
+        yield t.result(part, *counter.run(threads, report))
+        done += len(part)
+
+
+def _relevant_keys(problem: RankingProblem, queries: Ints, row: Ints, position: Ints, gallery: GalleryMatrix) -> Floats:
+    """The float64 keys of the relevant items."""
+    out = np.empty(len(row))
+    if len(row) <= 16 * len(queries):
+        arrays = _arrays(problem.query), _arrays(problem.gallery), problem.query.scale
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            parts = np.array_split(np.arange(len(row)), torch.get_num_threads())
+            ranges = [slice(part[0], part[-1] + 1) for part in parts if len(part)]
+            list(pool.map(lambda p: _keys(*arrays, queries[row[p]], problem.order[position[p]], out[p]), ranges))
+        return out
+    # Large classes: products of some queries with all items of their classes.
+    if gallery.dtype != torch.float64:
+        gallery = GalleryMatrix(problem.gallery, problem.order, torch.float64, 0)
+    code = problem.codes[queries]
+    for a in range(0, len(queries), 64):
+        b = min(a + 64, len(queries))
+        first, last = problem.class_start[code[a]], problem.class_start[code[b - 1] + 1]
+        keys = problem.query.query_matrix(torch.as_tensor(queries[a:b])) @ gallery.block(first, last).T
+        pairs = slice(*np.searchsorted(row, [a, b]))
+        out[pairs] = keys.numpy()[row[pairs] - a, position[pairs] - first]
+    return out
 
 
 def _arrays(vectors: VectorSet) -> tuple[Any, ...]:
-    """(x, row_scale, pow2, bias, row_id, centre, squared norms) for compiled loops. A negative square is unknown."""
+    """(x, row_scale, pow2, bias, row_id, centre, squared norms, root and weight of codes) for compiled loops.
+
+    A negative square is unknown.
+    """
     tensors = (vectors.x, vectors.row_scale, vectors.pow2, vectors.bias)
-    return (*(v.numpy() for v in tensors), vectors.row_id, vectors.centre.numpy(), np.full((len(vectors), 2), -1.0))
+    codes = (np.zeros(0), np.zeros(0)) if vectors.codes is None else (vectors.codes.root, vectors.codes.weight)
+    squares = np.full((len(vectors), 2), -1.0)
+    return (*(v.numpy() for v in tensors), vectors.row_id, vectors.centre.numpy(), squares, *codes)
 
 
 class _TileCounter:
@@ -207,29 +336,35 @@ class _TileCounter:
         queries: Ints,
         gallery: GalleryMatrix,
         t: Thresholds,
-        bound32: Floats,
-        bound64: Floats,
+        bounds: tuple[Floats, Floats],
+        symmetric: bool,
     ) -> None:
-        self._problem, self._queries, self._gallery = problem, queries, gallery
-        owner = np.repeat(np.arange(len(queries)), t.counts)
-        self._start = np.concatenate([[0], np.cumsum(t.counts)])
-        self._band = (
-            np.nextafter((t.key - bound32[owner] - bound64[owner]).astype(np.float32), np.float32(-np.inf)),
-            np.nextafter((t.key + bound32[owner] + bound64[owner]).astype(np.float32), np.float32(np.inf)),
-        )
-        self._exact = (t.key, problem.order[t.sample], bound64, problem.query.scale, problem.query.cosine)
+        self._problem, self._queries, self._gallery, self._symmetric = problem, queries, gallery, symmetric
+        self._counts = t.counts
+        start = np.concatenate([[0], np.cumsum(t.counts)])
+        dtype = np.float64 if gallery.dtype == torch.float64 else np.float32
+        margin = np.repeat(bounds[0][queries], t.counts)
+        low = np.nextafter((t.key - margin).astype(dtype), dtype(-np.inf))
+        high = np.nextafter((t.key + margin).astype(dtype), dtype(np.inf))
+        self._thresholds = (start, low, high, *_make_grid(start, low, high))
+        self._bound = bounds[1][queries]
+        query, codes = problem.query, problem.query.codes
+        how = (False, 0.0, 0.0) if codes is None else (True, codes.shift, codes.offset)
+        self._exact = (t.key, problem.order[t.sample], query.scale, query.cosine, *how)
         code = problem.codes[queries]
         self._class_range = problem.class_start[code], problem.class_start[code + 1]
         self._groups = _group_members(problem, queries)
         rows = len(queries)
-        self._next = iter(range(0, rows, TILE))
-        self._total = rows * (rows + TILE) // 2 if problem.single_set else rows * len(problem.order)
+        self._total = rows * (rows + TILE) // 2 if symmetric else rows * len(problem.order)
         self._remaining = self._total
         self._lock = threading.Lock()
         self._stop = False
 
-    def run(self, threads: int, progress: Progress | None) -> Any:
+    def run(self, threads: int, progress: Progress) -> Any:
         """Count in several threads and return (above, tied) per threshold; one that fails stops all."""
+        rows = len(self._queries)
+        self._step = TILE if self._symmetric else max(1, min(TILE, -(-rows // threads)))
+        self._next = iter(range(0, rows, self._step))
         torch_threads = torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
         # Anything below full float32 would break the error bound.
@@ -241,19 +376,24 @@ class _TileCounter:
                 try:
                     while pending:
                         finished, pending = wait(pending, timeout=0.5)
-                        if progress:
-                            progress(min(1.0, 1 - max(0, self._remaining) / self._total))
+                        progress(min(1.0, 1 - max(0, self._remaining) / self._total))
                         if any(f.exception() for f in finished):
                             break
                 finally:
                     self._stop = True
-            total = sum(f.result() for f in futures)
-            if progress:
-                progress(1.0)
-            return total
+            above, tied = (sum(f.result()[k].astype(np.int64) for f in futures) for k in range(2))
+            progress(1.0)
+            return self._items_above(above), tied
         finally:
             torch.set_num_threads(torch_threads)
             torch.set_float32_matmul_precision(precision)
+
+    def _items_above(self, between: Ints) -> Ints:
+        """Sum the items between thresholds, from the nearest threshold of each query on."""
+        start, total = self._thresholds[0], np.cumsum(between)
+        owner = np.repeat(np.arange(len(self._queries)), self._counts)
+        before = np.concatenate([[0], total])[start[:-1] + np.arange(len(self._queries))]
+        return np.asarray(total[np.arange(len(owner)) + owner] - before[owner])
 
     def _tile_rows(self) -> Iterator[int]:
         while not self._stop:
@@ -270,13 +410,15 @@ class _TileCounter:
         # Squared norms of its own too: two threads must not fill the same entry.
         gallery = _arrays(problem.gallery)
         query = gallery if problem.single_set else _arrays(problem.query)
-        buffer, transposed = torch.empty(TILE * TILE), np.empty(TILE * TILE, dtype=np.float32)
-        out = np.zeros((2, len(self._exact[0])), dtype=np.int32)
-        shared = self._start, self._band, self._exact, query, gallery, (out[0], out[1])
+        buffer = torch.empty(TILE * TILE, dtype=self._gallery.dtype)
+        transposed = torch.empty_like(buffer).numpy()
+        count = len(self._exact[0])
+        out = np.zeros(count + len(queries), dtype=np.int32), np.zeros(count, dtype=np.int32), np.full(count, -1.0)
+        near = np.empty((2 * _MAX_COMPARED * TILE, 4), dtype=np.int32)
         for a in self._tile_rows():
-            b = min(a + TILE, len(queries))
+            b = min(a + self._step, len(queries))
             left = self._query_block(a, b)
-            for c in range(a if problem.single_set else 0, len(order), TILE):
+            for c in range(a if self._symmetric else 0, len(order), TILE):
                 d = min(c + TILE, len(order))
                 product = buffer[: (b - a) * (d - c)].view(b - a, d - c)
                 torch.mm(left, self._gallery.block(c, d).T, out=product)
@@ -285,22 +427,43 @@ class _TileCounter:
                 if self._groups is not None:
                     _mask_group(tile, *self._groups, a, c)
                 rows, cols = queries[a:b], order[c:d]
-                _count_tile(tile, rows, cols, a, *shared)
+                self._count_tile(tile, rows, cols, a, query, gallery, out, near)
                 # A single set needs half the product: transposed, the columns are queries against the rows.
-                if problem.single_set and c > a:
+                if self._symmetric and c > a:
                     mirrored = transposed[: (b - a) * (d - c)].reshape(d - c, b - a)
                     _transpose(tile, mirrored)
-                    _count_tile(mirrored, cols, rows, c, *shared)
+                    self._count_tile(mirrored, cols, rows, c, query, gallery, out, near)
                 with self._lock:
                     self._remaining -= (b - a) * (d - c)
         return out
 
+    def _count_tile(
+        self, tile: Any, rows: Ints, cols: Ints, first: int, query: Any, gallery: Any, out: Any, near: Any
+    ) -> None:
+        row = 0
+        while row < len(tile):
+            found, row = _count_tile(tile, row, first, *self._thresholds, out[0], near)
+            _resolve(near[:found], tile, rows, cols, first, self._bound, self._exact, query, gallery, out)
+
     def _query_block(self, a: int, b: int) -> torch.Tensor:
-        if self._problem.single_set:
+        if self._symmetric:
             left = self._gallery.block(a, b).clone()
             left[:, -2:] = left[:, -2:].flip(1)
             return left
-        return self._problem.query.query_matrix(torch.as_tensor(self._queries[a:b])).float()
+        return self._problem.query.query_matrix(torch.as_tensor(self._queries[a:b])).to(self._gallery.dtype)
+
+
+def _make_grid(start: Ints, low: Any, high: Any) -> tuple[Any, Any]:
+    """(origin, buckets per unit, last bucket) of each query, and the table of its buckets; see _make_table."""
+    count = np.diff(start)
+    grid = np.zeros((len(count), 3), dtype=low.dtype)
+    table = np.zeros(_BUCKETS * len(low) + len(count), dtype=np.int32)
+    some = np.flatnonzero(count)
+    origin, last = low[start[some + 1] - 1], (_BUCKETS * count[some]).astype(low.dtype)
+    width = np.maximum(high[start[some]] - origin, low.dtype.type(1e-30))
+    grid[some] = np.stack([origin - width / last, last / width, last], axis=1)
+    _make_table(start, low, high, grid, table)
+    return grid, table
 
 
 def _group_members(problem: RankingProblem, queries: Ints) -> tuple[Ints, Ints, Ints] | None:

@@ -1,4 +1,8 @@
-"""The torch backend, for any device and without a compiler: a float64 product per block of queries."""
+"""The torch backend, for any device and without a compiler: one block of queries at a time.
+
+The product is float64, or float32 on GPUs, most of which are slow in float64. What is closer to a relevant item than
+the error bound is compared again.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,23 @@ import torch
 from torch import Tensor
 
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
-from nearkin.metrics._vectors import GalleryMatrix, Ints, exact_distance
+from nearkin.metrics._vectors import Codes, Floats, GalleryMatrix, Ints, comparable_distance, exact_distance, pair_keys
+from nearkin.ops.geometry import full_precision
 
 _MAX_LOOP = 16  # relevant items per query up to which comparing with each in turn beats sorting the row
+_FLOAT32_DEVICES = ("cuda",)  # here "highest" means full float32; on XLA it may not
 
 
 def count_torch(problem: RankingProblem, budget: int, progress: Progress | None) -> Iterator[PartialRanking]:
     """Count the items above every relevant item, one block of queries at a time."""
     device = problem.query.x.device
-    gallery = GalleryMatrix(problem.gallery, problem.order, torch.float64, budget // 2)
-    _, error_bound = problem.query.error_bounds(problem.gallery)
+    bound32, bound64 = problem.query.error_bounds(problem.gallery)
+    coarse = problem.query.codes is not None and not problem.query.rounds_exactly(problem.gallery, bound32)
+    dtype = torch.float32 if device.type in _FLOAT32_DEVICES and not coarse else torch.float64
+    # How far a key of the product and a float64 key may differ.
+    margin = (bound64 + (bound32 if dtype == torch.float32 else bound64)).cpu().numpy()
+    error_bound = bound64.cpu().numpy()
+    gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
     size = problem.class_start[1:] - problem.class_start[:-1]
     # Queries of equally large classes go together: their thresholds then fill a rectangle.
     queue = np.argsort(size[problem.codes], kind="stable")
@@ -26,17 +37,36 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
     step = max(1, min(1024, budget // 2 // (len(problem.gallery) * 32)))
     for a in range(0, len(queue), step):
         queries = queue[a : a + step]
-        index = torch.as_tensor(queries, device=device)
-        yield _count_block(problem, queries, gallery.keys(problem.query.query_matrix(index)), error_bound[index])
+        keys = _product(problem, gallery, queries)
+        yield _count_block(problem, queries, keys, margin[queries], error_bound[queries])
         if progress:
             progress(min(1.0, (a + step) / len(queue)))
 
 
-def _count_block(problem: RankingProblem, queries: Ints, keys: Tensor, error_bound: Tensor) -> PartialRanking:
+def _product(problem: RankingProblem, gallery: GalleryMatrix, queries: Ints) -> Tensor:
+    left = problem.query.query_matrix(torch.as_tensor(queries, device=problem.query.x.device)).to(gallery.dtype)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
+    try:
+        with full_precision(left):
+            return gallery.keys(left)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _count_block(
+    problem: RankingProblem, queries: Ints, keys: Tensor, margin: Floats, error_bound: Floats
+) -> PartialRanking:
     device = keys.device
     row, position = problem.relevant_pairs(queries)
     cells = (torch.as_tensor(row, device=device), torch.as_tensor(position, device=device))
-    t = thresholds(problem, queries, row, position, keys[cells].cpu().numpy(), error_bound.cpu().numpy())
+    if keys.dtype == torch.float64:
+        relevant_keys = keys[cells].cpu().numpy()
+    else:
+        relevant_keys = pair_keys(problem.query, problem.gallery, queries[row], problem.order[position])
+    t = thresholds(problem, queries, row, position, relevant_keys, error_bound)
+    if len(t.key) == 0:
+        return t.result(queries, t.relevant, t.relevant)
     # Items that must not be counted (the relevant ones, the query itself, its group) become infinitely far.
     keys[cells] = -torch.inf
     if problem.single_set:
@@ -44,28 +74,112 @@ def _count_block(problem: RankingProblem, queries: Ints, keys: Tensor, error_bou
     if problem.groups is not None:
         same = problem.groups[1][None, :] == problem.groups[0][queries][:, None]
         keys.masked_fill_(torch.as_tensor(same, device=device), -torch.inf)
-    max_groups = int(t.counts.max(initial=0))
-    above = np.zeros(len(t.key), dtype=np.int64)
-    tied = np.zeros(len(t.key), dtype=np.int64)
-    if max_groups:
-        r = np.repeat(np.arange(len(queries)), t.counts)
-        slot = np.arange(len(r)) - (np.cumsum(t.counts) - t.counts)[r]
-        # Nearest first, so that the padding comes last.
-        padded = torch.full((len(queries), max_groups), -torch.inf, dtype=torch.float64)
-        padded[r, slot] = torch.as_tensor(t.key)
-        certain, possible = _count_above(keys, padded.to(device), 2 * error_bound)
-        above = certain[r, slot]
-        ambiguous = np.nonzero(possible[r, slot] > above)[0]
-        _break_ties(problem, queries, keys, t, r, ambiguous, 2 * error_bound, above, tied)
-    return t.result(queries, above, tied)
+    return t.result(queries, *_Block(problem, queries, keys, t, margin, error_bound).count())
 
 
-def _count_above(keys: Tensor, threshold: Tensor, margin: Tensor) -> tuple[Ints, Ints]:
-    """[rows, slots] how many keys certainly exceed each threshold, and how many possibly do."""
-    low, high = threshold - margin[:, None], threshold + margin[:, None]
-    if threshold.shape[1] <= _MAX_LOOP:
-        certain = torch.stack([(keys > high[:, k, None]).sum(1) for k in range(threshold.shape[1])], dim=1)
-        possible = torch.stack([(keys >= low[:, k, None]).sum(1) for k in range(threshold.shape[1])], dim=1)
+class _Block:
+    """Keys [rows, items] of some queries, to be counted against their thresholds."""
+
+    def __init__(
+        self, problem: RankingProblem, queries: Ints, keys: Tensor, t: Thresholds, margin: Floats, error_bound: Floats
+    ) -> None:
+        self._problem, self._queries, self._keys, self._t = problem, queries, keys, t
+        self._row = np.repeat(np.arange(len(queries)), t.counts)  # of each threshold
+        self._first = np.cumsum(t.counts) - t.counts  # threshold of each row
+        self._cell = self._row, np.arange(len(self._row)) - self._first[self._row]
+        dtype = np.float32 if keys.dtype == torch.float32 else np.float64
+        self._low = np.nextafter((t.key - margin[self._row]).astype(dtype), dtype(-np.inf))
+        self._high = np.nextafter((t.key + margin[self._row]).astype(dtype), dtype(np.inf))
+        self._error_bound = error_bound[self._row]
+
+    def count(self) -> tuple[Ints, Ints]:
+        """Return how many items are above each threshold, and how many tie with it."""
+        if self._problem.query.codes is not None and self._problem.gallery.codes is not None:
+            return self._count_codes(self._problem.query.codes, self._problem.gallery.codes)
+        return self._place() if self._keys.dtype == torch.float32 else self._count_and_compare()
+
+    def _pad(self, values: Floats) -> Tensor:
+        """Arrange values per threshold as [rows, slots], nearest first and padded at the end."""
+        out = np.full((len(self._t.counts), int(self._t.counts.max())), -np.inf, dtype=values.dtype)
+        out[self._cell] = values
+        return torch.as_tensor(out, device=self._keys.device)
+
+    def _count_codes(self, q: Codes, g: Codes) -> tuple[Ints, Ints]:
+        """Count integer codes: their exact similarities follow from the keys, so that equal ones are ties."""
+        problem, scale = self._problem, self._problem.query.scale**2
+        root, g_root, weight = (
+            torch.as_tensor(v, device=self._keys.device)
+            for v in (q.root[self._queries] / scale, g.root[problem.order], g.weight[problem.order])
+        )
+        a = ((self._keys.double() + (q.offset + q.shift * scale)) * root[:, None] * g_root).round_()
+        i, s = self._queries[self._row], problem.order[self._t.sample]
+        threshold = self._pad(-comparable_distance(problem.query, problem.gallery, i, s, self._t.key))
+        certain, possible = _count_above(a * a.abs() / weight, threshold, threshold)
+        return certain[self._cell], (possible - certain)[self._cell]
+
+    def _count_and_compare(self) -> tuple[Ints, Ints]:
+        """Count the keys above each threshold, then compare those within its band: in float64 they are few."""
+        device, items = self._keys.device, self._keys.shape[1]
+        certain, possible = _count_above(self._keys, self._pad(self._low), self._pad(self._high))
+        above, tied = certain[self._cell], np.zeros(len(self._row), dtype=np.int64)
+        ambiguous = np.flatnonzero(possible[self._cell] > above)
+        row_id = torch.as_tensor(self._problem.gallery.row_id[self._problem.order], device=device)
+        for group in np.split(ambiguous, range(max(1, 10**7 // items), len(ambiguous), max(1, 10**7 // items))):
+            row, sample, low, high = (
+                torch.as_tensor(v[group], device=device) for v in (self._row, self._t.sample, self._low, self._high)
+            )
+            near = (self._keys[row] >= low[:, None]) & (self._keys[row] <= high[:, None])
+            same = near & (row_id == row_id[sample, None])
+            tied[group] += same.sum(1).cpu().numpy()
+            which, position = (near & ~same).nonzero().cpu().numpy().T
+            self._compare(group[which], position, above, tied)
+        return above, tied
+
+    def _place(self) -> tuple[Ints, Ints]:
+        """Find the place of every key among the thresholds, then compare those within a band.
+
+        Nothing is sorted but the thresholds: on a GPU this costs little more than reading the keys.
+        """
+        low, high = self._pad(self._low), self._pad(self._high)
+        slots = low.shape[1]
+        edges, order = torch.cat([low, high], dim=1).sort(dim=1)
+        below = torch.searchsorted(edges, self._keys)
+        lows = torch.nn.functional.pad((order < slots).cumsum(1), (1, 0)).gather(1, below)
+        # A key is above the thresholds from `end` on, and within the bands of those from `begin` to `end`.
+        begin, end = slots - lows, slots - below + lows
+        counts = torch.zeros((len(low), slots + 1), dtype=torch.int64, device=low.device)
+        counts.scatter_add_(1, end, torch.ones_like(end))
+        above, tied = counts.cumsum(1).cpu().numpy()[self._cell], np.zeros(len(self._row), dtype=np.int64)
+        near = (begin < end).nonzero().T
+        row, position = near.cpu().numpy()
+        a, b = begin[tuple(near)].cpu().numpy(), end[tuple(near)].cpu().numpy()
+        pair = np.repeat(np.arange(len(row)), b - a)
+        group = (self._first[row] + b - np.cumsum(b - a))[pair] + np.arange(len(pair))
+        self._compare(group, position[pair], above, tied)
+        return above, tied
+
+    def _compare(self, group: Ints, position: Ints, above: Ints, tied: Ints) -> None:
+        """Compare items with thresholds by float64 key, then by exact distance; add to `above` and `tied`."""
+        problem = self._problem
+        j, s = problem.order[position], problem.order[self._t.sample[group]]
+        same = problem.gallery.row_id[j] == problem.gallery.row_id[s]
+        tied += np.bincount(group[same], minlength=len(tied))
+        group, j, s = group[~same], j[~same], s[~same]
+        i = self._queries[self._row[group]]
+        gap = pair_keys(problem.query, problem.gallery, i, j) - self._t.key[group]
+        close = np.abs(gap) <= 2 * self._error_bound[group]
+        if close.any():
+            gap[close] = exact_distance(problem.query, problem.gallery, i[close], s[close])
+            gap[close] -= exact_distance(problem.query, problem.gallery, i[close], j[close])
+        above += np.bincount(group[gap > 0.0], minlength=len(above))
+        tied += np.bincount(group[gap == 0.0], minlength=len(tied))
+
+
+def _count_above(keys: Tensor, low: Tensor, high: Tensor) -> tuple[Ints, Ints]:
+    """[rows, slots] how many keys exceed `high`, and how many are at least `low`."""
+    if low.shape[1] <= _MAX_LOOP:
+        certain = torch.stack([(keys > high[:, k, None]).sum(1) for k in range(low.shape[1])], dim=1)
+        possible = torch.stack([(keys >= low[:, k, None]).sum(1) for k in range(low.shape[1])], dim=1)
     else:
         # On a CPU NumPy sorts several times faster than torch.
         on_cpu = keys.device.type == "cpu"
@@ -73,33 +187,3 @@ def _count_above(keys: Tensor, threshold: Tensor, margin: Tensor) -> tuple[Ints,
         certain = keys.shape[1] - torch.searchsorted(ascending, high, right=True)
         possible = keys.shape[1] - torch.searchsorted(ascending, low, right=False)
     return certain.cpu().numpy(), possible.cpu().numpy()
-
-
-def _break_ties(
-    problem: RankingProblem,
-    queries: Ints,
-    keys: Tensor,
-    t: Thresholds,
-    r: Ints,
-    ambiguous: Ints,
-    margin: Tensor,
-    above: Ints,
-    tied: Ints,
-) -> None:
-    """Compare every key too close to its threshold by exact distance; add to `above` and `tied` in place."""
-    step = max(1, 10**7 // keys.shape[1])
-    for a in range(0, len(ambiguous), step):
-        group = ambiguous[a : a + step]
-        row = torch.as_tensor(r[group], device=keys.device)
-        gap = keys[row] - torch.as_tensor(t.key[group], device=keys.device)[:, None]
-        which, position = (gap.abs() <= margin[row, None]).nonzero().cpu().numpy().T
-        group = group[which]
-        i, j, sample = queries[r[group]], problem.order[position], problem.order[t.sample[group]]
-        same = problem.gallery.row_id[j] == problem.gallery.row_id[sample]
-        np.add.at(tied, group[same], 1)
-        group, i, j, sample = group[~same], i[~same], j[~same], sample[~same]
-        if len(group):
-            relevant_distance = exact_distance(problem.query, problem.gallery, i, sample)
-            other_distance = exact_distance(problem.query, problem.gallery, i, j)
-            np.add.at(above, group[other_distance < relevant_distance], 1)
-            np.add.at(tied, group[other_distance == relevant_distance], 1)

@@ -18,6 +18,7 @@ U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # a vector of at most this norm counts as zero: its cosine with everything is 0
 COSINE_GRID = 2.0**80  # exact cosine distances are rounded to multiples of its inverse (see exact_distance)
 _SPLITTER = 134217729.0  # 2^27 + 1: splits a float64 into two halves whose products are exact
+_MAX_CODE_SQUARE = 2.0**16  # of integer codes: products of three such numbers are exact, and distinct cosines differ
 _CHUNK = 4096  # rows converted at a time, to keep float64 copies small
 
 Floats = NDArray[np.float64]
@@ -137,16 +138,41 @@ def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
             parts.append((words * factors).sum(1, dtype=np.uint64))
     hashes, is_zero = np.concatenate(parts), np.concatenate([mask.cpu().numpy() for mask in zero_masks])
     hashes[is_zero] = 0
-    first = len(sets[0])
     order = np.argsort(hashes, kind="stable")
     new = np.ones(len(order), dtype=bool)
-    for k in np.nonzero(hashes[order][1:] == hashes[order][:-1])[0] + 1:
-        i, j = int(order[k]), int(order[k - 1])
-        x, y = (sets[0][r] if r < first else sets[1][r - first] for r in (i, j))
-        new[k] = not ((is_zero[i] and is_zero[j]) or torch.equal(x, y))
+    same_hash = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
+    for a in range(0, len(same_hash), _CHUNK):
+        k = same_hash[a : a + _CHUNK]
+        equal = (_rows(sets, order[k]) == _rows(sets, order[k - 1])).all(1).cpu().numpy()
+        new[k] = ~(equal | (is_zero[order[k]] & is_zero[order[k - 1]]))
     row_id = np.empty(len(order), dtype=np.int64)
     row_id[order] = np.cumsum(new) - 1
     return np.split(row_id, np.cumsum([len(x) for x in sets])[:-1])
+
+
+def _rows(sets: list[Tensor], index: Ints) -> Tensor:
+    """Rows of one or two sets, as if the second followed the first."""
+    first = len(sets[0])
+    out = sets[0][torch.as_tensor(np.minimum(index, first - 1), device=sets[0].device)]
+    later = np.flatnonzero(index >= first)
+    if len(later):
+        out[later] = sets[1][torch.as_tensor(index[later] - first, device=sets[1].device)]
+    return out
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Vectors that are small integers times a factor, such as binary codes: a rounded key gives the exact similarity.
+
+    With the integer a = rint((shift + (key + offset) / scale^2) * root_i * root_j) the items of query i are ordered by
+    a|a| / weight_j. Cosine: a is the dot product of the integers, root their norm and weight its square. Euclidean: a
+    is minus the squared distance.
+    """
+
+    root: Floats  # [N]
+    weight: Floats  # [N]
+    shift: float
+    offset: float
 
 
 @dataclass(frozen=True)
@@ -173,6 +199,7 @@ class VectorSet:
     norm: Tensor  # [N] float64, lengths of the scaled centred vectors
     cosine: bool  # whether the similarity is the cosine
     row_id: Ints  # [N] equal for identical rows
+    codes: Codes | None  # set if all vectors of both sets are small integers times a factor
 
     def __len__(self) -> int:
         return len(self.x)
@@ -196,6 +223,13 @@ class VectorSet:
             float64 = float64 + 8 * U64 * self.scale * (self.norm + others.norm.max()) + self.scale**2 * 2.0**-60
         return 1.05 * (d + 16) * U32 * size + float64 + 1e-30, float64 + 1e-200
 
+    def rounds_exactly(self, others: VectorSet, error_bound: Tensor) -> bool:
+        """Return whether keys within `error_bound` are close enough to round to the integers of `Codes`."""
+        if self.codes is None or others.codes is None:
+            return False
+        largest = float(self.codes.root.max() * others.codes.root.max())
+        return float(error_bound.max()) / self.scale**2 * largest < 0.25
+
     def query_matrix(self, rows: slice | Tensor) -> Tensor:
         """Return [n, D + 2] float64 whose product with `gallery_matrix().T` of another set gives the keys."""
         bias = self.bias[rows, None]
@@ -216,7 +250,7 @@ class GalleryMatrix:
     """The gallery side of the product, cached if it fits `budget` bytes, otherwise rebuilt block by block."""
 
     def __init__(self, vectors: VectorSet, order: Ints, dtype: torch.dtype, budget: int) -> None:
-        self._vectors, self._dtype = vectors, dtype
+        self._vectors, self.dtype = vectors, dtype
         self._order = torch.as_tensor(order, device=vectors.x.device)
         size = len(order) * (vectors.x.shape[1] + 2) * dtype.itemsize
         self._cached = vectors.gallery_matrix(self._order, dtype) if size <= budget else None
@@ -226,15 +260,13 @@ class GalleryMatrix:
 
     def block(self, a: int, b: int) -> Tensor:
         """Return rows a to b of the matrix."""
-        return (
-            self._vectors.gallery_matrix(self._order[a:b], self._dtype) if self._cached is None else self._cached[a:b]
-        )
+        return self._vectors.gallery_matrix(self._order[a:b], self.dtype) if self._cached is None else self._cached[a:b]
 
     def keys(self, queries: Tensor) -> Tensor:
         """Return the keys [n, G] of a query matrix [n, D + 2]."""
         if self._cached is not None:
             return queries @ self._cached.T
-        out = torch.empty((len(queries), len(self)), dtype=self._dtype, device=queries.device)
+        out = torch.empty((len(queries), len(self)), dtype=self.dtype, device=queries.device)
         for a in range(0, len(self), _CHUNK):
             out[:, a : a + _CHUNK] = queries @ self.block(a, a + _CHUNK).T
         return out
@@ -259,13 +291,49 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
     ]
     # A constant added to every key does not change the order; small biases keep the error bound small.
     middle = (biases[-1].max() + biases[-1].min()) / 2
+    row_ids, codes = identical_rows(sets, zero_masks), _integer_codes(sets, scales, cosine, 2 * float(middle))
     prepared = [
-        VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id)
-        for x, (pow2, row_scale), bias, norm, row_id in zip(
-            sets, scales, biases, norms, identical_rows(sets, zero_masks), strict=True
+        VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id, code)
+        for x, (pow2, row_scale), bias, norm, row_id, code in zip(
+            sets, scales, biases, norms, row_ids, codes, strict=True
         )
     ]
     return prepared[0], prepared[-1]
+
+
+def _integer_codes(
+    sets: list[Tensor], scales: list[tuple[Tensor, Tensor]], cosine: bool, offset: float
+) -> list[Codes | None]:
+    """Return the codes of each set, or None if some vector is not a factor (Euclidean: one for all) times integers."""
+    units = [_units(x[:16]) for x in sets]  # most sets need no more than this to be ruled out
+    if all(bool(_squares(x[:16], unit).isfinite().all()) for x, unit in zip(sets, units, strict=True)):
+        units = [torch.cat([_units(part) for part in x.split(_CHUNK)]) for x in sets]
+        if not cosine:
+            smallest = min(float(unit.min()) for unit in units)
+            units = [torch.full_like(unit, smallest) for unit in units]
+        parts = [zip(x.split(_CHUNK), unit.split(_CHUNK), strict=True) for x, unit in zip(sets, units, strict=True)]
+        squares = [torch.cat([_squares(*part) for part in pairs]).cpu().numpy() for pairs in parts]
+        if all(np.isfinite(square).all() for square in squares):
+            if cosine:
+                return [Codes(np.sqrt(np.maximum(n, 1.0)), np.maximum(n, 1.0), 1.0, offset) for n in squares]
+            root = np.sqrt(2.0) / (smallest * float(scales[0][0][0]))
+            return [Codes(np.full(len(x), root), np.ones(len(x)), 0.0, offset) for x in sets]
+    return [None for _ in sets]
+
+
+def _units(x: Tensor) -> Tensor:
+    """[n] the factor of each row: 1 if it holds integers, otherwise its smallest absolute value except 0."""
+    x = x.double()
+    smallest = torch.where(x == 0, torch.inf, x.abs()).amin(1)
+    return torch.where((x == x.round()).all(1), 1.0, smallest)
+
+
+def _squares(x: Tensor, unit: Tensor) -> Tensor:
+    """[n] the squared norm of the integers x / unit; infinite if they are not integers, or not small."""
+    x, unit = x.double(), unit[:, None]
+    whole = (x / unit).round()
+    square = whole.square().sum(1)
+    return torch.where((whole * unit == x).all(1) & (square <= _MAX_CODE_SQUARE), square, torch.inf)
 
 
 def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,6 +372,25 @@ def _centred_norms(x: Tensor, row_scale: Tensor, centre: Tensor) -> Tensor:
         for a in range(0, len(x), _CHUNK)
     ]
     return torch.cat(parts)
+
+
+def pair_keys(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
+    """Compute the keys of pairs (i, j) in float64."""
+    out = np.empty(len(i))
+    for a in range(0, len(i), 8192):
+        rows, cols = (torch.as_tensor(index[a : a + 8192], device=query.x.device) for index in (i, j))
+        products = (query.centred(rows) * gallery.centred(cols)).sum(1)
+        out[a : a + 8192] = (products + query.bias[rows] + gallery.bias[cols]).cpu().numpy()
+    return out
+
+
+def comparable_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints, key: Floats) -> Floats:
+    """Compute a number that orders the items j of a query i as `exact_distance` does, given their float64 keys."""
+    if query.codes is None or gallery.codes is None:
+        return exact_distance(query, gallery, i, j)
+    q, g = query.codes, gallery.codes
+    a = np.rint((q.shift + (key + q.offset) / query.scale**2) * q.root[i] * g.root[j])
+    return np.asarray(-a * np.abs(a) / g.weight[j])
 
 
 def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,17 +63,17 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.start) - 1
 
-    @property
+    @cached_property
     def total(self) -> Ints:
         """[Q] relevant items of each query (R)."""
         return np.asarray(np.diff(np.concatenate([[0], np.cumsum(self.relevant)])[self.start]))
 
-    @property
+    @cached_property
     def query(self) -> Ints:
         """[T] the query that each group belongs to."""
         return np.asarray(np.repeat(np.arange(len(self)), np.diff(self.start)))
 
-    @property
+    @cached_property
     def hits_before(self) -> Ints:
         """[T] relevant items in the query's earlier groups."""
         return _problem.hits_before(np.diff(self.start), self.relevant)
@@ -139,7 +140,7 @@ def count_hits(
     problem: RankingProblem, budget: int, backend: str, progress: Progress | None, verbose: bool | None
 ) -> Iterator[PartialRanking]:
     """Count with the chosen backend, some queries at a time."""
-    backend = _choose_backend(problem, backend, budget)
+    backend = _choose_backend(problem, backend)
     pairs = len(problem.query) * len(problem.gallery)
     if verbose or (verbose is None and pairs >= 10**9):
         print(_plan(problem, backend, budget), file=sys.stderr, flush=True)
@@ -155,7 +156,7 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _choose_backend(problem: RankingProblem, backend: str, budget: int) -> str:
+def _choose_backend(problem: RankingProblem, backend: str) -> str:
     if backend not in ("auto", "numba", "torch"):
         raise ConfigError(f"backend: expected 'auto', 'numba' or 'torch', got {backend!r}.")
     on_cpu = problem.query.x.device.type == "cpu"
@@ -166,9 +167,7 @@ def _choose_backend(problem: RankingProblem, backend: str, budget: int) -> str:
     if backend != "auto":
         return backend
     large = len(problem.query) * len(problem.gallery) >= _MIN_NUMBA_PAIRS
-    # With very large classes sorting beats comparing.
-    small_classes = problem.max_pairs <= min(128 * len(problem.query), budget // 250)
-    return "numba" if large and small_classes and on_cpu and has_numba() else "torch"
+    return "numba" if large and on_cpu and has_numba() else "torch"
 
 
 def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
@@ -255,7 +254,7 @@ def _nearest(
     row, col = near[:, 0].cpu().numpy(), candidates[near[:, 1].cpu().numpy()]
     bound = error_bound.cpu().numpy()
     order, run, distance = _problem.order_by_distance(query, gallery, row + rows.start, row, col, key, bound)
-    row, col, run, distance = row[order], col[order], run[order], distance[order]
+    row, col = row[order], col[order]
     order = np.lexsort((col, distance, run, row))
     first = np.searchsorted(row, np.arange(keys.shape[0]))
     return np.asarray(col[order[(first[:, None] + np.arange(k)).ravel()]].reshape(-1, k))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,10 @@ def recall(r: Ranking, k: int) -> Floats:
     has_relevant, above, relevant, size = _first_group(r)
     out = np.zeros(len(r))
     slots = np.clip(k - above, 0, size)
-    out[has_relevant] = 1.0 - _map_unique(_prob_no_hit, slots, relevant, size)
+    hit = (slots > 0).astype(np.float64)
+    tied = size > relevant
+    hit[tied] = 1.0 - _map_unique(_prob_no_hit, slots[tied], relevant[tied], size[tied])
+    out[has_relevant] = hit
     return out
 
 
@@ -42,7 +46,8 @@ def mean_average_precision(r: Ranking, k: int | None = None, denominator: str = 
     if denominator == "hits":
         return _map_over_hits(r, depth)
     divisor = {"min(k,R)": np.minimum(depth, total), "k": depth, "R": total}[denominator]
-    return _divide(_sum_per_query(r, _precision_sums(r, depth)), np.where(total > 0, divisor, 0))
+    first = _truncate(r, depth)
+    return _divide(_sum_per_query(first, _precision_sums(first, depth)), np.where(total > 0, divisor, 0))
 
 
 def average_precision(r: Ranking) -> Floats:
@@ -53,11 +58,12 @@ def average_precision(r: Ranking) -> Floats:
 def ndcg(r: Ranking, k: int) -> Floats:
     """Compute nDCG@k: discounted gain of the relevant items in the first k, divided by the best possible."""
     gain = _cumulative(1.0 / np.log2(np.arange(2, int(r.items.max(initial=1)) + 2)))
+    best = gain[np.minimum(np.minimum(k, r.total), len(gain) - 1)]
+    r = _truncate(r, np.full(len(r), k))
     inside = _ranks_inside(r, np.full(len(r), k))
     per_group = r.relevant / r.size * (gain[r.above + inside] - gain[r.above])
     single = (r.size == 1) & (inside == 1)
     per_group[single] = 1.0 / np.log2(r.above[single] + 2)
-    best = gain[np.minimum(np.minimum(k, r.total), len(gain) - 1)]
     return _divide(_sum_per_query(r, per_group), best)
 
 
@@ -65,7 +71,10 @@ def reciprocal_rank(r: Ranking) -> Floats:
     """Compute the reciprocal rank of the first relevant item."""
     has_relevant, above, relevant, size = _first_group(r)
     out = np.full(len(r), np.nan)
-    out[has_relevant] = _map_unique(_expected_reciprocal, above, relevant, size)
+    reciprocal = 1.0 / (above + 1)
+    tied = size > relevant
+    reciprocal[tied] = _map_unique(_expected_reciprocal, above[tied], relevant[tied], size[tied])
+    out[has_relevant] = reciprocal
     return out
 
 
@@ -127,6 +136,13 @@ def _cumulative(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
+def _truncate(r: Ranking, depth: Ints) -> Ranking:
+    """Drop the groups that begin after the query's first `depth` ranks: usually most of them."""
+    keep = np.flatnonzero(r.above < depth[r.query])
+    start = np.searchsorted(keep, r.start)
+    return replace(r, start=start, above=r.above[keep], relevant=r.relevant[keep], size=r.size[keep])
+
+
 def _ranks_inside(r: Ranking, depth: Ints) -> Ints:
     """[T] how many of a group's ranks lie within the query's first `depth`."""
     return np.asarray(np.clip(depth[r.query] - r.above, 0, r.size))
@@ -139,6 +155,7 @@ def _sum_per_query(r: Ranking, values: Floats | Ints) -> Floats:
 
 def _expected_hits(r: Ranking, depth: Ints) -> Floats:
     """[Q] expected number of relevant items within the first `depth`."""
+    r = _truncate(r, depth)
     return _sum_per_query(r, r.relevant * _ranks_inside(r, depth) / r.size)
 
 

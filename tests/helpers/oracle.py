@@ -39,6 +39,27 @@ def lists(query, q_labels, gallery=None, g_labels=None, similarity="cosine", gro
     return out
 
 
+def integer_nearness(x, similarity):
+    """Return numbers [N, N] that rank each row of integer vectors as `nearness` does, as Python integers."""
+    x = np.asarray(x).astype(np.int64)
+    dot = (x @ x.T).astype(object)
+    square = np.diag(dot)
+    if similarity == "euclidean":
+        return 2 * dot - square[:, None] - square[None, :]
+    common = math.lcm(*(int(s) for s in square if s))
+    return dot * abs(dot) * np.array([common // int(s) if s else 0 for s in square], dtype=object)
+
+
+def tie_groups_of_matrix(near, labels):
+    """Return `tie_groups` of every query of a single set, given the nearness [N, N]."""
+    return [
+        tie_groups(
+            sorted(((v, bool(labels[i] == labels[j])) for j, v in enumerate(row) if j != i), key=lambda p: -p[0])
+        )
+        for i, row in enumerate(near.tolist())
+    ]
+
+
 def tie_groups(items):
     """Return (items above, relevant, size) of every tie group with a relevant item."""
     out, above = [], 0

@@ -7,17 +7,25 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import clustered, lists, nearness, tie_groups
+from helpers.oracle import clustered, integer_nearness, lists, nearness, tie_groups, tie_groups_of_matrix
 from helpers.paths import GOLDEN, SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearkin as nk
 from nearkin.errors import ConfigError, DataError, MissingExtraError
-from nearkin.metrics import _count_numba, _vectors, ranking
+from nearkin.metrics import _count_numba, _count_torch, _vectors, ranking
 from nearkin.metrics.ranking import neighbours, rank
 
 BACKENDS = ("torch", "numba")
+VARIANTS = (*BACKENDS, "torch on a GPU")
+
+
+def choose(variant, monkeypatch):
+    """Return the backend; the variant with a float32 product, made for GPUs, also runs on the CPU."""
+    if variant == "torch on a GPU":
+        monkeypatch.setattr(_count_torch, "_FLOAT32_DEVICES", ("cpu",))
+    return variant.split()[0]
 
 
 def groups_of(r):
@@ -55,9 +63,11 @@ def small_tiles(monkeypatch):
 COMMON = {"derandomize": True, "deadline": None, "max_examples": 120}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_single_set_against_exact_fractions(backend, similarity, monkeypatch):
+def test_single_set_against_exact_fractions(variant, similarity, monkeypatch):
+    backend = choose(variant, monkeypatch)
+
     @settings(**COMMON)
     @given(tied_sets(), st.booleans())
     def check(data, grouped):
@@ -104,15 +114,69 @@ def test_binary_codes_of_unit_length_tie_exactly(backend):
     assert groups_of(rank(x, labels, backend=backend)) == [tie_groups(items) for items in lists(x, labels)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 @pytest.mark.parametrize(("offset", "noise"), [(1.0, 1e-7), (1.0, 1e-4), (1000.0, 1e-3)])
-def test_nearly_collapsed_models_are_ranked_exactly(backend, similarity, offset, noise):
+def test_nearly_collapsed_models_are_ranked_exactly(variant, similarity, offset, noise, monkeypatch):
+    backend = choose(variant, monkeypatch)
     rng = np.random.default_rng(1)
     x = (offset + noise * rng.standard_normal((24, 16))).astype(np.float32)
     labels = np.arange(24) // 4
     got = rank(x, labels, similarity=similarity, backend=backend)
     assert groups_of(got) == [tie_groups(items) for items in lists(x, labels, similarity=similarity)]
+
+
+def integer_codes(kind):
+    """Integer vectors with copies, a zero vector and parallel vectors."""
+    rng = np.random.default_rng(2)
+    levels = {"signs": [-1, 1], "bits": [0, 1], "small integers": [-3, -1, 0, 0, 2, 5]}[kind]
+    codes = rng.choice(levels, (150, 12))
+    codes[40] = 0 if kind != "signs" else 1
+    codes[:4], codes[4:8] = codes[8], 2 * codes[9] if kind == "small integers" else codes[9]
+    return codes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+@pytest.mark.parametrize("kind", ["signs", "bits", "small integers"])
+def test_integer_codes_tie_exactly(variant, similarity, kind, monkeypatch):
+    backend, codes = choose(variant, monkeypatch), integer_codes(kind)
+    monkeypatch.setattr(_count_numba, "TILE", 32)
+    labels = np.minimum(np.arange(150) % 40, 6)  # classes of 3, 4 and over 100 items
+    want = tie_groups_of_matrix(integer_nearness(codes, similarity), labels)
+    for factor in (1.0, 2.0) if kind == "small integers" else (1.0, np.float32(1 / np.sqrt(21))):
+        x = (factor * codes).astype(np.float32)
+        assert _vectors.prepare(torch.as_tensor(x), None, similarity)[0].codes is not None
+        assert groups_of(rank(x, labels, similarity=similarity, backend=backend)) == want
+
+
+def test_one_vector_that_is_no_code_is_noticed():
+    codes = integer_codes("bits").astype(np.float32)
+    labels = np.arange(150) % 40
+    codes[149] += np.float32(0.3)
+    for similarity in ("cosine", "euclidean"):
+        assert _vectors.prepare(torch.as_tensor(codes), None, similarity)[0].codes is None
+        base = rank(codes, labels, similarity=similarity, backend="numba")
+        assert_same(base, rank(codes, labels, similarity=similarity, backend="torch"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("classes", [2, 60])
+@pytest.mark.parametrize("equal", [0, 250])
+def test_large_classes_and_equal_vectors(variant, classes, equal, monkeypatch):
+    """Above 128 relevant items per query the tiles are float64; a small budget ranks some queries at a time."""
+    backend = choose(variant, monkeypatch)
+    monkeypatch.setattr(_count_numba, "TILE", 64)
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((320, 16)).astype(np.float32)
+    x[rng.permutation(320)[:equal]] = x[0]
+    labels = rng.permutation(np.arange(320) % classes)
+    distinct, index = np.unique(x, axis=0, return_inverse=True)
+    unit = distinct.astype(float) / np.linalg.norm(distinct.astype(float), axis=1, keepdims=True)
+    near = (unit @ unit.T)[index.ravel()][:, index.ravel()]
+    want = tie_groups_of_matrix(near, labels)
+    for memory in ("1GB", "1MB"):
+        assert groups_of(rank(x, labels, backend=backend, memory=memory)) == want
 
 
 def test_zero_and_vanishing_vectors_have_cosine_zero():
