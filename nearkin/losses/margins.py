@@ -80,10 +80,11 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     """
     require_square(p, "angular")
     t = math.tan(math.radians(angle_degrees)) ** 2
-    logits = torch.where(p.neg, 4 * t * p.sim, EMPTY)
-    top = logits.detach().amax(1, keepdim=True)
-    weight = torch.where(p.neg, (logits - top).exp(), 0.0)
-    negatives = (weight @ weight.t()).clamp(min=torch.finfo(p.sim.dtype).tiny).log() + top + top.t()
+    top = torch.where(p.neg, 4 * t * p.sim.detach(), EMPTY).amax(1, keepdim=True)
+    top = torch.where(p.neg.any(1, keepdim=True), top, 0.0)
+    weight = (4 * t * p.sim - top).exp()
+    total = torch.where(p.neg, weight, 0.0) @ weight.t()
+    negatives = total.clamp(min=torch.finfo(p.sim.dtype).tiny).log() + top + top.t()
     values = softplus(negatives - 2 * (1 + t) * p.sim)
     return masked_sum(values, p.pos & p.neg.any(1, keepdim=True)), p.pos.sum()
 
@@ -183,11 +184,12 @@ def dynamic_soft_margin(
     """
     gap, used = _hardest_gap(p)
     fixed = gap.detach()
-    if gap_histogram is None or not gap_histogram.numel():
-        gap_histogram = _gap_histogram(fixed, used, 11)
-    edges = len(gap_histogram)
+    edges = 11 if gap_histogram is None else len(gap_histogram)
+    density = _gap_histogram(fixed, used, edges)
+    if gap_histogram is not None:  # all zero before the first step of training
+        density = torch.where(gap_histogram.sum() > 0, gap_histogram.to(density.dtype), density)
     index = ((fixed + 2) * ((edges - 1) / 4)).floor().clamp(0, edges - 1).long()
-    weight = gap_histogram.to(gap.dtype).cumsum(0)[index]
+    weight = density.cumsum(0)[index]
     return masked_sum(weight * gap, used), used.sum()
 
 

@@ -138,7 +138,7 @@ def snr_contrastive(p: Pairs, *, pos_margin: float = 0.0, neg_margin: float = 1.
     """
     variance = p.squared_norms()[0][:, None]
     # A constant embedding has no signal: its pairs count as infinitely far, without gradient.
-    ratio = torch.where(variance > 1e-12, p.sq_distance() / variance.clamp(min=1e-12), 1e6).clamp(min=0.0)
+    ratio = torch.where(variance > 1e-12, p.distance().square() / variance.clamp(min=1e-12), 1e6)
     pull, push = ratio - pos_margin, neg_margin - ratio
     usable = variance > 1e-12
     return masked_mean(pull, p.pos & usable & (pull > 0)) + masked_mean(push, p.neg & usable & (push > 0))

@@ -19,7 +19,8 @@ def _positives(p: Pairs, with_query: bool) -> tuple[Tensor, Tensor]:
     """Return the positives' similarities [N, P] and which exist; the query itself, with cosine 1, as one more."""
     values, valid = positive_values(p)
     if with_query:
-        values, valid = (torch.nn.functional.pad(x, (1, 0), value=1) for x in (values, valid))
+        values = torch.nn.functional.pad(values, (1, 0), value=1.0)
+        valid = torch.cat([valid[:, :1], valid], 1)  # the first exists if any does
     return values, valid
 
 
@@ -180,10 +181,10 @@ def pnp(
         alpha: Exponent of variant Dq.
         b: Sharpness of variant Ib.
         variant: The function of the rank: O, Ds, Dq, Iu or Ib.
-        with_query: As in `smooth_ap`; then a query without positives counts too.
+        with_query: As in `smooth_ap`.
 
     Returns:
-        One value per query [N], and the number of queries that count.
+        One value per query [N], 0 without positives, and the number of queries with positives.
 
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
