@@ -22,6 +22,10 @@ TITLES = {
     "neighbour": "Neighbour losses",
     "proxy": "Proxy losses",
     "softmax": "Softmax losses",
+    "margin_softmax": "Margin softmax losses",
+    "contrastive": "Contrastive losses",
+    "ranking": "Ranking losses",
+    "clustering": "Clustering losses",
 }
 
 

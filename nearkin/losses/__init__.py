@@ -2,7 +2,7 @@
 proxies), or the parameters of their head; both take `reduction="mean" | "sum" | "none"` where their definition allows.
 """
 
-from nearkin.losses.clustering import spectral_clustering
+from nearkin.losses.clustering import facility_location, spectral_clustering
 from nearkin.losses.contrastive import info_nce, nt_xent, prototypical, siglip, supcon, vicreg
 from nearkin.losses.margin_softmax import (
     adaface,
@@ -63,6 +63,7 @@ __all__ = [
     "curricularface",
     "dynamic_arcface",
     "dynamic_soft_margin",
+    "facility_location",
     "fast_ap",
     "hierarchical_triplet",
     "histogram",

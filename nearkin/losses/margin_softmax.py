@@ -174,7 +174,7 @@ def subcenter_arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: floa
     return softplus(others - scale * _rotate(own, math.radians(margin_degrees)))
 
 
-def _class_counts(emb: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
+def _class_counts(_: Tensor | None, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
     zeros = torch.zeros(num_classes, device=labels.device)
     return {"class_counts": zeros.index_add(0, labels, torch.ones_like(labels, dtype=zeros.dtype))}
 
@@ -183,14 +183,16 @@ def _class_counts(emb: Tensor, labels: Tensor, num_classes: int) -> dict[str, Te
     family="margin_softmax",
     paper="Ha et al. 2020",
     formula="arcface with the margin of class y in radians:  strength n_y^(-power) + base,  n_y samples of the class",
-    use="Long-tailed classes: rare ones get the larger margin. Objective.refresh(emb, labels) counts the samples.",
+    use="Long-tailed classes: rare ones get the larger margin. Objective.refresh(labels) counts the samples.",
     space={
         "strength": linear(0.1, 1.0),
         "power": linear(0.0, 1.0, legal="[0, inf)"),
         "base": linear(0.0, 0.3),
         "scale": _SCALE,
     },
-    inputs=replace(PROXIES, buffers=(Buffer("class_counts", "C", init=1.0),), refresh=_class_counts),
+    inputs=replace(
+        PROXIES, buffers=(Buffer("class_counts", "C", init=1.0),), refresh=_class_counts, refresh_embeddings=False
+    ),
 )
 def dynamic_arcface(
     c: ToClasses,

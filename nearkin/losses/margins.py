@@ -14,7 +14,7 @@ from nearkin.losses._masked import EMPTY, log_sum_exp, masked_sum, require_squar
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, loss
 from nearkin.ops import softplus
-from nearkin.ops.geometry import unit
+from nearkin.ops.geometry import unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
 
 
@@ -202,10 +202,10 @@ class LabelledPairs(Pairs):
 
 
 def labelled_pairs(
-    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None, **kwargs: Any
+    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None
 ) -> LabelledPairs:
     """Pair up a batch as `pair_up` does, and attach the labels."""
-    p = pair_up(emb, labels, refs, ref_labels, **kwargs)
+    p = pair_up(emb, labels, refs, ref_labels)
     own = as_labels(labels).to(p.sim.device)
     others = own if ref_labels is None else as_labels(ref_labels).to(p.sim.device)
     return LabelledPairs(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, labels=own, ref_labels=others)
@@ -226,7 +226,8 @@ def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) 
     Returns:
         [C, C]: the threshold at which the two classes merge, minus the mean squared distance within the first.
     """
-    f = unit(emb.double())
+    f = unit(where_float64_exists(emb).double())
+    labels = labels.to(f.device)
     size = torch.zeros(num_classes, dtype=f.dtype, device=f.device).index_add(0, labels, torch.ones_like(f[:, 0]))
     means = f.new_zeros(num_classes, f.shape[1]).index_add(0, labels, f) / size.clamp(min=1)[:, None]
     within = 2 * (1 - means.square().sum(1)) * size / (size - 1).clamp(min=1) * (size > 1)
@@ -244,19 +245,23 @@ def _single_linkage(distance: Tensor) -> Tensor:
     return merged
 
 
+def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
+    assert emb is not None
+    return {"class_gaps": class_gaps(emb, labels, num_classes)}
+
+
 @loss(
     family="tuple",
     paper="Ge et al. 2018 (HTL), eq 4 to 6",
     formula="mean over triplets of  (1/2) max(0, |a - p|^2 - |a - n|^2 + margin + d(y_a, y_n) - within(y_a)),  "
     "d the level at which the classes merge",
-    use="As triplet with margins from a tree of the classes: Objective.refresh(emb, labels) builds it, once per epoch.",
+    use="As triplet with margins from a tree of the classes: Objective.refresh(labels, emb) builds it, once per epoch.",
     space={"margin": linear(0.02, 0.5)},
     inputs=Inputs(
         labelled_pairs,
         pairs=True,
-        memory=True,
         buffers=(Buffer("class_gaps", "CC"),),
-        refresh=lambda emb, labels, num_classes: {"class_gaps": class_gaps(emb, labels, num_classes)},
+        refresh=_refresh_gaps,
         call_example="nearkin.losses.margins.labelled_pairs(emb, labels)",
     ),
     cost="N^2 D + N^2 log N",

@@ -15,7 +15,7 @@ from nearkin.losses.classes import check_range
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
 from nearkin.ops.geometry import full_precision
-from nearkin.ops.pairs import Pairs, as_batch
+from nearkin.ops.pairs import Pairs, as_batch, as_labels
 
 
 class Objective(nn.Module):
@@ -126,21 +126,27 @@ class Objective(nn.Module):
             cast(Tensor, getattr(self, name)).copy_(value)
 
     @torch.no_grad()
-    def refresh(self, emb: Tensor, labels: Tensor | Sequence[int]) -> None:
+    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
         """Recompute the state that describes the whole training set, as class counts; once per epoch is enough.
 
         Losses without such state (`Inputs.refresh`) are left unchanged.
 
         Args:
-            emb: Embeddings of the training set [n, D].
-            labels: Their labels [n].
+            labels: Labels of the training set [n].
+            emb: Its embeddings [n, D], for losses that use them.
+
+        Raises:
+            ConfigError: The loss needs embeddings, and none were passed.
         """
         inputs = self.loss.inputs
-        if inputs.refresh is not None:
-            assert self.num_classes is not None
-            emb, labels = as_batch(emb, labels)
-            check_range(labels, self.num_classes)
-            self._store(inputs.refresh(emb, labels, self.num_classes))
+        if inputs.refresh is None:
+            return
+        if inputs.refresh_embeddings and emb is None:
+            raise ConfigError(f"{self.name}: pass the embeddings of the training set: objective.refresh(labels, emb).")
+        labels = as_labels(labels) if emb is None else as_batch(emb, labels)[1]
+        assert self.num_classes is not None
+        check_range(labels, self.num_classes)
+        self._store(inputs.refresh(emb, labels, self.num_classes))
 
     def _build_pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
         kwargs = self.loss.inputs.build_kwargs(self.builder_kwargs)
@@ -310,10 +316,10 @@ class WeightedSum(nn.Module):
         for part in self.parts:
             cast(Objective, part).init_proxies(emb, labels)
 
-    def refresh(self, emb: Tensor, labels: Tensor | Sequence[int]) -> None:
+    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
         """Recompute the state of every part that describes the whole training set."""
         for part in self.parts:
-            cast(Objective, part).refresh(emb, labels)
+            cast(Objective, part).refresh(labels, emb)
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return the optimizer groups of every part, their names prefixed with its index."""

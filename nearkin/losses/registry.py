@@ -97,7 +97,8 @@ class Inputs:
         call_example: For pair losses, how to make the pairs by hand.
         buffers: Tensors without gradient that the loss function takes by name.
         update: (built, buffers, settings) -> new values of buffers; called in training before the loss is computed.
-        refresh: (emb, labels, num_classes) -> new values of buffers; called by `Objective.refresh`.
+        refresh: (emb, labels, num_classes) -> new values of buffers; called by `Objective.refresh`, once per epoch.
+        refresh_embeddings: Whether `refresh` uses the embeddings, or the labels only.
     """
 
     build: Callable[..., Any]
@@ -114,7 +115,8 @@ class Inputs:
     call_example: str = "nk.pair_up(emb, labels)"
     buffers: tuple[Buffer, ...] = ()
     update: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
-    refresh: Callable[[Tensor, Tensor, int], dict[str, Tensor]] | None = None
+    refresh: Callable[[Tensor | None, Tensor, int], dict[str, Tensor]] | None = None
+    refresh_embeddings: bool = True
 
     @property
     def needs_classes(self) -> bool:

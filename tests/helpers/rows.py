@@ -109,6 +109,7 @@ ROWS = [
     Row("snr_contrastive", sim_only=False),
     Row("hyperbolic", unit=False),
     Row("spectral_clustering"),
+    Row("facility_location"),
 ]
 
 

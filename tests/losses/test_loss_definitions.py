@@ -237,6 +237,38 @@ def test_spectral_clustering(seed: int) -> None:
     assert float(nk.Objective("spectral_clustering")(emb, labels)) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_facility_location(seed: int) -> None:
+    """The value of the medoids that were found, which are the best of all sets up to 1 %."""
+    g = torch.Generator().manual_seed(seed)
+    emb, labels = torch.randn(9, 3, generator=g, dtype=DOUBLE), torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    f, y = normalize(emb), labels.tolist()
+    d = (f[:, None] - f).norm(dim=2).tolist()
+
+    def entropy(items: list[object]) -> float:
+        return -sum(n / 9 * math.log(n / 9) for n in map(items.count, set(items)))
+
+    def score(medoids: tuple[int, ...], gamma: float) -> float:
+        cluster = [min(medoids, key=lambda j: d[i][j]) for i in range(9)]
+        information = entropy(cluster) + entropy(y) - entropy(list(zip(cluster, y, strict=True)))
+        nmi = information / math.sqrt(entropy(cluster) * entropy(y))
+        return -sum(d[i][j] for i, j in enumerate(cluster)) + gamma * (1 - nmi)
+
+    own = -sum(min(sum(d[i][j] for i in range(9) if y[i] == c) for j in range(9) if y[j] == c) for c in set(y))
+    for gamma in (0.0, 1.0, 10.0):
+        best = max(score(s, gamma) for s in combinations(range(9), 3))
+        want = max(0.0, best - own) / 9
+        got = float(nk.Objective("facility_location", gamma=gamma)(emb, labels))
+        assert got <= want + 1e-9
+        assert got >= want - 0.02 * abs(best) / 9
+        distance, same = torch.tensor(d, dtype=DOUBLE), labels[:, None] == labels
+        medoids, gap = clustering._violating_medoids(distance, same, gamma)
+        found = tuple(medoids.nonzero().flatten().tolist())
+        assert len(found) == 3
+        assert got == pytest.approx(max(0.0, score(found, gamma) - own) / 9, rel=1e-9)
+        assert not gamma or float(gap) == pytest.approx(1 - (1 - (score(found, 1.0) - score(found, 0.0))), rel=1e-9)
+
+
 # --- class losses -----------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +403,7 @@ def test_class_gaps() -> None:
         assert float(got[p, q]) == pytest.approx(threshold - within[p], rel=1e-9)
 
     objective = nk.Objective("hierarchical_triplet", num_classes=6).double()
-    objective.refresh(emb, labels)
+    objective.refresh(labels, emb)
     y = labels.tolist()
     terms = [
         max(0.0, (float(square[i, j] - square[i, k]) + 0.1 + level_of[y[i], y[k]] - within[y[i]]) / 2)
@@ -384,13 +416,17 @@ def test_class_gaps() -> None:
 
 def test_refresh_counts_the_classes() -> None:
     objective = nk.Objective("dynamic_arcface", num_classes=4, dim=3)
-    objective.refresh(torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 3]))
+    objective.refresh(torch.tensor([0, 0, 0, 1, 1, 3]))
     assert objective.class_counts.tolist() == [3, 2, 0, 1]
     with pytest.raises(nk.UserError, match="labels: expected 0 to 3 for 4 classes"):
-        objective.refresh(torch.randn(1, 3), torch.tensor([4]))
+        objective.refresh([4])
     with pytest.raises(nk.UserError, match="hierarchical_triplet stores class_gaps for every class: pass num_classes="):
         nk.Objective("hierarchical_triplet")
-    nk.Objective("contrastive").refresh(torch.randn(2, 3), torch.tensor([0, 1]))  # nothing to do
+    with pytest.raises(
+        nk.UserError, match=r"pass the embeddings of the training set: objective.refresh\(labels, emb\)"
+    ):
+        nk.Objective("hierarchical_triplet", num_classes=2).refresh([0, 1])
+    nk.Objective("contrastive").refresh([0, 1])  # nothing to do
 
 
 # --- where pytorch-metric-learning is wrong ---------------------------------------------------------------------------
