@@ -54,6 +54,14 @@ def _classes(kind: Any, **settings: Any) -> Callable[[int], Step]:
     return lambda classes: kind(num_classes=classes, embedding_size=DIM, **settings)
 
 
+def _with_meta_classes(loss: Any) -> Step:
+    return lambda emb, labels: loss(emb, indices_tuple=labels)
+
+
+def _fresh(kind: Any) -> Step:
+    return lambda emb, labels: kind()(emb, labels)  # its second step cannot be differentiated
+
+
 COS = CosineSimilarity
 CUBE = "N^3 mask, 8.6 GB"  # known from its source: it compares all pairs with all pairs before it picks triplets
 PEERS: dict[str, Peer] = {
@@ -102,6 +110,30 @@ PEERS: dict[str, Peer] = {
         )
     ),
     "proxy_anchor": Peer(_classes(pml.ProxyAnchorLoss)),
+    "supcon": Peer(lambda _: pml.SupConLoss(temperature=0.1)),
+    "nt_xent": Peer(lambda _: pml.NTXentLoss(temperature=0.07), 512, "out of memory", once=512),
+    "cosface": Peer(_classes(pml.CosFaceLoss)),
+    "sphereface": Peer(_classes(pml.SphereFaceLoss)),
+    "large_margin_softmax": Peer(_classes(pml.LargeMarginSoftmaxLoss)),
+    "subcenter_arcface": Peer(_classes(pml.SubCenterArcFaceLoss)),
+    "p2sgrad": Peer(lambda classes: pml.P2SGradLoss(DIM, classes)),
+    "instance": Peer(lambda _: pml.InstanceLoss(gamma=64), near=True),
+    "proxy_nca_pp": Peer(_classes(pml.ProxyNCALoss, softmax_scale=9)),
+    "manifold": Peer(lambda classes: _with_meta_classes(pml.ManifoldLoss(l=DIM, K=classes))),
+    "circle": Peer(lambda _: pml.CircleLoss(m=0.4, gamma=80)),
+    "angular": Peer(lambda _: pml.AngularLoss(alpha=40)),
+    "tuplet_margin": Peer(lambda _: pml.TupletMarginLoss(), 512, "out of memory", once=512),
+    "intra_pair_variance": Peer(lambda _: pml.IntraPairVarianceLoss()),
+    "threshold_consistent_margin": Peer(
+        lambda _: pml.ThresholdConsistentMarginLoss(), 512, "N^2 D blocks, 17 GB", once=512
+    ),
+    "snr_contrastive": Peer(lambda _: pml.SignalToNoiseRatioContrastiveLoss(), 512, "N^2 D blocks, 17 GB", once=512),
+    "dynamic_soft_margin": Peer(lambda _: _fresh(pml.DynamicSoftMarginLoss), 512, "all triplets", near=True),
+    "fast_ap": Peer(lambda _: pml.FastAPLoss(num_bins=10)),
+    "smooth_ap": Peer(lambda _: pml.SmoothAPLoss(), 512, "N^3 blocks, 34 GB each", once=512, near=True),
+    "pnp": Peer(lambda _: pml.PNPLoss(variant="Dq"), 512, "N^3 blocks, 34 GB each", once=512, near=True),
+    "histogram": Peer(lambda _: pml.HistogramLoss(), 512, "all triplets", once=512),
+    "ranked_list": Peer(lambda _: pml.RankedListLoss(margin=0.4, Tn=5, alpha=1.2), near=True),
 }
 
 

@@ -2,10 +2,26 @@
 proxies), or the parameters of their head; both take `reduction="mean" | "sum" | "none"` where their definition allows.
 """
 
+from nearkin.losses.clustering import facility_location, spectral_clustering
+from nearkin.losses.contrastive import info_nce, nt_xent, prototypical, siglip, supcon, vicreg
+from nearkin.losses.margin_softmax import (
+    adaface,
+    cosface,
+    curricularface,
+    dynamic_arcface,
+    instance,
+    large_margin_softmax,
+    magface,
+    p2sgrad,
+    sphereface,
+    subcenter_arcface,
+)
+from nearkin.losses.margins import angular, circle, dynamic_soft_margin, hierarchical_triplet, tuplet_margin
 from nearkin.losses.miners import MINERS, miner
 from nearkin.losses.neighbour import ice, nca, snca
 from nearkin.losses.objective import Objective, WeightedSum
 from nearkin.losses.pair import contrastive, contrastive_l2, margin, margin_similarity, multi_similarity
+from nearkin.losses.pair_geometry import hyperbolic, intra_pair_variance, snr_contrastive, threshold_consistent_margin
 from nearkin.losses.proxy import (
     mpa,
     mpa_ap,
@@ -17,14 +33,17 @@ from nearkin.losses.proxy import (
     proxy_repulsion_batch,
     soft_triple,
 )
+from nearkin.losses.proxy_neighbours import manifold, proxy_nca_pp
 from nearkin.losses.ranges import Range, choice, integer, linear, log
-from nearkin.losses.registry import LOSSES, Inputs, LearnedScalar, Loss, Param, loss
+from nearkin.losses.ranking import fast_ap, histogram, pnp, ranked_list, recall_surrogate, smooth_ap, sup_ap
+from nearkin.losses.registry import LOSSES, Buffer, Inputs, LearnedScalar, Loss, Param, loss
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 
 __all__ = [
     "LOSSES",
     "MINERS",
+    "Buffer",
     "Inputs",
     "LearnedScalar",
     "Loss",
@@ -32,18 +51,36 @@ __all__ = [
     "Param",
     "Range",
     "WeightedSum",
+    "adaface",
+    "angular",
     "arcface",
     "center",
     "choice",
+    "circle",
     "contrastive",
     "contrastive_l2",
+    "cosface",
+    "curricularface",
+    "dynamic_arcface",
+    "dynamic_soft_margin",
+    "facility_location",
+    "fast_ap",
+    "hierarchical_triplet",
+    "histogram",
+    "hyperbolic",
     "ice",
+    "info_nce",
+    "instance",
     "integer",
+    "intra_pair_variance",
+    "large_margin_softmax",
     "lifted_song",
     "lifted_structure",
     "linear",
     "log",
     "loss",
+    "magface",
+    "manifold",
     "margin",
     "margin_similarity",
     "miner",
@@ -55,15 +92,33 @@ __all__ = [
     "norm_softmax",
     "npair",
     "npair_mc",
+    "nt_xent",
+    "p2sgrad",
     "pce",
+    "pnp",
+    "prototypical",
     "proxy_anchor",
     "proxy_nca",
+    "proxy_nca_pp",
     "proxy_regulariser",
     "proxy_repulsion",
     "proxy_repulsion_batch",
+    "ranked_list",
+    "recall_surrogate",
+    "siglip",
+    "smooth_ap",
     "snca",
+    "snr_contrastive",
     "soft_triple",
     "softmax",
     "spce",
+    "spectral_clustering",
+    "sphereface",
+    "subcenter_arcface",
+    "sup_ap",
+    "supcon",
+    "threshold_consistent_margin",
     "triplet",
+    "tuplet_margin",
+    "vicreg",
 ]

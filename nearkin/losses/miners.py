@@ -1,6 +1,7 @@
 """Miners select pairs for a loss: `Pairs -> Pairs`. They never change a similarity or its gradient.
 
-Ties go to the lowest index. An anchor without positives or without negatives gets no pairs, except with `all`.
+Ties go to the lowest index. An anchor without positives or without negatives gets no pairs, except with the miners that
+select positive pairs and negative pairs independently: `all`, `pair_margin`, `hard_aware` and `uniform_histogram`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
+from nearkin.losses._masked import first_max, require_square
 from nearkin.losses.registry import check_known
 from nearkin.ops.pairs import Pairs
 from nearkin.ops.reductions import PairSet, rank_positives, shifted_exp
@@ -41,6 +43,9 @@ def miner(function: Miner) -> Miner:
         for key, value in settings.items():
             check_known(f"miner {name}", key, known)
             annotation = known[key].removesuffix(" | None")
+            if annotation in _CHOICES and value not in get_args(_CHOICES[annotation]):
+                options = ", ".join(get_args(_CHOICES[annotation]))
+                raise ConfigError(f"miner {name}: {key} must be one of {options}, got {value!r}.")
             if annotation not in _SETTING_TYPES or (value is None and known[key] != annotation):
                 continue
             is_valid, expected = _SETTING_TYPES[annotation]
@@ -56,6 +61,10 @@ def miner(function: Miner) -> Miner:
     public.check = check  # type: ignore[attr-defined]
     return MINERS.add(name, public)
 
+
+Hardness = Literal["all", "hard", "semihard", "easy"]
+Negatives = Literal["semihard", "hard"]
+_CHOICES: dict[str, Any] = {"Hardness": Hardness, "Negatives": Negatives}
 
 # Annotation of a setting -> its check, and the words for it.
 _SETTING_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -166,6 +175,140 @@ def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
     rows = p.pos.any(1) & p.neg.any(1)
     pos, neg = (_draw(mask.to(p.sim.dtype), rows, generator) for mask in (p.pos, p.neg))
     return replace(p, pos=pos, neg=neg, triplets=None)
+
+
+@miner
+def easy_positive(p: Pairs, *, negatives: Negatives = "semihard") -> Pairs:
+    """Select, per anchor, the most similar positive and negative; a semihard negative is less similar than it.
+
+    Xuan et al. 2020: with semihard negatives it is EPSHN. An anchor without such a negative is skipped.
+    """
+    pos = first_max(p.sim, p.pos)
+    allowed = p.neg
+    if negatives == "semihard":
+        allowed = allowed & (p.sim < (p.sim * pos).sum(1, keepdim=True))
+    neg = first_max(p.sim, allowed)
+    return _keep_complete(p, pos, neg)
+
+
+@miner
+def n_hardest(p: Pairs, *, positives: int = 1, negatives: int = 10) -> Pairs:
+    """Select, per anchor, the least similar positives and the most similar negatives, up to a number of each."""
+
+    def first(x: Tensor, mask: Tensor, count: int) -> Tensor:
+        order = torch.where(mask, x, float("inf")).argsort(dim=1, stable=True)
+        rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
+        return mask & (rank < count)
+
+    return _keep_complete(p, first(p.sim, p.pos, positives), first(-p.sim, p.neg, negatives))
+
+
+@miner
+def pair_margin(p: Pairs, *, pos_margin: float = 0.98, neg_margin: float = 0.68) -> Pairs:
+    """Select positives below a cosine and negatives above another; the defaults are the distances 0.2 and 0.8."""
+    return replace(p, pos=p.pos & (p.sim < pos_margin), neg=p.neg & (p.sim > neg_margin), triplets=None)
+
+
+@miner
+def triplet_margin(p: Pairs, *, margin: float = 0.1, kind: Hardness = "all") -> Pairs:
+    """Select the pairs of the triplets whose positive is not more similar than the negative by a margin.
+
+    With g = s_positive - s_negative: all: g <= margin. hard: g <= 0. semihard: 0 < g <= margin. easy: g > margin.
+    A pair is selected if it occurs in such a triplet; no triplet is enumerated.
+    """
+    inf = float("inf")
+    if kind == "semihard":
+        positives, negatives = torch.where(p.pos, p.sim, inf).sort(1)[0], torch.where(p.neg, p.sim, -inf).sort(1)[0]
+        below = torch.searchsorted(negatives, p.sim.contiguous())  # negatives that are less similar
+        nearest = negatives.gather(1, (below - 1).clamp(min=0)).masked_fill(below == 0, -inf)
+        above = torch.searchsorted(positives, p.sim.contiguous(), right=True).clamp(max=p.sim.shape[1] - 1)
+        farthest = positives.gather(1, above)
+        more = farthest > p.sim
+        return _keep_complete(p, p.pos & (p.sim - nearest <= margin), p.neg & more & (farthest - p.sim <= margin))
+    sign = -1.0 if kind == "easy" else 1.0
+    limit = sign * (0.0 if kind == "hard" else margin)
+    sim = sign * p.sim
+    best_negative = torch.where(p.neg, sim, -inf).amax(1, keepdim=True)
+    worst_positive = torch.where(p.pos, sim, inf).amin(1, keepdim=True)
+    compare = torch.lt if kind == "easy" else torch.le
+    return _keep_complete(p, p.pos & compare(sim - best_negative, limit), p.neg & compare(worst_positive - sim, limit))
+
+
+@miner
+def angular(p: Pairs, *, angle_degrees: float = 20.0) -> Pairs:
+    """Select the pairs of the triplets whose angle at the negative is above a bound, as in the `angular` loss.
+
+    The angle is atan(|a - p| / (2 |n - (a + p) / 2|)), so n must be nearer to the middle of a and p than a radius.
+    """
+    require_square(p, "miner angular")
+    s, inf = p.sim.detach(), float("inf")
+    sq, _ = p.squared_norms()
+    # |n - m|^2 < |a - p|^2 / (4 tan^2) with m = (a + p) / 2, solved for the products with n.
+    tan = torch.tan(torch.deg2rad(s.new_tensor(angle_degrees)))
+    sums = sq[:, None] + sq
+    bound = (sums + 2 * s) / 4 - (sums - 2 * s) / (4 * tan.square())  # [a, p]: what a.n + p.n - |n|^2 must exceed
+    bound = torch.where(p.pos, bound, inf)
+    with_n = torch.where(p.neg, s - sq / 2, -inf)  # [a, n]
+    pos, neg = [], []
+    rows = max(1, (1 << 23) // s.numel())
+    for first, own_bound, is_neg in zip(with_n.split(rows), bound.split(rows), p.neg.split(rows), strict=True):
+        both = first[:, None] + with_n  # [a, p, n]: both classes are the same, so both masks are
+        found = both > own_bound[..., None]
+        pos.append(found.any(2))
+        neg.append(found.any(1) & is_neg)
+    return _keep_complete(p, p.pos & torch.cat(pos), torch.cat(neg))
+
+
+@miner
+def hard_aware(p: Pairs, *, share: float = 0.5) -> Pairs:
+    """Select a share of all positive pairs, the least similar, and of all negative pairs, the most similar.
+
+    Yuan et al. 2017 (HDC): deeper parts of a cascade see 100, 50 and 20 % of the pairs.
+    """
+
+    def hardest(x: Tensor, mask: Tensor) -> Tensor:
+        order = torch.where(mask, x, float("inf")).flatten().argsort(stable=True)
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return mask & (rank.view_as(x) < (mask.sum() * share).ceil())
+
+    return replace(p, pos=hardest(p.sim, p.pos), neg=hardest(-p.sim, p.neg), triplets=None)
+
+
+@miner
+def uniform_histogram(
+    p: Pairs,
+    *,
+    bins: int = 100,
+    pos_per_bin: int = 10,
+    neg_per_bin: int = 10,
+    generator: torch.Generator | None = None,
+) -> Pairs:
+    """Select random pairs such that all similarities are about equally frequent: up to a number of each bin.
+
+    The bins divide the range of the positive pairs, and that of the negative pairs, into equal widths.
+    """
+
+    def draw(mask: Tensor, count: int) -> Tensor:
+        low, high = (torch.where(mask, p.sim, end).aminmax()[i] for i, end in ((0, 2.0), (1, -2.0)))
+        position = (p.sim - low) / (high - low).clamp(min=1e-12) * bins
+        index = torch.where(mask, position.floor().clamp(0, bins - 1), float(bins)).long().flatten()
+        device = generator.device if generator else p.sim.device
+        noise = torch.rand(index.shape, generator=generator, device=device, dtype=p.sim.dtype).to(index.device)
+        order = (index + noise).argsort(stable=True)  # by bin, and at random within each
+        sizes = torch.zeros(bins + 1, dtype=torch.int64, device=index.device).scatter_add(
+            0, index, index.new_ones(len(index))
+        )
+        starts = sizes.cumsum(0) - sizes
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)) - starts[index]
+        return mask & (rank < count).view_as(mask)
+
+    return replace(p, pos=draw(p.pos, pos_per_bin), neg=draw(p.neg, neg_per_bin), triplets=None)
+
+
+def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:
+    """Return Pairs with these masks, without the anchors that lack a positive or a negative."""
+    complete = pos.any(1, keepdim=True) & neg.any(1, keepdim=True)
+    return replace(p, pos=pos & complete, neg=neg & complete, triplets=None)
 
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:

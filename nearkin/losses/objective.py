@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
+from nearkin.losses.classes import check_range
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
 from nearkin.ops.geometry import full_precision
-from nearkin.ops.pairs import Pairs, as_batch
+from nearkin.ops.pairs import Pairs, as_batch, as_labels
 
 
 class Objective(nn.Module):
@@ -104,7 +105,48 @@ class Objective(nn.Module):
             emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
         built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
         learned = {scalar.name: value for scalar, value in self._learned_scalars()}
-        return self.loss.reduce(self.loss.function(built, **{**self.loss_kwargs, **learned}), self.reduction)
+        state = self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
+        values = self.loss.function(built, **{**self.loss_kwargs, **learned}, **state)
+        return self.loss.reduce(values, self.reduction)
+
+    @torch.no_grad()
+    def _updated_buffers(self, built: Any, is_last: bool) -> dict[str, Tensor]:
+        """Return the buffers of the loss, in training after its update; it is stored once per batch."""
+        inputs = self.loss.inputs
+        state: dict[str, Tensor] = {buffer.name: getattr(self, buffer.name) for buffer in inputs.buffers}
+        if inputs.update is not None and self.training:
+            new = inputs.update(built, state, self.loss_kwargs)
+            if is_last:
+                self._store(new)
+            state |= new
+        return state
+
+    def _store(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            cast(Tensor, getattr(self, name)).copy_(value)
+
+    @torch.no_grad()
+    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
+        """Recompute the state that describes the whole training set, as class counts; once per epoch is enough.
+
+        Losses without such state (`Inputs.refresh`) are left unchanged.
+
+        Args:
+            labels: Labels of the training set [n].
+            emb: Its embeddings [n, D], for losses that use them.
+
+        Raises:
+            ConfigError: The loss needs embeddings, and none were passed.
+        """
+        inputs = self.loss.inputs
+        if inputs.refresh is None:
+            return
+        if inputs.refresh_embeddings and emb is None:
+            raise ConfigError(f"{self.name}: pass the embeddings of the training set: objective.refresh(labels, emb).")
+        labels = as_labels(labels) if emb is None else as_batch(emb, labels)[1]
+        assert self.num_classes is not None
+        check_range(labels, self.num_classes)
+        self._store(inputs.refresh(emb, labels, self.num_classes))
 
     def _build_pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
         kwargs = self.loss.inputs.build_kwargs(self.builder_kwargs)
@@ -149,10 +191,15 @@ class Objective(nn.Module):
         inputs = self.loss.inputs
         sizes = {"C": self.num_classes, "D": self.dim}
         sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
-        for param in inputs.params:
+        for state in (*inputs.params, *inputs.buffers):
             for letter, argument in (("C", "num_classes"), ("D", "dim")):
-                if letter in param.shape and sizes[letter] is None:
-                    raise ConfigError(f"{self.name} learns {param.name} for every class: pass {argument}=...")
+                if letter in state.shape and sizes[letter] is None:
+                    verb = "learns" if isinstance(state, Param) else "stores"
+                    raise ConfigError(f"{self.name} {verb} {state.name} for every class: pass {argument}=...")
+        for buffer in inputs.buffers:
+            shape = [cast(int, sizes[letter]) for letter in buffer.shape]
+            self.register_buffer(buffer.name, torch.full(shape, buffer.init))
+        for param in inputs.params:
             value = torch.zeros([cast(int, sizes[letter]) for letter in param.shape])
             if param.init == "normal":
                 # The variance of the published proxy losses: it sets how far one step turns a proxy.
@@ -268,6 +315,11 @@ class WeightedSum(nn.Module):
         """Set the proxies of every part to the means of their classes."""
         for part in self.parts:
             cast(Objective, part).init_proxies(emb, labels)
+
+    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
+        """Recompute the state of every part that describes the whole training set."""
+        for part in self.parts:
+            cast(Objective, part).refresh(labels, emb)
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return the optimizer groups of every part, their names prefixed with its index."""

@@ -60,6 +60,24 @@ class LearnedScalar:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A tensor without gradient that the objective owns and passes to the loss function under its name.
+
+    The function takes it as a keyword-only argument with the default None; it is not a setting. `Inputs.update` changes
+    it in training, `Inputs.refresh` from the embeddings of the training set.
+
+    Attributes:
+        name: The argument, and the name in the objective and in its state_dict.
+        shape: As in `Param`; 0-dim by default.
+        init: Initial value of every entry.
+    """
+
+    name: str
+    shape: str = ""
+    init: float = 0.0
+
+
+@dataclass(frozen=True)
 class Inputs:
     """How embeddings and labels become the input of a loss function, and the state that this needs.
 
@@ -77,6 +95,10 @@ class Inputs:
         memory: Whether `build` takes references from earlier batches.
         takes_num_classes: Whether `build` takes the keyword num_classes.
         call_example: For pair losses, how to make the pairs by hand.
+        buffers: Tensors without gradient that the loss function takes by name.
+        update: (built, buffers, settings) -> new values of buffers; called in training before the loss is computed.
+        refresh: (emb, labels, num_classes) -> new values of buffers; called by `Objective.refresh`, once per epoch.
+        refresh_embeddings: Whether `refresh` uses the embeddings, or the labels only.
     """
 
     build: Callable[..., Any]
@@ -91,6 +113,15 @@ class Inputs:
     memory: bool = False
     takes_num_classes: bool = False
     call_example: str = "nk.pair_up(emb, labels)"
+    buffers: tuple[Buffer, ...] = ()
+    update: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
+    refresh: Callable[[Tensor | None, Tensor, int], dict[str, Tensor]] | None = None
+    refresh_embeddings: bool = True
+
+    @property
+    def needs_classes(self) -> bool:
+        """Whether it has state for every class, so that labels must be in 0..C-1."""
+        return any("C" in state.shape for state in (*self.params, *self.buffers))
 
     @property
     def state_settings(self) -> frozenset[str]:
@@ -169,6 +200,10 @@ class Loss:
                 raise ConfigError(f"{self.name}: {key} cannot be learned. Pass a number, or detach the tensor.")
             return value
         value, default, span = to_python_scalar(value), known[key], self.space.get(key)
+        if isinstance(default, str):
+            if span is None or value not in span.options:
+                raise ConfigError(f"{self.name}: {key} must be {span}, got {value!r}.")
+            return value
         valid = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
         if not valid:
             expected = {bool: "True or False", int: "an integer"}.get(type(default), "a finite number")
@@ -250,7 +285,9 @@ def loss(
     """
 
     def register(function: LossFunction) -> Callable[..., Tensor]:
-        keyword_only = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        buffers = {buffer.name for buffer in inputs.buffers}
+        parameters = inspect.signature(function).parameters.values()
+        keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in buffers]
         entry = Loss(
             name=function.__name__,
             function=function,
@@ -275,7 +312,7 @@ def loss(
 def _check_declarations(entry: Loss) -> None:
     """Raise if a declaration refers to a setting or a dimension that does not exist."""
     inputs = entry.inputs
-    letters = {letter for param in inputs.params for letter in param.shape}
+    letters = {letter for state in (*inputs.params, *inputs.buffers) for letter in state.shape}
     for what, names, known in (
         ("space", entry.space, entry.settings),
         ("builder_docs", inputs.builder_docs, inputs.builder_kwargs),
@@ -296,6 +333,7 @@ def _public_function(entry: Loss) -> Callable[..., Tensor]:
     @functools.wraps(entry.function)
     def public(*args: Any, reduction: Reduction = "mean", **settings: Any) -> Tensor:
         by_name = {} if inputs.pairs else {k: settings.pop(k) for k in build_signature.parameters if k in settings}
+        state = {b.name: settings.pop(b.name) for b in inputs.buffers if b.name in settings}
         settings = entry.check(settings)
         for key in settings:
             if key in inputs.builder_kwargs:
@@ -312,7 +350,7 @@ def _public_function(entry: Loss) -> Callable[..., Tensor]:
             entry.check_params(bound.args[2:])  # after emb and labels
             built = inputs.build(*bound.args, **bound.kwargs)
         with full_precision(built.sim):
-            return entry.reduce(entry.function(built, **settings), reduction)
+            return entry.reduce(entry.function(built, **settings, **state), reduction)
 
     public.loss = entry  # type: ignore[attr-defined]
     function = inspect.signature(entry.function)

@@ -25,6 +25,10 @@ FAMILIES = {
     "neighbour": "the probability that a neighbour drawn by similarity has the same class",
     "proxy": "the batch compared with learned proxies of the classes",
     "softmax": "classification: a softmax over classes",
+    "margin_softmax": "a softmax over classes, with the own class made harder by a margin",
+    "contrastive": "each positive identified among the other samples of the batch, or of a second tower",
+    "ranking": "smooth or binned forms of average precision, recall and the order of positives and negatives",
+    "clustering": "the clusters of the batch compared with its classes as wholes",
 }
 
 

@@ -28,6 +28,7 @@ from nearkin.training.batch_norm import sync_batch_norm
 
 TOLERANCE = 1e-5  # relative; float32 rounds at 6e-8, and a loss with scale 64 makes that 4e-6
 BATCH, PIXELS, DIM, CLASSES = 24, 12, 8, 5
+EVERY_MINER = ("contrastive", "triplet")  # losses that are run with every miner: one of pairs, one of triplets
 
 Split = Literal["even shares", "uneven shares", "one rank idle"]
 
@@ -109,15 +110,17 @@ def _work(rank: int, processes: int, folder: Path, dtype: torch.dtype, quiet: bo
 
 
 def cases() -> list[Case]:
-    """Return every built-in loss alone, with every miner, with a memory and with both; each with every split."""
+    """Return every loss alone, with a miner, with a memory and with both; and every miner; each with every split."""
     found: list[Case] = []
     for name, entry in LOSSES.items():
         if not entry.function.__module__.startswith("nearkin."):
             continue  # registered by the caller: unknown to the other processes
-        miners = [None, *(m for m in MINERS if m != "all")] if entry.inputs.pairs else [None]
+        miners: list[str | None] = [None, "multi_similarity"] if entry.inputs.pairs else [None]
+        if name in EVERY_MINER:
+            miners = [None, *(m for m in MINERS if m != "all")]
         found += [Case(name, miner) for miner in miners]
-        if entry.inputs.memory:
-            found += [Case(name, miner, memory=40) for miner in miners]
+        if entry.inputs.memory:  # the miner angular compares a batch with itself
+            found += [Case(name, miner, memory=40) for miner in miners if miner != "angular"]
         switches = [scalar.switch for scalar in entry.inputs.learned_scalars if scalar.switch]
         found += [Case(name, miner, settings=((switch, True),)) for switch in switches for miner in miners]
     splits: tuple[Split, ...] = ("even shares", "uneven shares", "one rank idle")

@@ -278,10 +278,19 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {config.epochs}")
 
 
+def refresh_objective(s: Session) -> None:
+    """Recompute what the loss stores about the training set, at the start of an epoch."""
+    state, inputs = s.state, s.state.objective.loss.inputs
+    if inputs.refresh is not None and state.step == 0:
+        emb = embed_table(state.model, s.train, raw=True).to(s.device) if inputs.refresh_embeddings else None
+        state.objective.refresh(torch.from_numpy(s.train.labels).to(s.device), emb)
+
+
 def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> None:
     """Train one epoch, or what is left of it after a checkpoint within it."""
     config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
     model, objective, optimizer, scaler = state.model, state.objective, state.optimizer, state.scaler
+    refresh_objective(s)
     model.train()
     model.freeze_backbone(epoch < config.frozen_epochs)
     state.start_timer()

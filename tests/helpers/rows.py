@@ -22,7 +22,8 @@ class Row:
     miner_settings: dict[str, Any] = field(default_factory=dict)
     reduction: str = "mean"
     unit: bool = True  # the loss does not depend on the length of an embedding
-    gradient: bool = True  # the golden gradient is that of the value
+    gradient: bool = True  # the gradient is that of the value, so that finite differences agree
+    sim_only: bool = True  # embeddings and proxies matter through the similarities only
 
     @property
     def id(self) -> str:
@@ -72,6 +73,43 @@ ROWS = [
     Row("center", "center_loss_learned", {"strength": 0.003}, unit=False),
     Row("pce", "pce", {"lam": 1.0}, unit=False),
     Row("spce", "spce", unit=False),
+    Row("supcon"),
+    Row("nt_xent"),
+    Row("info_nce"),
+    Row("siglip"),
+    Row("vicreg", unit=False, sim_only=False),
+    Row("prototypical"),
+    Row("cosface"),
+    Row("sphereface", unit=False, sim_only=False),
+    Row("large_margin_softmax", unit=False, sim_only=False),
+    Row("subcenter_arcface"),
+    Row("dynamic_arcface"),
+    Row("adaface", unit=False, gradient=False, sim_only=False),
+    Row("curricularface"),
+    Row("magface", unit=False, sim_only=False),
+    Row("p2sgrad"),
+    Row("instance"),
+    Row("proxy_nca_pp"),
+    Row("manifold", sim_only=False),
+    Row("smooth_ap"),
+    Row("smooth_ap", settings={"with_query": True}),
+    Row("recall_surrogate"),
+    Row("sup_ap"),
+    Row("pnp"),
+    Row("fast_ap"),
+    Row("histogram"),
+    Row("ranked_list"),
+    Row("circle", gradient=False),
+    Row("angular"),
+    Row("tuplet_margin"),
+    Row("dynamic_soft_margin", gradient=False),
+    Row("hierarchical_triplet"),
+    Row("intra_pair_variance"),
+    Row("threshold_consistent_margin"),
+    Row("snr_contrastive", sim_only=False),
+    Row("hyperbolic", unit=False),
+    Row("spectral_clustering"),
+    Row("facility_location"),
 ]
 
 

@@ -392,6 +392,7 @@ def test_help_shows_the_public_signature(name: str) -> None:
     assert all(param.name in positional for param in entry.inputs.params)
     assert {n: p.default for n, p in shown.items() if p.kind is p.KEYWORD_ONLY} == {
         **entry.loss_kwargs,
+        **{buffer.name: None for buffer in entry.inputs.buffers},
         "reduction": "mean",
     }
 

@@ -21,6 +21,7 @@ BATCHES = [
     "D_batch_of_one",
     "E_zero_duplicate_antiparallel",
 ]
+GOLDEN_ROWS = [row for row in ROWS if row.golden is not None]
 PARAMS = {"proxies": "proxies", "weight": "W", "bias": "b", "centers": "centers"}
 
 
@@ -64,7 +65,7 @@ def assert_close(got: Tensor, want: Tensor, rel: float, floor: float, what: str)
 
 
 @pytest.mark.parametrize("batch_name", BATCHES)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize("row", GOLDEN_ROWS, ids=lambda row: row.id)
 def test_value_and_gradient(row: Row, batch_name: str, data: dict[str, Any]) -> None:
     want = data["losses"][row.golden]["results"][batch_name]
     objective, emb, labels, constants = load(row, data["batches"][batch_name], torch.float64)
@@ -82,7 +83,7 @@ def test_value_and_gradient(row: Row, batch_name: str, data: dict[str, Any]) -> 
         assert_close(getattr(objective, name).grad, tensor(want[f"grad_{key}"]), 1e-6, floor, f"gradient on {name}")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize("row", GOLDEN_ROWS, ids=lambda row: row.id)
 def test_float32(row: Row, data: dict[str, Any]) -> None:
     for batch_name in BATCHES:
         want = data["losses"][row.golden]["results"][batch_name]

@@ -302,6 +302,9 @@ def test_which_settings_are_learnable() -> None:
         "margin_similarity": ["beta", "margin"],
         "lifted_structure": ["margin"],
         "lifted_song": ["margin"],
+        "info_nce": ["temperature"],
+        "siglip": ["bias", "scale"],
+        "prototypical": ["scale"],
     }
 
 

@@ -1,0 +1,215 @@
+"""Pair losses with a geometry or a statistic of their own: signal-to-noise ratio, hyperbolic space, spread of pairs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearkin.losses._masked import log_sum_exp, masked_mean, masked_sum
+from nearkin.losses.ranges import linear, log
+from nearkin.losses.registry import Inputs, loss
+from nearkin.ops import softplus
+from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.pairs import Pairs, as_batch, pair_up
+
+
+@loss(
+    family="pair",
+    paper="Yu and Tao 2019 (intra-pair variance)",
+    formula="mean_pos max(0, (1 - pos_epsilon) m_pos - s)^2  +  mean_neg max(0, s - (1 + neg_epsilon) m_neg)^2,  "
+    "m the mean cosine of all positive, or negative, pairs",
+    use="Added to another loss with WeightedSum, to reduce the spread of its pairs.",
+    space={"pos_epsilon": linear(0.0, 0.2), "neg_epsilon": linear(0.0, 0.2)},
+    reductions=("mean",),
+)
+def intra_pair_variance(p: Pairs, *, pos_epsilon: float = 0.01, neg_epsilon: float = 0.01) -> Tensor:
+    """Penalise positives below their mean similarity, and negatives above theirs.
+
+    Args:
+        p: Cosines [N, M] with masks.
+        pos_epsilon: Slack of the positives, as a share of their mean.
+        neg_epsilon: Slack of the negatives, as a share of their mean.
+
+    Returns:
+        The 0-dim loss: its means over all pairs are part of its definition.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+        >>> float(intra_pair_variance(pair_up(emb, torch.tensor([0, 0, 1, 1]))))
+        0.1...
+    """
+    pull = torch.relu((1 - pos_epsilon) * masked_mean(p.sim, p.pos) - p.sim).square()
+    push = torch.relu(p.sim - (1 + neg_epsilon) * masked_mean(p.sim, p.neg)).square()
+    return masked_mean(pull, p.pos) + masked_mean(push, p.neg)
+
+
+@loss(
+    family="pair",
+    paper="Zhang et al. 2024 (TCM)",
+    formula="pos_weight mean of (pos_margin - s) over positives below it  +  "
+    "neg_weight mean of (s - neg_margin) over negatives above it",
+    use="Added to another loss with WeightedSum, so that one threshold suits all classes (verification, open sets).",
+    space={
+        "pos_margin": linear(0.5, 1.0),
+        "neg_margin": linear(0.0, 0.8),
+        "pos_weight": log(0.1, 10, legal="[0, inf)"),
+        "neg_weight": log(0.1, 10, legal="[0, inf)"),
+    },
+    reductions=("mean",),
+)
+def threshold_consistent_margin(
+    p: Pairs,
+    *,
+    pos_margin: float = 0.9,
+    neg_margin: float = 0.5,
+    pos_weight: float = 1.0,
+    neg_weight: float = 1.0,
+) -> Tensor:
+    """Pull positives above one cosine and push negatives below another, as means over the violations.
+
+    Args:
+        p: Cosines [N, M] with masks.
+        pos_margin: The cosine that positives should reach.
+        neg_margin: The cosine that negatives should not exceed.
+        pos_weight: Weight of the positives.
+        neg_weight: Weight of the negatives.
+
+    Returns:
+        The 0-dim loss: its means over all violations are part of its definition.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
+        >>> round(float(threshold_consistent_margin(pair_up(emb, torch.tensor([0, 0, 1])))), 4)
+        0.38
+    """
+    pull = masked_mean(pos_margin - p.sim, p.pos & (p.sim <= pos_margin))
+    push = masked_mean(p.sim - neg_margin, p.neg & (p.sim >= neg_margin))
+    return pos_weight * pull + neg_weight * push
+
+
+def centred_pairs(
+    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None, **kwargs: Any
+) -> Pairs:
+    """Pair up embeddings of length 1 by dot products, after subtracting from each the mean of its coordinates."""
+
+    def centre(x: Tensor) -> Tensor:
+        f = unit(x)
+        return f - f.mean(1, keepdim=True)
+
+    emb, labels = as_batch(emb, labels)
+    if refs is not None and ref_labels is not None:
+        refs, ref_labels = as_batch(refs, ref_labels, what="refs")
+        refs = centre(refs)
+    with full_precision(emb):
+        return pair_up(centre(emb), labels, refs, ref_labels, metric="dot", **kwargs)
+
+
+@loss(
+    family="pair",
+    paper="Yuan et al. 2019 (SNR)",
+    formula="mean over non-zero terms of max(0, r_ij - pos_margin) (same)  +  of max(0, neg_margin - r_ij) (other),  "
+    "r_ij = var(x_i - x_j) / var(x_i)",
+    use="When lengths carry information: the distance is relative to the anchor's own variance.",
+    space={"pos_margin": linear(0.0, 0.5), "neg_margin": linear(0.2, 2.0)},
+    inputs=Inputs(
+        centred_pairs, pairs=True, memory=True, call_example="nearkin.losses.pair_geometry.centred_pairs(emb, labels)"
+    ),
+    reductions=("mean",),
+)
+def snr_contrastive(p: Pairs, *, pos_margin: float = 0.0, neg_margin: float = 1.0) -> Tensor:
+    """Contrastive loss on the variance of a difference over the variance of the anchor.
+
+    Args:
+        p: Dot products [N, M] of centred embeddings, with masks.
+        pos_margin: Ratio above which positives are pulled.
+        neg_margin: Ratio below which negatives are pushed.
+
+    Returns:
+        The 0-dim loss: its two means over non-zero terms are part of its definition.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+        >>> round(float(snr_contrastive(centred_pairs(emb, torch.tensor([0, 0, 1])), neg_margin=4.0)), 4)
+        1.0
+    """
+    variance = p.squared_norms()[0][:, None]
+    # A constant embedding has no signal: its pairs count as infinitely far, without gradient.
+    ratio = torch.where(variance > 1e-12, p.distance().square() / variance.clamp(min=1e-12), 1e6)
+    pull, push = ratio - pos_margin, neg_margin - ratio
+    usable = variance > 1e-12
+    return masked_mean(pull, p.pos & usable & (pull > 0)) + masked_mean(push, p.neg & usable & (push > 0))
+
+
+def hyperbolic_pairs(
+    emb: Tensor,
+    labels: Tensor,
+    refs: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    *,
+    curvature: float = 0.1,
+    radius: float = 2.3,
+    **kwargs: Any,
+) -> Pairs:
+    """Map embeddings, clipped to a radius, into the Poincare ball; similarities are minus the geodesic distances."""
+    root = math.sqrt(curvature)
+
+    def to_ball(x: Tensor) -> Tensor:  # the exponential map at 0, times the root: the ball has radius 1
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(max=radius)
+        return unit(x) * torch.tanh(root * length)
+
+    emb, labels = as_batch(emb, labels)
+    if refs is not None and ref_labels is not None:
+        refs, ref_labels = as_batch(refs, ref_labels, what="refs")
+        refs = to_ball(refs)
+    with full_precision(emb):
+        p = pair_up(to_ball(emb), labels, refs, ref_labels, metric="dot", **kwargs)
+        anchor, ref = p.squared_norms()
+        ratio = p.distance() / ((1 - anchor)[:, None] * (1 - ref)).sqrt()
+        return replace(p, sim=torch.asinh(ratio) * (-2 / root))
+
+
+@loss(
+    family="pair",
+    paper="Ermolov et al. 2022 (hyperbolic vision transformers), eq 1 to 6",
+    formula="mean over positive pairs of  log(1 + sum_neg exp((D_ij - D_ik) / temperature)),  "
+    "D = (2/sqrt(c)) asinh(sqrt(c) |u - v| / sqrt((1 - c |u|^2)(1 - c |v|^2))) on the Poincare ball",
+    use="Classes with a hierarchy: distances grow exponentially towards the border of the ball.",
+    space={
+        "temperature": log(0.05, 1.0),
+        "curvature": log(0.01, 1.0),
+        "radius": log(1.0, 5.0),
+    },
+    inputs=Inputs(
+        hyperbolic_pairs,
+        builder_kwargs={"curvature": 0.1, "radius": 2.3},
+        builder_docs={
+            "curvature": "Curvature of the ball; towards 0 it becomes Euclidean.",
+            "radius": "Longer embeddings are clipped to this length first.",
+        },
+        pairs=True,
+        memory=True,
+        call_example="nearkin.losses.pair_geometry.hyperbolic_pairs(emb, labels)",
+    ),
+)
+def hyperbolic(p: Pairs, *, temperature: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Classify each positive among the negatives of its anchor, by distances on the Poincare ball.
+
+    Args:
+        p: Minus geodesic distances [N, M] with masks.
+        temperature: Softmax temperature; 0.2.
+
+    Returns:
+        Sums per anchor [N], and the number of positive pairs.
+
+    Example:
+        >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
+        >>> float(hyperbolic(hyperbolic_pairs(emb, torch.tensor([0, 0, 1])), temperature=1.0))
+        0.1...
+    """
+    logits = p.sim / temperature
+    negatives = log_sum_exp(logits, p.neg)
+    return masked_sum(softplus(negatives[:, None] - logits), p.pos), p.pos.sum()
