@@ -81,7 +81,7 @@ class Protocol:
         """Return the recipe of the second training run: all training classes, the selected number of epochs."""
         data = replace(recipe.data, val_fraction=0.0, folds=0, fold=0)
         epochs = max(1, epochs)
-        train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+        train = replace(recipe.train, epochs=epochs, steps=None, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
         return replace(recipe, data=data, train=train)
 
     def label(self, val_fraction: float) -> str:
