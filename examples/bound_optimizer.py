@@ -1,4 +1,4 @@
-"""Minimise cross-entropy through its pairwise bound (Boudiaf et al. 2020): fit the classifier, then lower PCE, in turns.
+"""Cross-entropy through its pairwise bound (Boudiaf et al. 2020): in turns, fit the classifier and minimise PCE.
 
 python examples/bound_optimizer.py --figure bounds.png
 """
@@ -19,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--classes", type=int, default=24)
+    parser.add_argument("--lam", type=float, default=1.0, help="smallest lambda of PCE")
     parser.add_argument("--figure", help="write the losses and the bounds of Lemma 1 along training to this file")
     args = parser.parse_args()
 
@@ -35,7 +36,8 @@ def main() -> None:
         emb = network(x).detach()
         cross_entropy = fit_classifier(theta, emb, labels)  # majorise: the bound is taken at this classifier
         probabilities = theta(emb).softmax(1).detach()
-        lam = max(pce_lambda(emb, probabilities), 1e-3)  # 0 for probabilities that are all but certain
+        eigenvalue = pce_lambda(emb, probabilities)  # close to 0 as soon as some class is almost certain
+        lam = max(eigenvalue, args.lam)
         for _ in range(20):  # minimise
             optimizer.zero_grad()
             loss = nk.losses.pce(network(x), labels, probabilities, lam=lam)
@@ -44,11 +46,12 @@ def main() -> None:
         with torch.no_grad():
             after = network(x)
             spce = float(nk.losses.spce(after, labels, num_classes=args.classes))
-        history.append((cross_entropy, float(loss.detach()), spce, lemma_1(after, labels)))
+        pce = float(loss.detach())
+        history.append((cross_entropy, pce, spce, lemma_1(after, labels)))
         recall = nk.score(after, labels)["R@1"]
         print(
-            f"round {number + 1}: cross-entropy {cross_entropy:.3f}, PCE {float(loss.detach()):.3f} (lambda {lam:.2g}), "
-            f"SPCE {spce:.3f}, R@1 {100 * recall:.1f}"
+            f"round {number + 1}: cross-entropy {cross_entropy:.3f}, PCE {pce:.3f}, SPCE {spce:.3f}, "
+            f"R@1 {100 * recall:.1f} (lambda {lam:.2g}, by eigenvalues {eigenvalue:.2g})"
         )
     if args.figure:
         draw(history, args.figure)

@@ -97,8 +97,10 @@ def requirements(study: Study, trials: Sequence[Trial]) -> list[str]:
     """List what a study still needs before it can run, each with the flag that provides it."""
     needed = []
     for dataset in study.datasets:
-        benchmark = BENCHMARKS.get(dataset.source)
-        if benchmark and not study.rehearsal and (dataset.root is None or benchmark.find(dataset.root) is None):
+        if dataset.source not in BENCHMARKS or study.rehearsal:
+            continue
+        benchmark = BENCHMARKS[dataset.source]
+        if dataset.root is None or benchmark.find(dataset.root) is None:
             where = "" if dataset.root is None else f" not found in {dataset.root};"
             get = f"download it with `nearkin data get {dataset.source}`"
             needed.append(f"{dataset.name}: {benchmark.title}{where} {get}, then pass its folder with --data FOLDER")

@@ -70,7 +70,10 @@ class Trial:
     @property
     def id(self) -> str:
         """File name of the trial: a readable prefix and a hash of everything that affects its outcome."""
-        hashed = json.dumps([self.dataset, self.label, key_values(self.recipe)], sort_keys=True)
+        values = [self.dataset, self.label, key_values(self.recipe)]
+        # In a rehearsal, trials that differ in their network have the same recipe.
+        values += [self.experiment] if self.label.startswith(REHEARSAL) else []
+        hashed = json.dumps(values, sort_keys=True)
         digest = hashlib.sha256(hashed.encode()).hexdigest()[:10]
         prefix = "".join(c if c.isalnum() or c in "_." else "-" for c in f"{self.dataset}-{self.size}-{self.method}")
         return f"{prefix}-s{self.seed}-f{self.part}-{digest}"

@@ -88,16 +88,16 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
         print(f"computed:  nothing is trained; nearkin bench run {paper.name} writes it to studies/{paper.name}")
         return
     trials = study.trials()
-    metrics = list(dict.fromkeys(p.metric for p in paper.published())) or list(paper.columns) or ["R@k"]
+    metrics = list(dict.fromkeys(p.metric for p in paper.published)) or list(paper.columns) or ["R@k"]
     print(f"metrics:   {', '.join(metrics)}")
     print(f"protocol:  {'; '.join(dict.fromkeys(t.label for t in trials))} (other: --protocol fixed)")
-    for setup in dict.fromkeys(p.setup for p in paper.published() if p.own):
+    for setup in dict.fromkeys(p.setup for p in paper.published if p.own):
         print(f"published: {setup}")
     if paper.not_yet:
         print(f"not yet:   {len(paper.not_yet)} methods: {', '.join(paper.not_yet)}")
     for note in paper.notes:
         print(f"note:      {note}")
-    if paper.published():
+    if paper.published:
         show(rich_table(_published_grid(paper)))
     _print_costs(paper, study, args)
 
@@ -133,7 +133,7 @@ def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
 def _published_grid(paper: PaperStudy) -> Grid:
     from nearkin.report.tables import Grid
 
-    values = paper.published()
+    values = paper.published
     metrics = list(dict.fromkeys((p.split, p.metric) for p in values))
     rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
     for p in values:

@@ -54,14 +54,14 @@ class Cell:
 def paper_cells(folder: StudyFolder) -> list[Cell]:
     """Return every value of the table of a study, part by part in the printed order."""
     paper = paper_studies()[folder.study.paper]
-    outcomes = folder.outcomes()
+    outcomes, not_yet = folder.outcomes(), paper.not_yet
     parts: dict[str, list[Trial]] = {}
     for trial in folder.trials:
         parts.setdefault(trial.experiment.partition(" val ")[0], []).append(trial)
     return [
-        _cell(paper, folder, part, trials, row, chosen, metric, outcomes)
+        _cell(paper, folder, part, trials, row, chosen, metric, outcomes, not_yet)
         for part, trials in parts.items()
-        for row, chosen in _rows(paper, folder, trials)
+        for row, chosen in _rows(paper, folder, trials, not_yet)
         for metric in _columns(paper, trials[0])
     ]
 
@@ -74,7 +74,9 @@ def _columns(paper: PaperStudy, trial: Trial) -> list[str]:
     return wanted or shown
 
 
-def _rows(paper: PaperStudy, folder: StudyFolder, trials: Sequence[Trial]) -> Iterator[tuple[str, list[Trial] | None]]:
+def _rows(
+    paper: PaperStudy, folder: StudyFolder, trials: Sequence[Trial], not_yet: Sequence[str]
+) -> Iterator[tuple[str, list[Trial] | None]]:
     """Yield each row of a part with its trials; None for a method that is not trained."""
     if paper.rows_are == "folds":
         yield from ((f"fold {fold + 1}", [t for t in trials if t.part == fold]) for fold in _unique(trials, "part"))
@@ -85,11 +87,11 @@ def _rows(paper: PaperStudy, folder: StudyFolder, trials: Sequence[Trial]) -> It
             share = folder.study.val_fractions[len(_unique(trials[: trials.index(chosen[0])], "label"))]
             yield f"{100 * (1 - share):g}/{100 * share:g}", chosen
         return
-    quoted = dict.fromkeys(p.method for p in paper.published() if not p.own and p.dataset == trials[0].dataset)
+    quoted = dict.fromkeys(p.method for p in paper.published if not p.own and p.dataset == trials[0].dataset)
     yield from ((method, None) for method in quoted)
     for row, method in paper.rows.items():
         name = method.removesuffix(EUCLIDEAN)
-        if row in paper.not_yet:
+        if row in not_yet:
             yield row, None
         elif name == UNTUNED or name in folder.study.method_names:
             yield row, [t for t in trials if name in (UNTUNED, t.method)]
@@ -108,6 +110,7 @@ def _cell(
     chosen: Sequence[Trial] | None,
     metric: str,
     outcomes: dict[str, Outcome],
+    not_yet: Sequence[str],
 ) -> Cell:
     first = trials[0]
     method = paper.rows.get(row, "")
@@ -117,10 +120,10 @@ def _cell(
     bounds = [o.intervals[metric] for o in done if plain and o.intervals and metric in o.intervals]
     low, high = (100 * np.mean(bounds, axis=0)).tolist() if bounds else (math.nan, math.nan)
     if chosen is None:
-        status = "not yet" if any(row.startswith(name) for name in paper.not_yet) else "quoted"
+        status = "not yet" if any(row.startswith(name) for name in not_yet) else "quoted"
     else:
         status = "" if values else "failed" if any(t.id in outcomes for t in chosen) else "left"
-    found = next((p.percent for p in paper.published() if _is_published(p, folder, first, row, metric)), None)
+    found = next((p.percent for p in paper.published if _is_published(p, folder, first, row, metric)), None)
     return Cell(
         *(part, first.dataset, first.backbone, first.size, row, metric),
         published=math.nan if found is None else found,
@@ -210,7 +213,7 @@ def paper_notes(paper: PaperStudy, folder: StudyFolder) -> list[str]:
     study = folder.study
     notes = ["Percent: ours ± sample deviation over runs (published value, difference); 95 % interval over classes."]
     notes += [f"Protocol: {label}." for label in dict.fromkeys(trial.label for trial in folder.trials)]
-    setups = dict.fromkeys(p.setup for p in paper.published() if p.own)
+    setups = dict.fromkeys(p.setup for p in paper.published if p.own)
     notes += [f"Protocol of the published values: {setup}." for setup in setups]
     if study.change:
         notes.append(f"Changed settings: {dict(study.change)}.")
