@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nearkin.analysis.bounds import Bound, lemma_1, pce_lambda
 from nearkin.analysis.diagnostics import Alarm, Diagnosis, alarms, diagnose, effective_rank
 from nearkin.analysis.duplicates import find_duplicates
 from nearkin.analysis.hardness import class_table, confused_pairs, hardest, hubness, hubs
@@ -17,6 +18,7 @@ from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 
 __all__ = [
     "Alarm",
+    "Bound",
     "Diagnosis",
     "LabelErrors",
     "alarms",
@@ -33,6 +35,8 @@ __all__ = [
     "hubness",
     "hubs",
     "label_entropy",
+    "lemma_1",
     "mutual_information",
     "mutual_information_bound",
+    "pce_lambda",
 ]

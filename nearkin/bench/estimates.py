@@ -75,15 +75,18 @@ class Estimate:
         val = (size.num_images - test) * recipe.data.val_fraction
         train = size.num_images - test - val
         evaluated = 2 * test  # before and after training
-        work = cached_flops * size.num_images + flops * (recipe.train.epochs * (3 * train + val) + evaluated)
-        steps = recipe.train.epochs * train / recipe.train.batch_size
+        steps = recipe.train.steps or recipe.train.epochs * train / recipe.train.batch_size
+        epochs = steps * recipe.train.batch_size / train
+        work = cached_flops * size.num_images + flops * (epochs * (3 * train + val) + evaluated)
         fixed = 1.0 + EVALUATION_OVERHEAD * (test / 6000) ** 2
         return fixed + work / (UTILIZATION * self.speed) + self.step_overhead * steps
 
 
 def dataset_size(data: DataConfig) -> DatasetSize:
     """Return the size of a recipe's data without decoding any image."""
-    return _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
+    size = _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
+    limit = (data.max_classes or size.num_images) * (data.max_per_class or size.num_images)
+    return size._replace(num_images=min(size.num_images, limit))
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nearkin.bench.tune_space import Settings, recipe_for_loss
+from nearkin.bench.tune_space import Settings, defaults, recipe_for_loss
 from nearkin.config.recipe import ComponentConfig, Recipe, Scalar
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES
@@ -29,7 +29,7 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "soft_triple": {
         "loss.margin": _UNIT,
         "loss.scale": _EVEN,
-        "train.lr": _grid(1, 10, 1e-5, 5),
+        "train.class_lr": _grid(1, 10, 1e-5, 5),  # "weights lr": of the class weights
         "loss.gamma": tuple(1 / gamma for gamma in _grid(1, 10, 10.0, 0)),
         "loss.tau": _UNIT,
     },
@@ -46,13 +46,14 @@ class GridPoint:
     first: int  # number of the first trial that varies this setting
 
 
-def grid_points(loss: str) -> list[GridPoint]:
-    """Return all trials of a loss, in order."""
+def grid_points(loss: str, coarse: bool = False) -> list[GridPoint]:
+    """Return all trials of a loss, in order; `coarse` keeps the ends and the middle of each grid."""
     if loss not in GRIDS:
         raise ConfigError(f"thesis_grid: the thesis has no grid for '{loss}'. Available: {', '.join(GRIDS)}.")
     points: list[GridPoint] = []
     for setting, grid in GRIDS[loss].items():
         first = len(points)
+        grid = (grid[0], grid[len(grid) // 2], grid[-1]) if coarse else grid
         points += [GridPoint(setting, value, first) for value in grid]
     return points
 
@@ -60,14 +61,22 @@ def grid_points(loss: str) -> list[GridPoint]:
 def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
     """Return the base recipe of the grid search of a loss."""
     base = recipe_for_loss(recipe, loss)
-    if loss == "multi_similarity" and (base.miner is None or base.miner.name != "multi_similarity"):
-        return replace(base, miner=ComponentConfig("multi_similarity"))
-    return base
+    if loss != "multi_similarity":
+        return base
+    if base.miner is None or base.miner.name != "multi_similarity":
+        base = replace(base, miner=ComponentConfig("multi_similarity"))
+    if base.train.samples_per_class:
+        return base
+    # The thesis takes five images per class for this loss; random batches have few positives.
+    batch_size = max(10, base.train.batch_size // 5 * 5)
+    return replace(base, train=replace(base.train, samples_per_class=5, batch_size=batch_size))
 
 
-def trial_settings(recipe: Recipe, loss: str, number: int, scores: Sequence[float | None]) -> Settings:
+def trial_settings(
+    recipe: Recipe, loss: str, number: int, scores: Sequence[float | None], coarse: bool = False
+) -> Settings:
     """Return the settings of a trial: its grid point, and the best value of each setting searched before."""
-    points = grid_points(loss)
+    points = grid_points(loss, coarse)
     best = _initial_settings(recipe, loss)
     for setting in GRIDS[loss]:
         if setting == points[number].setting:
@@ -85,7 +94,8 @@ def trial_settings(recipe: Recipe, loss: str, number: int, scores: Sequence[floa
 def _initial_settings(recipe: Recipe, loss: str) -> Settings:
     base = grid_recipe(recipe, loss)
     loss_settings: Settings = {**LOSSES[loss].settings, **base.loss.settings}
-    values: Settings = {"train.lr": base.train.lr, **{f"loss.{name}": value for name, value in loss_settings.items()}}
+    values: Settings = {f"loss.{name}": value for name, value in loss_settings.items()}
+    values["train.class_lr"] = defaults(recipe, loss).get("train.class_lr", base.train.lr)
     if base.miner is not None:
         values["miner.epsilon"] = base.miner.settings.get("epsilon", 0.1)
     return {setting: values[setting] for setting in GRIDS[loss]}

@@ -147,10 +147,10 @@ def table_11() -> list[SimpleNamespace]:
 def table_15() -> list[SimpleNamespace]:
     """Return the settings that the thesis searched on fixed validation classes: range, step and best value.
 
-    `printed` is the setting as printed, `setting` our name (of the loss, or of the miner of the same name; None for a
-    learning rate).
+    `printed` is the setting as printed, `setting` our name: of the loss, of the miner of the same name (epsilon), or of
+    training (class_lr).
     """
-    return [SimpleNamespace(**{"setting": None} | row) for row in _rows("search")]
+    return [SimpleNamespace(**row) for row in _rows("search")]
 
 
 def gaps() -> list[SimpleNamespace]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin._common.registry import Registry
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
@@ -77,12 +78,11 @@ def thesis(data: Path | None) -> Study:
     from nearkin.bench.study import Dataset, Study
     from nearkin.training.recipes import THESIS
 
-    root = Path("data") if data is None else data
     return Study(
         name="thesis",
         base="thesis_{loss}:{dataset}:{backbone}:{size}",
         losses=tuple(THESIS),
-        datasets=tuple(Dataset(name, name, root.resolve()) for name in ("cub", "cars", "sop")),
+        datasets=tuple(Dataset(name, name, data and data.resolve()) for name in ("cub", "cars", "sop")),
         backbones=("googlenet", "bn_inception", "resnet50"),
         sizes=(64, 128, 512, 1024),
     )
@@ -101,13 +101,41 @@ def find_study(name: str, data: Path | None = None) -> Study:
     Raises:
         ConfigError: No such study, or `data` for a study that names its own data.
     """
+    from nearkin.bench.paper_studies import paper_studies
+
     path = Path(name)
+    if name in paper_studies():
+        study = paper_studies()[name].build()
+        if study is None:
+            raise ConfigError(f"{name}: nothing to train. Compute it with: nearkin papers {name}")
+        return study if data is None else with_data(study, data.resolve())
     if name not in PRESETS and path.is_dir():
         path = path / "study.toml"
     if name in PRESETS or path.suffix != ".toml":
         return PRESETS[name](data)
-    if data is not None:
-        raise ConfigError("--data: only for presets; a study file names its own data.")
     from nearkin.bench.study import Study
 
-    return Study.from_toml(path)
+    study = Study.from_toml(path)
+    return study if data is None else with_data(study, data.resolve())
+
+
+def with_data(study: Study, path: Path) -> Study:
+    """Return a study with its datasets at a path: the folder of benchmarks, or a user's own images for a single one."""
+    from nearkin.bench.study import Dataset
+    from nearkin.data.benchmarks import BENCHMARKS
+    from nearkin.data.sources import detect_source
+
+    if not path.exists():
+        raise DataError(f"--data {path}: no such file or folder.")
+    here = {d.name: d.source in BENCHMARKS and BENCHMARKS[d.source].find(path) is not None for d in study.datasets}
+    if all(here.values()) and here:
+        return replace(study, datasets=tuple(replace(d, root=path) for d in study.datasets))
+    source = detect_source(path)
+    if source in BENCHMARKS or len(study.datasets) != 1:
+        missing = [name for name, found in here.items() if not found]
+        raise DataError(
+            f"--data {path}: does not contain {', '.join(missing)}. Download them with `nearkin data get NAME --root "
+            f"{path}`, or choose among the study's datasets with --datasets."
+        )
+    (dataset,) = study.datasets
+    return replace(study, datasets=(Dataset(path.stem, source, path, dataset.recipe or dataset.source),))

@@ -80,7 +80,7 @@ class Protocol:
     def refit_recipe(self, recipe: Recipe, epochs: int) -> Recipe:
         """Return the recipe of the second training run: all training classes, the selected number of epochs."""
         data = replace(recipe.data, val_fraction=0.0, folds=0, fold=0)
-        train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+        train = replace(recipe.train, epochs=epochs, steps=None, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
         return replace(recipe, data=data, train=train)
 
     def label(self, val_fraction: float) -> str:

@@ -24,6 +24,7 @@ from nearkin.errors import DataError, did_you_mean
 
 Floats = NDArray[np.float64]
 COLUMNS = ("experiment", "method", "seed", "value", "reason")
+VALIDATION_COLUMN = "val R@1"
 DIGITS = 10  # decimals that count: means over seeds carry rounding errors, which must not decide a rank
 
 
@@ -153,7 +154,7 @@ def _json_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
 
 def _check_columns(path: Path, names: list[str]) -> None:
     for name in names:
-        if name not in COLUMNS:
+        if name not in (*COLUMNS, VALIDATION_COLUMN) and "@" not in name:  # further metrics of a study's results.csv
             hint = did_you_mean(name, COLUMNS) or f" Known columns: {', '.join(COLUMNS)}."
             raise DataError(f"{path}: unknown column '{name}'.{hint}")
     for name in ("experiment", "method", "value"):

@@ -19,11 +19,14 @@ from nearkin.config._parsing import from_dict, load_toml
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
+from nearkin.metrics.retrieval import check_metric
 from nearkin.training import recipes
 from nearkin.training._run_key import key_values
-from nearkin.training.evaluation import HEADLINE_METRICS
+from nearkin.training.evaluation import DATASET_KS, reported_metrics
 
-_SECTIONS = ("data", "model", "loss", "miner", "train")
+_SECTIONS = ("data", "model", "loss", "miner", "train", "eval")
+
+REHEARSAL = "REHEARSAL (tiny data and network, the values mean nothing): "
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Dataset:
     name: str  # its name in tables
     source: str  # as in a recipe
     root: Path | None = None  # as in a recipe; relative to the study file
+    recipe: str = ""  # what {dataset} in the base stands for; default: the source
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ class Trial:
     @property
     def id(self) -> str:
         """File name of the trial: a readable prefix and a hash of everything that affects its outcome."""
-        hashed = json.dumps([self.dataset, self.label, key_values(self.recipe)], sort_keys=True)
+        values = [self.dataset, self.label, key_values(self.recipe)]
+        # In a rehearsal, trials that differ in their network have the same recipe.
+        values += [self.experiment] if self.label.startswith(REHEARSAL) else []
+        hashed = json.dumps(values, sort_keys=True)
         digest = hashlib.sha256(hashed.encode()).hexdigest()[:10]
         prefix = "".join(c if c.isalnum() or c in "_." else "-" for c in f"{self.dataset}-{self.size}-{self.method}")
         return f"{prefix}-s{self.seed}-f{self.part}-{digest}"
@@ -95,6 +102,9 @@ class Study:
         metric: The metric that methods are ranked by.
         tuned: Folder written by `nearkin tune`: loss, miner and training settings are read from METHOD.toml there.
         keep_models: Keep the weights of finished trials; results are always kept.
+        weights: Initial weights by backbone: a .pth or .safetensors file.
+        paper: The table or figure of a paper that this study reruns, if any.
+        rehearsal: Run every trial with a tiny network for a few steps, on a few glyphs unless a dataset has a root.
         change: Settings of all trials, as in a recipe.
         methods: Settings of single methods, as in a recipe; a name that is not a loss needs loss.name.
     """
@@ -112,14 +122,16 @@ class Study:
     metric: str = "R@1"
     tuned: Path | None = None
     keep_models: bool = True
+    weights: Mapping[str, str] = field(default_factory=dict)
+    rehearsal: bool = False
+    paper: str = ""
     change: Mapping[str, Any] = field(default_factory=dict)
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name.strip() or self.name.startswith("."):
             raise ConfigError(f"name: expected a valid folder name, got {self.name!r}.")
-        if self.metric not in HEADLINE_METRICS:
-            raise ConfigError(f"metric: expected one of {', '.join(HEADLINE_METRICS)}, got {self.metric!r}.")
+        check_metric(self.metric)
         for name, values in (("losses", self.losses or self.methods), ("seeds", self.seeds)):
             if not values:
                 raise ConfigError(f"{name}: expected at least one.")
@@ -164,13 +176,13 @@ class Study:
 
     def dropped_from(self, previous: Study) -> str:
         """List what a wider version of this study also has ("losses triplet; seeds 0, 1"); empty if others differ."""
-        narrowed = dataclasses.replace(
-            previous, losses=self.losses, methods=self.methods, sizes=self.sizes, seeds=self.seeds
-        )
+        same = ("losses", "methods", "sizes", "seeds", "datasets", "backbones", "weights")
+        narrowed = dataclasses.replace(previous, **{name: getattr(self, name) for name in same})
         if narrowed.to_toml() != self.to_toml():
             return ""
         lists = {"losses": (previous.method_names, self.method_names)}
-        lists |= {name: (getattr(previous, name), getattr(self, name)) for name in ("sizes", "seeds")}
+        lists |= {name: (getattr(previous, name), getattr(self, name)) for name in ("sizes", "seeds", "backbones")}
+        lists["datasets"] = tuple(tuple(d.name for d in study.datasets) for study in (previous, self))  # type: ignore[assignment]
         dropped = {name: [str(value) for value in old if value not in new] for name, (old, new) in lists.items()}
         return "; ".join(f"{name} {', '.join(values)}" for name, values in dropped.items() if values)
 
@@ -194,7 +206,8 @@ class Study:
         escaped = str(folder).replace("{", "{{").replace("}", "}}")  # the base may be a pattern, its folder is not
         base = str(Path(escaped) / self.base) if self.base.endswith(".toml") else self.base
         tuned = folder / self.tuned if self.tuned is not None else None
-        return dataclasses.replace(self, datasets=datasets, base=base, tuned=tuned)
+        weights = {name: str(folder / file) for name, file in self.weights.items()}
+        return dataclasses.replace(self, datasets=datasets, base=base, tuned=tuned, weights=weights)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
@@ -225,7 +238,10 @@ class Study:
         fold: int,
     ) -> Trial:
         values = self._base_values(method, dataset, backbone, size)
-        values = merge(merge(values, self.change), self.methods.get(method, {}))
+        for change in (self.change, self.methods.get(method, {})):
+            values = merge(values, change)
+            if "epochs" in change.get("train", {}) and "steps" not in change["train"]:
+                values["train"].pop("steps", None)
         if dataset is not None:
             root = {} if dataset.root is None else {"root": str(dataset.root)}
             values["data"] |= {"source": dataset.source, **root}
@@ -233,6 +249,10 @@ class Study:
             values["model"]["backbone"] = backbone
         if size is not None:
             values["model"]["dim"] = size
+        if (name := values["model"]["backbone"]) in self.weights:
+            values["model"]["weights"] = self.weights[name]
+        if self.rehearsal:
+            values = rehearse(values)
         values["data"] = self.protocol.apply(values["data"], fold, val_fraction)
         if self.resplit:
             values["data"]["split_seed"] = seed
@@ -240,19 +260,22 @@ class Study:
         try:
             recipe = Recipe.from_dict(values)
             self.protocol.check(recipe)
+            if self.metric not in (known := reported_metrics(recipe.eval, recipe.data.source)):
+                fix = f'Choose one of {", ".join(known)}, or add it with change.eval.metrics = ["{self.metric}"].'
+                raise ConfigError(f"metric: {self.metric} is not computed. {fix}")
         except ConfigError as error:
             raise ConfigError(f"{method}: {error}") from None
         name = dataset.name if dataset is not None else recipe.data.source
         experiment = [name]
         if len(self.backbones) > 1:
-            experiment.append(recipe.model.backbone)
+            experiment.append(backbone or recipe.model.backbone)
         if self.sizes:  # without this list, methods with sizes of their own are compared in one experiment
             experiment.append(str(recipe.model.dim))
         if len(self.val_fractions) > 1:
             experiment.append(f"val {val_fraction:g}")
         return Trial(
             dataset=name,
-            backbone=recipe.model.backbone,
+            backbone=backbone or recipe.model.backbone,
             size=recipe.model.dim,
             method=method,
             seed=seed,
@@ -260,14 +283,15 @@ class Study:
             experiment=" ".join(experiment),
             replicate=seed * self.protocol.models_per_seed + fold,
             recipe=recipe,
-            label=self.protocol.label(val_fraction),
+            label=(REHEARSAL if self.rehearsal else "") + self.protocol.label(val_fraction),
         )
 
     def _base_values(
         self, method: str, dataset: Dataset | None, backbone: str | None, size: int | None
     ) -> dict[str, Any]:
         """Return the base recipe as plain values, with the method's loss."""
-        fields = {"loss": method, "dataset": dataset and dataset.source, "backbone": backbone, "size": size}
+        recipe = dataset and (dataset.recipe or dataset.source)
+        fields = {"loss": method, "dataset": recipe, "backbone": backbone, "size": size}
         try:
             base = self.base.format(**{key: value for key, value in fields.items() if value is not None})
         except KeyError as error:
@@ -286,6 +310,25 @@ class Study:
             tuned = Recipe.from_toml(self.tuned / f"{method}.toml").to_dict()
             values |= {key: tuned[key] for key in ("loss", "miner", "train") if key in tuned}
         return values
+
+
+def rehearse(values: dict[str, Any]) -> dict[str, Any]:
+    """Change a recipe, as plain values, so that it trains and is evaluated in a fraction of a second."""
+    data, model, train = dict(values["data"]), dict(values["model"]), dict(values["train"])
+    if data.get("root") is None:
+        data["source"] = "glyphs"
+    data |= {"max_classes": 48, "max_per_class": 8, "image_size": 40, "augment": "none"}
+    backbone = "none" if data["source"] == "features" else "small_conv"
+    model |= {"backbone": backbone, "weights": "none", "width": 4, "freeze": "none", "head_init": "random"}
+    group = train["samples_per_class"] or 1
+    batch_size = max(group, min(train["batch_size"], 60) // group * group)
+    train |= {"epochs": 1, "steps": 3, "batch_size": batch_size, "lr": 1e-3, "lr_schedule": "constant"}
+    train |= {"frozen_epochs": 0, "step_epochs": 1, "step_factor": 0.5}
+    # The usual k of the dataset that the recipe is for.
+    evaluation = dict(values.get("eval", {}))
+    if not {"ks", "metrics"} & evaluation.keys() and values["data"]["source"] in DATASET_KS:
+        evaluation["ks"] = list(DATASET_KS[values["data"]["source"]])
+    return values | {"data": data, "model": model, "train": train} | ({"eval": evaluation} if evaluation else {})
 
 
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:

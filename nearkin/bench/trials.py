@@ -20,7 +20,7 @@ from nearkin.bench import executor
 from nearkin.bench.results import Result
 from nearkin.bench.study import Study, Trial
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, RunBusyError, RunError
+from nearkin.errors import ConfigError, RunBusyError, RunError, did_you_mean
 from nearkin.training.run import Run
 
 
@@ -37,6 +37,7 @@ class Outcome:
     baselines: dict[str, dict[str, float]] | None = None  # baseline -> metric -> mean on the test classes
     # baseline -> metric -> paired difference of the trained model, lower and upper end of its interval
     differences: dict[str, dict[str, list[float]]] | None = None
+    euclidean: dict[str, float] | None = None  # as `test`, by Euclidean distance of the raw embeddings
     val: float | None = None  # R@1 on the validation classes at the chosen epoch
     epoch: int | None = None  # the chosen epoch
     seconds: float = 0.0  # run time including loading and evaluation; for a resumed trial only since it was resumed
@@ -154,12 +155,29 @@ class StudyFolder:
         with file_lock(self._file(trial.id, "lock")) as locked:
             yield locked and self.outcome(trial) is None
 
-    def results(self) -> list[Result]:
-        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
-        outcomes, metric = self.outcomes(), self.study.metric
+    def results(
+        self, *, dataset: str | None = None, backbone: str | None = None, metric: str | None = None
+    ) -> list[Result]:
+        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent.
+
+        Args:
+            dataset: Only trials on this dataset.
+            backbone: Only trials with this backbone.
+            metric: Default: that of the study.
+        """
+        metric = metric or self.study.metric
+        for flag, wanted in (("dataset", dataset), ("backbone", backbone)):
+            known = list(dict.fromkeys(getattr(trial, flag) for trial in self.trials))
+            if wanted is not None and wanted not in known:
+                hint = did_you_mean(wanted, known) or f" Available: {', '.join(known)}."
+                raise ConfigError(f"--{flag}: the study has no {flag} '{wanted}'.{hint}")
+        outcomes = self.outcomes()
         rows = []
         for trial in self.trials:
-            if outcome := outcomes.get(trial.id):
+            wanted = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
+            if wanted and (outcome := outcomes.get(trial.id)):
+                if outcome.test is not None and metric not in outcome.test:
+                    raise ConfigError(f"--metric: no {metric} in this study. Available: {', '.join(outcome.test)}.")
                 value = None if outcome.test is None else 100 * outcome.test[metric]
                 rows.append(Result(trial.experiment, trial.method, trial.replicate, value, outcome.reason))
         return rows
@@ -220,22 +238,23 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
         id=trial.id,
         status="done",
         run=str(run.path.resolve()),
-        test={name: value["mean"] for name, value in test["trained"].items()},
+        test=_means(test["trained"]),
         intervals={name: value["interval"] for name, value in test["trained"].items()},
-        baselines={
-            name: {metric: value["mean"] for metric, value in metrics.items()}
-            for name, metrics in test.items()
-            if name != "trained"
-        },
+        baselines={name: _means(metrics) for name, metrics in test.items() if name != "trained"},
         differences={
             name: {metric: [found["mean"], *found["interval"]] for metric, found in metrics.items()}
             for name, metrics in run.result["differences"].items()
         },
+        euclidean=_means(run.result["euclidean"]) if "euclidean" in run.result else None,
         val=selected.result["val_R@1"],
         epoch=selected.result["protocol"]["epoch"],
         seconds=time.monotonic() - start,
         label=trial.label,
     )
+
+
+def _means(summary: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {name: value["mean"] for name, value in summary.items()}
 
 
 def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:

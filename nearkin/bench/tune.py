@@ -67,7 +67,7 @@ def _unfinished(search: Search, shared: SharedStorage) -> list[tuple[str, int]]:
 def _claim(search: Search, loss: str, number: int, shared: SharedStorage) -> Iterator[bool]:
     """Lock a trial. Yields whether it is unfinished, and the trials that it depends on are finished."""
     with shared.lock(f"{search.study(loss)}/{number}", False) as locked:
-        num_required = grid_search.grid_points(loss)[number].first if search.mode == "thesis_grid" else 0
+        num_required = search.points(loss)[number].first if search.is_grid else 0
         finished = [t.state.is_finished() for t in load_trials(search, loss, shared)] if locked else []
         yield locked and not finished[number] and all(finished[:num_required])
 
@@ -156,9 +156,10 @@ def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedSto
     if "settings" in trial.user_attrs:
         return dict(trial.user_attrs["settings"])
     settings: Settings = {}
-    if search.mode == "thesis_grid":
+    if search.is_grid:
         scores = [t.values[0] if t.state == TrialState.COMPLETE else None for t in load_trials(search, loss, shared)]
-        settings = grid_search.trial_settings(search.recipe, loss, trial.number, scores)
+        coarse = search.mode == "thesis_grid_coarse"
+        settings = grid_search.trial_settings(search.recipe, loss, trial.number, scores, coarse)
     else:
         for name, range_ in space(search.recipe, loss).items():
             # A seed per setting and trial: a single worker gets the same settings even if it is killed in between.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-Mode = Literal["optuna", "thesis_grid"]
+Mode = Literal["optuna", "thesis_grid", "thesis_grid_coarse"]
 DEFAULT_TRIALS = 20  # per loss
 
 
@@ -46,7 +46,7 @@ class Search:
 
     def budget(self, loss: str) -> int:
         """Return the number of trials of a loss."""
-        return len(grid_search.grid_points(loss)) if self.mode == "thesis_grid" else self.trials
+        return len(self.points(loss)) if self.is_grid else self.trials
 
     @property
     def total(self) -> int:
@@ -55,8 +55,16 @@ class Search:
 
     def base(self, loss: str) -> Recipe:
         """Return the recipe that the trials of a loss start from."""
-        grid = self.mode == "thesis_grid"
-        return grid_search.grid_recipe(self.recipe, loss) if grid else recipe_for_loss(self.recipe, loss)
+        return grid_search.grid_recipe(self.recipe, loss) if self.is_grid else recipe_for_loss(self.recipe, loss)
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the search walks the grids of the thesis."""
+        return self.mode != "optuna"
+
+    def points(self, loss: str) -> list[grid_search.GridPoint]:
+        """Return the grid points of a loss."""
+        return grid_search.grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
 
     def study(self, loss: str) -> str:
         """Return the name of a loss's Optuna study."""
@@ -146,7 +154,7 @@ def _unnamed_search(
     """Validate everything that does not need the data."""
     from nearkin.training.factory import validate_recipe
 
-    grid = mode == "thesis_grid"
+    grid = mode != "optuna"
     if grid and trials is not None:
         raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
     if trials is not None and trials < 1:
@@ -162,7 +170,8 @@ def _unnamed_search(
     if names == ("all",):
         names = tuple(grid_search.GRIDS) if grid else tuple(LOSSES)
     epochs = max(1, round(share * recipe.train.epochs))
-    train = replace(recipe.train, epochs=epochs, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+    steps = None if recipe.train.steps is None else max(1, round(share * recipe.train.steps))
+    train = replace(recipe.train, epochs=epochs, steps=steps, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
     search = Search(
         name="",
         recipe=replace(recipe, train=train),

@@ -32,6 +32,7 @@ _USAGE = {
     "losses [NAME]": "list the available losses, or explain one",
     "tune [RECIPE]": "tune hyperparameters of losses on validation classes, with equal trial budgets",
     "bench run STUDY": "compare methods under one protocol over seeds, resumable (also: plan, status, work)",
+    "papers [NAME]": "the tables and figures of four papers: published values, and the study that reruns each",
     "tournament STUDY": "rank methods over experiments and test which differences are significant",
     "cache list|prune": "show and delete cached images and features",
     "doctor": "versions, devices, optional dependencies, known issues",

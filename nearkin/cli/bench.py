@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nearkin._common.words import counted
 from nearkin.cli._arguments import command_line, leading, parse, require_names, require_path, show
@@ -24,16 +23,30 @@ class StudyArgs:
     """Flags shared by `plan` and `run`."""
 
     data: Path | None = None
-    """Data of a preset (features: an .npz file or your images, a folder of class folders or a .csv; thesis: the folder
-    that contains cub, cars and sop)."""
+    """Data: the folder of the benchmarks (CUB_200_2011, cars196, ...) or of one of them; your own images or features
+    for a study of a single dataset."""
+    weights: tuple[str, ...] = ()
+    """Initial weights of a backbone as BACKBONE=FILE, such as bn_inception=bn_inception-52deb4733.pth."""
     out: Path | None = None
     """Folder of the study; default: studies/NAME, with the name of the study."""
+    protocol: Literal["last_epoch", "best_on_test", "kfold", "fixed", "query_gallery"] | None = None
+    """Protocol, instead of that of the study; fixed selects the epoch on validation classes, best_on_test on the test
+    classes, as most papers do."""
+    datasets: tuple[str, ...] = ()
+    """Run only these datasets, or transfer the study of a paper to another benchmark: cub, cars, sop or inshop."""
+    backbones: tuple[str, ...] = ()
+    """Backbones, instead of those of the study."""
     losses: tuple[str, ...] = ()
     """Run only these losses or methods of the study."""
     sizes: tuple[int, ...] = ()
     """Embedding sizes, instead of those of the study."""
     seeds: tuple[int, ...] = ()
     """Seeds, instead of those of the study; you can add more later without repeating finished trials."""
+    change: tuple[str, ...] = ()
+    """Settings of every trial as KEY=VALUE, as in a recipe: train.epochs=5 data.image_size=128."""
+    rehearse: bool = False
+    """Run the same study in about a minute, on a few built-in glyphs (or --data) with a tiny network. It shows that the
+    study works; its values mean nothing, and all outputs say so."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class PlanArgs(StudyArgs):
     nearkin bench plan tiny
 
     nearkin bench plan thesis --tflops 60     (a GPU that reaches 60 TFLOP/s in the training precision)
+
+    nearkin bench plan mpa-table7             (a table of a paper; nearkin papers lists them)
     """
 
     tflops: float | None = None
@@ -64,6 +79,10 @@ class RunArgs(StudyArgs):
     nearkin bench run features --data photos/ (your images: their features are computed first, into photos.npz)
 
     nearkin bench run study.toml --workers 2
+
+    nearkin bench run mpa-table7 --data CUB_200_2011 --weights bn_inception=FILE   (see: nearkin papers)
+
+    nearkin bench run mpa-table7 --rehearse   (the same with tiny data and network, in less than a minute)
     """
 
     runs: Path = Path("runs")
@@ -109,7 +128,8 @@ def run(argv: list[str]) -> None:
         from nearkin.bench.presets import PRESETS
 
         print("usage: nearkin bench plan STUDY | run STUDY | status FOLDER | work FOLDER   (each has --help)\n")
-        print("STUDY is a .toml file, the folder of an existing study, or a preset:")
+        print("STUDY is a .toml file, the folder of an existing study, a table or figure of a paper (nearkin papers")
+        print("lists them), or a preset:")
         for name, build in PRESETS.items():
             print(f"  {name:10} {build.__doc__}")
         return
@@ -138,15 +158,21 @@ def plan(argv: list[str]) -> None:
     study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.executor import default_workers
+    from nearkin.bench.narrow import requirements
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import plan_grid, plan_totals
     from nearkin.report.tables import rich_table
 
+    if study is None:
+        print(f"{target}: nothing to train; `nearkin bench run {target}` computes it.")
+        return
     folder = StudyFolder(args.out or _study_path(target, study), study)
     workers = default_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = Estimate(folder.trials, folder.outcomes(), workers=workers, tflops=args.tflops)
     show(rich_table(plan_grid(folder, estimate, full=args.full)))
     print(plan_totals(folder, estimate, workers=workers))
+    for line in requirements(study, folder.trials):
+        print(f"needed before it can run: {line}")
 
 
 def run_study(argv: list[str]) -> None:
@@ -157,13 +183,24 @@ def run_study(argv: list[str]) -> None:
     from nearkin.bench import trials
     from nearkin.bench.estimates import Estimate
     from nearkin.bench.executor import default_workers, run_workers
+    from nearkin.bench.narrow import requirements
+    from nearkin.bench.paper_studies import paper_studies
+    from nearkin.cli.papers import compute_paper
     from nearkin.data import sources
+    from nearkin.report.paper_computed import grid_search_table
+    from nearkin.report.paper_tables import write_grid
     from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
+    from nearkin.report.tables import rich_table
     from nearkin.training.device import choose_device
     from nearkin.training.features import cache_features
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
+    if study is None:
+        compute_paper(target, args, reporter)
+        return
+    if needed := requirements(study, study.trials()):
+        raise ConfigError("\n".join([f"{study.name}: cannot run yet.", *needed]))
     folder = trials.StudyFolder.begin(args.out or _study_path(target, study), study)
     if args.retry_failed:
         reporter.info(f"running {counted(folder.forget_failures(), 'failed trial')} again")
@@ -174,18 +211,28 @@ def run_study(argv: list[str]) -> None:
         study.protocol.check_table(sources.load(data, reporter))  # fail here rather than in every worker
     for recipe in {(trial.dataset, trial.backbone): trial.recipe for trial in folder.unfinished()}.values():
         cache_features(recipe, test=True, device=args.device, reporter=reporter)
+    if study.paper and paper_studies()[study.paper].computed == "grid_search":
+        grid = grid_search_table(folder, device=args.device, reporter=reporter)
+        written = write_grid(grid, folder.path)
+        show(rich_table(grid))
+        print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
+        return
     if done := len(folder.outcomes()):
         reporter.info(f"{done} of {counted(total, 'trial')} already complete")
-    run_workers(
-        functools.partial(
-            trials.work, folder, args.runs, seconds={trial.id: estimate.seconds(trial) for trial in folder.trials}
-        ),
-        workers,
-        unfinished=lambda: len(folder.unfinished()),
-        total=total,
-        device=args.device,
-        reporter=reporter,
+    task = functools.partial(
+        trials.work, folder, args.runs, seconds={trial.id: estimate.seconds(trial) for trial in folder.trials}
     )
+    if study.rehearsal:  # a worker process would take longer to start than to run them
+        task(device=args.device, reporter=reporter)
+    else:
+        run_workers(
+            task,
+            workers,
+            unfinished=lambda: len(folder.unfinished()),
+            total=total,
+            device=args.device,
+            reporter=reporter,
+        )
     written = write_report_files(folder)
     show(*terminal_report(folder))
     print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
@@ -222,34 +269,39 @@ def status(argv: list[str]) -> None:
     print(status_lines(folder))
 
 
-def _study(target: str, args: StudyArgs) -> Study:
-    """Find a study and apply the flags that narrow it."""
-    from nearkin.bench.presets import PRESETS, find_study
-
+def _study(target: str, args: StudyArgs) -> Study | None:
+    """Find a study and apply the flags that change it; None for a table that nothing is trained for."""
     if args.data is not None:
         require_path(args.data, "the data of the study")
-    if target in PRESETS:  # their methods are losses
-        require_names("loss", args.losses)
-    data = args.data
-    if target == "features" and data is not None:
-        from nearkin._common.progress import Reporter
-        from nearkin.cli.features import features_of
+    from nearkin.bench.narrow import narrow
+    from nearkin.bench.paper_studies import paper_studies
+    from nearkin.bench.presets import PRESETS, find_study, with_data
 
-        reporter = Reporter(quiet=getattr(args, "quiet", False))
-        data = features_of(data, device=getattr(args, "device", "auto"), reporter=reporter)
-    study = find_study(target, data)
-    if args.losses:
-        known = study.method_names
-        for name in args.losses:
-            if name not in known:
-                raise ConfigError(f"--losses: the study has no method '{name}'.{did_you_mean(name, known)}")
-        methods = {name: values for name, values in study.methods.items() if name in args.losses}
-        study = dataclasses.replace(study, losses=args.losses, methods=methods)
-    return dataclasses.replace(study, sizes=args.sizes or study.sizes, seeds=args.seeds or study.seeds)
+    if target in paper_studies() and not paper_studies()[target].study:
+        return None
+    flags = {name: getattr(args, name) for name in ("losses", "sizes", "seeds", "backbones", "protocol", "weights")}
+    flags |= {name: getattr(args, name) for name in ("datasets", "change", "rehearse")}
+    if target in PRESETS:
+        require_names("loss", args.losses)  # their methods are losses
+        return narrow(find_study(target, _preset_data(target, args)), **flags)
+    study = narrow(find_study(target), **flags)  # narrowed first: --data need only contain the datasets that are left
+    return study if args.data is None else with_data(study, args.data.resolve())
+
+
+def _preset_data(target: str, args: StudyArgs) -> Path | None:
+    """Return the data of a preset: for `features` the features of your images, computed first."""
+    if target != "features" or args.data is None:
+        return args.data
+    from nearkin._common.progress import Reporter
+    from nearkin.cli.features import features_of
+
+    reporter = Reporter(quiet=getattr(args, "quiet", False))
+    return features_of(args.data, device=getattr(args, "device", "auto"), reporter=reporter)
 
 
 def _study_path(target: str, study: Study) -> Path:
     from nearkin.bench.presets import PRESETS
 
-    exists = target not in PRESETS and Path(target).is_dir()
-    return Path(target) if exists else Path("studies") / study.name.replace("/", "-")
+    exists = target not in PRESETS and (Path(target) / "study.toml").is_file()
+    name = study.name.replace("/", "-") + ("-rehearsal" if study.rehearsal else "")
+    return Path(target) if exists else Path("studies") / name

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nearkin.cli._arguments import leading, parse
-from nearkin.errors import ConfigError, RunError
+from nearkin.errors import RunError
 
 if TYPE_CHECKING:
     from nearkin.metrics.scores import Scores
@@ -20,10 +20,16 @@ class EvaluateArgs:
     nearkin evaluate features.npz           (arrays `features` [N, D] and `labels` [N])
 
     nearkin evaluate runs/<key>             (the stored metrics of a finished run)
+
+    nearkin evaluate runs/<key> --ks 10 100 --similarity euclidean      (from its saved embeddings)
     """
 
     ks: tuple[int, ...] = ()
-    """Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run the stored ones."""
+    """Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run those of its recipe."""
+    metrics: tuple[str, ...] = ()
+    """Metrics to print, such as nDCG@4 or MAP@R; by default R@k, RP, MAP@R, nDCG at the largest k and MRR."""
+    similarity: Literal["cosine", "euclidean"] | None = None
+    """cosine, or euclidean: distances of the raw embeddings; by default cosine, or for a run that of its recipe."""
     out: Path | None = None
     """Write the metrics of every query to this .npz file."""
 
@@ -34,28 +40,35 @@ def run(argv: list[str]) -> None:
         argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs, must_exist=True
     )
     args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
+    from nearkin.metrics.retrieval import check_metric
     from nearkin.metrics.scores import score_file
 
+    for name in args.metrics:
+        check_metric(name)
     if Path(target).is_dir():
-        scores = _stored_scores(Path(target), args.ks)
+        scores = _run_scores(Path(target), args)
     else:
-        scores = score_file(target, **({"ks": args.ks} if args.ks else {}))
-    print(scores.table())
+        ks = {"ks": args.ks} if args.ks else {}
+        scores = score_file(target, **ks, **({"similarity": args.similarity} if args.similarity else {}))
+    print(scores.table(metrics=args.metrics))
     if args.out is not None:
         scores.save(args.out)
         print(f"per query: {args.out}")
 
 
-def _stored_scores(folder: Path, ks: tuple[int, ...]) -> Scores:
-    """Load the test metrics that a run stored, at these k or at all that it has."""
+def _run_scores(folder: Path, args: EvaluateArgs) -> Scores:
+    """Return the stored test metrics of a run, or score its saved embeddings if it did not store what is wanted."""
     from nearkin.metrics.scores import Scores
+    from nearkin.training.evaluation import ks_of, score_saved
     from nearkin.training.run import Run
 
-    if Run(folder).result is None:
+    run = Run(folder)
+    if run.result is None:
         raise RunError(f"{folder}: this run is not finished. Repeat its training command to resume it.")
     scores = Scores.load(folder / "per_query.npz")
-    if not set(ks) <= set(scores.ks):
-        stored = " ".join(str(k) for k in scores.ks)
-        raise ConfigError(f"--ks: the run stored k = {stored}. For others, evaluate a features.npz of the embeddings.")
-    scores.ks = ks or scores.ks
+    similarity, ks = args.similarity or scores.similarity, args.ks or scores.ks
+    wanted = {*ks, *ks_of(args.metrics)}
+    if similarity != scores.similarity or not wanted <= set(scores.ks) or not set(args.metrics) <= set(scores):
+        return score_saved(run, sorted(wanted), similarity)
+    scores.ks = ks
     return scores

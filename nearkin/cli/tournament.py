@@ -19,6 +19,8 @@ class TournamentArgs:
 
     nearkin tournament papers --dataset cars --metric R@2
 
+    nearkin tournament studies/thesis --dataset cub --backbone resnet50
+
     nearkin tournament results.csv --out tournament  (columns experiment, method, seed, value, reason; or .json)
 
     A row without a value is a failed run; it is counted and shown, never scored.
@@ -35,9 +37,11 @@ class TournamentArgs:
     pairs: bool = False
     """Also print the table of all pairs."""
     dataset: str | None = None
-    """With `papers`: cub (the default), cars or sop."""
+    """Rank on this dataset only; with `papers`: cub (the default), cars or sop."""
+    backbone: str | None = None
+    """Rank with this backbone only (of a study)."""
     metric: str | None = None
-    """With `papers`: R@1 (the default), R@2 ..."""
+    """Metric to rank by, such as R@2; default: that of the study, with `papers` R@1."""
 
 
 def run(argv: list[str]) -> None:
@@ -46,9 +50,6 @@ def run(argv: list[str]) -> None:
     target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
     args = parse(TournamentArgs, flags, prog)
     require_extra("bench", "scipy")
-    if target != "papers" and (args.dataset or args.metric):
-        flag = "dataset" if args.dataset else "metric"
-        raise ConfigError(f"--{flag}: only with 'papers'; a study or a file is ranked by its own metric.")
     if target != "papers":
         require_path(target, "'papers', the folder of a study, or a .csv or .json file")
     from nearkin.bench.papers import thesis_results
@@ -57,15 +58,21 @@ def run(argv: list[str]) -> None:
     from nearkin.report.tables import rich_table
     from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
+    is_study = target != "papers" and Path(target).is_dir()
+    for flag in ("dataset", "backbone", "metric"):
+        if getattr(args, flag) and not is_study and (target != "papers" or flag == "backbone"):
+            what = "'papers' cannot be narrowed by it" if target == "papers" else "a file is ranked by its own values"
+            raise ConfigError(f"--{flag}: {what}.")
     failures = ""
     if target == "papers":
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")
-    elif Path(target).is_dir():
+    elif is_study:
         from nearkin.bench.trials import StudyFolder
         from nearkin.report.study_overview import available_results, failure_line
 
         folder = StudyFolder.open(target)
-        results, failures = available_results(folder), failure_line(folder)
+        only = {"dataset": args.dataset, "backbone": args.backbone, "metric": args.metric}
+        results, failures = available_results(folder, **only), failure_line(folder)
     else:
         results = read_results(Path(target))
     tournament = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from nearkin.cli._arguments import command_line, parse, require_names, require_path, show
-from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, Scalar, TrainConfig
+from nearkin.config.recipe import ComponentConfig, DataConfig, EvalConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
 
 
@@ -32,7 +32,9 @@ class TrainArgs:
 
     RECIPE comes first: a name, a .toml file or a run folder. Flags override its settings. Names: glyphs_small,
     folder_default, folder_finetune, features_default, from_scratch, cub_lite; from papers: ice_cub, ice_cars, ice_sop,
-    ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, and thesis_LOSS or thesis_LOSS:DATA:NETWORK:SIZE.
+    ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, thesis_LOSS or thesis_LOSS:DATA:NETWORK:SIZE,
+    thesis_tuned_LOSS; and as BASELINE:DATA what they are compared with: cce, norm_softmax, triplet_semihard,
+    lifted_struct, n_pair_mc, proxy_nca, margin, multi_similarity.
 
     --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE and
     --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
@@ -66,6 +68,7 @@ class TrainArgs:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
 
 def run(argv: list[str]) -> None:
@@ -124,7 +127,8 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         seed=base.seed,
         data=base.data,
         model=base.model,
-        train=base.train,
+        train=_length(base.train, arguments.flags),
+        eval=base.eval,
     )
     args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
     loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
@@ -139,8 +143,17 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         train=args.train,
         memory=args.memory,
         seed=args.seed,
+        eval=args.eval,
     )
     return recipe, args
+
+
+def _length(train: TrainConfig, flags: list[str]) -> TrainConfig:
+    """Return the training settings of a recipe before the flags; --train.epochs replaces its number of steps."""
+    epochs, steps = (_flag_value(f"--train.{name}", flags) for name in ("epochs", "steps"))
+    if epochs is not None and steps is not None:
+        raise ConfigError("--train.epochs and --train.steps: both set the length of training. Give one.")
+    return train if epochs is None else dataclasses.replace(train, steps=None)
 
 
 def _split_arguments(argv: list[str]) -> _Arguments:

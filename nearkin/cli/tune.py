@@ -35,7 +35,7 @@ class TuneArgs:
 
     nearkin tune --data photos/ --losses all --out tuned   (the features of your images are computed first)
 
-    nearkin tune thesis_proxy_anchor --data CUB_200_2011 --mode thesis_grid --out grid
+    nearkin tune thesis_multi_similarity:cub:bn_inception:512 --data CUB_200_2011 --weights FILE --mode thesis_grid
 
     RECIPE and its flags are those of nearkin train (see its --help): --data, --train.epochs, --model.dim ... The search
     covers lr, class_lr and the settings of each loss (ranges: nearkin losses NAME). The test classes stay sealed.
@@ -50,8 +50,9 @@ class TuneArgs:
     """Losses by name, or all; default: the recipe's loss."""
     trials: int | None = None
     """Trials per loss; default: 20, or as in the existing search, which a larger number extends."""
-    mode: Literal["optuna", "thesis_grid"] = "optuna"
-    """optuna: sample the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15."""
+    mode: Literal["optuna", "thesis_grid", "thesis_grid_coarse"] = "optuna"
+    """optuna: sample the declared ranges; thesis_grid: one setting at a time on the grids of the thesis's table 15;
+    thesis_grid_coarse: the same with three values of each setting."""
     prune: bool = True
     """Stop trials whose validation score is below the median of earlier trials at the same epoch (optuna only)."""
     shorten: float | None = None

@@ -51,6 +51,10 @@ class DataConfig:
     """Maximum size of that cache in gigabytes."""
     num_workers: int = field(default=0, metadata=_NOT_IN_KEY)
     """Threads that load and augment images; 0 uses one per core."""
+    max_classes: int | None = None
+    """Use only this many classes, evenly spaced over the source; to try something out."""
+    max_per_class: int | None = None
+    """Use only this many images of each class (and part)."""
     test_fraction: float = 0.4
     """Fraction of the classes held out for the final test, if the source has no test set of its own."""
     val_fraction: float = 0.1
@@ -66,7 +70,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(self, "data", image_size=8, num_workers=0, folds=0)
-        _check_above_zero(self, "data", "max_cache_gb")
+        _check_above_zero(self, "data", "max_cache_gb", "max_classes", "max_per_class")
         _check(0 <= self.val_fraction < 1, "data.val_fraction", "from 0 to below 1", self.val_fraction)
         _check(0 < self.test_fraction < 1, "data.test_fraction", "between 0 and 1", self.test_fraction)
         _check(self.folds != 1, "data.folds", "0 or at least 2", self.folds)
@@ -167,6 +171,8 @@ class TrainConfig:
 
     epochs: int = 6
     """Passes over the training images; 0 evaluates and saves the initial model, for example a whitened head."""
+    steps: int | None = None
+    """Optimizer steps in total, instead of epochs; the last epoch may end early."""
     batch_size: int = 128
     """Images per step."""
     samples_per_class: int = 4
@@ -222,6 +228,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(self, "train", epochs=0, batch_size=2, step_epochs=1, weight_decay=0, clip_norm=0)
+        _check(self.steps is None or self.steps >= 1, "train.steps", "at least 1", self.steps)
         _check_at_least(self, "train", warmup_steps=0, micro_batch_size=0, patience=0, feature_noise=0)
         _check_above_zero(self, "train", "lr", "class_lr", "head_lr", "checkpoint_minutes", "rank_timeout_minutes")
         per_class = self.samples_per_class
@@ -230,9 +237,30 @@ class TrainConfig:
         _check(not per_class or self.batch_size % per_class == 0, "train.batch_size", whole_groups, self.batch_size)
         _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
-        _check(0 <= self.frozen_epochs <= self.epochs, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
+        frozen_fit = self.frozen_epochs >= 0 and (self.steps is not None or self.frozen_epochs <= self.epochs)
+        _check(frozen_fit, "train.frozen_epochs", "from 0 to epochs", self.frozen_epochs)
         _check(0 <= self.ema < 1, "train.ema", "from 0 to below 1", self.ema)
         _check(0 <= self.feature_mix <= 1, "train.feature_mix", "from 0 to 1", self.feature_mix)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How the test classes are evaluated."""
+
+    ks: tuple[int, ...] = ()
+    """The k of R@k; by default 1 2 4 8, for sop 1 10 100 1000, for inshop 1 10 20 30 40 50."""
+    metrics: tuple[str, ...] = ()
+    """Metrics to report besides R@1, such as nDCG@4; by default R@k, MAP@R and nDCG at the largest k."""
+    similarity: Literal["cosine", "euclidean", "both"] = "cosine"
+    """cosine, euclidean (distances of the raw embeddings), or both (cosine selects the epoch)."""
+
+    def __post_init__(self) -> None:
+        _check(all(k >= 1 for k in self.ks), "eval.ks", "integers of at least 1", list(self.ks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, so that run keys do not depend on what is left open."""
+        values = {"ks": list(self.ks), "metrics": list(self.metrics), "similarity": self.similarity}
+        return {name: value for name, value in values.items() if value and value != "cosine"}
 
 
 @dataclass(frozen=True)
@@ -247,6 +275,7 @@ class Recipe:
         train: The training loop.
         memory: Size of the cross-batch memory, in embeddings (pair losses only); 0 turns it off.
         seed: Seed of the initial weights and the sampling order.
+        eval: The metrics.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -256,6 +285,7 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: int = 0
     seed: int = 0
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         _check(self.memory >= 0, "memory", "0 or above", self.memory)
@@ -267,7 +297,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values without None: the form that TOML and the flags share."""
-        return to_plain_dict(self)
+        values = to_plain_dict(self)
+        return values if values["eval"] else {name: value for name, value in values.items() if name != "eval"}
 
     def to_toml(self) -> str:
         """Return the recipe as TOML."""
@@ -306,7 +337,8 @@ def _check_above_zero(config: Any, section: str, *names: str) -> None:
 def _suggest(prefix: str, key: str) -> str:
     """Return the hint for an unknown key of a recipe."""
     names = [*(field.name for field in dataclasses.fields(Recipe)), "loss.name", "miner.name"]
-    for section, config in (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig)):
+    sections = (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig), ("eval", EvalConfig))
+    for section, config in sections:
         names += [f"{section}.{field.name}" for field in dataclasses.fields(config)]
     elsewhere = [name for name in names if name.endswith(f".{key}")]  # `lr` at the top level means `train.lr`
     if elsewhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
-from nearkin.data.images import FileImages, file_digest
+from nearkin.data.images import FileImages, Rows, file_digest
 from nearkin.data.listing import (
     COLUMNS,
     TABLE_SUFFIXES,
@@ -57,14 +58,16 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
     _check_usable(data)
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
-        return glyphs.load()
+        limits = data.max_classes, data.max_per_class
+        return _glyph_subset(*limits) if any(limits) else glyphs.load()
     if data.source == "features":
         table = load_features(_root(data, "an .npz file of features and labels with --data FILE"))
         assert table.features is not None
         shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
         part, shared = merge_shared_parts(table.labels, table.part)
-        return replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
+        table = replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
+        return _subset_table(table, data)
     listing = list_source(data)
     counts = f"{counted(len(listing), 'image')} of {counted(len(listing.class_names), 'class')}"
     reporter.info(f"data: {data.source}, {counts} from {listing.root}")
@@ -116,7 +119,40 @@ def list_source(data: DataConfig) -> Listing:
         raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
     part, shared = merge_shared_parts(listing.labels, listing.part)
     names = tuple(listing.class_names[label] for label in shared)
-    return replace(listing, part=part, shared_classes=names, boxes=listing.boxes if data.crop_to_boxes else None)
+    listing = replace(listing, part=part, shared_classes=names, boxes=listing.boxes if data.crop_to_boxes else None)
+    rows = _subset_rows(listing.labels, listing.part, data)
+    return listing if rows is None else listing.take(rows).without_empty_classes()
+
+
+def _subset_rows(labels: NDArray[np.int64], part: NDArray[np.str_] | None, data: DataConfig) -> Rows | None:
+    """Return the rows that max_classes and max_per_class leave; None if neither is set."""
+    if data.max_classes is None and data.max_per_class is None:
+        return None
+    classes = np.unique(labels)
+    wanted = min(data.max_classes or len(classes), len(classes))
+    classes = classes[np.linspace(0, len(classes) - 1, wanted).round().astype(np.int64)]
+    parts = np.zeros(len(labels), np.int64) if part is None else np.unique(part, return_inverse=True)[1]
+    groups = labels * (parts.max(initial=0) + 1) + parts
+    order = np.argsort(groups, kind="stable")
+    _, starts, counts = np.unique(groups[order], return_index=True, return_counts=True)
+    rank = np.empty(len(labels), np.int64)
+    rank[order] = np.arange(len(labels)) - np.repeat(starts, counts)
+    return np.flatnonzero(np.isin(labels, classes) & (rank < (data.max_per_class or len(labels))))
+
+
+@functools.lru_cache(maxsize=4)  # rehearsals load the same one for every trial
+def _glyph_subset(max_classes: int | None, max_per_class: int | None) -> Table:
+    return _subset_table(glyphs.load(), DataConfig(max_classes=max_classes, max_per_class=max_per_class))
+
+
+def _subset_table(table: Table, data: DataConfig) -> Table:
+    rows = _subset_rows(table.labels, table.part, data)
+    if rows is None:
+        return table
+    subset = table.take(rows)
+    subset = subset.of_classes(np.unique(subset.labels))
+    # A full table of its own: the fingerprint names caches and runs.
+    return replace(subset, rows=None, fingerprint=f"{table.fingerprint}-{len(rows)}")
 
 
 def _root(data: DataConfig, expected: str) -> Path:

@@ -113,6 +113,11 @@ def metric_bounds(r: Ranking, name: str, singletons: str = "auto") -> tuple[Floa
     return np.where(is_singleton, expected, low), np.where(is_singleton, expected, high)
 
 
+def check_metric(name: str) -> None:
+    """Raise UnknownNameError, with a suggestion, unless a metric has this name."""
+    _by_name(name)
+
+
 def _by_name(name: str) -> Callable[[Ranking], Floats]:
     if name in _METRICS:
         return _METRICS[name]

@@ -110,9 +110,9 @@ class Scores:
         low, high = metric_bounds(ranking, name, self.singletons)
         return mean(low), mean(high)
 
-    def table(self, level: float = 0.95) -> str:
-        """Format means in percent with their intervals as plain text, followed by the notes."""
-        names = self.shown()
+    def table(self, level: float = 0.95, metrics: Sequence[str] = ()) -> str:
+        """Format means in percent with their intervals as plain text, followed by the notes; by default `shown()`."""
+        names = list(metrics) or self.shown()
         lines = [f"{'metric':<10}{'mean %':>8}   {100 * level:g} % interval"]
         for name, (low, high) in zip(names, self._intervals(names, level), strict=True):
             interval = "-" if math.isnan(low) else f"{100 * low:.2f} to {100 * high:.2f}"

@@ -14,7 +14,6 @@ from nearkin.errors import RunError
 from nearkin.metrics.scores import compare
 from nearkin.report.contents import PageItems, round_or_none
 from nearkin.report.eval_data import EvalData
-from nearkin.training.evaluation import HEADLINE_METRICS
 from nearkin.training.run import Run
 
 MAX_CHANGED = 120  # queries listed as fixed, and as broken
@@ -51,8 +50,8 @@ def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
 def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
     """Compare two runs on the same queries."""
     metrics = []
-    for name in HEADLINE_METRICS:
-        if name in first.scores.per_query:
+    for name in first.scores.shown():
+        if name in second.scores.per_query and name not in ("RP", "MRR"):
             found = compare(first.scores, second.scores, name)
             keys = ("first", "second", "difference", "low", "high")
             rounded = {key: round_or_none(getattr(found, key), 6) for key in keys}

@@ -18,6 +18,7 @@ from nearkin.errors import DataError
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
+from nearkin.ops.geometry import unit
 from nearkin.training.device import choose_device
 from nearkin.training.evaluation import (
     embed_table,
@@ -87,9 +88,10 @@ def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
         model = run.embedder().to(choose_device("auto"))
         if part.features is None and frozen:
             part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
-        emb = embed_table(model, part, reporter=reporter)
-        if not frozen:
-            save_embeddings(run, name, part, emb)
+        emb = embed_table(model, part, raw=True, reporter=reporter)
+        save_embeddings(run, name, part, emb)
+    if recipe.model.normalize:
+        emb = unit(emb)
     stored = run.path / "per_query.npz"
     scores = Scores.load(stored) if tested and stored.exists() else score_embeddings(part, emb)
     queries, _ = query_and_gallery_rows(part)

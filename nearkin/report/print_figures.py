@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 3)))
+MARKERS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*", "h")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 STYLE = {
     "svg.hashsalt": "nearkin",  # the same report gives the same file
@@ -96,15 +97,18 @@ def plot_lines(
     curves: Sequence[tuple[str, Sequence[Any], Sequence[float]]],
     x_label: str,
     y_label: str,
-    marker: str = "o",
+    marker: str | None = None,
+    *,
+    outside: bool = False,
 ) -> bool:
-    """Plot (name, x, y) as lines that differ in colour and dashes; False without curves."""
+    """Plot (name, x, y) as lines that differ in colour, dashes and markers; False without curves."""
     for i, (name, x, y) in enumerate(curves):
-        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[i % 6], marker=marker, label=name)
+        shape = MARKERS[i % len(MARKERS)] if marker is None else marker
+        axes.plot(x, y, color=COLOURS[i % 6], linestyle=DASHES[(i + i // 6) % 6], marker=shape, label=name)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     if curves:
-        axes.legend()
+        axes.legend(**({"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 7} if outside else {}))
     return bool(curves)
 
 

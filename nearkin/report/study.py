@@ -32,12 +32,12 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.baselines import compare_study, study_lines
 from nearkin.report.html import render_template, write_html
-from nearkin.report.print_figures import COLOURS, WIDTH, plot_lines, write_drawings
+from nearkin.report.print_figures import COLOURS, HEIGHT, WIDTH, plot_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
 from nearkin.report.tournament import draw_critical_difference, write_critical_difference
 
-MAX_LINES, MAX_PRINTED_LINES = 4, 6  # methods per chart: more would not be distinguishable
+MAX_LINES = 4  # methods per chart of the page: more would not be distinguishable on a screen
 
 
 @dataclass(frozen=True)
@@ -296,11 +296,11 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
     """Write every figure that the study has data for, each as .png and .svg."""
-    # Sizes and networks: the metric of the leading methods, averaged over everything else.
+    # Sizes and networks: the metric of every method, one plot for each setting of the rest.
     drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
         "losses": _draw_losses,
-        "sizes": partial(_draw_lines, field=2, x_label="embedding size"),
-        "networks": partial(_draw_lines, field=1, x_label="network"),
+        "sizes": partial(_draw_lines, field=2, rest=(0, 1), x_label="embedding size"),
+        "networks": partial(_draw_lines, field=1, rest=(0, 2), x_label="network"),
     }
     written = write_drawings(drawings, report, folder)
     return written + ([] if report.tournament is None else write_critical_difference(report.tournament, folder))
@@ -321,24 +321,25 @@ def _draw_losses(figure: Any, report: StudyReport) -> bool:
     return bool(rows)
 
 
-def _draw_lines(figure: Any, report: StudyReport, field: int, x_label: str) -> bool:
-    x_values = list(dict.fromkeys(setup[field] for setup in report.setups.values()))
-    if len(x_values) < 2:
+def _draw_lines(figure: Any, report: StudyReport, field: int, rest: tuple[int, int], x_label: str) -> bool:
+    panels: dict[str, dict[Any, str]] = {}  # the other settings -> value of the field -> experiment
+    for experiment, setup in report.setups.items():
+        name = ", ".join(str(setup[i]) for i in rest if setup[i] != "none")
+        panels.setdefault(name, {})[setup[field]] = experiment
+    panels = {name: by_value for name, by_value in panels.items() if len(by_value) > 1}
+    if not panels:
         return False
-    numeric = all(isinstance(value, int) for value in x_values)
-    x_values = sorted(x_values, key=lambda value: value if numeric else 0)
-    x = x_values if numeric else list(range(len(x_values)))
-    curves = []
-    for method in report.methods[:MAX_PRINTED_LINES]:
-        y = []
-        for value in x_values:
-            means = [report.mean(e, method) for e, setup in report.setups.items() if setup[field] == value]
-            known = [mean for mean in means if not np.isnan(mean)]
-            y.append(float(np.mean(known)) if known else np.nan)
-        curves.append((method, x, y))
-    axes = figure.add_subplot()
-    if numeric:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(x, [str(value) for value in x_values])
-    axes.minorticks_off()
-    return plot_lines(axes, curves, x_label, f"{report.metric}, %")
+    figure.set_size_inches(1.4 * WIDTH, 0.4 + HEIGHT * len(panels))
+    for axes, (name, by_value) in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
+    ):
+        values = sorted(by_value) if field == 2 else list(by_value)
+        x = values if field == 2 else list(range(len(values)))
+        curves = [(m, x, [report.mean(by_value[value], m) for value in values]) for m in report.methods]
+        axes.set_title(name, fontsize=9, loc="left")
+        if field == 2:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [str(value) for value in values])
+        axes.minorticks_off()
+        plot_lines(axes, curves, x_label, f"{report.metric}, %", outside=True)
+    return True

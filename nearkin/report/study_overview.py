@@ -12,13 +12,13 @@ from nearkin._common.progress import format_duration
 from nearkin._common.words import agreeing, counted
 from nearkin.bench.aggregate import aggregate, baseline_differences, baseline_scores
 from nearkin.bench.estimates import Estimate
-from nearkin.bench.results import COLUMNS, Result
+from nearkin.bench.results import COLUMNS, VALIDATION_COLUMN, Result
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
 from nearkin.report.baselines import compare_study, study_lines
-from nearkin.report.tables import Grid, csv_text, markdown, rich_table, write_texts
+from nearkin.report.tables import Grid, csv_text, latex, markdown, rich_table, write_texts
 from nearkin.report.tournament import standings_grid, write_files
 
 
@@ -122,9 +122,12 @@ def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
     return Grid(title, ("method", *heads), rows)
 
 
-def available_results(folder: StudyFolder) -> list[Result]:
-    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others."""
-    results = folder.results()
+def available_results(folder: StudyFolder, **only: str | None) -> list[Result]:
+    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others.
+
+    `only` narrows them as in `StudyFolder.results`.
+    """
+    results = folder.results(**only)
     methods = {result.method for result in results if result.value is not None}
     return [result for result in results if result.method in methods]
 
@@ -167,16 +170,35 @@ def _baseline_sentences(folder: StudyFolder, methods: list[str]) -> list[str]:
 
 
 def write_report_files(folder: StudyFolder) -> list[Path]:
-    """Write results.csv, numbers.md and the tournament's files into the folder of the study."""
-    rows = [(r.experiment, r.method, r.seed, r.value, r.reason) for r in folder.results()]
+    """Write results.csv, numbers.md, numbers.tex, the tournament and, for a paper's study, its table and figures."""
     tournament, methods = rank_methods(folder)
     labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
-    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(results_grid(folder, methods))}\n"
-    written = write_texts({"results.csv": csv_text(COLUMNS, rows), "numbers.md": numbers}, folder.path)
+    grid = results_grid(folder, methods)
+    numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(grid)}\n"
+    texts = {"results.csv": results_csv(folder), "numbers.md": numbers, "numbers.tex": latex(grid)}
+    written = write_texts(texts, folder.path)
     if tournament is not None:
         write_files(tournament, folder.path / "tournament")
         written.append(folder.path / "tournament")
+    if folder.study.paper:
+        from nearkin.report.paper_figures import write_paper_figures
+        from nearkin.report.paper_tables import write_paper_tables
+
+        written += [*write_paper_tables(folder), *write_paper_figures(folder)]
     return written
+
+
+def results_csv(folder: StudyFolder) -> str:
+    """Return one line per trial: the value it is ranked by, R@1 on its validation classes, and every metric."""
+    outcomes = folder.outcomes()
+    rows = dict(zip(folder.results(), outcomes.values(), strict=True))
+    metrics = list(dict.fromkeys(name for o in rows.values() for name in o.test or {}))
+    lines = []
+    for r, o in rows.items():
+        values = [o.val, *((o.test or {}).get(name) for name in metrics)]
+        percents = [None if value is None else 100 * value for value in values]
+        lines.append((r.experiment, r.method, r.seed, r.value, r.reason, *percents))
+    return csv_text((*COLUMNS, VALIDATION_COLUMN, *metrics), lines)
 
 
 def format_size(size: float) -> str:

@@ -32,6 +32,8 @@ def run_key(recipe: Recipe, fingerprint: str) -> str:
 def key_values(recipe: Recipe) -> dict[str, Any]:
     """Return the settings of a recipe that change a number, with the defaults of its loss and miner filled in."""
     values = to_plain_dict(recipe, keyed_only=True)
+    if not values["eval"]:
+        del values["eval"]  # the defaults; runs written before there were settings keep their keys
     loss = LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {}
     values["loss"] = _with_defaults(recipe.loss, loss)
     if recipe.miner is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ from torch.nn import functional as F
 
 from nearkin._common.files import NPZ_ERRORS, atomic_write
 from nearkin._common.progress import Reporter
-from nearkin.config.recipe import Recipe
+from nearkin.config.recipe import EvalConfig, Recipe
 from nearkin.data.images import Rows
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
+from nearkin.errors import RunError
 from nearkin.metrics.scores import Scores, compare, score
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
@@ -24,25 +27,46 @@ from nearkin.training.distributed import gather_rows, rank_slice, world_size
 from nearkin.training.run import Run
 
 DEFAULT_KS = (1, 2, 4, 8)
-HEADLINE_METRICS = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "nDCG@8")  # what tables show, in this order
+DATASET_KS = {"sop": (1, 10, 100, 1000), "inshop": (1, 10, 20, 30, 40, 50)}  # as in the papers
 COMPARED_METRICS = ("R@1", "MAP@R")  # in which the trained model is compared with every baseline
 MIN_VAL_CLASSES = 8  # with fewer, R@1 is often 100 % from the start and distinguishes no epochs
 TEST_SELECTED = "THE TEST CLASSES: optimistic, and not comparable with other protocols"
 SAVED_EMBEDDINGS = "vectors.npz"  # of the test images, in the run folder, so that a report needs no forward pass
 
 
-def evaluate(model: Embedder, table: Table, *, reporter: Reporter | None = None) -> Scores:
+def reported_metrics(config: EvalConfig, source: str) -> tuple[str, ...]:
+    """Return the metrics of results and tables, in their order: R@1 and those of the recipe, or the dataset's usual."""
+    ks = config.ks or (() if config.metrics else DATASET_KS.get(source, DEFAULT_KS))
+    others = config.metrics or ("MAP@R", f"nDCG@{max(ks)}")
+    return tuple(dict.fromkeys(["R@1", *(f"R@{k}" for k in ks), *others]))
+
+
+def ks_of(metrics: Sequence[str]) -> tuple[int, ...]:
+    """Return the k that metrics name, in increasing order."""
+    return tuple(sorted({int(k) for name in metrics for k in re.findall(r"@(\d+)", name)}))
+
+
+def evaluate(
+    model: Embedder,
+    table: Table,
+    *,
+    ks: Sequence[int] = DEFAULT_KS,
+    similarity: str = "cosine",
+    reporter: Reporter | None = None,
+) -> Scores:
     """Compute the retrieval metrics of a table.
 
     Args:
         model: Embeds the images, or the features that the table carries.
         table: Rows that query each other, or a query part and a gallery part.
+        ks: The k of R@k and other metrics.
+        similarity: "cosine", or "euclidean" for distances of the raw embeddings.
         reporter: Where progress is printed.
 
     Returns:
         The scores, with the value of every query.
     """
-    return score_embeddings(table, embed_table(model, table, reporter=reporter))
+    return score_embeddings(table, embed_table(model, table, raw=True, reporter=reporter), ks, similarity)
 
 
 def embed_table(model: Embedder, table: Table, *, raw: bool = False, reporter: Reporter | None = None) -> Tensor:
@@ -52,12 +76,15 @@ def embed_table(model: Embedder, table: Table, *, raw: bool = False, reporter: R
     return gather_rows(model.embed(inputs, raw=raw, reporter=reporter))
 
 
-def score_embeddings(table: Table, embeddings: Tensor) -> Scores:
+def score_embeddings(
+    table: Table, embeddings: Tensor, ks: Sequence[int] = DEFAULT_KS, similarity: str = "cosine"
+) -> Scores:
     """Score a table's embeddings: among themselves, or its queries against its gallery if it has both (In-Shop)."""
     query, gallery = query_and_gallery_rows(table)
+    options: dict[str, Any] = {"ks": ks, "similarity": "cosine" if similarity == "both" else similarity}
     if query is None or gallery is None:
-        return score(embeddings, table.labels, ks=DEFAULT_KS)
-    return score(embeddings[query], table.labels[query], embeddings[gallery], table.labels[gallery], ks=DEFAULT_KS)
+        return score(embeddings, table.labels, **options)
+    return score(embeddings[query], table.labels[query], embeddings[gallery], table.labels[gallery], **options)
 
 
 def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None]:
@@ -90,9 +117,12 @@ def evaluate_final(
         reporter: Where progress is printed.
 
     Returns:
-        "test": mean and interval of each headline metric for the model and each baseline; "differences": the paired
-        difference of the model from each baseline in R@1 and MAP@R; "notes".
+        "test": mean and interval of each reported metric for the model and each baseline; "differences": the paired
+        difference of the model from each baseline in R@1 and MAP@R; "euclidean": the metrics of the model by Euclidean
+        distance, if the recipe wants both; "notes".
     """
+    metrics = reported_metrics(run.recipe.eval, run.recipe.data.source)
+    settings = ks_of(metrics), run.recipe.eval.similarity
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
     test = holdout.open()
     reporter.info(f"final evaluation: {len(test):,} images of {test.num_classes} classes never seen in training")
@@ -101,19 +131,23 @@ def evaluate_final(
     is_frozen = initial_model.backbone is None or initial_model.model.freeze == "backbone"
     scores: dict[str, Scores] = {}
     if initial_model.backbone is not None:
-        scores["raw pixels"] = score_embeddings(test, raw_pixels(test))
+        scores["raw pixels"] = score_embeddings(test, raw_pixels(test), *settings)
     if with_features.features is not None:
-        scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features))
+        scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features), *settings)
     initial_name = "whitened start" if initial_model.model.head_init == "whitened" else "untrained"
-    scores[initial_name] = evaluate(initial_model, with_features, reporter=reporter)
-    embeddings = embed_table(trained_model, with_features if is_frozen else test, reporter=reporter)
-    scores["trained"] = score_embeddings(test, embeddings)
+    initial = embed_table(initial_model, with_features, raw=True, reporter=reporter)
+    scores[initial_name] = score_embeddings(test, initial, *settings)
+    embeddings = embed_table(trained_model, with_features if is_frozen else test, raw=True, reporter=reporter)
+    scores["trained"] = score_embeddings(test, embeddings, *settings)
     if run.is_writer:
         scores["trained"].save(run.path / "per_query.npz")
-    if not is_frozen:
-        save_embeddings(run, "test", test, embeddings)
+    save_embeddings(run, "test", test, embeddings)
+    other = {}
+    if settings[1] == "both":
+        other = {"euclidean": summarize_scores(score_embeddings(test, embeddings, settings[0], "euclidean"), metrics)}
     return {
-        "test": {name: summarize_scores(values) for name, values in scores.items()},
+        "test": {name: summarize_scores(values, metrics) for name, values in scores.items()},
+        **other,
         "differences": {
             name: {metric: _difference(values, scores["trained"], metric) for metric in COMPARED_METRICS}
             for name, values in scores.items()
@@ -130,13 +164,15 @@ def _difference(baseline: Scores, trained: Scores, metric: str) -> dict[str, Any
 
 
 def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> None:
-    """Save the best epoch's embeddings of a table; ignored if the folder cannot be written, as it only saves time."""
+    """Save the best epoch's raw embeddings of a table, for reports and other metrics; ignored on a full disk."""
     if not run.is_writer:
         return
     buffer = io.BytesIO()
     try:
         tag = _tag(run, part, table)
-        np.savez(buffer, vectors=embeddings.cpu().float().numpy(), rows=table.row_numbers, of=tag)
+        part_column = np.array([] if table.part is None else table.part)
+        arrays = {"labels": table.labels, "part": part_column, "rows": table.row_numbers, "of": tag}
+        np.savez(buffer, allow_pickle=False, vectors=embeddings.cpu().float().numpy(), **arrays)
         atomic_write(run.path / SAVED_EMBEDDINGS, buffer.getvalue())
     except OSError:
         return
@@ -156,7 +192,34 @@ def load_embeddings(run: Run, part: str, table: Table) -> Tensor | None:
 
 def _tag(run: Run, part: str, table: Table) -> str:
     weights = zlib.crc32((run.path / "best.pt").read_bytes())
-    return f"{part} of {table.fingerprint} by {weights:08x}"
+    return f"raw, {part} of {table.fingerprint} by {weights:08x}"
+
+
+def saved_embeddings(run: Run) -> tuple[Any, Any, Any]:
+    """Return vectors [N, dim], labels [N] and parts ([N] or empty) of the test embeddings that a run saved."""
+    path = run.path / SAVED_EMBEDDINGS
+    problem = "this run has no saved embeddings (its study has keep_models = false)" if not path.exists() else ""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            if not str(stored["of"]).startswith("raw, test"):
+                problem = "its saved embeddings are not those of the test classes, or of an older version of nearkin"
+            vectors, labels, part = (stored[name] for name in ("vectors", "labels", "part"))
+    except NPZ_ERRORS:
+        problem = problem or "its saved embeddings cannot be read"
+    if problem:
+        raise RunError(f"{run.path}: {problem}. Train it again with `nearkin train` to evaluate it differently.")
+    return vectors, labels, part
+
+
+def score_saved(run: Run, ks: Sequence[int], similarity: str) -> Scores:
+    """Score the test embeddings that a run saved, without its data and its weights."""
+    vectors, labels, part = saved_embeddings(run)
+    rows = {name: np.flatnonzero(part == name) for name in ("query", "gallery")}
+    options: dict[str, Any] = {"ks": ks, "similarity": similarity}
+    if not all(map(len, rows.values())):
+        return score(vectors, labels, **options)
+    query, gallery = rows.values()
+    return score(vectors[query], labels[query], vectors[gallery], labels[gallery], **options)
 
 
 def raw_pixels(table: Table, max_side: int = 40) -> Tensor:
@@ -174,9 +237,9 @@ def raw_pixels(table: Table, max_side: int = 40) -> Tensor:
     return flat - flat.mean(dim=1, keepdim=True)
 
 
-def summarize_scores(scores: Scores) -> dict[str, dict[str, Any]]:
-    """Return mean and 95 % interval over classes of each headline metric, as plain numbers for result.json."""
-    return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in HEADLINE_METRICS}
+def summarize_scores(scores: Scores, metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return mean and 95 % interval over classes of each metric, as plain numbers for result.json."""
+    return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in metrics}
 
 
 def selection_metrics(num_classes: int) -> tuple[str, str]:

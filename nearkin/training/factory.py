@@ -17,6 +17,7 @@ from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError
 from nearkin.losses import LOSSES
 from nearkin.losses.objective import Objective
+from nearkin.metrics.retrieval import check_metric
 from nearkin.models.backbones import check_backbone
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
@@ -30,6 +31,8 @@ def validate_recipe(recipe: Recipe) -> None:
     objective = make_objective(recipe, recipe.model.dim or 2, num_classes=2)
     _ = POOLINGS[recipe.model.pool], AUGMENTS[recipe.data.augment]
     check_backbone(recipe.model.backbone)
+    for metric in recipe.eval.metrics:
+        check_metric(metric)
     _check_something_learns(recipe, objective)
     is_frozen = recipe.model.backbone == "none" or recipe.model.freeze == "backbone"
     for name in ("feature_noise", "feature_mix"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from nearkin.training.evaluation import (
     score_embeddings,
     selection_metrics,
 )
-from nearkin.training.optimizer import make_optimizer, set_learning_rate
+from nearkin.training.optimizer import make_optimizer, set_learning_rate, total_steps
 from nearkin.training.run import Run, refuse_if_busy
 from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
 from nearkin.training.trackers import Log, open_trackers
@@ -253,29 +254,29 @@ def resume_or_start(s: Session) -> None:
 def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
     """Train the remaining epochs, with early stopping; a checkpoint is written after each."""
     config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
-    pace = Pace(done=state.epoch * steps + state.step, total=config.epochs * steps)
+    total = total_steps(config, steps)
+    epochs = math.ceil(total / steps)
+    pace = Pace(done=state.epoch * steps + state.step, total=total)
     with defer_sigint() as sigint_received:  # elsewhere a plain Ctrl-C is safe: files are replaced atomically
-        for epoch in range(state.epoch, config.epochs):
+        for epoch in range(state.epoch, epochs):
             if config.patience and s.val and epoch - state.best_epoch >= config.patience:
                 best = f"(best: epoch {state.best_epoch})"
                 s.reporter.info(f"early stopping: no improvement for {counted(config.patience, 'epoch')} {best}")
                 break
             train_epoch(s, epoch, sigint_received)
             metrics = evaluate_epoch(s, epoch=epoch + 1)
-            pace.update((epoch + 1) * steps)
+            pace.update(min((epoch + 1) * steps, total))
             s.reporter.info(
-                f"epoch {epoch + 1}/{config.epochs}  loss {state.mean_loss:.2f}  {metrics}"
+                f"epoch {epoch + 1}/{epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{format_rate(s.sampler.batch_size * pace.rate, 'img')}  {pace.eta} left"
             )
             if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.best)):
                 s.run.log(event="stopped", epoch=epoch + 1)
-                raise TrainingStoppedError(
-                    s.run.path, f"stopped after epoch {epoch + 1} of {config.epochs} by on_epoch_end."
-                )
+                raise TrainingStoppedError(s.run.path, f"stopped after epoch {epoch + 1} of {epochs} by on_epoch_end.")
             state.next_epoch()
             state.save(s.run)
             if dist.any_rank(sigint_received()):
-                raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {config.epochs}")
+                raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {epochs}")
 
 
 def refresh_objective(s: Session) -> None:
@@ -296,10 +297,12 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
     state.start_timer()
     saved_at = time.monotonic()
     all_labels = torch.from_numpy(s.train.labels)
-    batches = s.sampler.epoch(epoch)
+    total = total_steps(config, steps)
+    batches = s.sampler.epoch(epoch)[: total - epoch * steps]
     place = {"first": s.sampler.share.start, "batch_size": s.sampler.batch_size}
     inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, **place)
-    with s.reporter.track(f"epoch {epoch + 1}/{config.epochs}", steps - state.step, unit="step") as bar:
+    title = f"epoch {epoch + 1}/{math.ceil(total / steps)}"
+    with s.reporter.track(title, len(batches) - state.step, unit="step") as bar:
         for rows, batch in zip(batches[state.step :], inputs, strict=True):
             step = epoch * steps + state.step
             set_learning_rate(optimizer, config, step, steps)
@@ -342,7 +345,7 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
         reason = f"the embeddings became NaN or infinite by the end of epoch {epoch}"
         s.run.fail(reason, tensor="embeddings", epoch=epoch, step=None, files=[])
         raise TrainingFailedError(f"{s.run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
-    scores = score_embeddings(s.val, emb) if s.val else None
+    scores = score_embeddings(s.val, emb, similarity=s.recipe.eval.similarity) if s.val else None
     metrics = {name: scores[name] for name in COMPARED_METRICS} if scores else {}
     # Of equal epochs the earlier one wins.
     if not state.best or [metrics[name] for name in s.selected_by] > [state.best[name] for name in s.selected_by]:

@@ -52,12 +52,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, ste
         group["lr"] = group["highest_lr"] * factor
 
 
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Return the number of optimizer steps of a run."""
+    return config.steps or config.epochs * steps_per_epoch
+
+
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """Return the learning rate at a step as a fraction of the highest.
 
     A pure function of the step, so that resuming needs no scheduler state.
     """
-    progress = step / (config.epochs * steps_per_epoch)
+    progress = step / total_steps(config, steps_per_epoch)
     warmup = 0.2  # of one_cycle
     if config.lr_schedule == "constant":
         factor = 1.0

@@ -134,7 +134,7 @@ def test_losses_are_registered():
     unmapped = {papers._bare_name(p.method) for p in papers.all_values() if not p.loss}
     assert unmapped == {"HTL", "ABE", "HDC", "DREML", "EPSHN", "D&C", "Clusteing"}
     for row in papers.table_15():
-        if row.setting is not None and row.setting != "epsilon":  # a setting of the miner
+        if row.setting not in ("epsilon", "class_lr"):  # settings of the miner and of training
             assert row.setting in LOSSES[row.loss].settings
 
 
@@ -184,7 +184,7 @@ def test_table_11_and_its_misprints(golden):
 def test_table_15():
     best = {(row.loss, row.setting): row.best for row in papers.table_15()}
     assert [best["multi_similarity", s] for s in ("base", "alpha", "beta", "epsilon")] == [0.8, 18, 76, 0.4]
-    assert [best["soft_triple", s] for s in ("margin", "scale", None, "gamma", "tau")] == [0.4, 78, 5e-5, 58, 0.4]
+    assert [best["soft_triple", s] for s in ("margin", "scale", "class_lr", "gamma", "tau")] == [0.4, 78, 5e-5, 58, 0.4]
     assert [best["proxy_anchor", s] for s in ("margin", "alpha")] == [0.1, 32]
     steps = {(row.loss, row.setting): (row.best - row.low) / row.step for row in papers.table_15()}
     assert [key for key, count in steps.items() if abs(count - round(count)) > 1e-6] == [("soft_triple", "gamma")]

@@ -18,7 +18,7 @@ from nearkin.cli import main
 from nearkin.config.recipe import ModelConfig
 from nearkin.data.sources import load_features
 from nearkin.data.splits import Holdout, make_split
-from nearkin.errors import ConfigError, DataError, RunError
+from nearkin.errors import ConfigError, DataError, RunError, UserError
 from nearkin.losses.registry import LOSSES
 from nearkin.metrics.scores import Scores
 from nearkin.training.run import Run
@@ -123,7 +123,8 @@ def test_tuned_settings_are_used(features, tmp_path):
         ({"losses": ("tripplet",)}, "Did you mean 'triplet'"),
         ({"losses": ("triplet", "triplet")}, "listed twice"),
         ({"seeds": ()}, "seeds: expected at least one"),
-        ({"metric": "R@3"}, "metric: expected one of R@1, R@2"),
+        ({"metric": "R@3"}, "metric: R@3 is not computed. Choose one of R@1, R@2"),
+        ({"metric": "Recall"}, "No metric named 'Recall'"),
         ({"name": "../elsewhere"}, "expected a valid folder name"),
         ({"base": "thesis_{loss}:{backbone}"}, "uses 'backbone', which the study does not list"),
         ({"change": {"train": {"epoch": 3}}}, "Did you mean 'train.epochs'"),
@@ -146,7 +147,7 @@ def test_tuned_settings_are_used(features, tmp_path):
     ],
 )
 def test_invalid_study_error_has_a_fix(features, changed, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         small_study(features, **changed).trials()
 
 

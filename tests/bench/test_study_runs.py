@@ -214,7 +214,7 @@ def test_method_that_failed_everywhere_is_excluded_from_the_tournament(features,
     output = capsys.readouterr().out
     assert "margin" not in output
     assert "2 trials failed and are not ranked; for the reasons: nearkin bench status" in output
-    with pytest.raises(ConfigError, match="--metric: only with 'papers'; a study or a file is ranked by its own"):
+    with pytest.raises(ConfigError, match=r"--metric: no R@2 in this study\. Available: R@1"):
         tournament([str(folder.path), "--metric", "R@2"])
 
 

@@ -103,7 +103,7 @@ TABLE_15 = {
     "soft_triple": [
         ("loss.margin", UNIT),
         ("loss.scale", EVEN),
-        ("train.lr", [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4]),
+        ("train.class_lr", [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4]),
         # Printed as 10 to 100, as in table 4, which has 10 where the paper of the loss has a temperature of 0.1.
         ("loss.gamma", [1 / 10, 1 / 20, 1 / 30, 1 / 40, 1 / 50, 1 / 60, 1 / 70, 1 / 80, 1 / 90, 1 / 100]),
         ("loss.tau", UNIT),

@@ -216,7 +216,7 @@ def test_results_from_a_file(capsys, tmp_path):
         (["papers", "--alpha", "2"], "alpha: expected a fraction"),
         (["papers", "--dataset", "inshop"], "Available: cub, cars, sop"),
         (["papers", "--metric", "R@3"], "Available: R@1, R@2"),
-        (["r.csv", "--metric", "R@1"], "--metric: only with 'papers'"),
+        (["r.csv", "--metric", "R@1"], "--metric: a file is ranked by its own values"),
     ],
 )
 def test_errors_have_a_fix(argv, message, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from helpers.paths import ROOT
 from helpers.studies import write_features
 
 EXAMPLES = ROOT / "examples"
-TESTED = {"compare_losses", "distributed", "own_loss", "photos_end_to_end", "plain_loop", "serving"}
+TESTED = {"bound_optimizer", "compare_losses", "distributed", "own_loss", "photos_end_to_end", "plain_loop", "serving"}
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,13 @@ def test_plain_loop(tmp_path):
     recalls = [float(line.partition("classes ")[2].split()[0]) for line in lines]
     assert len(recalls) == 2
     assert recalls[-1] > 15  # 4 at random
+
+
+def test_bound_optimizer(tmp_path):
+    output = run("bound_optimizer", "--rounds", 3, "--classes", 8, "--figure", "bounds.png", cwd=tmp_path)
+    values = [float(line.partition("cross-entropy ")[2].partition(",")[0]) for line in output.splitlines()]
+    assert values[-1] < values[0]
+    assert (tmp_path / "bounds.png").stat().st_size > 10_000
 
 
 def test_own_loss(tmp_path):

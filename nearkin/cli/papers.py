@@ -1,0 +1,188 @@
+"""`nearkin papers`: the tables and figures of the four papers, and how to rerun each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearkin.cli._arguments import parse, show
+from nearkin.errors import ConfigError, did_you_mean, require_extra
+
+if TYPE_CHECKING:
+    from nearkin._common.progress import Reporter
+    from nearkin.bench.paper_studies import PaperStudy
+    from nearkin.bench.study import Study
+    from nearkin.report.tables import Grid
+
+
+@dataclass(frozen=True)
+class PapersArgs:
+    """List the tables and figures of the four papers, or show one: what it varies, its published values, what it needs,
+    how long it takes, and the command.
+
+    nearkin papers
+
+    nearkin papers thesis-table7
+
+    nearkin papers ce-table2 runs/<key>                              (tightness and contrast on a run's embeddings)
+
+    nearkin papers thesis-table11 studies/thesis-table6 studies/thesis-table7    (the tournament of your own studies)
+
+    nearkin papers mpa-table7 studies/mpa-table7                     (the table of a study so far)
+    """
+
+    tflops: float = 60.0
+    """Throughput in TFLOP/s of the GPU of the second time estimate."""
+
+
+def run(argv: list[str]) -> None:
+    """Run `nearkin papers [NAME [PATH ...]]`."""
+    words = []
+    while argv and not argv[0].startswith("-"):
+        words.append(argv[0])
+        argv = argv[1:]
+    args = parse(PapersArgs, argv, "nearkin papers [NAME]")
+    require_extra("bench", "scipy")
+    from nearkin.bench.paper_studies import paper_studies
+
+    if not words:
+        _list()
+        return
+    name, *paths = words
+    if name not in paper_studies():
+        hint = did_you_mean(name, paper_studies()) or " See: nearkin papers."
+        raise ConfigError(f"No table or figure named '{name}'.{hint}")
+    paper = paper_studies()[name]
+    if paths or not paper.study:
+        _show_results(paper, [Path(path) for path in paths])
+    if not paths:
+        _describe(paper, args)
+
+
+def _list() -> None:
+    from nearkin.bench.paper_studies import PAPERS, paper_studies
+    from nearkin.bench.papers import papers
+
+    studies = paper_studies()
+    for prefix, name in PAPERS.items():
+        paper = papers()[name]
+        print(f"{paper.title} ({paper.authors}, {paper.year})")
+        for study in studies.values():
+            if study.name.startswith(f"{prefix}-"):
+                print(f"  {study.name:15} {study.title.partition(': ')[2]}")
+        print()
+    waiting = sorted({row for study in studies.values() for row in study.not_yet})
+    print(f"{len(studies)} studies; {len(waiting)} methods not yet available: {', '.join(waiting)}")
+    print("details: nearkin papers NAME      try: nearkin bench run NAME --rehearse")
+
+
+def _describe(paper: PaperStudy, args: PapersArgs) -> None:
+    """Print what a study varies, its published values, what it needs and costs, and the commands."""
+    from nearkin.report.tables import rich_table
+
+    print(paper.title)
+    print(f"varies:    {paper.varies}")
+    study = paper.build()
+    if study is None:
+        print(f"computed:  nothing is trained; nearkin bench run {paper.name} writes it to studies/{paper.name}")
+        return
+    trials = study.trials()
+    metrics = list(dict.fromkeys(p.metric for p in paper.published)) or list(paper.columns) or ["R@k"]
+    print(f"metrics:   {', '.join(metrics)}")
+    print(f"protocol:  {'; '.join(dict.fromkeys(t.label for t in trials))} (other: --protocol fixed)")
+    for setup in dict.fromkeys(p.setup for p in paper.published if p.own):
+        print(f"published: {setup}")
+    if paper.not_yet:
+        print(f"not yet:   {len(paper.not_yet)} methods: {', '.join(paper.not_yet)}")
+    for note in paper.notes:
+        print(f"note:      {note}")
+    if paper.published:
+        show(rich_table(_published_grid(paper)))
+    _print_costs(paper, study, args)
+
+
+def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
+    from nearkin._common.progress import format_duration
+    from nearkin.bench.estimates import Estimate
+    from nearkin.bench.narrow import requirements
+
+    trials = study.trials()
+    models = f"{len(trials)} models"
+    if paper.computed == "grid_search":
+        from nearkin.bench.grid_search import grid_points
+
+        models = f"{sum(len(grid_points(t.method)) for t in trials)} models for a quarter of the epochs"
+    here, gpu = (
+        sum(map(estimate.seconds, trials))
+        for estimate in (Estimate(trials, {}), Estimate(trials, {}, tflops=args.tflops))
+    )
+    scale = len(trials) and 1.0
+    if paper.computed == "grid_search":
+        scale = sum(len(grid_points(t.method)) for t in trials) / len(trials) / 4
+    times = f"about {format_duration(scale * here)} on this machine, {format_duration(scale * gpu)} on a GPU"
+    print(f"cost:      {models}: {times} that reaches {args.tflops:g} TFLOP/s")
+    needed = requirements(study, trials)
+    for line in needed:
+        print(f"needed:    {line}")
+    flags = " --data FOLDER" + " --weights bn_inception=FILE" * any("bn_inception:" in line for line in needed)
+    print(f"run:       nearkin bench run {paper.name}{flags}")
+    print(f"rehearse:  nearkin bench run {paper.name} --rehearse   (tiny data and network, about a minute)")
+
+
+def _published_grid(paper: PaperStudy) -> Grid:
+    from nearkin.report.tables import Grid
+
+    values = paper.published
+    metrics = list(dict.fromkeys((p.split, p.metric) for p in values))
+    rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    for p in values:
+        setting = (p.table, p.dataset, p.network or "", "" if p.dim is None else str(p.dim))
+        label = " ".join(filter(None, (p.method, p.variant, f"({p.distance})" if p.paper == "cross_entropy" else "")))
+        rows.setdefault((label, *setting), {})[p.split, p.metric] = f"{p.printed:g}{'*' if p.note else ''}"
+    heads = [f"{'val ' if split == 'validation' else ''}{metric}" for split, metric in metrics]
+    cells = [(*key, *(row.get(metric, "-") for metric in metrics)) for key, row in rows.items()]
+    return Grid("published, percent (* has a note)", ("", "table", "data", "network", "size", *heads), cells, names=5)
+
+
+def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
+    from nearkin.bench.trials import StudyFolder
+    from nearkin.report import paper_computed
+    from nearkin.report.paper_tables import paper_cells, paper_grids
+    from nearkin.report.tables import rich_table
+
+    grids: list[Any]
+    if paper.computed == "decomposition" and not (paths[0] / "study.toml").exists():
+        grids = [paper_computed.decomposition(*paper_computed.embeddings_of(path)) for path in paths]
+    elif paper.computed == "tournament":
+        grids = [paper_computed.tournament_table([StudyFolder.open(path) for path in paths])]
+    elif paper.computed in paper_computed.WITHOUT_TRAINING:
+        if paths:
+            raise ConfigError(f"{paths[0]}: {paper.name} is computed from nothing. Run: nearkin papers {paper.name}")
+        grids = [paper_computed.WITHOUT_TRAINING[paper.computed]()]
+    else:
+        folders = [StudyFolder.open(path) for path in paths]
+        for folder in folders:
+            if folder.study.paper != paper.name:
+                raise ConfigError(f"{folder.path}: not a study of {paper.name} (but of '{folder.study.name}').")
+        grids = [grid for folder in folders for grid in paper_grids(folder, paper_cells(folder))]
+    show(*map(rich_table, grids))
+
+
+def compute_paper(name: str, args: Any, reporter: Reporter) -> None:
+    """Compute a table that nothing is trained for, and write it to studies/NAME."""
+    from nearkin.bench.paper_studies import paper_studies
+    from nearkin.report.paper_computed import WITHOUT_TRAINING
+    from nearkin.report.paper_tables import write_grid
+    from nearkin.report.tables import rich_table
+
+    given = [
+        flag for flag in ("data", "weights", "protocol", "datasets", "losses", "sizes", "seeds") if getattr(args, flag)
+    ]
+    if given:
+        raise ConfigError(f"--{given[0]}: nothing is trained for {name}. Remove the flag.")
+    grid = WITHOUT_TRAINING[paper_studies()[name].computed]()
+    folder = args.out or Path("studies") / name
+    written = write_grid(grid, folder)
+    show(rich_table(grid))
+    reporter.info(f"files: {folder}/  ({', '.join(path.name for path in written)})")
