@@ -75,6 +75,7 @@ class Inputs:
         constants: Optional tensors that `build` takes after the parameters: `objective(emb, labels, *constants)`.
         pairs: Whether `build` returns Pairs.
         memory: Whether `build` takes references from earlier batches.
+        by_anchor: Whether the value of an anchor depends on its own row only; by default if `build` takes references.
         takes_num_classes: Whether `build` takes the keyword num_classes.
         call_example: For pair losses, how to make the pairs by hand.
     """
@@ -89,8 +90,13 @@ class Inputs:
     constants: tuple[str, ...] = ()
     pairs: bool = False
     memory: bool = False
+    by_anchor: bool | None = None
     takes_num_classes: bool = False
     call_example: str = "nk.pair_up(emb, labels)"
+
+    def __post_init__(self) -> None:
+        if self.by_anchor is None:
+            object.__setattr__(self, "by_anchor", self.memory)
 
     @property
     def state_settings(self) -> frozenset[str]:
