@@ -162,8 +162,8 @@ def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw one column by weight in each selected row; returns a mask."""
-    # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same, but
-    # rejects a row without weights, which would have to be left out by index.
+    # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same,
+    # but rejects a row without weights, which would have to be left out by index.
     device = generator.device if generator else weight.device
     noise = torch.empty(weight.shape, dtype=weight.dtype, device=device).exponential_(generator=generator)
     column = (weight / noise.to(weight.device)).argmax(1, keepdim=True)

@@ -77,8 +77,10 @@ class Objective(nn.Module):
         self.dim = None if dim is None else _as_int("dim", dim)
         self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
         self.chunk_size = _as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
-        if self.chunk_size and not self.loss.inputs.by_anchor:
+        if self.chunk_size and not (self.loss.inputs.memory and self.loss.inputs.by_anchor):
             raise ConfigError(f"{self.name} cannot be computed by chunks of anchors. Leave chunk_size at 0.")
+        if self.chunk_size and memory:  # the memory has changed when a chunk is computed again
+            raise ConfigError("chunk_size: cannot be combined with a memory. Leave one of them at 0.")
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._create_parameters()
         self._create_memory(memory)

@@ -37,8 +37,9 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
         >>> float(contrastive(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
         -0.2666...
     """
-    terms = torch.where(p.neg, torch.relu(p.sim - margin), 0.0) - torch.where(p.pos, p.sim, 0.0)
-    return terms.sum(1), p.pos.sum() + p.neg.sum()
+    active = p.neg & (p.sim > margin)
+    weight = active.to(p.sim.dtype) - p.pos.to(p.sim.dtype)
+    return (weight * p.sim).sum(1) - margin * active.sum(1), p.pos.sum() + p.neg.sum()
 
 
 def _l2_pairs(*args: Any, normalize: bool = True, **kwargs: Any) -> Pairs:
@@ -74,8 +75,8 @@ def contrastive_l2(p: Pairs, *, margin: float | Tensor = 1.0) -> Tensor:
         >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
         0.0148...
     """
-    push = torch.where(p.neg, torch.relu(margin - p.distance()).square(), 0.0)
-    return torch.where(p.pos, p.sq_distance(), push).sum(1)
+    push = torch.relu(margin - p.distance()).square()
+    return torch.where(p.pos, p.sq_distance(), torch.where(p.neg, push, 0.0)).sum(1)
 
 
 @loss(

@@ -6,10 +6,41 @@ inside `torch.func` and for second derivatives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Plain = Callable[[Tensor], Tensor]
+
+
+def unit(x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
+    """Multiply rows by their inverse lengths, given as a constant; `plain` computes the same from x."""
+    return _Unit.apply(x, inverse, plain)  # type: ignore[no-any-return]
+
+
+class _Unit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
+        f = x * inverse
+        ctx.plain = plain
+        ctx.save_for_backward(x, f, inverse)
+        return f
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        x, f, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None
+        radial = (f * g).sum(-1, keepdim=True)
+        return torch.addcmul(g, f, radial, value=-1).mul_(inverse), None, None
+
+
+def _differentiable(plain: Plain, x: Tensor, g: Tensor) -> Tensor:
+    """Return the gradient of the plain path on x with a graph of its own, for second derivatives."""
+    (grad,) = torch.autograd.grad(plain(x), x, g, create_graph=True)
+    return grad
 
 
 def gram(f: Tensor) -> Tensor:
@@ -51,3 +82,54 @@ def _symmetric_product(f: Tensor) -> Tensor:
     for i in range(block, n, block):
         product[i - block : i, i:] = product[i:, i - block : i].t()
     return product
+
+
+def log_sum_exp(x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+    """Compute log sum exp(scale * x) over the pairs of a mask, per row."""
+    few = int(mask.count_nonzero()) * 16 <= mask.numel()
+    return (_SparseLSE if few else _DenseLSE).apply(x, mask, scale, plain)  # type: ignore[no-any-return]
+
+
+class _DenseLSE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+        weight = (x * scale).masked_fill_(~mask, float("-inf"))
+        top = weight.amax(1)
+        top.masked_fill_(top == float("-inf"), 0.0)
+        # Denormal numbers are slow: what is below 1e-30 becomes 0.
+        floor, smallest = (-70.0, 1e-30) if x.dtype == torch.float32 else (-700.0, 1e-300)
+        torch.threshold_(weight.sub_(top[:, None]).clamp_(min=floor).exp_(), smallest, 0.0)
+        total = weight.sum(1)
+        ctx.scale, ctx.plain = scale, plain
+        ctx.save_for_backward(x, weight, total)
+        return top + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None, None
+        factor = (ctx.scale * g / total).masked_fill_(total == 0, 0.0)
+        return weight * factor[:, None], None, None, None
+
+
+class _SparseLSE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+        row, column = mask.nonzero(as_tuple=True)
+        logit = x[row, column].mul_(scale)
+        top = x.new_full((len(x),), float("-inf")).scatter_reduce_(0, row, logit, "amax")
+        weight = logit.sub_(top[row]).exp_()
+        total = torch.zeros_like(top).index_add_(0, row, weight)
+        ctx.scale, ctx.plain = scale, plain
+        ctx.save_for_backward(x, row, column, weight, total)
+        return top + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        x, row, column, weight, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None, None
+        grad = torch.zeros_like(x)
+        grad[row, column] = weight * (ctx.scale * g / total)[row]
+        return grad, None, None, None

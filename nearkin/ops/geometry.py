@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearkin.ops import cpu_kernels
-from nearkin.ops.checks import check_finite, on_host
+from nearkin.ops.checks import on_host, raise_if_not_finite
 
 # A vector of at most this length has no direction: it is mapped to zero, with zero gradient.
 ZERO_LENGTH = 1e-12
@@ -36,7 +36,18 @@ def unit(x: Tensor) -> Tensor:
 
 def unit_and_squares(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `unit` of rows, and their squared lengths after it: 1, or 0 for a zero row."""
-    check_finite(x)
+    if not on_host(x):
+        return _unit(x)
+    length = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
+    if not torch.isfinite(length.sum()):  # without a pass over the batch
+        raise_if_not_finite(x)
+        return _unit(x)
+    inverse = length.reciprocal().masked_fill_(length <= ZERO_LENGTH, 0.0)
+    return cpu_kernels.unit(x, inverse, lambda x: _unit(x)[0]), (inverse > 0).squeeze(-1).to(x.dtype)
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `unit_and_squares` in plain torch, for finite vectors of any length."""
     largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
     x = x / largest  # a square must not overflow
     square = x.square().sum(-1, keepdim=True)
@@ -52,11 +63,10 @@ def gram(f: Tensor) -> Tensor:
 
 def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
     """Compute Euclidean distances from dot products and squared lengths."""
-    squares = anchor_sq[:, None] + ref_sq
     # A difference below a few last digits of its operands is rounding, and becomes 0. The operands are those of each
     # pair: one long vector must not erase the distances between all others.
-    tolerance = 4 * torch.finfo(products.dtype).eps
-    return zero_or_root(squares - 2 * products, squares.detach() * tolerance)
+    tolerance = (anchor_sq.detach()[:, None] + ref_sq.detach()) * (4 * torch.finfo(products.dtype).eps)
+    return zero_or_root(torch.sub(ref_sq, products, alpha=2) + anchor_sq[:, None], tolerance)
 
 
 def zero_or_root(square: Tensor, tolerance: Tensor | float) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearkin.ops import cpu_kernels
+from nearkin.ops.checks import on_host
+
 
 def log_sum_exp(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Compute log sum exp(scale * x) over the pairs of a mask, per row.
@@ -17,7 +20,13 @@ def log_sum_exp(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     Returns:
         [N]; -inf with zero gradient for an empty row.
     """
-    return log_sum((x * scale).masked_fill_(~mask, float("-inf")))
+
+    def in_plain_torch(x: Tensor) -> Tensor:
+        return log_sum((x * scale).masked_fill_(~mask, float("-inf")))
+
+    if on_host(x) and not isinstance(scale, Tensor) and x.numel():
+        return cpu_kernels.log_sum_exp(x, mask, scale, in_plain_torch)
+    return in_plain_torch(x)
 
 
 def log1p_sum_exp(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0, offset: float | Tensor = 0.0) -> Tensor:
