@@ -20,8 +20,8 @@ from nearkin.ops import log_sum_exp, softplus
 )
 def soft_gap(p: nk.Pairs, *, scale: float = 16.0, margin: float = 0.1) -> Tensor:
     """Separate the farthest positive from the nearest negative, both as soft extremes."""
-    nearest_negative = log_sum_exp(p.sim, p.negatives, scale)
-    farthest_positive = log_sum_exp(p.sim, p.positives, -scale)
+    nearest_negative = log_sum_exp(p.sim, p.neg, scale)
+    farthest_positive = log_sum_exp(p.sim, p.pos, -scale)
     return softplus(nearest_negative + farthest_positive + scale * margin)
 
 

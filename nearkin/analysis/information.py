@@ -18,7 +18,7 @@ from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
 from nearkin.ops.geometry import full_precision, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_batch, as_labels
-from nearkin.ops.reductions import hinge_sum, log1p_sum_exp, log_sum_exp, row_sum
+from nearkin.ops.reductions import log1p_sum_exp, log_sum_exp
 
 
 class Parts(NamedTuple):
@@ -63,21 +63,21 @@ def decompose(name: str, emb: Tensor, labels: Tensor | Sequence[int], *params: T
 
 
 def _contrastive_parts(p: Pairs, margin: float) -> Parts:
-    push, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
-    return Parts(row_sum(p.sq_distance(), p.positives).mean(), push.mean())
+    push = torch.relu(margin - p.distance()).square() * p.neg
+    return Parts((p.sq_distance() * p.pos).sum(1).mean(), push.sum(1).mean())
 
 
 def snca_parts(p: Pairs, sigma: float) -> Parts:
     """Split snca, the cross entropy of a soft nearest-neighbour classifier, into its two parts."""
-    pos, neg = log_sum_exp(p.sim, p.positives, 1 / sigma), log_sum_exp(p.sim, p.negatives, 1 / sigma)
+    pos, neg = log_sum_exp(p.sim, p.pos, 1 / sigma), log_sum_exp(p.sim, p.neg, 1 / sigma)
     no_positives = pos == float("-inf")
     everyone = torch.logaddexp(pos.masked_fill(no_positives, 0.0), neg)
     return Parts(-pos.masked_fill(no_positives, 0.0).mean(), everyone.masked_fill(no_positives, 0.0).mean())
 
 
 def _multi_similarity_parts(p: Pairs, alpha: float, beta: float, base: float) -> Parts:
-    pull = log1p_sum_exp(p.sim, p.positives, -alpha, base) / alpha
-    push = log1p_sum_exp(p.sim, p.negatives, beta, base) / beta
+    pull = log1p_sum_exp(p.sim, p.pos, -alpha, base) / alpha
+    push = log1p_sum_exp(p.sim, p.neg, beta, base) / beta
     return Parts(pull.mean(), push.mean())
 
 

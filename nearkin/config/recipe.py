@@ -216,7 +216,7 @@ class TrainConfig:
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Precision of the network; fp16 and bf16 need a CUDA device. Losses always use fp32."""
     compile: bool = field(default=False, metadata=_NOT_IN_KEY)
-    """Compile the network with torch.compile; the first steps are slow."""
+    """Compile the network and the loss with torch.compile; the first steps are slow."""
     checkpoint_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
     """Minutes between checkpoints within an epoch; each epoch also ends with one."""
     rank_timeout_minutes: float = field(default=30.0, metadata=_NOT_IN_KEY)

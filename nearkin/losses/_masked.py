@@ -1,7 +1,4 @@
-"""Masked reductions in plain torch: static shapes, no wait for the device, differentiable any number of times.
-
-`positive_values` is the exception: outside torch.compile it reads one number, the largest number of positives.
-"""
+"""Masked reductions in plain torch: static shapes, no wait for the device, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nearkin.errors import ConfigError
+from nearkin.ops.checks import on_host
 from nearkin.ops.pairs import Pairs
 
 EMPTY = -1e30  # the logit of an absent term: finite, so that no difference of two of them is NaN
@@ -57,9 +55,9 @@ def sine(cosine: Tensor) -> Tensor:
 def positive_values(p: Pairs) -> tuple[Tensor, Tensor]:
     """Return the similarities of each anchor's positives in descending order [N, P], and which of them exist.
 
-    P is the largest number of positives; under torch.compile, where it must not depend on the data, it is M.
+    P is the largest number of positives on the host, elsewhere M: there a shape must not depend on the data.
     """
-    most = p.sim.shape[1] if torch.compiler.is_compiling() else max(1, int(p.pos.sum(1).max()))
+    most = max(1, int(p.pos.sum(1).max())) if on_host(p.sim) else p.sim.shape[1]
     values, _ = torch.where(p.pos, p.sim, EMPTY).topk(most, dim=1)
     valid = values > EMPTY / 2
     return torch.where(valid, values, 0.0), valid

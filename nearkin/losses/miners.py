@@ -20,7 +20,6 @@ from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses._masked import first_max, require_square
 from nearkin.losses.registry import check_known
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import PairSet, rank_positives, shifted_exp
 
 Miner = Callable[..., Pairs]
 MINERS: Registry[Miner] = Registry("miner")
@@ -83,13 +82,10 @@ def all_(p: Pairs) -> Pairs:
 @miner
 def hard(p: Pairs) -> Pairs:
     """Select, per anchor, the least similar positive and the most similar negative."""
-    row, column, sim, farthest = _farthest_positive(p)
-    none = p.sim.shape[1]
-    positive = torch.full_like(farthest, none, dtype=torch.int64)
-    positive.scatter_reduce_(0, row, torch.where(sim == farthest[row], column, none), "amin")
-    negative = _negative_sim(p).max(1)
-    anchors = torch.nonzero((positive < none) & (negative.values > float("-inf"))).squeeze(1)
-    return _select_triplets(p, torch.stack([anchors, positive[anchors], negative.indices[anchors]], 1))
+    positive = p.sim.masked_fill(~p.pos, float("inf")).min(1).indices
+    negative = p.sim.masked_fill(~p.neg, float("-inf")).max(1).indices
+    triplets = torch.stack([positive, negative], 1)[:, None]
+    return _select_triplets(p, triplets, (p.pos.any(1) & p.neg.any(1))[:, None])
 
 
 @miner
@@ -98,12 +94,9 @@ def multi_similarity(p: Pairs, *, epsilon: float = 0.1) -> Pairs:
 
     Wang et al. 2019. For each anchor the two sets are both empty or both non-empty.
     """
-    nearest = _negative_sim(p).amax(1)
-    row, column, sim, farthest = _farthest_positive(p)
-    pos = torch.zeros_like(p.pos)
-    pos[row, column] = sim - epsilon < nearest[row]
-    neg = (p.sim > (farthest - epsilon)[:, None]).logical_and_(p.neg)
-    return replace(p, pos=pos, neg=neg, triplets=None)
+    farthest = p.sim.masked_fill(~p.pos, float("inf")).amin(1, keepdim=True)
+    nearest = p.sim.masked_fill(~p.neg, float("-inf")).amax(1, keepdim=True)
+    return replace(p, pos=p.pos & (p.sim - epsilon < nearest), neg=p.neg & (p.sim > farthest - epsilon), triplets=None)
 
 
 @miner
@@ -111,29 +104,28 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
     """Select, per (anchor, positive), the most similar negative that is less similar than the positive.
 
     The negatives are binned between the sorted positives; the best one for a positive is the largest of the nearest
-    non-empty bin below it. Time N M log P; only the returned triplets are enumerated.
+    non-empty bin below it. Time N M log P.
     """
-    r = rank_positives(p.sim, p.positives)
-    columns = torch.arange(p.sim.shape[1], device=p.sim.device)
-    bins = torch.searchsorted(r.ranked, p.sim, right=True)  # number of positives that are not above
-    best = p.sim.new_full((len(p.sim), r.ranked.shape[1] + 1), float("-inf"))
+    columns, is_positive = p.positive_columns()
+    ranked, order = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
+    columns, is_positive = columns.gather(1, order), is_positive.gather(1, order)
+    bins = torch.searchsorted(ranked, p.sim, right=True)  # number of positives that are not above
+    none = p.sim.shape[1]
+    best = p.sim.new_full((len(p.sim), ranked.shape[1] + 1), float("-inf"))
     best.scatter_reduce_(1, bins, p.sim.masked_fill(~p.neg, float("-inf")), "amax")
     is_best = p.neg & (p.sim == best.gather(1, bins))
-    first = torch.full(best.shape, len(columns), device=p.sim.device)
-    first.scatter_reduce_(1, bins, torch.where(is_best, columns, len(columns)), "amin")
+    first = torch.full(best.shape, none, device=p.sim.device)
+    first.scatter_reduce_(1, bins, torch.where(is_best, torch.arange(none, device=p.sim.device), none), "amin")
 
     # The last non-empty bin up to each bin is where the count of non-empty bins reached its value. Not by cummax, which
     # crashes on XLA.
     count = (best > float("-inf")).cumsum(1, dtype=torch.int64)
-    filled = torch.searchsorted(count, count).masked_fill_(count == 0, -1)
-    rank = r.order.argsort(1)
-    nearest_bin = filled[r.row, rank[r.row, r.slot]]
-    negative = first[r.row, nearest_bin.clamp(min=0)]
-    triplets = torch.stack([r.row, r.column, negative], 1)[nearest_bin >= 0]
+    nearest_bin = torch.searchsorted(count, count)[:, :-1]
+    negative = first.gather(1, nearest_bin)
+    selected = is_positive & (count[:, :-1] > 0)
     if band is not None:
-        a, i, j = triplets.unbind(1)
-        triplets = triplets[p.sim[a, i] - p.sim[a, j] < band]
-    return _select_triplets(p, triplets)
+        selected &= ranked - best.gather(1, nearest_bin) < band
+    return _select_triplets(p, torch.stack([columns, negative], 2), selected)
 
 
 @miner
@@ -165,8 +157,8 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
     distance = p.distance().detach()
     d = distance.clamp(cutoff, limit)
     log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
-    weight, total, _ = shifted_exp(-log_density, PairSet(p.neg & (distance < limit)), 1.0)
-    return weight / total.clamp(min=1e-30)[:, None]
+    logits = (-log_density).masked_fill(~(p.neg & (distance < limit)), float("-inf"))
+    return torch.softmax(logits, 1).nan_to_num_(0.0)  # an empty row is 0/0
 
 
 @miner
@@ -313,32 +305,22 @@ def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw one column by weight in each selected row; returns a mask."""
-    mask = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
-    if rows.any():
-        device = generator.device if generator else weight.device
-        column = torch.multinomial(weight[rows].to(device), 1, generator=generator).to(mask.device)
-        mask[rows.nonzero(), column] = True
-    return mask
+    # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same,
+    # but rejects a row without weights, which would have to be left out by index.
+    device = generator.device if generator else weight.device
+    noise = torch.empty(weight.shape, dtype=weight.dtype, device=device).exponential_(generator=generator)
+    column = (weight / noise.to(weight.device)).argmax(1, keepdim=True)
+    return torch.zeros_like(weight, dtype=torch.bool).scatter_(1, column, rows[:, None])
 
 
-def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
-    """Return Pairs with these triplets, and the pairs that occur in them."""
-    a, i, j = triplets.unbind(1)
-    pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
-    pos[a, i], neg[a, j] = True, True
-    return replace(p, pos=pos, neg=neg, triplets=triplets)
-
-
-def _farthest_positive(p: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row, column and similarity of every positive [T], and each anchor's least similarity [N] or +inf."""
-    row, column = p.positives.indices()
-    sim = p.sim[row, column]
-    return row, column, sim, p.sim.new_full((len(p.sim),), float("inf")).scatter_reduce_(0, row, sim, "amin")
-
-
-def _negative_sim(p: Pairs) -> Tensor:
-    """Return the similarities, with -inf for pairs that are not negatives."""
-    return p.negatives.fill_outside_(p.sim.detach().clone(), float("-inf"))
+def _select_triplets(p: Pairs, triplets: Tensor, selected: Tensor) -> Pairs:
+    """Return Pairs with the selected of these triplets [N, K, 2], and the pairs that occur in them."""
+    counts = torch.zeros_like(p.pos, dtype=torch.uint8)
+    pos, neg = (
+        counts.scatter_reduce(1, column.masked_fill(~selected, 0), selected.to(torch.uint8), "amax").bool()
+        for column in triplets.unbind(2)
+    )
+    return replace(p, pos=pos, neg=neg, triplets=triplets.masked_fill(~selected[..., None], -1))
 
 
 def __getattr__(name: str) -> Any:

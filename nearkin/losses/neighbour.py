@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.losses.ranges import log
 from nearkin.losses.registry import PRODUCTS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import PairSet, log_sums, shifted_exp, softplus
+from nearkin.ops.reductions import log_sum, log_sum_exp, softplus
 
 
 @loss(
@@ -65,10 +64,8 @@ def nca(p: Pairs) -> Tensor:
 
 
 def _neighbour(logits: Tensor, p: Pairs, scale: float) -> Tensor:
-    positive, negative = log_sums(logits, p.positives, p.negatives, scale, scale)
-    empty = positive == float("-inf")
-    if empty.any():
-        positive = positive.masked_fill(empty, float("inf"))  # an anchor without positives: softplus(-inf) is 0
+    positive, negative = log_sum_exp(logits, p.pos, scale), log_sum_exp(logits, p.neg, scale)
+    positive = positive.masked_fill(positive == float("-inf"), float("inf"))  # without positives: softplus(-inf) is 0
     # log(e^positive + e^negative) - positive, which is exactly 0 without negatives.
     return softplus(negative - positive)
 
@@ -99,6 +96,7 @@ def _ice_pairs(
         },
         pairs=True,
         memory=True,
+        by_anchor=False,  # weights are relative to the size of the batch
     ),
 )
 def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
@@ -120,33 +118,25 @@ def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
         >>> float(ice(pair_up(emb, torch.tensor([0, 0, 1]))))
         1.0260...
     """
-    return _InstanceCrossEntropy.apply(p.sim, p.positives, p.negatives, scale), torch.ones((), device=p.sim.device)
+    columns, is_positive = p.positive_columns()
+    negatives = log_sum_exp(p.sim, p.neg)[:, None]
+    value = softplus(negatives - p.sim.gather(1, columns)).masked_fill(~is_positive, 0.0).sum(1)
+    # The value, with the gradient of the other term, which is 0.
+    sim, weight = p.sim - p.sim.detach(), _mismatch_weights(p, columns, is_positive, scale)
+    return value.detach() + (sim * weight).sum(1), torch.ones((), device=p.sim.device)
 
 
-class _InstanceCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sim: Tensor, positives: PairSet, negatives: PairSet, scale: float) -> Tensor:
-        n = len(sim)
-        row, column = positives.indices()
-        positive = sim[row, column]
-        _, total, top = shifted_exp(sim, negatives, 1.0)
-        value = sim.new_zeros(n).index_add(0, row, softplus((top + total.log())[row] - positive))
+@torch.no_grad()
+def _mismatch_weights(p: Pairs, columns: Tensor, is_positive: Tensor, scale: float) -> Tensor:
+    """Return the gradient of ice on the similarities [N, M].
 
-        # Negatives: softmax of scale * s. Positives: softmax of -log(e^(scale s) + sum over the negatives), which is
-        # the normalised 1 - p without the 0/0 of well separated anchors.
-        weight, total, top = shifted_exp(sim, negatives, scale)
-        logit = -torch.logaddexp(scale * positive, (top + total.log())[row])
-        top = sim.new_full((n,), float("-inf")).scatter_reduce(0, row, logit, "amax")
-        pull = torch.exp(logit - top[row])
-        pull_total = sim.new_zeros(n).index_add(0, row, pull)
-        has_both = (pull_total > 0) & (total > 0)
-        weight.mul_(torch.where(has_both, 0.5 / n / total, 0.0)[:, None])
-        weight[row, column] = -pull * torch.where(has_both, 0.5 / n / pull_total, 0.0)[row]
-        ctx.save_for_backward(weight)
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return weight * g[:, None], None, None, None
+    Negatives: softmax of scale * s. Positives: softmax of -log(e^(scale s) + sum over the negatives), which is the
+    normalised 1 - p without the 0/0 of well separated anchors.
+    """
+    negatives = log_sum_exp(p.sim, p.neg, scale)[:, None]
+    logits = -torch.logaddexp(scale * p.sim.gather(1, columns), negatives).masked_fill(~is_positive, float("inf"))
+    pull = torch.exp(logits - log_sum(logits.clone())[:, None])
+    push = torch.exp(p.sim * scale - negatives).masked_fill_(~p.neg, 0.0)
+    weight = push.scatter_add(1, columns, pull.masked_fill(~is_positive, 0.0).neg())
+    has_both = p.pos.any(1) & p.neg.any(1)
+    return weight.masked_fill_(~has_both[:, None], 0.0).mul_(0.5 / len(weight))

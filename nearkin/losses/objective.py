@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
-from nearkin.losses.classes import check_range
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
+from nearkin.ops.checks import check_range, on_host
 from nearkin.ops.geometry import full_precision
-from nearkin.ops.pairs import Pairs, as_batch, as_labels
+from nearkin.ops.pairs import Pairs, as_batch, as_labels, join
 
 
 class Objective(nn.Module):
@@ -32,6 +33,8 @@ class Objective(nn.Module):
         memory: Number of earlier embeddings used as extra references (cross-batch memory); for pair losses only.
         reduction: "mean" (as the loss defines it), "sum" or "none".
         matryoshka_dims: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
+        chunk_size: Anchors whose pairs are in memory at a time; 0 for all. For pair losses on very large batches: the
+            pairs are computed again in the backward pass.
         **settings: Settings of the loss, for example alpha=32.0.
 
     Raises:
@@ -60,6 +63,7 @@ class Objective(nn.Module):
         memory: int = 0,
         reduction: Reduction = "mean",
         matryoshka_dims: Sequence[int] = (),
+        chunk_size: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -72,6 +76,11 @@ class Objective(nn.Module):
         self.num_classes = None if num_classes is None else _as_int("num_classes", num_classes)
         self.dim = None if dim is None else _as_int("dim", dim)
         self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
+        self.chunk_size = _as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
+        if self.chunk_size and not (self.loss.inputs.memory and self.loss.inputs.by_anchor):
+            raise ConfigError(f"{self.name} cannot be computed by chunks of anchors. Leave chunk_size at 0.")
+        if self.chunk_size and memory:  # the memory has changed when a chunk is computed again
+            raise ConfigError("chunk_size: cannot be combined with a memory. Leave one of them at 0.")
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._create_parameters()
         self._create_memory(memory)
@@ -103,11 +112,11 @@ class Objective(nn.Module):
         inputs = self.loss.inputs
         if inputs.dropout is not None:
             emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
+        if self.chunk_size:
+            return self.loss.reduce(self._compute_by_chunks(emb, labels), self.reduction)
         built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
-        learned = {scalar.name: value for scalar, value in self._learned_scalars()}
         state = self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
-        values = self.loss.function(built, **{**self.loss_kwargs, **learned}, **state)
-        return self.loss.reduce(values, self.reduction)
+        return self.loss.reduce(self._compute(built, state), self.reduction)
 
     @torch.no_grad()
     def _updated_buffers(self, built: Any, is_last: bool) -> dict[str, Tensor]:
@@ -145,18 +154,38 @@ class Objective(nn.Module):
             raise ConfigError(f"{self.name}: pass the embeddings of the training set: objective.refresh(labels, emb).")
         labels = as_labels(labels) if emb is None else as_batch(emb, labels)[1]
         assert self.num_classes is not None
-        check_range(labels, self.num_classes)
+        check_range(labels, labels, self.num_classes)
         self._store(inputs.refresh(emb, labels, self.num_classes))
 
-    def _build_pairs(self, emb: Tensor, labels: Tensor) -> Pairs:
-        kwargs = self.loss.inputs.build_kwargs(self.builder_kwargs)
-        filled = int(self.memory_state[0]) if self.memory_size else 0
-        if filled:
-            # The batch comes first, with its gradient; its own column is removed by index.
-            kwargs["refs"] = torch.cat([emb, self.memory_emb[:filled, : emb.shape[1]].to(emb.dtype)])
-            kwargs["ref_labels"] = torch.cat([labels, self.memory_labels[:filled]])
-            kwargs["self_columns"] = torch.arange(len(emb), device=emb.device)
-        pairs = cast(Pairs, self.loss.inputs.build(emb, labels, **kwargs))
+    def _compute(self, built: Any, state: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        learned = {scalar.name: value for scalar, value in self._learned_scalars()}
+        return self.loss.function(built, **{**self.loss_kwargs, **learned}, **state)
+
+    def _compute_by_chunks(self, emb: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        def compute(emb: Tensor, rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            return self._compute(self._build_pairs(emb, labels, rows), {})
+
+        chunks = torch.arange(len(emb), device=emb.device).split(self.chunk_size)
+        results = [checkpoint(compute, emb, rows, use_reentrant=False) for rows in chunks]
+        if not isinstance(results[0], tuple):
+            return torch.cat(results)
+        values, counts = zip(*results, strict=True)
+        return torch.cat(values), torch.stack(counts).sum()
+
+    def _build_pairs(self, emb: Tensor, labels: Tensor, rows: Tensor | None = None) -> Pairs:
+        """Pair the batch, or the anchors in these rows of it, with the batch and the memory; then mine."""
+        build, kwargs = self.loss.inputs.build, self.loss.inputs.build_kwargs(self.builder_kwargs)
+        anchors = (emb, labels) if rows is None else (emb[rows], labels[rows])
+        batch = {} if rows is None else {"refs": emb, "ref_labels": labels, "self_columns": rows}
+        pairs = cast(Pairs, build(*anchors, **batch, **kwargs))
+        if self.memory_size:
+            # On the host only the filled rows of the memory are compared; elsewhere all, as shapes must not change.
+            filled = self.memory_state[0]
+            used = slice(int(filled) if on_host(emb) else self.memory_size)
+            refs, ref_labels = self.memory_emb[used, : emb.shape[1]].to(emb.dtype), self.memory_labels[used]
+            if len(refs):
+                earlier = build(*anchors, refs=refs, ref_labels=ref_labels, **kwargs)
+                pairs = join(pairs, earlier, torch.arange(len(refs), device=emb.device) < filled)
         return pairs if self.miner is None else _find_miner(self.miner)(pairs, **self.miner_settings)
 
     def _build_classes(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Any:
@@ -266,12 +295,12 @@ class Objective(nn.Module):
         emb, labels = emb[first:], labels[first:]
         if self.memory_emb.dtype != emb.dtype:  # the memory follows the model
             self.memory_emb = self.memory_emb.to(emb.dtype)
-        filled, start = self.memory_state.tolist()
+        filled, start = self.memory_state.unbind()
         rows = (start + torch.arange(len(emb), device=emb.device)) % self.memory_size
         self.memory_emb[rows] = emb
         self.memory_labels[rows] = labels
-        new_state = [min(filled + len(emb), self.memory_size), (start + len(emb)) % self.memory_size]
-        self.memory_state.copy_(torch.tensor(new_state))
+        end = (start + len(emb)) % self.memory_size
+        self.memory_state.copy_(torch.stack([(filled + len(emb)).clamp(max=self.memory_size), end]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(f"{prefix}memory_emb")
@@ -281,7 +310,10 @@ class Objective(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the name and the settings, for repr()."""
-        extras = {"miner": self.miner, "memory": self.memory_size, "matryoshka_dims": self.matryoshka_dims}
+        options = ("miner", "memory_size", "matryoshka_dims", "chunk_size")
+        extras = {
+            name.removesuffix("_size") if name == "memory_size" else name: getattr(self, name) for name in options
+        }
         shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import gather_pairs, hinge_sum, log_sums, row_sum
+from nearkin.ops.reductions import log1p_sum_exp
 
 
 @loss(
@@ -36,9 +37,9 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
         >>> float(contrastive(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
         -0.2666...
     """
-    pull = row_sum(p.sim, p.positives)
-    push, _ = hinge_sum(p.sim, p.negatives, 1.0, margin)
-    return push - pull, (p.positives.counts() + p.negatives.counts()).sum()
+    active = p.neg & (p.sim > margin)
+    weight = active.to(p.sim.dtype) - p.pos.to(p.sim.dtype)
+    return (weight * p.sim).sum(1) - margin * active.sum(1), p.pos.sum() + p.neg.sum()
 
 
 def _l2_pairs(*args: Any, normalize: bool = True, **kwargs: Any) -> Pairs:
@@ -74,11 +75,8 @@ def contrastive_l2(p: Pairs, *, margin: float | Tensor = 1.0) -> Tensor:
         >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
         0.0148...
     """
-    i, j = p.positives.indices()
-    anchor_sq, ref_sq = p.squared_norms()
-    tightness = anchor_sq[i] + ref_sq[j] - 2 * gather_pairs(p.sim, i, j)
-    violation, _ = hinge_sum(p.distance(), p.negatives, -1.0, margin, power=2)
-    return violation.index_add(0, i, tightness)
+    push = torch.relu(margin - p.distance()).square()
+    return torch.where(p.pos, p.sq_distance(), torch.where(p.neg, push, 0.0)).sum(1)
 
 
 @loss(
@@ -113,9 +111,8 @@ def margin(p: Pairs, *, alpha: float | Tensor = 0.2, beta: float | Tensor = 1.2)
         0.5055...
     """
     distance = p.distance()
-    pull, n_pull = hinge_sum(distance, p.positives, 1.0, beta - alpha)
-    push, n_push = hinge_sum(distance, p.negatives, -1.0, beta + alpha)
-    return pull + push, (n_pull + n_push).sum()
+    terms = torch.where(p.pos, distance - (beta - alpha), torch.where(p.neg, (beta + alpha) - distance, 0.0)).relu()
+    return terms.sum(1), (terms > 0).sum()
 
 
 @loss(
@@ -141,9 +138,8 @@ def margin_similarity(p: Pairs, *, margin: float | Tensor = 0.2, beta: float | T
         >>> float(margin_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.52...
     """
-    pull, n_pull = hinge_sum(p.sim, p.positives, -1.0, beta + margin)
-    push, n_push = hinge_sum(p.sim, p.negatives, 1.0, beta - margin)
-    return pull + push, (n_pull + n_push).sum()
+    terms = torch.where(p.pos, (beta + margin) - p.sim, torch.where(p.neg, p.sim - (beta - margin), 0.0)).relu()
+    return terms.sum(1), (terms > 0).sum()
 
 
 @loss(
@@ -171,6 +167,6 @@ def multi_similarity(p: Pairs, *, alpha: float = 2.0, beta: float = 50.0, base: 
         >>> float(multi_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.2091...
     """
-    # Each is log(1 + sum exp(scale (s - base))), with scale -alpha over positives and beta over negatives.
-    pull, push = log_sums(p.sim, p.positives, p.negatives, -alpha, beta, base, add_one=True)
-    return pull / alpha + push / beta
+    pull = log1p_sum_exp(p.sim, p.pos, -alpha, base) / alpha
+    push = log1p_sum_exp(p.sim, p.neg, beta, base) / beta
+    return pull + push

@@ -15,8 +15,8 @@ from nearkin.losses.classes import (
 )
 from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import loss
-from nearkin.ops.geometry import gram, safe_sqrt, unit
-from nearkin.ops.reductions import PairSet, log1p_sum_exp, softplus
+from nearkin.ops.geometry import gram, unit, zero_or_root
+from nearkin.ops.reductions import log1p_sum_exp, softplus
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:
@@ -41,9 +41,10 @@ def _center_spread(w: Tensor) -> Tensor:
         return w.sum() * 0.0
     products = gram(w)
     squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
-    squared = torch.add(squared_norm[:, :, None] + squared_norm[:, None, :], products, alpha=-2)
+    squared = squared_norm[:, :, None] + squared_norm[:, None, :] - 2 * products
     # The distance matrix holds every pair twice.
-    return safe_sqrt(squared, scale=2.0).sum() / (2 * classes * centers * (centers - 1))
+    root = zero_or_root(squared, 8 * torch.finfo(w.dtype).eps)
+    return root.sum() / (2 * classes * centers * (centers - 1))
 
 
 @loss(
@@ -154,12 +155,12 @@ def proxy_anchor(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1) -> T
 def _anchor_loss(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
     own, others = own_and_others(sim, labels, alpha, dim=0)
     push = softplus(others + alpha * margin)
-    return _anchor_pull(own, labels, alpha, margin) + push.sum() / sim.shape[1]
+    return _anchor_pull(own, labels, sim.shape[1], alpha, margin) + push.mean()
 
 
-def _anchor_pull(own: Tensor, labels: Tensor, alpha: float, margin: float) -> Tensor:
-    pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels)
-    return pull.sum() / len(present)
+def _anchor_pull(own: Tensor, labels: Tensor, num_classes: int, alpha: float, margin: float) -> Tensor:
+    pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels, num_classes)
+    return pull.sum() / present
 
 
 @loss(
@@ -316,5 +317,5 @@ def proxy_repulsion_batch(c: ToClasses, *, alpha: float = 32.0, margin: float = 
 def _repulsion_loss(c: ToClasses, proxy_sim: Tensor, alpha: float, margin: float) -> Tensor:
     own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
     others = ~torch.eye(len(proxy_sim), dtype=torch.bool, device=proxy_sim.device)
-    push = log1p_sum_exp(proxy_sim, PairSet(others), alpha, -margin)
-    return _anchor_pull(own, c.labels, alpha, margin) + push.mean()
+    push = log1p_sum_exp(proxy_sim, others, alpha, -margin)
+    return _anchor_pull(own, c.labels, c.sim.shape[1], alpha, margin) + push.mean()

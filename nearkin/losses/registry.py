@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
@@ -93,6 +94,7 @@ class Inputs:
         constants: Optional tensors that `build` takes after the parameters: `objective(emb, labels, *constants)`.
         pairs: Whether `build` returns Pairs.
         memory: Whether `build` takes references from earlier batches.
+        by_anchor: Whether the value of an anchor depends on its own row of the Pairs only.
         takes_num_classes: Whether `build` takes the keyword num_classes.
         call_example: For pair losses, how to make the pairs by hand.
         buffers: Tensors without gradient that the loss function takes by name.
@@ -111,6 +113,7 @@ class Inputs:
     constants: tuple[str, ...] = ()
     pairs: bool = False
     memory: bool = False
+    by_anchor: bool = True
     takes_num_classes: bool = False
     call_example: str = "nk.pair_up(emb, labels)"
     buffers: tuple[Buffer, ...] = ()
@@ -195,7 +198,7 @@ class Loss:
     def _check_setting(self, key: str, value: Any) -> Any:
         known = self.settings
         check_known(self.name, key, known)
-        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad:
+        if isinstance(value, Tensor) and value.dim() == 0 and (value.requires_grad or _is_transformed(value)):
             if key not in self.learnable:
                 raise ConfigError(f"{self.name}: {key} cannot be learned. Pass a number, or detach the tensor.")
             return value
@@ -240,6 +243,11 @@ class Loss:
             return values.mean()
         # Without terms the sum is 0 with a graph attached: divide it by 1, not by 0.
         return values.sum() / (1 if count is None else count + (count == 0))
+
+
+def _is_transformed(value: Tensor) -> bool:
+    """Return whether a tensor is an argument of a `torch.func` transform, such as `vmap`: it has no single value."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def check_known(owner: str, key: str, known: Collection[str]) -> None:

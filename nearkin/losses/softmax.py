@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import DataError
-from nearkin.losses.classes import HEAD, PROXIES, ToClasses, check_range, linear_logits, own_and_others
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, linear_logits, own_and_others
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, Param, loss
-from nearkin.ops.geometry import check_finite, full_precision
+from nearkin.ops.checks import check_range, on_host, squared_norms
+from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import as_batch
 from nearkin.ops.reductions import softplus
 
@@ -150,22 +151,31 @@ def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:
     return _cross_entropy(c) + (strength / 2) * c.own
 
 
-def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
-    """Return labels in 0..C-1, and the sum of each class over N [C, D]; classes absent from the batch are 0."""
-    check_finite(emb)
-    if num_classes is None:
-        present, labels = torch.unique(labels, return_inverse=True)
-        num_classes = len(present)
-    else:
-        check_range(labels, num_classes)
-    return labels, emb.new_zeros(num_classes, emb.shape[1]).index_add(0, labels, emb) / len(emb)
+def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return labels in 0..C-1, the sum of each class over N [C, D], and which classes count [C]; None for all."""
+    squared_norms(emb)
+    present = None
+    if num_classes is not None:
+        emb = check_range(emb, labels, num_classes)
+    elif on_host(emb):
+        classes, labels = torch.unique(labels, return_inverse=True)
+        num_classes = len(classes)
+    else:  # N classes, of which those count that have samples: a static shape
+        labels = (labels[:, None] == labels).to(torch.uint8).argmax(1)  # the first sample of the class
+        num_classes = len(labels)
+        present = labels == torch.arange(num_classes, device=labels.device)
+    return labels, emb.new_zeros(num_classes, emb.shape[1]).index_add(0, labels, emb) / len(emb), present
+
+
+def _counted(logits: Tensor, present: Tensor | None) -> Tensor:
+    return logits if present is None else logits.masked_fill(~present, float("-inf"))
 
 
 def _class_sum_logits(emb: Tensor, labels: Tensor | Sequence[int], num_classes: int | None = None) -> ToClasses:
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
-        labels, theta = _class_sums(emb, labels, num_classes)
-        return ToClasses(emb @ theta.t(), labels)
+        labels, theta, present = _class_sums(emb, labels, num_classes)
+        return ToClasses(_counted(emb @ theta.t(), present), labels)
 
 
 def _soft_mean_logits(
@@ -181,12 +191,13 @@ def _soft_mean_logits(
                 shape = list(probabilities.shape)
                 raise DataError(f"probabilities: expected [N, C] for {len(emb)} embeddings, got {shape}.")
             num_classes = probabilities.shape[1]
-        labels, theta = _class_sums(emb, labels, num_classes)
+        labels, theta, present = _class_sums(emb, labels, num_classes)
         if probabilities is None:
-            probabilities = torch.softmax(emb.detach() @ theta.detach().t(), 1)
+            probabilities = torch.softmax(_counted(emb.detach() @ theta.detach().t(), present), 1)
         probabilities = probabilities.detach().to(emb.dtype)
-        soft_means = probabilities.t() @ emb / len(emb)
-        return ToClasses(emb @ soft_means.t(), labels, own=(emb * theta[labels]).sum(1), probs=probabilities)
+        sim = emb @ (probabilities.t() @ emb / len(emb)).t()
+        own = (emb * theta[labels]).sum(1)
+        return ToClasses(_counted(sim, present), labels, own=own, probs=probabilities)
 
 
 @loss(
@@ -220,7 +231,8 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     assert c.probs is not None
     own, others = own_and_others(c.sim, c.labels, 1 / lam)
     log_sum = torch.logaddexp(own / lam, others)
-    return log_sum - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
+    soft = torch.where(c.probs > 0, c.probs * c.sim, 0.0)  # a class that does not count is at -inf
+    return log_sum - (c.own + soft.sum(1)) / (2 * lam)
 
 
 @loss(

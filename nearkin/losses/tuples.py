@@ -5,17 +5,14 @@ None of them enumerates tuples: sums over pairs of sets are computed by sorting,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.errors import ConfigError
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import ONE_PER_CLASS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import PairSet, gather_pairs, log_sum_exp, log_sums, rank_positives, softplus
+from nearkin.ops.reductions import log_sum_exp, softplus
 
 
 @loss(
@@ -42,43 +39,33 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
         0.1300...
     """
     if p.triplets is not None:
-        a, i, j = p.triplets.unbind(1)
-        positive, negative = gather_pairs(p.sim, torch.cat([a, a]), torch.cat([i, j])).tensor_split(2)
-        terms = torch.relu(negative - positive + margin)
-        return p.sim.new_zeros(len(p.sim)).index_add(0, a, terms), torch.tensor(len(terms))
-    count = (p.positives.counts() * p.negatives.counts()).sum()
-    return _AllTriplets.apply(p.sim, p.positives, p.negatives, margin), count
+        selected = p.triplets[..., 0] >= 0
+        sim = p.sim.gather(1, p.triplets.clamp(min=0).flatten(1)).view(p.triplets.shape)
+        terms = torch.relu(sim[..., 1] - sim[..., 0] + margin).masked_fill(~selected, 0.0)
+        return terms.sum(1), selected.sum()
+    weight = _violations(p, margin)
+    # Each violated triplet adds s_n - s_p + margin: a sum of similarities with fixed weights.
+    total = (weight * p.sim).sum(1) + margin * torch.where(p.neg, weight, 0.0).sum(1)
+    return total, (p.pos.sum(1) * p.neg.sum(1)).sum()
 
 
-class _AllTriplets(torch.autograd.Function):
-    """Per anchor, the sum over all (positive, negative) of max(0, s_n - s_p + margin), by sorting the positives.
+@torch.no_grad()
+def _violations(p: Pairs, margin: float) -> Tensor:
+    """Count, for every negative, the positives that it violates the margin against; minus the converse for positives.
 
-    A negative n violates the margin against the positives below s_n + margin: the first c of the sorted positives. Its
-    term is c (s_n + margin) minus their prefix sum, and its gradient is c. A positive of rank r gets minus the number
-    of negatives with c > r. Exact, in time N M log P and memory N M.
+    By sorting the positives of each anchor: a negative n violates the margin against those below s_n + margin, the
+    first c of them, and a positive of rank r is violated by the negatives with c > r. Exact, in time N M log P.
     """
-
-    @staticmethod
-    def forward(ctx: Any, sim: Tensor, positives: PairSet, negatives: PairSet, margin: float) -> Tensor:
-        r = rank_positives(sim, positives)
-        prefix = torch.nn.functional.pad(r.ranked.masked_fill(r.ranked == float("inf"), 0.0).cumsum(1), (1, 0))
-        reach = negatives.fill_outside_(sim + margin, float("-inf"))
-        violations = torch.searchsorted(r.ranked, reach)  # number of positives strictly below
-        total = (negatives.fill_outside_(reach, 0.0) * violations).sum(1) - prefix.gather(1, violations).sum(1)
-
-        weight = violations.to(sim.dtype)
-        histogram = torch.zeros_like(prefix).scatter_add_(1, violations, torch.ones_like(sim))
-        violated = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # [n, P] by rank r: negatives with c > r
-        violated = torch.empty_like(violated).scatter_(1, r.order, violated)  # by slot
-        weight[r.row, r.column] = -violated[r.row, r.slot]
-        ctx.save_for_backward(weight)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return weight * g[:, None], None, None, None
+    columns, is_positive = p.positive_columns()
+    ranked, order = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
+    reach = (p.sim + margin).masked_fill_(~p.neg, float("-inf"))
+    count = torch.searchsorted(ranked, reach)
+    zeros = reach.new_zeros(len(reach), ranked.shape[1] + 1)
+    above = (
+        zeros.scatter_add(1, count, torch.ones_like(reach)).flip(1).cumsum(1).flip(1)[:, 1:]
+    )  # [N, K]: with c > rank
+    violated = torch.where(ranked < float("inf"), above, 0.0)
+    return count.to(reach.dtype).scatter_add_(1, columns.gather(1, order), -violated)
 
 
 @loss(
@@ -103,8 +90,7 @@ def lifted_structure(p: Pairs, *, margin: float | Tensor = 0.5) -> Tensor:
         >>> float(lifted_structure(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.5))
         0.3200...
     """
-    pull, push = log_sums(p.sim, p.positives, p.negatives, -1.0, 1.0)
-    return torch.relu(margin + pull + push)
+    return torch.relu(margin + log_sum_exp(p.sim, p.pos, -1.0) + log_sum_exp(p.sim, p.neg))
 
 
 @loss(
@@ -135,11 +121,11 @@ def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tens
         raise ConfigError(f"lifted_song takes Pairs [N, N], a batch with itself, got {list(p.sim.shape)}.")
     distance = p.distance()
     # Anchors without negatives have -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
-    push = (margin + log_sum_exp(distance, p.negatives, -1.0)).clamp(min=-1e30)
-    i, j = p.positives.indices()
-    violation = torch.relu(gather_pairs(distance, i, j) + torch.logaddexp(push[i], push[j])).square()
+    push = (margin + log_sum_exp(distance, p.neg, -1.0)).clamp(min=-1e30)
+    columns, is_positive = p.positive_columns()
+    violation = torch.relu(distance.gather(1, columns) + torch.logaddexp(push[:, None], push[columns])).square()
     # Every unordered pair occurs twice, once from each side; one that a miner left on one side only counts half.
-    return p.sim.new_zeros(len(p.sim)).index_add(0, i, violation / 4), torch.tensor(len(i) / 2)
+    return violation.masked_fill(~is_positive, 0.0).sum(1) / 4, p.pos.sum() / 2
 
 
 @loss(
@@ -164,8 +150,7 @@ def npair(p: Pairs) -> Tensor:
         >>> float(npair(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.4581...
     """
-    pull, push = log_sums(p.sim, p.positives, p.negatives, -1.0, 1.0)
-    return softplus(push + pull)
+    return softplus(log_sum_exp(p.sim, p.pos, -1.0) + log_sum_exp(p.sim, p.neg))
 
 
 @loss(
@@ -177,7 +162,7 @@ def npair(p: Pairs) -> Tensor:
     inputs=ONE_PER_CLASS,
     cost="C'^2 D",
 )
-def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
+def npair_mc(p: Pairs, *, l2: float = 0.005) -> tuple[Tensor, Tensor]:
     """Classify one anchor per class among the positives of all classes, by dot products.
 
     With other Pairs, every anchor that has a positive is used, with its first positive.
@@ -187,7 +172,7 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
         l2: Weight of the mean squared length (0.02 in the paper, over the half sum).
 
     Returns:
-        One value per anchor [C'].
+        One value per anchor, 0 without a positive, and the number of anchors that have one.
 
     Example:
         >>> from nearkin.ops.pairs import one_pair_per_class
@@ -195,10 +180,11 @@ def npair_mc(p: Pairs, *, l2: float = 0.005) -> Tensor:
         >>> float(npair_mc(one_pair_per_class(emb, torch.tensor([0, 0, 1, 1])), l2=0.0))
         0.2957...
     """
-    row, column = p.positives.indices()
-    first = torch.ones_like(row, dtype=torch.bool)
-    first[1:] = row[1:] != row[:-1]
-    row, column = row[first], column[first]
+    has_positive = p.pos.any(1)
+    if p.pos.shape[1] == 0:
+        return p.sim.sum(1), has_positive.sum()
+    column = p.pos.to(torch.uint8).argmax(1)  # the first one
     anchor_sq, ref_sq = p.squared_norms()
-    cross_entropy = softplus(log_sum_exp(p.sim, p.negatives)[row] - gather_pairs(p.sim, row, column))
-    return cross_entropy + l2 * (anchor_sq[row] + ref_sq[column]) / 2
+    cross_entropy = softplus(log_sum_exp(p.sim, p.neg) - p.sim.gather(1, column[:, None]).squeeze(1))
+    values = cross_entropy + l2 * (anchor_sq + ref_sq[column]) / 2
+    return values.masked_fill(~has_positive, 0.0), has_positive.sum()

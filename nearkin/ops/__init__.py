@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from nearkin.ops.checks import plain
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
-from nearkin.ops.reductions import PairSet, log1p_sum_exp, log_sum_exp, softplus
+from nearkin.ops.reductions import log1p_sum_exp, log_sum_exp, softplus
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 __all__ = [
-    "PairSet",
     "Pairs",
     "covariance_whitening",
     "log1p_sum_exp",
     "log_sum_exp",
     "one_pair_per_class",
     "pair_up",
+    "plain",
     "softplus",
     "within_class_whitening",
 ]

@@ -1,44 +1,19 @@
-"""Pairs: similarities with positive and negative masks, which a miner narrows (`Pairs -> Pairs`) and a loss reads.
-
-A class has few samples, so positives are a short list of indices, and negatives are everything but a short list.
-"""
+"""Pairs: similarities with positive and negative masks, which a miner narrows (`Pairs -> Pairs`) and a loss reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.ops.geometry import check_finite, cosine_gram, distances, full_precision, gram, unit
-from nearkin.ops.reductions import PairSet, mask_indices
+from nearkin.ops.checks import on_host, squared_norms
+from nearkin.ops.geometry import distances, full_precision, gram, unit_and_squares
 
 Metric = Literal["cosine", "dot"]
-
-
-@dataclass(frozen=True, eq=False)
-class ClassPairs:
-    """The pairs of the same class as a list of indices, self-pairs included, and the masks they describe."""
-
-    row: Tensor  # [T] row of every pair
-    column: Tensor  # [T] its column
-    is_self: Tensor | None  # [T] whether it is a self-pair; None if there are none
-    pos: Tensor  # the positive mask that the list describes
-    neg: Tensor  # the negative mask that the list describes
-    versions: tuple[int, int]  # version counters of the two masks
-
-    def describes(self, pos: Tensor, neg: Tensor) -> bool:
-        """Return whether the list is still valid for a pair of masks."""
-        return pos is self.pos and neg is self.neg and self.versions == (_version(pos), _version(neg))
-
-
-def _version(mask: Tensor) -> int:
-    """Return the number of in-place writes; inference tensors do not count them."""
-    return 0 if mask.is_inference() else mask._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +27,9 @@ class Pairs:
         anchor_sq: [N] squared lengths of the vectors whose products `sim` holds (1, or 0 for a zero vector, if cosine);
             1 if None.
         ref_sq: [M] the same for the references.
-        triplets: [T, 3] (anchor, positive, negative) if a miner selected triplets rather than pairs.
+        triplets: [N, K, 2] if a miner selected triplets rather than pairs: the columns of the positive and of the
+            negative of each, -1 where an anchor has fewer than K.
         dim: Embedding dimensions, for the miner that needs them.
-        same_class: The pairs of the same class as a list of indices; an optimisation only.
     """
 
     sim: Tensor
@@ -64,25 +39,6 @@ class Pairs:
     ref_sq: Tensor | None = None
     triplets: Tensor | None = None
     dim: int | None = None
-    same_class: ClassPairs | None = None
-
-    @cached_property
-    def positives(self) -> PairSet:
-        """The positive pairs, with an index if they are few."""
-        if self.same_class is not None and self.same_class.describes(self.pos, self.neg):
-            row, column = self.same_class.row, self.same_class.column
-            if self.same_class.is_self is not None:
-                others = ~self.same_class.is_self
-                row, column = row[others], column[others]
-            return PairSet(self.pos, inside=(row, column))
-        return PairSet(self.pos, inside=_indices_if_few(self.pos))
-
-    @cached_property
-    def negatives(self) -> PairSet:
-        """The negative pairs, with an index of all other pairs, or of themselves if a miner left few."""
-        if self.same_class is not None and self.same_class.describes(self.pos, self.neg):
-            return PairSet(self.neg, outside=(self.same_class.row, self.same_class.column))
-        return PairSet(self.neg, inside=_indices_if_few(self.neg))
 
     def squared_norms(self) -> tuple[Tensor, Tensor]:
         """Return the squared lengths of the anchors [N] and of the references [M]."""
@@ -93,15 +49,27 @@ class Pairs:
     def sq_distance(self) -> Tensor:
         """Return squared Euclidean distances [N, M], unclamped: coincident points may have -1e-16."""
         anchor, ref = self.squared_norms()
-        return torch.sub(ref, self.sim, alpha=2).add_(anchor[:, None])
+        return anchor[:, None] + ref - 2 * self.sim
 
     def distance(self) -> Tensor:
         """Return Euclidean distances [N, M]; exactly 0 with zero gradient for coincident points."""
         return distances(self.sim, *self.squared_norms())
 
+    def positive_columns(self) -> tuple[Tensor, Tensor]:
+        """Return columns [N, K] that include all positives of each anchor in ascending order, and which of them are.
 
-def _indices_if_few(mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    return mask_indices(mask) if int(mask.count_nonzero()) * 16 <= mask.numel() else None
+        On the host K is the largest number of positives of an anchor, elsewhere M: sums over [N, K] have a static shape
+        on a device, and cost no more than the positives on the CPU.
+        """
+        n, m = self.pos.shape
+        if not on_host(self.sim):
+            return torch.arange(m, device=self.pos.device).expand(n, m), self.pos
+        row, column = self.pos.nonzero(as_tuple=True)
+        size = torch.bincount(row, minlength=n)
+        slot = torch.arange(len(row)) - (size.cumsum(0) - size)[row]
+        columns = torch.zeros(n, int(size.max()), dtype=torch.int64)
+        columns[row, slot] = column
+        return columns, torch.arange(columns.shape[1]) < size[:, None]
 
 
 def pair_up(
@@ -140,67 +108,38 @@ def pair_up(
         raise ConfigError("pair_up: pass refs and ref_labels together, got only one of them.")
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
+        f, anchor_sq = _prepare(emb, metric)
         if refs is None or ref_labels is None:
             ref_labels, self_columns = labels, torch.arange(len(labels), device=emb.device)
-            if metric == "cosine":
-                sim, anchor_sq = cosine_gram(emb)
-            else:
-                sim, anchor_sq = gram(emb), _checked_squared_norms(emb)
-            ref_sq = anchor_sq
+            sim, ref_sq = gram(f), anchor_sq
         else:
             refs, ref_labels = as_batch(refs, ref_labels, what="refs")
             if refs.shape[1] != emb.shape[1]:
                 raise DataError(
                     f"refs: expected {emb.shape[1]} dimensions, as the embeddings have, got {refs.shape[1]}."
                 )
-            refs = refs.to(emb.dtype)
-            if metric == "cosine":
-                emb, refs = unit(emb), unit(refs)
-                anchor_sq, ref_sq = ((f.detach().square().sum(1) > 0.5).to(f.dtype) for f in (emb, refs))
-            else:
-                anchor_sq, ref_sq = _checked_squared_norms(emb), _checked_squared_norms(refs)
-            sim = emb @ refs.t()
-    pos, neg, same_class = _masks(labels, ref_labels, self_columns)
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], same_class=same_class)
+            g, ref_sq = _prepare(refs.to(emb.dtype), metric)
+            if metric == "dot" and torch.is_grad_enabled() and not refs.requires_grad:
+                g = g.clone()  # a memory may be overwritten before the backward pass needs it
+            sim = f @ g.t()
+    same = labels[:, None] == ref_labels
+    pos = same if self_columns is None else same.scatter(1, self_columns[:, None], False)
+    return Pairs(sim, pos, ~same, anchor_sq, ref_sq, dim=emb.shape[1])
 
 
-def _checked_squared_norms(x: Tensor) -> Tensor:
-    check_finite(x)
-    return x.square().sum(1)
+def _prepare(x: Tensor, metric: Metric) -> tuple[Tensor, Tensor]:
+    """Return the rows whose products are the similarities, and their squared lengths."""
+    return unit_and_squares(x) if metric == "cosine" else (x, squared_norms(x))
 
 
-def _masks(labels: Tensor, ref_labels: Tensor, self_columns: Tensor | None) -> tuple[Tensor, Tensor, ClassPairs | None]:
-    """Return the positive and negative masks, and the pairs of the same class if they are few."""
-    pos, index = _same_class(labels, ref_labels)
-    neg = ~pos
-    if self_columns is not None:
-        pos.scatter_(1, self_columns[:, None], False)
-    if index is None:
-        return pos, neg, None
-    row, column = index
-    is_self = None if self_columns is None else column == self_columns[row]
-    return pos, neg, ClassPairs(row, column, is_self, pos, neg, (_version(pos), _version(neg)))
-
-
-def _same_class(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the mask of the same class, and its indices if they are few."""
-    n, m = len(labels), len(ref_labels)
-    if n * m <= 1 << 16:  # for a small block comparing is faster than sorting
-        same = labels[:, None] == ref_labels
-        row, column = mask_indices(same)
-        return same, (row, column) if len(row) * 8 <= n * m else None
-    order = torch.argsort(ref_labels, stable=True)
-    ranked = ref_labels[order]
-    start = torch.searchsorted(ranked, labels)
-    size = torch.searchsorted(ranked, labels, right=True) - start
-    total = int(size.sum())
-    if total * 8 > n * m:
-        return labels[:, None] == ref_labels, None
-    row = torch.repeat_interleave(size, output_size=total)
-    column = order[(start - size.cumsum(0) + size)[row] + torch.arange(total, device=row.device)]
-    same = torch.zeros(n, m, dtype=torch.bool, device=row.device)
-    same[row, column] = True
-    return same, (row, column)
+def join(pairs: Pairs, earlier: Pairs, used: Tensor) -> Pairs:
+    """Append the columns of further references of the same anchors, of which some [M] are used."""
+    sim, pos, neg = (
+        torch.cat([a, b], 1)
+        for a, b in ((pairs.sim, earlier.sim), (pairs.pos, earlier.pos & used), (pairs.neg, earlier.neg & used))
+    )
+    anchor_sq, batch_sq = pairs.squared_norms()
+    return Pairs(sim, pos, neg, anchor_sq, torch.cat([batch_sq, earlier.squared_norms()[1]]), dim=pairs.dim)
 
 
 def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
@@ -211,26 +150,28 @@ def one_pair_per_class(emb: Tensor, labels: Tensor | Sequence[int]) -> Pairs:
         labels: [N] integers; classes with a single sample are left out.
 
     Returns:
-        Dot products [C', C'] for the C' classes with two samples or more.
+        Dot products [C', C'] for the C' classes with two samples or more. Off the CPU, where the shape must not depend
+        on the labels, [N/2, N/2], and what is beyond C' is in neither mask.
 
     Example:
         >>> one_pair_per_class(torch.eye(5), torch.tensor([4, 2, 4, 4, 2])).pos.tolist()
         [[True, False], [False, True]]
     """
     emb, labels = as_batch(emb, labels)
-    check_finite(emb)
+    n = len(labels)
     order = torch.argsort(labels, stable=True)
     ranked = labels[order]
-    starts = torch.ones_like(ranked, dtype=torch.bool)
-    starts[1:] = ranked[1:] != ranked[:-1]
-    first = torch.nonzero(starts[:-1] & ~starts[1:]).flatten()
-    selected = emb.index_select(0, torch.cat([order[first], order[first + 1]]))
+    repeats = torch.nn.functional.pad(ranked[1:] == ranked[:-1], (1, 1))  # [N + 1] as the one before; 0 at both ends
+    is_first = (repeats[1:] & ~repeats[:-1])[: n - 1]  # the first of a class that has a second
+    first = torch.argsort(~is_first, stable=True)[: int(is_first.sum()) if on_host(emb) else n // 2]
+    used = is_first[first]
     with full_precision(emb):
-        anchor_sq, ref_sq = selected.square().sum(1).tensor_split(2)
-        anchors, refs = selected.tensor_split(2)
-        sim = anchors @ refs.t()
-    pos, neg, same_class = _masks(ranked[first], ranked[first], None)
-    return Pairs(sim, pos, neg, anchor_sq, ref_sq, dim=emb.shape[1], same_class=same_class)
+        square = squared_norms(emb)
+        anchors, refs = order[first], order[first + 1]
+        sim = emb[anchors] @ emb[refs].t()
+    pos = torch.eye(len(first), dtype=torch.bool, device=emb.device) & used
+    neg = (used[:, None] & used) ^ pos
+    return Pairs(sim, pos, neg, square[anchors], square[refs], dim=emb.shape[1])
 
 
 def as_batch(emb: Tensor, labels: Tensor | Sequence[int], what: str = "emb") -> tuple[Tensor, Tensor]:

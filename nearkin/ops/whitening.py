@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.ops.geometry import check_finite, full_precision, where_float64_exists
+from nearkin.ops.checks import check_finite
+from nearkin.ops.geometry import full_precision, where_float64_exists
 from nearkin.ops.pairs import as_batch
 
 _BLOCK = 8192  # rows in float64 at a time

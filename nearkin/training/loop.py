@@ -179,6 +179,8 @@ def prepare(
         init_whitened(model, initial_model, objective, split.train, frozen_features, recipe.model.shrinkage)
     dist.broadcast_state(model)
     dist.broadcast_state(objective)
+    if config.compile:
+        objective.compile()
 
     optimizer = make_optimizer(model, objective, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.batches import listed
 from helpers.devices import DEVICE, DTYPE, assert_agree, random_batch, tied_batch
 
 import nearkin as nk
@@ -25,7 +26,7 @@ def assert_pairs_agree(actual: nk.Pairs, expected: nk.Pairs) -> None:
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     assert (actual.triplets is None) == (expected.triplets is None)
     if expected.triplets is not None:
-        assert sorted(actual.triplets.tolist()) == sorted(expected.triplets.tolist())
+        assert listed(actual.triplets) == listed(expected.triplets)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot"])

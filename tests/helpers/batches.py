@@ -41,3 +41,8 @@ def build(row: Row, classes: int, dim: int) -> nk.Objective:
     for value in objective.parameters():
         value.data = torch.randn(value.shape, generator=g, dtype=DOUBLE)
     return objective
+
+
+def listed(triplets: Tensor) -> list[list[int]]:
+    """Return mined triplets as a sorted list of [anchor, positive, negative]."""
+    return sorted([a, *pair] for a, row in enumerate(triplets.tolist()) for pair in row if pair[0] >= 0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.batches import listed
 from helpers.rows import ROWS, Row, golden
 from torch import Tensor
 
@@ -120,8 +121,8 @@ def test_miners(batch_name: str, data: dict[str, Any]) -> None:
     batch, facts = data["batches"][batch_name], data["batch_facts"][batch_name]
     pairs = nk.pair_up(tensor(batch["embeddings"]), torch.tensor(batch["labels"]))
     torch.testing.assert_close(pairs.sim, tensor(facts["cosine_matrix"]), rtol=0, atol=1e-14)
-    assert miners.hard(pairs).triplets.tolist() == facts["hard_triplets"]
-    assert miners.semihard(pairs).triplets.tolist() == facts["semihard_triplets"]
+    assert listed(miners.hard(pairs).triplets) == facts["hard_triplets"]
+    assert listed(miners.semihard(pairs).triplets) == facts["semihard_triplets"]
     mined = miners.multi_similarity(pairs, epsilon=0.1)
     for entry in facts["ms_mined_sets_eps0.1"]:
         row = entry["anchor"]

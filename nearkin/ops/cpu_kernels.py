@@ -1,0 +1,135 @@
+"""Hand-written backward passes that are faster on the CPU than autograd; used only where `on_host` is true.
+
+Every function here has a plain counterpart, its reference in the tests, which is used on other devices, compiled,
+inside `torch.func` and for second derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Plain = Callable[[Tensor], Tensor]
+
+
+def unit(x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
+    """Multiply rows by their inverse lengths, given as a constant; `plain` computes the same from x."""
+    return _Unit.apply(x, inverse, plain)  # type: ignore[no-any-return]
+
+
+class _Unit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
+        f = x * inverse
+        ctx.plain = plain
+        ctx.save_for_backward(x, f, inverse)
+        return f
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        x, f, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None
+        radial = (f * g).sum(-1, keepdim=True)
+        return torch.addcmul(g, f, radial, value=-1).mul_(inverse), None, None
+
+
+def _differentiable(plain: Plain, x: Tensor, g: Tensor) -> Tensor:
+    """Return the gradient of the plain path on x with a graph of its own, for second derivatives."""
+    (grad,) = torch.autograd.grad(plain(x), x, g, create_graph=True)
+    return grad
+
+
+def gram(f: Tensor) -> Tensor:
+    """Compute f f^T."""
+    return _Gram.apply(f)  # type: ignore[no-any-return]
+
+
+class _Gram(torch.autograd.Function):
+    """The backward pass is (G + G^T) f: one product and one addition, where autograd needs two products."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor) -> Tensor:
+        ctx.save_for_backward(f)
+        return _symmetric_product(f)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (f,) = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            # A hinge or a miner leaves few pairs with a gradient; above one in 32 (estimated from every eighth row) the
+            # dense product is faster.
+            if torch.is_grad_enabled() or len(g) <= 256 or int(g[::8].count_nonzero()) * 256 >= g.numel():
+                return torch.mm(g + g.t(), f)
+            index = g.nonzero().t()
+            both, values = torch.cat([index, index.flip(0)], 1), g[index[0], index[1]].repeat(2)
+            symmetric = torch.sparse_coo_tensor(both, values, g.shape, check_invariants=False)
+            return torch.sparse.mm(symmetric, f)  # type: ignore[no-any-return]
+
+
+def _symmetric_product(f: Tensor) -> Tensor:
+    n = len(f)
+    block = max(128, n // 8)
+    if n <= 2 * block:
+        return f @ f.t()
+    # Only the lower blocks are multiplied, the upper ones are copied: a quarter of the time at N = 512.
+    product = f.new_empty(n, n)
+    for i in range(0, n, block):
+        torch.mm(f[i : i + block], f[: i + block].t(), out=product[i : i + block, : i + block])
+    for i in range(block, n, block):
+        product[i - block : i, i:] = product[i:, i - block : i].t()
+    return product
+
+
+def log_sum_exp(x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+    """Compute log sum exp(scale * x) over the pairs of a mask, per row."""
+    few = int(mask.count_nonzero()) * 16 <= mask.numel()
+    return (_SparseLSE if few else _DenseLSE).apply(x, mask, scale, plain)  # type: ignore[no-any-return]
+
+
+class _DenseLSE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+        weight = (x * scale).masked_fill_(~mask, float("-inf"))
+        top = weight.amax(1)
+        top.masked_fill_(top == float("-inf"), 0.0)
+        # Denormal numbers are slow: what is below 1e-30 becomes 0.
+        floor, smallest = (-70.0, 1e-30) if x.dtype == torch.float32 else (-700.0, 1e-300)
+        torch.threshold_(weight.sub_(top[:, None]).clamp_(min=floor).exp_(), smallest, 0.0)
+        total = weight.sum(1)
+        ctx.scale, ctx.plain = scale, plain
+        ctx.save_for_backward(x, weight, total)
+        return top + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None, None
+        factor = (ctx.scale * g / total).masked_fill_(total == 0, 0.0)
+        return weight * factor[:, None], None, None, None
+
+
+class _SparseLSE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
+        row, column = mask.nonzero(as_tuple=True)
+        logit = x[row, column].mul_(scale)
+        top = x.new_full((len(x),), float("-inf")).scatter_reduce_(0, row, logit, "amax")
+        weight = logit.sub_(top[row]).exp_()
+        total = torch.zeros_like(top).index_add_(0, row, weight)
+        ctx.scale, ctx.plain = scale, plain
+        ctx.save_for_backward(x, row, column, weight, total)
+        return top + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        x, row, column, weight, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.plain, x, g), None, None, None
+        grad = torch.zeros_like(x)
+        grad[row, column] = weight * (ctx.scale * g / total)[row]
+        return grad, None, None, None
