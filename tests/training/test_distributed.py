@@ -115,7 +115,7 @@ def test_synchronised_batch_norm_is_that_of_one_process(ranks, shares):
         got = found["normalized"][f"{shares}"]
         assert got.keys() == want.keys()
         for name, value in want.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def test_the_first_step_of_glyphs_small_is_that_of_one_process(tmp_path, glyphs_table):

@@ -112,7 +112,7 @@ def test_all_processes_evaluate_one_network(tiny_recipe, tmp_path, quiet):
     [folder] = (tmp_path / "runs").iterdir()
     run = Run(folder)
     table = sources.load(recipe.data, quiet)
-    assert folder.name != run_key(recipe, table.fingerprint)  # that of one process, which gives other numbers
+    assert folder.name == run_key(recipe, f"{table.fingerprint}-2-processes")  # one process gives other numbers
     _, holdout = make_split(table, recipe.data)
     for name, values in evaluate(run.embedder(), holdout.open()).per_query.items():
         np.testing.assert_allclose(per_query(run)[name], values, atol=1e-6, err_msg=name)
@@ -216,7 +216,7 @@ def test_a_process_that_hangs_ends_the_others_and_one_process_resumes(tiny_recip
         _, said = ranks[0].communicate(timeout=120)
         assert ranks[0].returncode == 2
         assert "process 0 of 2: another process died or did not respond for 6 s" in said
-        assert said.rstrip().endswith("Run the same command again to resume from the last checkpoint.")
+        assert "Run the same command again to resume from the last checkpoint." in said
         assert "Traceback" not in said
         assert ranks[1].poll() is None
         assert time.monotonic() - began >= 6
