@@ -74,7 +74,7 @@ def baseline_scores(folder: StudyFolder) -> dict[str, dict[str, float]]:
     values: dict[str, dict[str, list[float]]] = {}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
-        for name, scores in ((outcome and outcome.baselines) or {}).items():
+        for name, scores in (outcome.baselines or {} if outcome else {}).items():
             values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * scores[metric])
     return {name: {e: float(np.mean(v)) for e, v in scores.items()} for name, scores in values.items()}
 

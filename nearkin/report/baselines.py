@@ -54,7 +54,7 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     names = list(result["differences"])
     lines = []
     for name, metrics in result["differences"].items():
-        words = ", ".join(describe_difference(metric, *_bounds(found)) for metric, found in metrics.items())
+        words = ", ".join(describe_difference(metric, d["mean"], *d["interval"]) for metric, d in metrics.items())
         is_start = not result["protocol"]["epoch"] and name == names[-1]
         lines.append(f"vs. {name}: {'these are its weights' if is_start else words}")
     return lines
@@ -74,10 +74,6 @@ def describe_difference(metric: str, mean: float, low: float, high: float) -> st
     if high < 0:
         return f"{metric} worse by {-100 * high:.1f} to {-100 * low:.1f} points"
     return f"{metric} not significantly different ({100 * low:+.1f} to {100 * high:+.1f} points)"
-
-
-def _bounds(found: Mapping[str, Any]) -> tuple[float, float, float]:
-    return found["mean"], *found["interval"]
 
 
 def _sign(found: Mapping[str, Any]) -> int:
