@@ -14,7 +14,17 @@ from numba.extending import register_jitable
 
 from nearkin.metrics import _vectors
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
-from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, cosine_distance, sum_products, sum_squares
+from nearkin.metrics._vectors import (
+    Floats,
+    GalleryMatrix,
+    Ints,
+    VectorSet,
+    code_products,
+    comparable_distance,
+    cosine_distance,
+    sum_products,
+    sum_squares,
+)
 
 # A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
 # items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
@@ -126,15 +136,15 @@ def _make_table(start: Any, low: Any, high: Any, grid: Any, table: Any) -> None:
 
 
 @compiled()
-def _count_tile(
-    tile: Any, row: int, first: int, start: Any, low: Any, high: Any, grid: Any, table: Any, above: Any, near: Any
-) -> Any:
+def _count_tile(tile: Any, ids: Any, row: int, first: int, thresholds: Any, above: Any, tied: Any, near: Any) -> Any:
     """Add the items of a tile to the counts of its rows, from `row` on.
 
-    Query first + r is row r of the tile. above: items between each threshold and the one before it, and for each query
-    those below all. near: receives (row, column, a, b) of the items within the bands of thresholds a to b, which are
-    counted as if below those. Returns the number of them and, if `near` is full, the row to continue from.
+    Query first + r is row r of the tile; ids: row_id of its columns. above: items between each threshold and the one
+    before it, and for each query those below all. Of the items within the band of a threshold, copies of it tie, and
+    so do all if the values are exact. near: receives (row, column, a, b) of the others, within the bands of thresholds
+    a to b and counted as if below those. Returns the number of them and, if `near` is full, the row to continue from.
     """
+    start, low, high, grid, table, sample_id, is_exact = thresholds
     width, found = tile.shape[1], 0
     buckets = np.empty(width, dtype=np.int32)
     for r in range(row, tile.shape[0]):
@@ -150,11 +160,18 @@ def _count_tile(
                     break
                 above[t + q] += over
                 above[t + q + 1] -= over
+                if is_exact:
+                    tied[t] += possible - over
+                    continue
                 for piece in range(0, width if possible > over else 0, 64):
                     part = line[piece : piece + 64]
                     over, possible = _count_in_band(part, low[t], high[t])
                     for c in range(len(part) if possible > over else 0):
-                        if low[t] <= part[c] <= high[t]:
+                        if not low[t] <= part[c] <= high[t]:
+                            continue
+                        if ids[piece + c] == sample_id[t]:
+                            tied[t] += 1
+                        else:
                             near[found] = r, piece + c, t, t + 1
                             found += 1
             continue
@@ -176,29 +193,30 @@ def _count_tile(
                         t = middle + 1
                 while begin + b < end and line[c] <= high[begin + b]:
                     b += 1
-                if t < b:
+                if t + 1 == b and (is_exact or ids[c] == sample_id[begin + t]):
+                    tied[begin + t] += 1
+                elif t < b:
                     near[found] = r, c, begin + t, begin + b
                     found += 1
-                    t = b
+                t = b
             above[begin + q + t] += 1
     return found, tile.shape[0]
 
 
 @compiled()
 def _resolve(
-    near: Any, tile: Any, rows: Any, cols: Any, first: int, bound: Any, exact: Any, query: Any, gallery: Any, out: Any
+    near: Any, rows: Any, cols: Any, first: int, bound: Any, exact: Any, query: Any, gallery: Any, out: Any
 ) -> None:
     """Find the place of items among the thresholds whose bands contain them, and correct the counts.
 
     rows, cols: row in x of each tile row and column; bound: error bound of a float64 key per query.
-    exact: (key and sample row per threshold, scale, cosine, codes or not, shift, offset); query, gallery: from _arrays.
+    exact: (key and sample row per threshold, scale, cosine); query, gallery: from _arrays.
     out: (above, tied, exact distance) per threshold; negative if unknown.
     """
-    key, sample, scale, cosine, is_code, shift, offset = exact
-    x, row_scale, _, bias, _, _, _, root, _ = query
-    y, g_row_scale, _, g_bias, row_id, centre, _, g_root, weight = gallery
+    key, sample, scale, cosine = exact
+    x, row_scale, _, bias, _, _, _ = query
+    y, g_row_scale, _, g_bias, row_id, centre, _ = gallery
     above, tied, distance = out
-    shift = shift * scale * scale + offset
     for n in range(len(near)):
         r, c, a, b = near[n]
         i, j, q, last = rows[r], cols[c], first + r, b
@@ -208,11 +226,6 @@ def _resolve(
             s = sample[t]
             if row_id[j] == row_id[s]:
                 gap = 0.0
-            elif is_code:  # see Codes
-                factor = root[i] / (scale * scale)
-                n_j = np.rint((tile[r, c] + shift) * factor * g_root[j])
-                n_s = np.rint((key[t] + shift) * factor * g_root[s])
-                gap = n_j * abs(n_j) * weight[s] - n_s * abs(n_s) * weight[j]
             else:
                 if np.isnan(value):
                     value = _key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
@@ -271,8 +284,8 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
     pairs = np.cumsum(np.diff(problem.class_start)[problem.codes[queries]])
     block = pairs // (budget // _BYTES_PER_PAIR + 1)
     bound32, bound64 = problem.query.error_bounds(problem.gallery)
-    coarse = problem.query.codes is not None and not problem.query.rounds_exactly(problem.gallery, bound32)
-    dtype = torch.float64 if coarse or pairs[-1] > _MAX_FLOAT32 * len(queries) else torch.float32
+    large = problem.query.codes is not None or pairs[-1] > _MAX_FLOAT32 * len(queries)
+    dtype = torch.float64 if large else torch.float32
     gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
     bounds = (bound64 + bound32 if dtype == torch.float32 else 2 * bound64).numpy(), bound64.numpy()
     done = 0
@@ -317,14 +330,9 @@ def _relevant_keys(problem: RankingProblem, queries: Ints, row: Ints, position: 
 
 
 def _arrays(vectors: VectorSet) -> tuple[Any, ...]:
-    """(x, row_scale, pow2, bias, row_id, centre, squared norms, root and weight of codes) for compiled loops.
-
-    A negative square is unknown.
-    """
+    """(x, row_scale, pow2, bias, row_id, centre, squared norms) for compiled loops. A negative square is unknown."""
     tensors = (vectors.x, vectors.row_scale, vectors.pow2, vectors.bias)
-    codes = (np.zeros(0), np.zeros(0)) if vectors.codes is None else (vectors.codes.root, vectors.codes.weight)
-    squares = np.full((len(vectors), 2), -1.0)
-    return (*(v.numpy() for v in tensors), vectors.row_id, vectors.centre.numpy(), squares, *codes)
+    return (*(v.numpy() for v in tensors), vectors.row_id, vectors.centre.numpy(), np.full((len(vectors), 2), -1.0))
 
 
 class _TileCounter:
@@ -343,14 +351,17 @@ class _TileCounter:
         self._counts = t.counts
         start = np.concatenate([[0], np.cumsum(t.counts)])
         dtype = np.float64 if gallery.dtype == torch.float64 else np.float32
-        margin = np.repeat(bounds[0][queries], t.counts)
-        low = np.nextafter((t.key - margin).astype(dtype), dtype(-np.inf))
-        high = np.nextafter((t.key + margin).astype(dtype), dtype(np.inf))
-        self._thresholds = (start, low, high, *_make_grid(start, low, high))
+        sample, owner = problem.order[t.sample], np.repeat(queries, t.counts)
+        if problem.query.codes is None:
+            margin = bounds[0][owner]
+            low = np.nextafter((t.key - margin).astype(dtype), dtype(-np.inf))
+            high = np.nextafter((t.key + margin).astype(dtype), dtype(np.inf))
+        else:
+            low = high = -comparable_distance(problem.query, problem.gallery, owner, sample, t.key)
+        same = problem.gallery.row_id[sample], problem.query.codes is not None
+        self._thresholds = (start, low, high, *_make_grid(start, low, high), *same)
         self._bound = bounds[1][queries]
-        query, codes = problem.query, problem.query.codes
-        how = (False, 0.0, 0.0) if codes is None else (True, codes.shift, codes.offset)
-        self._exact = (t.key, problem.order[t.sample], query.scale, query.cosine, *how)
+        self._exact = (t.key, sample, problem.query.scale, problem.query.cosine)
         code = problem.codes[queries]
         self._class_range = problem.class_start[code], problem.class_start[code + 1]
         self._groups = _group_members(problem, queries)
@@ -422,17 +433,18 @@ class _TileCounter:
                 d = min(c + TILE, len(order))
                 product = buffer[: (b - a) * (d - c)].view(b - a, d - c)
                 torch.mm(left, self._gallery.block(c, d).T, out=product)
-                tile = product.numpy()
+                rows, cols, tile = queries[a:b], order[c:d], product.numpy()
+                if problem.query.codes is not None:
+                    code_products(tile, problem.query, problem.gallery, rows, cols)
                 _mask_class(tile, *self._class_range, a, c)
                 if self._groups is not None:
                     _mask_group(tile, *self._groups, a, c)
-                rows, cols = queries[a:b], order[c:d]
-                self._count_tile(tile, rows, cols, a, query, gallery, out, near)
                 # A single set needs half the product: transposed, the columns are queries against the rows.
                 if self._symmetric and c > a:
                     mirrored = transposed[: (b - a) * (d - c)].reshape(d - c, b - a)
                     _transpose(tile, mirrored)
                     self._count_tile(mirrored, cols, rows, c, query, gallery, out, near)
+                self._count_tile(tile, rows, cols, a, query, gallery, out, near)
                 with self._lock:
                     self._remaining -= (b - a) * (d - c)
         return out
@@ -440,10 +452,12 @@ class _TileCounter:
     def _count_tile(
         self, tile: Any, rows: Ints, cols: Ints, first: int, query: Any, gallery: Any, out: Any, near: Any
     ) -> None:
-        row = 0
+        row, codes, row_id = 0, self._problem.gallery.codes, self._problem.gallery.row_id
+        if codes is not None:
+            tile /= codes.weight[cols]
         while row < len(tile):
-            found, row = _count_tile(tile, row, first, *self._thresholds, out[0], near)
-            _resolve(near[:found], tile, rows, cols, first, self._bound, self._exact, query, gallery, out)
+            found, row = _count_tile(tile, row_id[cols], row, first, self._thresholds, out[0], out[1], near)
+            _resolve(near[:found], rows, cols, first, self._bound, self._exact, query, gallery, out)
 
     def _query_block(self, a: int, b: int) -> torch.Tensor:
         if self._symmetric:

@@ -24,8 +24,8 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
     """Count the items above every relevant item, one block of queries at a time."""
     device = problem.query.x.device
     bound32, bound64 = problem.query.error_bounds(problem.gallery)
-    coarse = problem.query.codes is not None and not problem.query.rounds_exactly(problem.gallery, bound32)
-    dtype = torch.float32 if device.type in _FLOAT32_DEVICES and not coarse else torch.float64
+    # The similarities of integer codes follow from float64 keys.
+    dtype = torch.float32 if device.type in _FLOAT32_DEVICES and problem.query.codes is None else torch.float64
     # How far a key of the product and a float64 key may differ.
     margin = (bound64 + (bound32 if dtype == torch.float32 else bound64)).cpu().numpy()
     error_bound = bound64.cpu().numpy()
@@ -106,12 +106,12 @@ class _Block:
 
     def _count_codes(self, q: Codes, g: Codes) -> tuple[Ints, Ints]:
         """Count integer codes: their exact similarities follow from the keys, so that equal ones are ties."""
-        problem, scale = self._problem, self._problem.query.scale**2
+        problem = self._problem
         root, g_root, weight = (
             torch.as_tensor(v, device=self._keys.device)
-            for v in (q.root[self._queries] / scale, g.root[problem.order], g.weight[problem.order])
+            for v in (q.root[self._queries], g.root[problem.order], g.weight[problem.order])
         )
-        a = ((self._keys.double() + (q.offset + q.shift * scale)) * root[:, None] * g_root).round_()
+        a = ((self._keys + q.offset) * root[:, None] * g_root).round_()
         i, s = self._queries[self._row], problem.order[self._t.sample]
         threshold = self._pad(-comparable_distance(problem.query, problem.gallery, i, s, self._t.key))
         certain, possible = _count_above(a * a.abs() / weight, threshold, threshold)

@@ -164,14 +164,13 @@ def _rows(sets: list[Tensor], index: Ints) -> Tensor:
 class Codes:
     """Vectors that are small integers times a factor, such as binary codes: a rounded key gives the exact similarity.
 
-    With the integer a = rint((shift + (key + offset) / scale^2) * root_i * root_j) the items of query i are ordered by
-    a|a| / weight_j. Cosine: a is the dot product of the integers, root their norm and weight its square. Euclidean: a
-    is minus the squared distance.
+    With the integer a = rint((key + offset) * root_i * root_j) the items of query i are ordered by a|a| / weight_j.
+    Cosine: a is the dot product of the integers, weight the square of their norm. Euclidean: a is minus the squared
+    distance, and weight is 1.
     """
 
     root: Floats  # [N]
     weight: Floats  # [N]
-    shift: float
     offset: float
 
 
@@ -222,13 +221,6 @@ class VectorSet:
         if self.cosine:
             float64 = float64 + 8 * U64 * self.scale * (self.norm + others.norm.max()) + self.scale**2 * 2.0**-60
         return 1.05 * (d + 16) * U32 * size + float64 + 1e-30, float64 + 1e-200
-
-    def rounds_exactly(self, others: VectorSet, error_bound: Tensor) -> bool:
-        """Return whether keys within `error_bound` are close enough to round to the integers of `Codes`."""
-        if self.codes is None or others.codes is None:
-            return False
-        largest = float(self.codes.root.max() * others.codes.root.max())
-        return float(error_bound.max()) / self.scale**2 * largest < 0.25
 
     def query_matrix(self, rows: slice | Tensor) -> Tensor:
         """Return [n, D + 2] float64 whose product with `gallery_matrix().T` of another set gives the keys."""
@@ -291,7 +283,7 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
     ]
     # A constant added to every key does not change the order; small biases keep the error bound small.
     middle = (biases[-1].max() + biases[-1].min()) / 2
-    row_ids, codes = identical_rows(sets, zero_masks), _integer_codes(sets, scales, cosine, 2 * float(middle))
+    row_ids, codes = identical_rows(sets, zero_masks), _integer_codes(sets, scales, cosine, scale, float(middle))
     prepared = [
         VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id, code)
         for x, (pow2, row_scale), bias, norm, row_id, code in zip(
@@ -302,7 +294,7 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
 
 
 def _integer_codes(
-    sets: list[Tensor], scales: list[tuple[Tensor, Tensor]], cosine: bool, offset: float
+    sets: list[Tensor], scales: list[tuple[Tensor, Tensor]], cosine: bool, scale: float, middle: float
 ) -> list[Codes | None]:
     """Return the codes of each set, or None if some vector is not a factor (Euclidean: one for all) times integers."""
     units = [_units(x[:16]) for x in sets]  # most sets need no more than this to be ruled out
@@ -315,9 +307,10 @@ def _integer_codes(
         squares = [torch.cat([_squares(*part) for part in pairs]).cpu().numpy() for pairs in parts]
         if all(np.isfinite(square).all() for square in squares):
             if cosine:
-                return [Codes(np.sqrt(np.maximum(n, 1.0)), np.maximum(n, 1.0), 1.0, offset) for n in squares]
-            root = np.sqrt(2.0) / (smallest * float(scales[0][0][0]))
-            return [Codes(np.full(len(x), root), np.ones(len(x)), 0.0, offset) for x in sets]
+                weights = [np.maximum(square, 1.0) for square in squares]
+                return [Codes(np.sqrt(weight) / scale, weight, scale**2 + 2 * middle) for weight in weights]
+            root = np.sqrt(2.0) / (smallest * float(scales[0][0][0])) / scale
+            return [Codes(np.full(len(x), root), np.ones(len(x)), 2 * middle) for x in sets]
     return [None for _ in sets]
 
 
@@ -388,9 +381,19 @@ def comparable_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints, 
     """Compute a number that orders the items j of a query i as `exact_distance` does, given their float64 keys."""
     if query.codes is None or gallery.codes is None:
         return exact_distance(query, gallery, i, j)
-    q, g = query.codes, gallery.codes
-    a = np.rint((q.shift + (key + q.offset) / query.scale**2) * q.root[i] * g.root[j])
-    return np.asarray(-a * np.abs(a) / g.weight[j])
+    a = np.rint((key + query.codes.offset) * query.codes.root[i] * gallery.codes.root[j])
+    return np.asarray(-a * np.abs(a) / gallery.codes.weight[j])
+
+
+def code_products(keys: Any, query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> None:
+    """Turn the keys [n, m] of query rows i and gallery rows j into a|a|, in place; see `Codes`."""
+    assert query.codes is not None
+    assert gallery.codes is not None
+    keys += query.codes.offset
+    keys *= query.codes.root[i][:, None]
+    keys *= gallery.codes.root[j]
+    np.rint(keys, out=keys)
+    keys *= np.abs(keys)
 
 
 def exact_distance(query: VectorSet, gallery: VectorSet, i: Ints, j: Ints) -> Floats:
