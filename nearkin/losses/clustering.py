@@ -163,7 +163,7 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8], [0.0, 1.0]])
         >>> float(facility_location(pair_up(emb, torch.tensor([0, 1, 0, 1]))))
-        0.5...
+        0.3819...
     """
     require_square(p, "facility_location")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)

@@ -43,7 +43,7 @@ def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tenso
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
         >>> float(circle(pair_up(emb, torch.tensor([0, 0, 1])), scale=10.0))
-        0.5078...
+        0.9130...
     """
     fixed = p.sim.detach()
     pull = -scale * torch.relu(1 + margin - fixed) * (p.sim - (1 - margin))
@@ -76,7 +76,7 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
         >>> float(angular(pair_up(emb, torch.tensor([0, 0, 1])), angle_degrees=45.0))
-        1.3711...
+        1.1711...
     """
     require_square(p, "angular")
     t = math.tan(math.radians(angle_degrees)) ** 2
@@ -110,7 +110,7 @@ def tuplet_margin(p: Pairs, *, margin_degrees: float = 5.73, scale: float = 64.0
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
         >>> float(tuplet_margin(pair_up(emb, torch.tensor([0, 0, 1])), scale=2.0))
-        0.6...
+        0.6361...
     """
     m = math.radians(margin_degrees)
     slack = p.sim * math.cos(m) + sine(p.sim) * math.sin(m)
@@ -180,7 +180,7 @@ def dynamic_soft_margin(
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
         >>> float(dynamic_soft_margin(pair_up(emb, torch.tensor([0, 0, 1]))))
-        0.2...
+        0.0440...
     """
     gap, used = _hardest_gap(p)
     fixed = gap.detach()

@@ -40,7 +40,7 @@ def intra_pair_variance(p: Pairs, *, pos_epsilon: float = 0.01, neg_epsilon: flo
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
         >>> float(intra_pair_variance(pair_up(emb, torch.tensor([0, 0, 1, 1]))))
-        0.1...
+        0.0482...
     """
     pull = torch.relu((1 - pos_epsilon) * masked_mean(p.sim, p.pos) - p.sim).square()
     push = torch.relu(p.sim - (1 + neg_epsilon) * masked_mean(p.sim, p.neg)).square()
@@ -208,7 +208,7 @@ def hyperbolic(p: Pairs, *, temperature: float = 0.2) -> tuple[Tensor, Tensor]:
     Example:
         >>> emb = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
         >>> float(hyperbolic(hyperbolic_pairs(emb, torch.tensor([0, 0, 1])), temperature=1.0))
-        0.1...
+        0.1416...
     """
     logits = p.sim / temperature
     negatives = log_sum_exp(logits, p.neg)
