@@ -48,6 +48,7 @@ def test_lambda_of_pce_is_the_smallest_eigenvalue_of_the_class_blocks():
     hessian = torch.autograd.functional.hessian(lambda t: torch.logsumexp(z @ t.T, 1).mean(), theta)
     smallest = min(float(torch.linalg.eigvalsh(hessian[k, :, k])[0]) for k in range(4))
     assert pce_lambda(z, (z @ theta.T).softmax(1)) == pytest.approx(smallest, rel=1e-9)
+    # Fewer samples than dimensions:
     assert pce_lambda(z[:2], (z[:2] @ theta.T).softmax(1)) == pytest.approx(
         0, abs=1e-12
     )  # fewer samples than dimensions
