@@ -298,8 +298,9 @@ def _study(target: str, args: StudyArgs) -> Study | None:
 
 
 def _study_path(target: str, study: Study) -> Path:
+    from nearkin.bench.paper_studies import paper_studies
     from nearkin.bench.presets import PRESETS
 
-    exists = target not in PRESETS and (Path(target) / "study.toml").is_file()
+    exists = target not in PRESETS and target not in paper_studies() and Path(target).is_dir()
     name = study.name.replace("/", "-") + ("-rehearsal" if study.rehearsal else "")
     return Path(target) if exists else Path("studies") / name
