@@ -131,6 +131,8 @@ def with_data(study: Study, path: Path) -> Study:
     if all(here.values()) and here:
         return replace(study, datasets=tuple(replace(d, root=path) for d in study.datasets))
     source = detect_source(path)
+    if not study.datasets:
+        return replace(study, datasets=(Dataset(path.stem, source, path),))
     if source in BENCHMARKS or len(study.datasets) != 1:
         missing = [name for name, found in here.items() if not found]
         raise DataError(

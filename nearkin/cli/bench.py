@@ -144,10 +144,27 @@ def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
     prog = f"nearkin bench {action}"
     what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
     target, flags = leading(argv, what, prog, args_type, must_exist=action.endswith("FOLDER"))
-    args = parse(args_type, flags, prog)
+    args = parse(args_type, _join_repeated(flags, "--weights", "--change"), prog)
     if args_type is not StatusArgs:
         require_extra("bench", "scipy")
     return target, args
+
+
+def _join_repeated(words: list[str], *names: str) -> list[str]:
+    """Collect the values of flags that may be given several times: the parser keeps only the last one."""
+    rest: list[str] = []
+    values: dict[str, list[str]] = {name: [] for name in names}
+    current = rest
+    for word in words:
+        flag, equals, value = word.partition("=")
+        is_flag = word.startswith("--")
+        if is_flag:
+            current = values.get(flag, rest)
+        if not is_flag or current is rest:
+            current.append(word)
+        elif equals:
+            current.append(value)
+    return rest + [word for name, found in values.items() if found for word in (name, *found)]
 
 
 def plan(argv: list[str]) -> None:
@@ -300,8 +317,9 @@ def _preset_data(target: str, args: StudyArgs) -> Path | None:
 
 
 def _study_path(target: str, study: Study) -> Path:
+    from nearkin.bench.paper_studies import paper_studies
     from nearkin.bench.presets import PRESETS
 
-    exists = target not in PRESETS and (Path(target) / "study.toml").is_file()
+    exists = target not in PRESETS and target not in paper_studies() and Path(target).is_dir()
     name = study.name.replace("/", "-") + ("-rehearsal" if study.rehearsal else "")
     return Path(target) if exists else Path("studies") / name

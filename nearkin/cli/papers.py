@@ -105,23 +105,19 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
 def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
     from nearkin._common.progress import format_duration
     from nearkin.bench.estimates import Estimate
+    from nearkin.bench.grid_search import grid_points
     from nearkin.bench.narrow import requirements
 
     trials = study.trials()
-    models = f"{len(trials)} models"
+    count, what = len(trials), "models"
     if paper.computed == "grid_search":
-        from nearkin.bench.grid_search import grid_points
-
-        models = f"{sum(len(grid_points(t.method)) for t in trials)} models for a quarter of the epochs"
+        count, what = sum(len(grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
+    share = count / len(trials) * (0.25 if paper.computed == "grid_search" else 1.0)
     here, gpu = (
-        sum(map(estimate.seconds, trials))
+        format_duration(share * sum(map(estimate.seconds, trials)))
         for estimate in (Estimate(trials, {}), Estimate(trials, {}, tflops=args.tflops))
     )
-    scale = len(trials) and 1.0
-    if paper.computed == "grid_search":
-        scale = sum(len(grid_points(t.method)) for t in trials) / len(trials) / 4
-    times = f"about {format_duration(scale * here)} on this machine, {format_duration(scale * gpu)} on a GPU"
-    print(f"cost:      {models}: {times} that reaches {args.tflops:g} TFLOP/s")
+    print(f"cost:      {count} {what}: {here} on this machine, {gpu} on a GPU that reaches {args.tflops:g} TFLOP/s")
     needed = requirements(study, trials)
     for line in needed:
         print(f"needed:    {line}")

@@ -18,7 +18,7 @@ from nearkin.errors import DataError
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.ops.geometry import unit
+from nearkin.models.heads import unit
 from nearkin.training.device import choose_device
 from nearkin.training.evaluation import (
     embed_table,

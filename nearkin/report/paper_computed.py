@@ -150,11 +150,12 @@ def tournament_table(folders: Sequence[StudyFolder] = ()) -> Grid:
     rows = []
     for s in run_tournament(results, draws=100).standings:  # only the ranks are shown
         row = printed.get(s.method)
-        published = (f"{row.total:g}", f"{row.mean:g}", f"{row.std:g}", row.note) if row else ("-", "-", "-", "")
-        rows.append((s.method, f"{s.total:g}", f"{s.mean:.2f}", f"{s.std:.2f}", *published))
+        mark = " *" if row and row.note else ""
+        printed_row = f"{row.total:g}, {row.mean:g}, {row.std:g}{mark}" if row else "-"
+        rows.append((s.method, f"{s.total:g}", f"{s.mean:.2f}", f"{s.std:.2f}", printed_row))
     source = "your studies" if folders else "the published tables 6 to 8"
-    head = ("loss", "total", "mean", "std", "printed total", "printed mean", "printed std", "note")
-    return Grid(f"thesis-table11: ranks by R@1, from {source}", head, rows)
+    title = f"thesis-table11: ranks by R@1, from {source} (* a misprint)"
+    return Grid(title, ("loss", "total", "mean", "std", "printed"), rows)
 
 
 def grid_search_table(folder: StudyFolder, *, device: str, reporter: Reporter) -> Grid:

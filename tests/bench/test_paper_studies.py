@@ -18,6 +18,7 @@ from nearkin.bench.results import read_results
 from nearkin.bench.study import Dataset
 from nearkin.bench.trials import Outcome, StudyFolder, work
 from nearkin.cli import main
+from nearkin.cli.bench import _join_repeated
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses import LOSSES, Objective
 from nearkin.report import paper_computed
@@ -225,6 +226,21 @@ def test_missing_weights_and_data_are_refused_before_any_trial(tmp_path, monkeyp
         find_study("thesis-table7", tmp_path / "nowhere")
     study = find_study("thesis")  # the preset, which used to fail trial by trial
     assert any("--weights bn_inception=FILE" in line for line in requirements(study, study.trials()))
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        (["--weights", "a=1", "--seeds", "0", "--weights", "b=2"], ["--seeds", "0", "--weights", "a=1", "b=2"]),
+        (
+            ["--change=train.lr=1", "--change", "x=2", "y=3", "--full"],
+            ["--full", "--change", "train.lr=1", "x=2", "y=3"],
+        ),
+        (["--seeds", "0", "1", "--quiet"], ["--seeds", "0", "1", "--quiet"]),
+    ],
+)
+def test_flags_that_are_given_several_times(words, joined):
+    assert _join_repeated(words, "--weights", "--change") == joined
 
 
 def test_own_images_take_the_place_of_a_single_dataset(tmp_path):

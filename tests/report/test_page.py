@@ -16,7 +16,7 @@ from helpers.scored import QUIET, clouds, cosines, vectors
 import nearkin as nk
 from nearkin import cli
 from nearkin.errors import RunError
-from nearkin.ops.geometry import unit
+from nearkin.models.heads import unit
 from nearkin.report import contents, gallery, svg_charts
 from nearkin.report.compare import comparison_headline
 from nearkin.report.contact_sheet import printable
