@@ -76,6 +76,7 @@ _TEMPERATURE = Inputs(
     learned_scalars=(LearnedScalar("temperature", switch="learn_temperature"),),
     pairs=True,
     memory=True,
+    by_anchor=False,  # both directions
 )
 
 

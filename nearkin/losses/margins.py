@@ -158,6 +158,7 @@ def _update_histogram(p: Pairs, state: Mapping[str, Tensor], settings: Mapping[s
         dims={"E": "edges"},
         pairs=True,
         memory=True,
+        by_anchor=False,
         buffers=(Buffer("gap_histogram", "E"),),
         update=_update_histogram,
     ),

@@ -104,6 +104,8 @@ class Objective(nn.Module):
         with full_precision(emb):
             parts = [self._loss(emb[:, :size], labels, *constants) for size in self.matryoshka_dims or (emb.shape[1],)]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        if not on_host(emb):  # where nothing is checked NaN must reach the loss; a hinge would drop it
+            loss = loss + (emb.detach() * 0).sum()
         if self.memory_size and self.training:
             self._update_memory(emb.detach(), labels)
         return loss

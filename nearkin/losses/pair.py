@@ -39,7 +39,7 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
     """
     active = p.neg & (p.sim > margin)
     weight = active.to(p.sim.dtype) - p.pos.to(p.sim.dtype)
-    return (weight * p.sim).sum(1) - margin * active.sum(1), p.pos.sum() + p.neg.sum()
+    return (weight * p.sim).sum(1) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
 
 
 def _l2_pairs(*args: Any, normalize: bool = True, **kwargs: Any) -> Pairs:

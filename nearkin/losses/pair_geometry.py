@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearkin.losses._masked import log_sum_exp, masked_mean, masked_sum
 from nearkin.losses.ranges import linear, log
-from nearkin.losses.registry import Inputs, loss
+from nearkin.losses.registry import WHOLE_BATCH, Inputs, loss
 from nearkin.ops import softplus
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.pairs import Pairs, as_batch, pair_up
@@ -25,6 +25,7 @@ from nearkin.ops.pairs import Pairs, as_batch, pair_up
     use="Added to another loss with WeightedSum, to reduce the spread of its pairs.",
     space={"pos_epsilon": linear(0.0, 0.2), "neg_epsilon": linear(0.0, 0.2)},
     reductions=("mean",),
+    inputs=WHOLE_BATCH,
 )
 def intra_pair_variance(p: Pairs, *, pos_epsilon: float = 0.01, neg_epsilon: float = 0.01) -> Tensor:
     """Penalise positives below their mean similarity, and negatives above theirs.
@@ -60,6 +61,7 @@ def intra_pair_variance(p: Pairs, *, pos_epsilon: float = 0.01, neg_epsilon: flo
         "neg_weight": log(0.1, 10, legal="[0, inf)"),
     },
     reductions=("mean",),
+    inputs=WHOLE_BATCH,
 )
 def threshold_consistent_margin(
     p: Pairs,
@@ -116,7 +118,11 @@ def centred_pairs(
     use="When lengths carry information: the distance is relative to the anchor's own variance.",
     space={"pos_margin": linear(0.0, 0.5), "neg_margin": linear(0.2, 2.0)},
     inputs=Inputs(
-        centred_pairs, pairs=True, memory=True, call_example="nearkin.losses.pair_geometry.centred_pairs(emb, labels)"
+        centred_pairs,
+        pairs=True,
+        memory=True,
+        by_anchor=False,
+        call_example="nearkin.losses.pair_geometry.centred_pairs(emb, labels)",
     ),
     reductions=("mean",),
 )

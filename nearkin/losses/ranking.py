@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearkin.losses._masked import EMPTY, masked_sum, positive_values, row_mean, sum_over_references
 from nearkin.losses.ranges import choice, integer, linear, log
-from nearkin.losses.registry import loss
+from nearkin.losses.registry import WHOLE_BATCH, loss
 from nearkin.ops.pairs import Pairs
 
 _RANK_COST = "N^2 D + N^2 P"
@@ -205,7 +205,7 @@ def pnp(
 
 def _soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
     """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
-    lower = x.detach().floor().clamp(0, bins - 1)
+    lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
     share = torch.where(mask, x - lower, 0.0)
     index, rest = lower.long(), mask.to(x.dtype) - share
     return x.new_zeros(len(x), bins + 1).scatter_add(1, index, rest).scatter_add(1, index + 1, share)
@@ -251,6 +251,7 @@ def fast_ap(p: Pairs, *, bins: int = 10) -> tuple[Tensor, Tensor]:
     use="A loss without a margin: the probability that a random negative is more similar than a random positive.",
     space={"bins": integer(20, 200)},
     reductions=("mean",),
+    inputs=WHOLE_BATCH,
 )
 def histogram(p: Pairs, *, bins: int = 100) -> Tensor:
     """The probability that a random negative pair is more similar than a random positive pair.

@@ -138,6 +138,7 @@ class Inputs:
 
 
 BATCH = Inputs(pair_up, pairs=True, memory=True)
+WHOLE_BATCH = Inputs(pair_up, pairs=True, memory=True, by_anchor=False)
 PRODUCTS = Inputs(
     functools.partial(pair_up, metric="dot"),
     pairs=True,
