@@ -185,6 +185,8 @@ def _count_tile(tile: Any, ids: Any, row: int, first: int, thresholds: Any, abov
             if t < 0:
                 # The first threshold whose band is not above the value: between this bucket's and the next lower one's.
                 t, b = -1 - t, end - begin if k == 0 else max(places[k - 1], -1 - places[k - 1])
+                if t + 1 == b:  # the usual case, without a branch to mispredict
+                    t += line[c] < low[begin + t]
                 while t < b:
                     middle = (t + b) // 2
                     if low[begin + middle] <= line[c]:
@@ -309,16 +311,14 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
 def _relevant_keys(problem: RankingProblem, queries: Ints, row: Ints, position: Ints, gallery: GalleryMatrix) -> Floats:
     """The float64 keys of the relevant items."""
     out = np.empty(len(row))
-    if len(row) <= 16 * len(queries):
+    if gallery.dtype == torch.float32:
         arrays = _arrays(problem.query), _arrays(problem.gallery), problem.query.scale
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             parts = np.array_split(np.arange(len(row)), torch.get_num_threads())
             ranges = [slice(part[0], part[-1] + 1) for part in parts if len(part)]
             list(pool.map(lambda p: _keys(*arrays, queries[row[p]], problem.order[position[p]], out[p]), ranges))
         return out
-    # Large classes: products of some queries with all items of their classes.
-    if gallery.dtype != torch.float64:
-        gallery = GalleryMatrix(problem.gallery, problem.order, torch.float64, 0)
+    # Large classes, or codes: products of some queries with all items of their classes.
     code = problem.codes[queries]
     for a in range(0, len(queries), 64):
         b = min(a + 64, len(queries))

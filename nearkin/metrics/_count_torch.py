@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearkin.metrics._codes import Codes
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
-from nearkin.metrics._vectors import Codes, Floats, GalleryMatrix, Ints, comparable_distance, exact_distance, pair_keys
+from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, comparable_distance, exact_distance, pair_keys
 from nearkin.ops.geometry import full_precision
 
 _MAX_LOOP = 16  # relevant items per query up to which comparing with each in turn beats sorting the row

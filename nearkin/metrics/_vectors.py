@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError, did_you_mean
+from nearkin.metrics._codes import Codes, integer_codes
 from nearkin.ops.geometry import where_float64_exists
 
 U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # a vector of at most this norm counts as zero: its cosine with everything is 0
 COSINE_GRID = 2.0**80  # exact cosine distances are rounded to multiples of its inverse (see exact_distance)
 _SPLITTER = 134217729.0  # 2^27 + 1: splits a float64 into two halves whose products are exact
-_MAX_CODE_SQUARE = 2.0**16  # of integer codes: products of three such numbers are exact, and distinct cosines differ
 _CHUNK = 4096  # rows converted at a time, to keep float64 copies small
 
 Floats = NDArray[np.float64]
@@ -161,20 +161,6 @@ def _rows(sets: list[Tensor], index: Ints) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Codes:
-    """Vectors that are small integers times a factor, such as binary codes: a rounded key gives the exact similarity.
-
-    With the integer a = rint((key + offset) * root_i * root_j) the items of query i are ordered by a|a| / weight_j.
-    Cosine: a is the dot product of the integers, weight the square of their norm. Euclidean: a is minus the squared
-    distance, and weight is 1.
-    """
-
-    root: Floats  # [N]
-    weight: Floats  # [N]
-    offset: float
-
-
-@dataclass(frozen=True)
 class VectorSet:
     """A set of vectors prepared for products with another set of the same geometry.
 
@@ -283,7 +269,7 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
     ]
     # A constant added to every key does not change the order; small biases keep the error bound small.
     middle = (biases[-1].max() + biases[-1].min()) / 2
-    row_ids, codes = identical_rows(sets, zero_masks), _integer_codes(sets, scales, cosine, scale, float(middle))
+    row_ids, codes = identical_rows(sets, zero_masks), integer_codes(sets, scales, cosine, scale, float(middle))
     prepared = [
         VectorSet(x, row_scale, pow2, centre, scale, bias - middle, norm * scale, cosine, row_id, code)
         for x, (pow2, row_scale), bias, norm, row_id, code in zip(
@@ -291,42 +277,6 @@ def prepare(query: Tensor, gallery: Tensor | None, similarity: str) -> tuple[Vec
         )
     ]
     return prepared[0], prepared[-1]
-
-
-def _integer_codes(
-    sets: list[Tensor], scales: list[tuple[Tensor, Tensor]], cosine: bool, scale: float, middle: float
-) -> list[Codes | None]:
-    """Return the codes of each set, or None if some vector is not a factor (Euclidean: one for all) times integers."""
-    units = [_units(x[:16]) for x in sets]  # most sets need no more than this to be ruled out
-    if all(bool(_squares(x[:16], unit).isfinite().all()) for x, unit in zip(sets, units, strict=True)):
-        units = [torch.cat([_units(part) for part in x.split(_CHUNK)]) for x in sets]
-        if not cosine:
-            smallest = min(float(unit.min()) for unit in units)
-            units = [torch.full_like(unit, smallest) for unit in units]
-        parts = [zip(x.split(_CHUNK), unit.split(_CHUNK), strict=True) for x, unit in zip(sets, units, strict=True)]
-        squares = [torch.cat([_squares(*part) for part in pairs]).cpu().numpy() for pairs in parts]
-        if all(np.isfinite(square).all() for square in squares):
-            if cosine:
-                weights = [np.maximum(square, 1.0) for square in squares]
-                return [Codes(np.sqrt(weight) / scale, weight, scale**2 + 2 * middle) for weight in weights]
-            root = np.sqrt(2.0) / (smallest * float(scales[0][0][0])) / scale
-            return [Codes(np.full(len(x), root), np.ones(len(x)), 2 * middle) for x in sets]
-    return [None for _ in sets]
-
-
-def _units(x: Tensor) -> Tensor:
-    """[n] the factor of each row: 1 if it holds integers, otherwise its smallest absolute value except 0."""
-    x = x.double()
-    smallest = torch.where(x == 0, torch.inf, x.abs()).amin(1)
-    return torch.where((x == x.round()).all(1), 1.0, smallest)
-
-
-def _squares(x: Tensor, unit: Tensor) -> Tensor:
-    """[n] the squared norm of the integers x / unit; infinite if they are not integers, or not small."""
-    x, unit = x.double(), unit[:, None]
-    whole = (x / unit).round()
-    square = whole.square().sum(1)
-    return torch.where((whole * unit == x).all(1) & (square <= _MAX_CODE_SQUARE), square, torch.inf)
 
 
 def _unit_scales(x: Tensor) -> tuple[Tensor, Tensor]:

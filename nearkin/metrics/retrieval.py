@@ -143,7 +143,8 @@ def _cumulative(values: Floats) -> Floats:
 
 def _truncate(r: Ranking, depth: Ints) -> Ranking:
     """Drop the groups that begin after the query's first `depth` ranks: usually most of them."""
-    keep = np.flatnonzero(r.above < depth[r.query])
+    same_depth = len(depth) > 0 and depth.min() == depth.max()
+    keep = np.flatnonzero(r.above < (depth[0] if same_depth else depth[r.query]))
     start = np.searchsorted(keep, r.start)
     return replace(r, start=start, above=r.above[keep], relevant=r.relevant[keep], size=r.size[keep])
 
