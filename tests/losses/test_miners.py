@@ -131,7 +131,7 @@ def test_n_hardest_selects_several() -> None:
     p = pairs(24, 4)
     mined = miners.n_hardest(p, positives=2, negatives=3)
     for i in range(24):
-        order = sorted(range(24), key=lambda j: float(p.sim[i, j]))
+        order = sorted(range(24), key=p.sim[i].tolist().__getitem__)
         assert mined.pos[i].nonzero().flatten().tolist() == sorted([j for j in order if p.pos[i, j]][:2])
         assert mined.neg[i].nonzero().flatten().tolist() == sorted([j for j in order if p.neg[i, j]][-3:])
 
