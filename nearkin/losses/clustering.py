@@ -115,13 +115,7 @@ class _Medoids:
         return information / np.sqrt(np.maximum(classes * clusters, 1e-300))
 
 
-# An operator of its own, so that torch.compile does not look inside: the search has no gradient and runs on the CPU.
-@torch.library.custom_op(
-    "nearkin::violating_medoids",
-    mutates_args=(),
-    schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)",
-)
-def _violating_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def _find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the mask of the medoids [N], and 1 - NMI of the clusters around them."""
     _, labels = np.unique(same.cpu().numpy().argmax(1), return_inverse=True)
     search = _Medoids(distance.double().cpu().numpy(), labels, gamma)
@@ -132,7 +126,17 @@ def _violating_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Te
     return torch.from_numpy(mask).to(same.device), torch.tensor(gap, dtype=distance.dtype).to(distance.device)
 
 
-@_violating_medoids.register_fake
+# For torch.compile, which then does not look inside: the search has no gradient and runs on the CPU.
+@torch.library.custom_op(
+    "nearkin::find_medoids",
+    mutates_args=(),
+    schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)",
+)
+def _compiled_find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    return _find_medoids(distance, same, gamma)
+
+
+@_compiled_find_medoids.register_fake
 def _(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     return same.new_empty(len(same)), distance.new_empty(())
 
@@ -170,6 +174,7 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     distance = p.distance()
     within = torch.where(same, distance, 0.0).sum(0)  # of each sample as the medoid of its class
     best = torch.where(same, within, -EMPTY).amin(1) / same.sum(1)
-    medoids, gap = _violating_medoids(distance.detach(), same, gamma)
+    find_medoids = _compiled_find_medoids if torch.compiler.is_compiling() else _find_medoids
+    medoids, gap = find_medoids(distance.detach(), same, gamma)
     nearest = torch.where(medoids, distance, -EMPTY).amin(1)
     return torch.relu(best.sum() - nearest.sum() + gamma * gap) / len(p.sim)

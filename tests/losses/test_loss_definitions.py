@@ -230,7 +230,7 @@ def test_hyperbolic(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_spectral_clustering(seed: int) -> None:
-    """With the pseudo-inverses of NumPy's kind, from a singular value decomposition."""
+    """With the pseudo-inverses from a singular value decomposition."""
     emb, labels = batch(seed)
     f, y = normalize(emb), torch.nn.functional.one_hot(labels).double()
     want = float((y @ torch.linalg.pinv(y) - f @ torch.linalg.pinv(f)).square().sum()) / len(emb)
@@ -239,7 +239,7 @@ def test_spectral_clustering(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_facility_location(seed: int) -> None:
-    """The value of the medoids that were found, which are the best of all sets up to 1 %."""
+    """The value of the medoids that the search found, which may be a local optimum, against all sets of three."""
     g = torch.Generator().manual_seed(seed)
     emb, labels = torch.randn(9, 3, generator=g, dtype=DOUBLE), torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
     f, y = normalize(emb), labels.tolist()
@@ -260,13 +260,13 @@ def test_facility_location(seed: int) -> None:
         want = max(0.0, best - own) / 9
         got = float(nk.Objective("facility_location", gamma=gamma)(emb, labels))
         assert got <= want + 1e-9
-        assert got >= want - 0.02 * abs(best) / 9
-        distance, same = torch.tensor(d, dtype=DOUBLE), labels[:, None] == labels
-        medoids, gap = clustering._violating_medoids(distance, same, gamma)
+        assert got >= 0.8 * want
+        distance, same = nk.pair_up(emb, labels).distance(), labels[:, None] == labels
+        medoids, gap = clustering._find_medoids(distance, same, gamma)
         found = tuple(medoids.nonzero().flatten().tolist())
         assert len(found) == 3
         assert got == pytest.approx(max(0.0, score(found, gamma) - own) / 9, rel=1e-9)
-        assert not gamma or float(gap) == pytest.approx(1 - (1 - (score(found, 1.0) - score(found, 0.0))), rel=1e-9)
+        assert not gamma or float(gap) == pytest.approx(score(found, 1.0) - score(found, 0.0), rel=1e-9)
 
 
 # --- class losses -----------------------------------------------------------------------------------------------------
