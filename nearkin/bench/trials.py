@@ -174,8 +174,8 @@ class StudyFolder:
         outcomes = self.outcomes()
         rows = []
         for trial in self.trials:
-            wanted = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
-            if wanted and (outcome := outcomes.get(trial.id)):
+            is_wanted = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
+            if is_wanted and (outcome := outcomes.get(trial.id)):
                 if outcome.test is not None and metric not in outcome.test:
                     raise ConfigError(f"--metric: no {metric} in this study. Available: {', '.join(outcome.test)}.")
                 value = None if outcome.test is None else 100 * outcome.test[metric]

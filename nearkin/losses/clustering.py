@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.losses._masked import EMPTY, require_square
@@ -60,12 +63,12 @@ class _Medoids:
     F(S) is minus the sum of the distances to the nearest medoid.
     """
 
-    def __init__(self, distance: np.ndarray, labels: np.ndarray, gamma: float) -> None:
+    def __init__(self, distance: NDArray[Any], labels: NDArray[Any], gamma: float) -> None:
         self.distance, self.labels, self.gamma = distance, labels, gamma
         self.num_classes = int(labels.max()) + 1
         self.one_hot = np.eye(self.num_classes)[labels]
 
-    def search(self, rounds: int = 5) -> np.ndarray:
+    def search(self, rounds: int = 5) -> NDArray[Any]:
         """Add medoids greedily, then replace each by the best member of its cluster, for a few rounds."""
         chosen: list[int] = []
         everything = np.arange(len(self.labels))
@@ -86,7 +89,7 @@ class _Medoids:
                 break
         return np.array(chosen)
 
-    def scores(self, chosen: list[int], candidates: np.ndarray) -> np.ndarray:
+    def scores(self, chosen: list[int], candidates: NDArray[Any]) -> NDArray[Any]:
         """Return F + gamma (1 - NMI) of `chosen` with each candidate added, without a block [candidates, N, N]."""
         to_new = self.distance[:, candidates].T
         nearest, assigned = np.full(len(self.labels), np.inf), np.zeros(len(self.labels), int)
@@ -94,25 +97,25 @@ class _Medoids:
             nearest, assigned = self.distance[:, chosen].min(1), self.distance[:, chosen].argmin(1)
         moved = (to_new < nearest).astype(float)
         clusters = np.eye(max(1, len(chosen)))[assigned]
-        _, cells = np.unique(assigned * self.num_classes + self.labels, return_inverse=True)
-        cells = np.eye(cells.max() + 1)[cells]
+        _, cell = np.unique(assigned * self.num_classes + self.labels, return_inverse=True)
+        cells = np.eye(cell.max() + 1)[cell]
         joint = np.hstack([cells.sum(0) - moved @ cells, moved @ self.one_hot])
         sizes = np.hstack([clusters.sum(0) - moved @ clusters, moved.sum(1, keepdims=True)])
         facility = -np.minimum(to_new, nearest).sum(1)
-        return facility + self.gamma * (1 - self.nmi(joint, sizes))
+        return np.asarray(facility + self.gamma * (1 - self.nmi(joint, sizes)))
 
-    def nmi(self, joint: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def nmi(self, joint: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
         """Return I / sqrt(H H) of counts [m, cells] and cluster sizes [m, clusters]; 1 if there is a single class."""
 
-        def entropy(counts: np.ndarray) -> np.ndarray:
+        def entropy(counts: NDArray[Any]) -> NDArray[Any]:
             share = counts / len(self.labels)
-            return -(share * np.log(np.where(share > 0, share, 1.0))).sum(-1)
+            return np.asarray(-(share * np.log(np.where(share > 0, share, 1.0))).sum(-1))
 
         classes, clusters = entropy(self.one_hot.sum(0)), entropy(sizes)
         if classes == 0:
             return np.ones(len(sizes))
         information = classes + clusters - entropy(joint)
-        return information / np.sqrt(np.maximum(classes * clusters, 1e-300))
+        return np.asarray(information / np.sqrt(np.maximum(classes * clusters, 1e-300)))
 
 
 def _find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

@@ -167,8 +167,8 @@ class Objective(nn.Module):
         def compute(emb: Tensor, rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             return self._compute(self._build_pairs(emb, labels, rows), {})
 
-        chunks = torch.arange(len(emb), device=emb.device).split(self.chunk_size)
-        results = [checkpoint(compute, emb, rows, use_reentrant=False) for rows in chunks]
+        chunks = torch.split(torch.arange(len(emb), device=emb.device), self.chunk_size)
+        results: list[Any] = [checkpoint(compute, emb, rows, use_reentrant=False) for rows in chunks]
         if not isinstance(results[0], tuple):
             return torch.cat(results)
         values, counts = zip(*results, strict=True)
@@ -222,7 +222,7 @@ class Objective(nn.Module):
         inputs = self.loss.inputs
         sizes = {"C": self.num_classes, "D": self.dim}
         sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
-        for state in (*inputs.params, *inputs.buffers):
+        for state in inputs.state:
             for letter, argument in (("C", "num_classes"), ("D", "dim")):
                 if letter in state.shape and sizes[letter] is None:
                     verb = "learns" if isinstance(state, Param) else "stores"

@@ -95,7 +95,8 @@ def _step(objective: Objective, emb: Tensor, labels: Tensor) -> None:
 
 def waiting_operators(objective: Objective, emb: Tensor, labels: Tensor) -> list[str]:
     """Return the operators of one step that wait for the device; a step on the CPU is computed as on an accelerator."""
-    with plain(), _Recorder() as recorder:
+    recorder = _Recorder()
+    with plain(), recorder:
         _step(objective, emb, labels)
     return recorder.waiting
 
@@ -110,11 +111,11 @@ def graph_breaks(objective: Objective, emb: Tensor, labels: Tensor) -> int:
     return int(explanation.graph_break_count)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the operators that wait, and the bytes of all tensors that are alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waiting: list[str] = []
         self.alive = self.peak = 0
         self._known: set[int] = set()
@@ -154,7 +155,8 @@ def peak_blocks(row: str, device: torch.device | str, n: int) -> float:
     """
     objective = make(row, n, dim=8).to(device)
     emb = torch.randn(n, 8, generator=torch.Generator().manual_seed(0)).to(device)
-    with _Recorder() as recorder:
+    recorder = _Recorder()
+    with recorder:
         _step(objective, emb, torch.arange(n, device=device) // PER_CLASS)
     if objective.loss.inputs.pairs:
         return recorder.peak / (4 * n * n) - 1.5  # two masks of a byte each

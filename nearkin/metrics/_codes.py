@@ -33,11 +33,14 @@ def integer_codes(
     """Return the codes of each set, or None if some vector is not a factor (Euclidean: one for all) times integers."""
     units = [_units(x[:16]) for x in sets]  # most sets need no more than this to be ruled out
     if all(bool(_squares(x[:16], unit).isfinite().all()) for x, unit in zip(sets, units, strict=True)):
-        units = [torch.cat([_units(part) for part in x.split(_CHUNK)]) for x in sets]
+        units = [torch.cat([_units(part) for part in torch.split(x, _CHUNK)]) for x in sets]
         if not cosine:
             smallest = min(float(unit.min()) for unit in units)
             units = [torch.full_like(unit, smallest) for unit in units]
-        parts = [zip(x.split(_CHUNK), unit.split(_CHUNK), strict=True) for x, unit in zip(sets, units, strict=True)]
+        parts = [
+            zip(torch.split(x, _CHUNK), torch.split(unit, _CHUNK), strict=True)
+            for x, unit in zip(sets, units, strict=True)
+        ]
         squares = [torch.cat([_squares(*part) for part in pairs]).cpu().numpy() for pairs in parts]
         if all(np.isfinite(square).all() for square in squares):
             if cosine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -103,6 +104,10 @@ def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], fiel
     return True
 
 
+def _position(metrics: Sequence[str], cell: Cell) -> float:
+    return metrics.index(cell.metric)
+
+
 def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
     parts = _by([cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)], "part")
@@ -111,7 +116,8 @@ def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> boo
     plots = _panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
     for axes, own in zip(plots, parts.values(), strict=True):
         metrics = list(_by(own, "metric"))
-        curves = [(row, *_curve(c, lambda cell, m=metrics: m.index(cell.metric))) for row, c in _by(own, "row").items()]
+        position = functools.partial(_position, metrics)
+        curves = [(row, *_curve(c, position)) for row, c in _by(own, "row").items()]
         plot_lines(axes, curves, "k", "R@k, %", outside=True)
         axes.set_xticks(range(len(metrics)), [name.removeprefix("R@") for name in metrics])
     return True

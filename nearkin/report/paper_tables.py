@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def _rows(
             yield row, [t for t in trials if name in (UNTUNED, t.method)]
 
 
-def _unique(trials: Sequence[Trial], name: str) -> list[object]:
+def _unique(trials: Sequence[Trial], name: str) -> list[Any]:
     return list(dict.fromkeys(getattr(trial, name) for trial in trials))
 
 

@@ -41,7 +41,7 @@ class _SyncMode(TorchFunctionMode):
         super().__init__()
         # torch.compile cannot trace the collectives, and would try again for every layer. Where it is not in use, its
         # import would take seconds.
-        self.batch_norm = torch.compiler.disable(_synced) if "torch._dynamo" in sys.modules else _synced
+        self.batch_norm = torch.compiler.disable(_synced) if "torch._dynamo" in sys.modules else _synced  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,7 +81,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
         own[:-1] = torch.cat(torch.batch_norm_update_stats(x, None, None, 0.0))
     gathered = own.new_empty(world_size(), len(own))
     dist.all_gather(list(gathered.unbind()), own)
-    means, variances, counts = gathered.split([channels, channels, 1], dim=1)
+    means, variances, counts = torch.split(gathered, [channels, channels, 1], dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     var = (counts * (variances + (means - mean).square())).sum(0) / total

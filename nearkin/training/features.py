@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def write_features(recipe: Recipe, out: Path, *, views: int = 1, device: str = "
     model.fit_pixel_norm(table.images)
     table = FrozenFeatures(model.to(choose_device(device)), table, views=views, reporter=reporter).add_to(table)
     assert table.features is not None
-    arrays = {"features": table.features, "labels": np.array(table.class_names)[table.labels]}
+    arrays: dict[str, Any] = {"features": table.features, "labels": np.array(table.class_names)[table.labels]}
     arrays |= {"paths": np.array([str(path) for path in table.paths]), _MARK: np.array(recipe.model.backbone)}
     if table.part is not None:
         arrays["part"] = table.part

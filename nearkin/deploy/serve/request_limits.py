@@ -156,4 +156,4 @@ def check_image(data: bytes, limits: RequestLimits) -> bool:
         raise HTTPException(413, f"{message} Send a smaller one{'' if is_jpeg else ', or a JPEG'}.")
     if scans > MAX_JPEG_SCANS or scans * pixels > MAX_JPEG_SCANS_LARGEST * limits.max_pixels:
         raise HTTPException(422, f"The JPEG has {scans} scans, too many for its size. Save it as a baseline JPEG.")
-    return scans * pixels > limits.max_pixels // (4 if is_jpeg else 10)
+    return bool(scans * pixels > limits.max_pixels // (4 if is_jpeg else 10))

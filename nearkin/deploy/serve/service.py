@@ -122,7 +122,9 @@ class Service:
     async def search(self, data: bytes, k: int) -> SearchResponse:
         """Find the nearest items of an uploaded image file, in a thread of the lane for its size."""
         response = await self.run(self.search_image, data, k)
-        return response or await self.large_lane.run(self.limits.timeout, self.search_checked, data, k)
+        if response is not None:
+            return response
+        return await self.large_lane.run(self.limits.timeout, self.search_checked, data, k)
 
     def search_image(self, data: bytes, k: int) -> SearchResponse | None:
         """Find the nearest items of an uploaded image file; None if it takes long to decode."""
