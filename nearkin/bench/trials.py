@@ -167,8 +167,8 @@ class StudyFolder:
         outcomes = self.outcomes()
         rows = []
         for trial in self.trials:
-            wanted = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
-            if wanted and (outcome := outcomes.get(trial.id)):
+            selected = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
+            if selected and (outcome := outcomes.get(trial.id)):
                 if outcome.test is not None and metric not in outcome.test:
                     raise ConfigError(f"--metric: no {metric} in this study. Available: {', '.join(outcome.test)}.")
                 value = None if outcome.test is None else 100 * outcome.test[metric]
@@ -244,7 +244,7 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
 
 
 def _means(summary: Mapping[str, Mapping[str, float]] | None) -> dict[str, float] | None:
-    return summary and {name: value["mean"] for name, value in summary.items()}
+    return None if summary is None else {name: value["mean"] for name, value in summary.items()}
 
 
 def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:

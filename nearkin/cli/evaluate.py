@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.cli._arguments import leading, parse
 from nearkin.errors import RunError
@@ -46,8 +46,8 @@ def run(argv: list[str]) -> None:
     if Path(target).is_dir():
         scores = _run_scores(Path(target), args)
     else:
-        ks = {"ks": args.ks} if args.ks else {}
-        scores = score_file(target, **ks, **({"similarity": args.similarity} if args.similarity else {}))
+        given: dict[str, Any] = {"ks": args.ks, "similarity": args.similarity}
+        scores = score_file(target, **{name: value for name, value in given.items() if value})
     print(scores.table(metrics=args.metrics))
     if args.out is not None:
         scores.save(args.out)

@@ -314,7 +314,7 @@ def mpa(dataset: str = "cub", loss: str = "mpa") -> Recipe:
 
 # Baselines of the papers' tables, each in the set-up of its own paper as far as that states one: network, embedding
 # size, loss, miner, batch size, images per class, learning rate, length. docs/recipes.md says what is ours.
-_BASELINES: dict[str, tuple[str, int, ComponentConfig, str | None, int, int, float, dict[str, int]]] = {
+_BASELINES: dict[str, tuple[str, int, ComponentConfig, str | None, int, int, float, dict[str, Any]]] = {
     "cce": ("bn_inception", 512, ComponentConfig("softmax"), None, 60, 0, 1e-4, {"epochs": 40}),
     "norm_softmax": (
         *("resnet50", 2048, ComponentConfig("norm_softmax", {"temperature": 0.05}), None),
