@@ -182,7 +182,7 @@ class Study:
             return ""
         lists = {"losses": (previous.method_names, self.method_names)}
         lists |= {name: (getattr(previous, name), getattr(self, name)) for name in ("sizes", "seeds", "backbones")}
-        lists["datasets"] = tuple(tuple(d.name for d in study.datasets) for study in (previous, self))  # type: ignore[assignment]
+        lists["datasets"] = tuple(d.name for d in previous.datasets), tuple(d.name for d in self.datasets)
         dropped = {name: [str(value) for value in old if value not in new] for name, (old, new) in lists.items()}
         return "; ".join(f"{name} {', '.join(values)}" for name, values in dropped.items() if values)
 

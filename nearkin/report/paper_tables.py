@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -80,12 +79,12 @@ def _rows(
 ) -> Iterator[tuple[str, list[Trial] | None]]:
     """Yield each row of a part with its trials; None for a method that is not trained."""
     if paper.rows_are == "folds":
-        yield from ((f"fold {fold + 1}", [t for t in trials if t.part == fold]) for fold in _unique(trials, "part"))
+        folds = dict.fromkeys(t.part for t in trials)
+        yield from ((f"fold {fold + 1}", [t for t in trials if t.part == fold]) for fold in folds)
         return
     if paper.rows_are == "val_fractions":
-        for label in dict.fromkeys(t.label for t in trials):
-            chosen = [t for t in trials if t.label == label]
-            share = folder.study.val_fractions[len(_unique(trials[: trials.index(chosen[0])], "label"))]
+        for share in dict.fromkeys(t.recipe.data.val_fraction for t in trials):
+            chosen = [t for t in trials if t.recipe.data.val_fraction == share]
             yield f"{100 * (1 - share):g}/{100 * share:g}", chosen
         return
     quoted = dict.fromkeys(p.method for p in paper.published if not p.own and p.dataset == trials[0].dataset)
@@ -96,10 +95,6 @@ def _rows(
             yield row, None
         elif name == UNTUNED or name in folder.study.method_names:
             yield row, [t for t in trials if name in (UNTUNED, t.method)]
-
-
-def _unique(trials: Sequence[Trial], name: str) -> list[Any]:
-    return list(dict.fromkeys(getattr(trial, name) for trial in trials))
 
 
 def _cell(
