@@ -61,24 +61,24 @@ def run(argv: list[str]) -> None:
     show(environment_table())
 
 
-def report_core() -> bool:
+def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     """Print the readiness of every loss; return whether none synchronises or breaks the graph."""
-    from nearkin.losses.readiness import check_core
+    from nearkin.losses.readiness import check_row, rows
     from nearkin.training.device import choose_device
 
     device = choose_device("auto")
     table = RichTable(box=None, padding=(0, 2, 0, 0))
     for title in ("loss", "syncs", "graph breaks", "peak blocks", "time / products"):
         table.add_column(title, justify="left" if title == "loss" else "right")
-    rows = list(check_core(device))
-    for row in rows:
+    checked = [check_row(name, device, n) for name in names or rows()]
+    for row in checked:
         values = (str(row.syncs), str(row.graph_breaks), f"{row.blocks:.1f}", f"{row.products:.2f}")
         table.add_row(row.name, *values, style=None if row.ok else "bold red")
-    bad = sum(not row.ok for row in rows)
-    summary = f"FAILED: {bad} of {len(rows)} losses" if bad else f"passed: {len(rows)} losses without"
+    bad = sum(not row.ok for row in checked)
+    summary = f"FAILED: {bad} of {len(checked)} losses with" if bad else f"passed: {len(checked)} losses without"
     note = (
         f"{summary} synchronisations or graph breaks on {device}. Peak memory is beyond similarities and masks, in "
-        "blocks of float32 similarities; N = 1024, D = 512."
+        f"blocks of float32 similarities; N = {n}, D = 512."
     )
     show(table, note)
     return not bad

@@ -19,7 +19,9 @@ from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses._masked import first_max, require_square
 from nearkin.losses.registry import check_known
+from nearkin.ops.geometry import distances
 from nearkin.ops.pairs import Pairs
+from nearkin.ops.reductions import by_rows
 
 Miner = Callable[..., Pairs]
 MINERS: Registry[Miner] = Registry("miner")
@@ -84,8 +86,8 @@ def hard(p: Pairs) -> Pairs:
     """Select, per anchor, the least similar positive and the most similar negative."""
     positive = p.sim.masked_fill(~p.pos, float("inf")).min(1).indices
     negative = p.sim.masked_fill(~p.neg, float("-inf")).max(1).indices
-    triplets = torch.stack([positive, negative], 1)[:, None]
-    return _select_triplets(p, triplets, (p.pos.any(1) & p.neg.any(1))[:, None])
+    has_both = p.pos.any(1) & p.neg.any(1)
+    return _select_triplets(p, torch.stack([positive, negative], 1).masked_fill(~has_both[:, None], -1)[:, None])
 
 
 @miner
@@ -106,26 +108,27 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
     The negatives are binned between the sorted positives; the best one for a positive is the largest of the nearest
     non-empty bin below it. Time N M log P.
     """
-    columns, is_positive = p.positive_columns()
-    ranked, order = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
-    columns, is_positive = columns.gather(1, order), is_positive.gather(1, order)
-    bins = torch.searchsorted(ranked, p.sim, right=True)  # number of positives that are not above
-    none = p.sim.shape[1]
-    best = p.sim.new_full((len(p.sim), ranked.shape[1] + 1), float("-inf"))
-    best.scatter_reduce_(1, bins, p.sim.masked_fill(~p.neg, float("-inf")), "amax")
-    is_best = p.neg & (p.sim == best.gather(1, bins))
-    first = torch.full(best.shape, none, device=p.sim.device)
-    first.scatter_reduce_(1, bins, torch.where(is_best, torch.arange(none, device=p.sim.device), none), "amin")
 
-    # The last non-empty bin up to each bin is where the count of non-empty bins reached its value. Not by cummax, which
-    # crashes on XLA.
-    count = (best > float("-inf")).cumsum(1, dtype=torch.int64)
-    nearest_bin = torch.searchsorted(count, count)[:, :-1]
-    negative = first.gather(1, nearest_bin)
-    selected = is_positive & (count[:, :-1] > 0)
-    if band is not None:
-        selected &= ranked - best.gather(1, nearest_bin) < band
-    return _select_triplets(p, torch.stack([columns, negative], 2), selected)
+    def select(sim: Tensor, neg: Tensor, columns: Tensor, is_positive: Tensor) -> Tensor:
+        ranked, order = sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
+        bins = torch.searchsorted(ranked, sim, right=True)  # number of positives that are not above
+        none = sim.shape[1]
+        best = sim.new_full((len(sim), ranked.shape[1] + 1), float("-inf"))
+        best.scatter_reduce_(1, bins, sim.masked_fill(~neg, float("-inf")), "amax")
+        is_best = neg & (sim == best.gather(1, bins))
+        first = torch.full(best.shape, none, device=sim.device)
+        first.scatter_reduce_(1, bins, torch.where(is_best, torch.arange(none, device=sim.device), none), "amin")
+        # The last non-empty bin up to each bin is where the count of non-empty bins reached its value. Not by cummax,
+        # which crashes on XLA.
+        count = (best > float("-inf")).cumsum(1, dtype=torch.int64)[:, :-1].contiguous()
+        nearest_bin = torch.searchsorted(count, count)
+        selected = is_positive.gather(1, order) & (count > 0)
+        if band is not None:
+            selected &= ranked - best.gather(1, nearest_bin) < band
+        triplets = torch.stack([columns.gather(1, order), first.gather(1, nearest_bin)], 2)
+        return triplets.masked_fill_(~selected[..., None], -1)
+
+    return _select_triplets(p, by_rows(select, p.sim.detach(), p.neg, *p.positive_columns()))
 
 
 @miner
@@ -145,7 +148,7 @@ def distance_weighted(
     probability = distance_weights(p, cutoff=cutoff, limit=limit, dim=dim)
     rows = p.pos.any(1) & (probability.sum(1) > 0)
     neg = _draw(probability, rows, generator)
-    pos = _draw(p.pos.to(probability.dtype), rows, generator)
+    pos = _draw(p.pos, rows, generator)
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -154,18 +157,23 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
     dim = dim or p.dim
     if dim is None:
         raise ConfigError("miner distance_weighted: the embedding dimensions are unknown. Pass dim=...")
-    distance = p.distance().detach()
-    d = distance.clamp(cutoff, limit)
-    log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
-    logits = (-log_density).masked_fill(~(p.neg & (distance < limit)), float("-inf"))
-    return torch.softmax(logits, 1).nan_to_num_(0.0)  # an empty row is 0/0
+    anchor_sq, ref_sq = p.squared_norms()
+
+    def probability(sim: Tensor, neg: Tensor, square: Tensor) -> Tensor:
+        distance = distances(sim, square, ref_sq)
+        d = distance.clamp(cutoff, limit)
+        log_density = (dim - 2) * d.log() + (dim - 3) / 2 * torch.log1p(-d.square() / 4)
+        logits = (-log_density).masked_fill_(~(neg & (distance < limit)), float("-inf"))
+        return torch.softmax(logits, 1).nan_to_num_(0.0)  # an empty row is 0/0
+
+    return by_rows(probability, p.sim.detach(), p.neg, anchor_sq.detach())
 
 
 @miner
 def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
     """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
-    pos, neg = (_draw(mask.to(p.sim.dtype), rows, generator) for mask in (p.pos, p.neg))
+    pos, neg = (_draw(mask, rows, generator) for mask in (p.pos, p.neg))
     return replace(p, pos=pos, neg=neg, triplets=None)
 
 
@@ -304,23 +312,21 @@ def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:
 
 
 def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one column by weight in each selected row; returns a mask."""
+    """Draw one column by weight (bool: all True equally) in each selected row; returns a mask."""
     # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same,
     # but rejects a row without weights, which would have to be left out by index.
     device = generator.device if generator else weight.device
-    noise = torch.empty(weight.shape, dtype=weight.dtype, device=device).exponential_(generator=generator)
-    column = (weight / noise.to(weight.device)).argmax(1, keepdim=True)
+    dtype = torch.float32 if weight.dtype == torch.bool else weight.dtype
+    noise = torch.empty(weight.shape, dtype=dtype, device=device).exponential_(generator=generator)
+    column = torch.div(weight, noise.to(weight.device)).argmax(1, keepdim=True)
     return torch.zeros_like(weight, dtype=torch.bool).scatter_(1, column, rows[:, None])
 
 
-def _select_triplets(p: Pairs, triplets: Tensor, selected: Tensor) -> Pairs:
-    """Return Pairs with the selected of these triplets [N, K, 2], and the pairs that occur in them."""
-    counts = torch.zeros_like(p.pos, dtype=torch.uint8)
-    pos, neg = (
-        counts.scatter_reduce(1, column.masked_fill(~selected, 0), selected.to(torch.uint8), "amax").bool()
-        for column in triplets.unbind(2)
-    )
-    return replace(p, pos=pos, neg=neg, triplets=triplets.masked_fill(~selected[..., None], -1))
+def _select_triplets(p: Pairs, triplets: Tensor) -> Pairs:
+    """Return Pairs with these triplets [N, K, 2], and the pairs that occur in them."""
+    selected, none = (triplets[..., 0] >= 0).to(torch.uint8), torch.zeros_like(p.pos, dtype=torch.uint8)
+    pos, neg = (none.scatter_reduce(1, c.clamp(min=0), selected, "amax").bool() for c in triplets.unbind(2))
+    return replace(p, pos=pos, neg=neg, triplets=triplets)
 
 
 def __getattr__(name: str) -> Any:

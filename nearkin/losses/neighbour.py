@@ -121,9 +121,8 @@ def ice(p: Pairs, *, scale: float = 64.0) -> tuple[Tensor, Tensor]:
     columns, is_positive = p.positive_columns()
     negatives = log_sum_exp(p.sim, p.neg)[:, None]
     value = softplus(negatives - p.sim.gather(1, columns)).masked_fill(~is_positive, 0.0).sum(1)
-    # The value, with the gradient of the other term, which is 0.
-    sim, weight = p.sim - p.sim.detach(), _mismatch_weights(p, columns, is_positive, scale)
-    return value.detach() + (sim * weight).sum(1), torch.ones((), device=p.sim.device)
+    gradient = (_mismatch_weights(p, columns, is_positive, scale) * p.sim).sum(1)
+    return value.detach() + (gradient - gradient.detach()), torch.ones((), device=p.sim.device)
 
 
 @torch.no_grad()
@@ -136,7 +135,7 @@ def _mismatch_weights(p: Pairs, columns: Tensor, is_positive: Tensor, scale: flo
     negatives = log_sum_exp(p.sim, p.neg, scale)[:, None]
     logits = -torch.logaddexp(scale * p.sim.gather(1, columns), negatives).masked_fill(~is_positive, float("inf"))
     pull = torch.exp(logits - log_sum(logits.clone())[:, None])
-    push = torch.exp(p.sim * scale - negatives).masked_fill_(~p.neg, 0.0)
-    weight = push.scatter_add(1, columns, pull.masked_fill(~is_positive, 0.0).neg())
+    weight = (p.sim * scale).sub_(negatives).exp_().masked_fill_(~p.neg, 0.0)
+    weight.scatter_add_(1, columns, pull.masked_fill(~is_positive, 0.0).neg())
     has_both = p.pos.any(1) & p.neg.any(1)
     return weight.masked_fill_(~has_both[:, None], 0.0).mul_(0.5 / len(weight))

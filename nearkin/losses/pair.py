@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import log1p_sum_exp
+from nearkin.ops.reductions import hinge_sums, log1p_sum_exp
 
 
 @loss(
@@ -38,7 +37,7 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
         -0.2666...
     """
     active = p.neg & (p.sim > margin)
-    weight = active.to(p.sim.dtype) - p.pos.to(p.sim.dtype)
+    weight = active.to(p.sim.dtype).masked_fill_(p.pos, -1.0)
     return (weight * p.sim).sum(1) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
 
 
@@ -75,8 +74,9 @@ def contrastive_l2(p: Pairs, *, margin: float | Tensor = 1.0) -> Tensor:
         >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
         0.0148...
     """
-    push = torch.relu(margin - p.distance()).square()
-    return torch.where(p.pos, p.sq_distance(), torch.where(p.neg, push, 0.0)).sum(1)
+    pull = p.sq_distance().masked_fill_(~p.pos, 0.0).sum(1)
+    violation = (margin - p.distance()).masked_fill_(~p.neg, 0.0).relu_()
+    return pull + violation.square().sum(1)
 
 
 @loss(
@@ -110,9 +110,7 @@ def margin(p: Pairs, *, alpha: float | Tensor = 0.2, beta: float | Tensor = 1.2)
         >>> float(margin(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.5055...
     """
-    distance = p.distance()
-    terms = torch.where(p.pos, distance - (beta - alpha), torch.where(p.neg, (beta + alpha) - distance, 0.0)).relu()
-    return terms.sum(1), (terms > 0).sum()
+    return hinge_sums(p.distance(), p.pos, beta - alpha, p.neg, beta + alpha)
 
 
 @loss(
@@ -138,8 +136,7 @@ def margin_similarity(p: Pairs, *, margin: float | Tensor = 0.2, beta: float | T
         >>> float(margin_similarity(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.52...
     """
-    terms = torch.where(p.pos, (beta + margin) - p.sim, torch.where(p.neg, p.sim - (beta - margin), 0.0)).relu()
-    return terms.sum(1), (terms > 0).sum()
+    return hinge_sums(p.sim, p.neg, beta - margin, p.pos, beta + margin)
 
 
 @loss(

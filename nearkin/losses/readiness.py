@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,8 @@ def rows() -> list[str]:
     return [row for name in LOSSES for row in ([name, *mined] if name == "triplet" else [name])]
 
 
-def check_core(device: torch.device | str = "cpu", n: int = 1024) -> Iterator[Readiness]:
-    """Measure every row at a batch of n samples, 4 of each class, in 512 dimensions."""
-    for row in rows():
-        yield check_row(row, device, n)
-
-
 def check_row(row: str, device: torch.device | str = "cpu", n: int = 1024) -> Readiness:
-    """Measure one row."""
+    """Measure one row at a batch of n samples, 4 of each class, in 512 dimensions."""
     labels = torch.arange(n, device=device) // PER_CLASS
     emb = torch.randn(n, DIM, generator=torch.Generator().manual_seed(0)).to(device)
     objective = make(row, n // PER_CLASS).to(device)
@@ -112,7 +106,7 @@ def graph_breaks(objective: Objective, emb: Tensor, labels: Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record the operators that wait, and the bytes of all tensors that are alive at once."""
+    """Record the operators that wait, and the bytes of all tensors but masks that are alive at once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +121,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.waiting.append(name)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.layout == torch.strided:
+            if isinstance(value, Tensor) and value.layout == torch.strided and value.dtype != torch.bool:
                 self._add(value.untyped_storage())
         return result
 
@@ -149,18 +143,17 @@ def _is_index(tensor: Tensor) -> bool:
 
 
 def peak_blocks(row: str, device: torch.device | str, n: int) -> float:
-    """Return the peak memory of one step beyond the similarities and masks, in blocks of float32 similarities.
+    """Return the peak memory of one step beyond the similarities and the masks, in blocks of float32 similarities.
 
-    With n classes and few dimensions, so that other tensors are small.
+    With few dimensions, so that other tensors are small.
     """
-    objective = make(row, n, dim=8).to(device)
-    emb = torch.randn(n, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    objective = make(row, n // PER_CLASS, dim=4).to(device)
+    emb = torch.randn(n, 4, generator=torch.Generator().manual_seed(0)).to(device)
     recorder = _Recorder()
     with recorder:
         _step(objective, emb, torch.arange(n, device=device) // PER_CLASS)
-    if objective.loss.inputs.pairs:
-        return recorder.peak / (4 * n * n) - 1.5  # two masks of a byte each
-    return recorder.peak / (4 * n * _centers(objective)) - 1
+    columns = n if objective.loss.inputs.pairs else _centers(objective)
+    return recorder.peak / (4 * n * columns) - 1
 
 
 def _centers(objective: Objective) -> int:

@@ -168,7 +168,8 @@ def _class_sums(emb: Tensor, labels: Tensor, num_classes: int | None) -> tuple[T
 
 
 def _counted(logits: Tensor, present: Tensor | None) -> Tensor:
-    return logits if present is None else logits.masked_fill(~present, float("-inf"))
+    # Not -inf: times a probability of 0 that would be NaN.
+    return logits if present is None else logits.masked_fill(~present, -1e30)
 
 
 def _class_sum_logits(emb: Tensor, labels: Tensor | Sequence[int], num_classes: int | None = None) -> ToClasses:
@@ -231,8 +232,7 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     assert c.probs is not None
     own, others = own_and_others(c.sim, c.labels, 1 / lam)
     log_sum = torch.logaddexp(own / lam, others)
-    soft = torch.where(c.probs > 0, c.probs * c.sim, 0.0)  # a class that does not count is at -inf
-    return log_sum - (c.own + soft.sum(1)) / (2 * lam)
+    return log_sum - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
 
 
 @loss(

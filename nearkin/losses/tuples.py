@@ -12,7 +12,7 @@ from nearkin.errors import ConfigError
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import ONE_PER_CLASS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import log_sum_exp, softplus
+from nearkin.ops.reductions import by_rows, log_sum_exp, softplus
 
 
 @loss(
@@ -56,16 +56,18 @@ def _violations(p: Pairs, margin: float) -> Tensor:
     By sorting the positives of each anchor: a negative n violates the margin against those below s_n + margin, the
     first c of them, and a positive of rank r is violated by the negatives with c > r. Exact, in time N M log P.
     """
-    columns, is_positive = p.positive_columns()
-    ranked, order = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
-    reach = (p.sim + margin).masked_fill_(~p.neg, float("-inf"))
-    count = torch.searchsorted(ranked, reach)
-    zeros = reach.new_zeros(len(reach), ranked.shape[1] + 1)
-    above = (
-        zeros.scatter_add(1, count, torch.ones_like(reach)).flip(1).cumsum(1).flip(1)[:, 1:]
-    )  # [N, K]: with c > rank
-    violated = torch.where(ranked < float("inf"), above, 0.0)
-    return count.to(reach.dtype).scatter_add_(1, columns.gather(1, order), -violated)
+
+    def count(sim: Tensor, neg: Tensor, columns: Tensor, is_positive: Tensor) -> Tensor:
+        ranked, order = sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
+        reach = (sim + margin).masked_fill_(~neg, float("-inf"))
+        below = torch.searchsorted(ranked, reach)  # [n, M] number of positives
+        zeros = reach.new_zeros(len(reach), ranked.shape[1] + 1)
+        histogram = zeros.scatter_add(1, below, torch.ones_like(reach))
+        above = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # [n, K] number of negatives, by rank
+        violated = torch.where(ranked < float("inf"), above, 0.0)
+        return below.to(reach.dtype).scatter_add_(1, columns.gather(1, order), -violated)
+
+    return by_rows(count, p.sim, p.neg, *p.positive_columns())
 
 
 @loss(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Plain = Callable[[Tensor], Tensor]
+Plain = Callable[..., Tensor]
 
 
 def unit(x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
@@ -29,18 +29,19 @@ class _Unit(torch.autograd.Function):
         return f
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, f, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable(ctx.plain, x, g), None, None
+            return *_differentiable(ctx.plain, g, x), None, None
         radial = (f * g).sum(-1, keepdim=True)
         return torch.addcmul(g, f, radial, value=-1).mul_(inverse), None, None
 
 
-def _differentiable(plain: Plain, x: Tensor, g: Tensor) -> Tensor:
-    """Return the gradient of the plain path on x with a graph of its own, for second derivatives."""
-    (grad,) = torch.autograd.grad(plain(x), x, g, create_graph=True)
-    return grad
+def _differentiable(plain: Plain, g: Tensor, *inputs: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the plain path with a graph of their own, for second derivatives."""
+    wanted = [x for x in inputs if x.requires_grad]
+    grads = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    return [next(grads) if x.requires_grad else None for x in inputs]
 
 
 def gram(f: Tensor) -> Tensor:
@@ -105,10 +106,10 @@ class _DenseLSE(torch.autograd.Function):
         return top + total.log()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable(ctx.plain, x, g), None, None, None
+            return *_differentiable(ctx.plain, g, x), None, None, None
         factor = (ctx.scale * g / total).masked_fill_(total == 0, 0.0)
         return weight * factor[:, None], None, None, None
 
@@ -126,10 +127,38 @@ class _SparseLSE(torch.autograd.Function):
         return top + total.log()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, row, column, weight, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable(ctx.plain, x, g), None, None, None
+            return *_differentiable(ctx.plain, g, x), None, None, None
         grad = torch.zeros_like(x)
         grad[row, column] = weight * (ctx.scale * g / total)[row]
         return grad, None, None, None
+
+
+def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor, plain: Plain) -> Tensor:
+    """Compute Euclidean distances, 0 where the square is within rounding of 0."""
+    return _Distances.apply(products, anchor_sq, ref_sq, plain)  # type: ignore[no-any-return]
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, anchor_sq: Tensor, ref_sq: Tensor, plain: Plain) -> Tensor:
+        root = torch.sub(ref_sq, products, alpha=2).add_(anchor_sq[:, None])
+        tolerance = 4 * torch.finfo(root.dtype).eps
+        for chunk, size in zip(root.split(128), anchor_sq.split(128), strict=True):  # without a further block [N, M]
+            chunk.masked_fill_(chunk <= (size[:, None] + ref_sq).mul_(tolerance), 0.0)
+        ctx.plain = plain
+        ctx.save_for_backward(products, anchor_sq, ref_sq, root.sqrt_())
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, root = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable(ctx.plain, g, *inputs), None
+        # Where the distance is 0, g / inf = 0; a mask would cost one more pass.
+        safe = torch.nn.functional.threshold(root, 0.0, float("-inf")).neg_()
+        grad = torch.div(g, safe, out=safe)
+        anchor_grad = grad.sum(1).mul_(-0.5) if ctx.needs_input_grad[1] else None
+        return grad, anchor_grad, grad.sum(0).mul_(-0.5) if ctx.needs_input_grad[2] else None, None

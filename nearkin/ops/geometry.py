@@ -63,13 +63,25 @@ def gram(f: Tensor) -> Tensor:
 
 def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
     """Compute Euclidean distances from dot products and squared lengths."""
-    # A difference below a few last digits of its operands is rounding, and becomes 0. The operands are those of each
-    # pair: one long vector must not erase the distances between all others.
-    tolerance = (anchor_sq.detach()[:, None] + ref_sq.detach()) * (4 * torch.finfo(products.dtype).eps)
-    return zero_or_root(torch.sub(ref_sq, products, alpha=2) + anchor_sq[:, None], tolerance)
+    if on_host(products):
+        return cpu_kernels.distances(products, anchor_sq, ref_sq, _distances)
+    return _distances(products, anchor_sq, ref_sq)
+
+
+def _distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
+    square = torch.sub(ref_sq, products, alpha=2).add_(anchor_sq[:, None])
+    return zero_or_root(square, rounding(anchor_sq, ref_sq))
 
 
 def zero_or_root(square: Tensor, tolerance: Tensor | float) -> Tensor:
     """Compute the square root; 0 with zero gradient where the square is at most the tolerance."""
     is_zero = square <= tolerance
     return square.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
+def rounding(anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
+    """Return the squared distances [N, M] that may be rounding: a few last digits of their operands.
+
+    The operands are those of each pair: one long vector must not erase the distances between all others.
+    """
+    return (anchor_sq.detach()[:, None] + ref_sq.detach()).mul_(4 * torch.finfo(anchor_sq.dtype).eps)

@@ -49,7 +49,7 @@ class Pairs:
     def sq_distance(self) -> Tensor:
         """Return squared Euclidean distances [N, M], unclamped: coincident points may have -1e-16."""
         anchor, ref = self.squared_norms()
-        return anchor[:, None] + ref - 2 * self.sim
+        return torch.sub(ref, self.sim, alpha=2).add_(anchor[:, None])
 
     def distance(self) -> Tensor:
         """Return Euclidean distances [N, M]; exactly 0 with zero gradient for coincident points."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,25 @@ def log_sum(logits: Tensor, dim: int = 1) -> Tensor:
     return (top.squeeze(dim) + total.masked_fill(is_empty, 1.0).log()).masked_fill(is_empty, float("-inf"))
 
 
+def hinge_sums(x: Tensor, up: Tensor, low: float | Tensor, down: Tensor, high: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Sum max(0, x - low) over the pairs `up` and max(0, high - x) over the pairs `down`, per row.
+
+    Args:
+        x: [N, M].
+        up: [N, M] bool: the pairs that should be below `low`.
+        low: Where their hinge opens.
+        down: [N, M] bool: the pairs that should be above `high`.
+        high: Where their hinge opens.
+
+    Returns:
+        Sums [N], and the number of terms above 0.
+    """
+    above, below = up & (x > low), down & (x < high)
+    weight = above.to(x.dtype).masked_fill_(below, -1.0)  # the sums are linear in x where the hinges are open
+    n_above, n_below = above.sum(1).to(x.dtype), below.sum(1).to(x.dtype)
+    return (weight * x).sum(1) - low * n_above + high * n_below, (n_above + n_below).sum()
+
+
 def softplus(x: Tensor) -> Tensor:
     """Compute log(1 + exp(x)) to full precision.
 
@@ -66,3 +87,10 @@ def softplus(x: Tensor) -> Tensor:
     """
     # torch switches to x itself at 20 by default, which is wrong in the ninth digit.
     return torch.nn.functional.softplus(x, threshold=40.0)
+
+
+def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Apply a function to rows of tensors; on the host by blocks of rows, so that its buffers stay small."""
+    if not on_host(tensors[0]):
+        return function(*tensors)
+    return torch.cat([function(*rows) for rows in zip(*(t.split(128) for t in tensors), strict=True)])
