@@ -77,8 +77,8 @@ def sum_over_references(function: Callable[[Tensor], Tensor], values: Tensor, si
     rows = max(1, _CHUNK // (values.shape[1] * sim.shape[1]))
     if rows >= len(sim):
         return chunk_sum(values, sim, mask)
-    chunks = zip(values.split(rows), sim.split(rows), mask.split(rows), strict=True)
-    return torch.cat([checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks])  # type: ignore[misc]
+    chunks = zip(*(torch.split(x, rows) for x in (values, sim, mask)), strict=True)
+    return torch.cat([checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def sum_of_violations(positive: Tensor, negative: Tensor, p: Pairs) -> Tensor:

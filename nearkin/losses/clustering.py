@@ -94,25 +94,25 @@ class _Medoids:
             nearest, assigned = self.distance[:, chosen].min(1), self.distance[:, chosen].argmin(1)
         moved = (to_new < nearest).astype(float)
         clusters = np.eye(max(1, len(chosen)))[assigned]
-        _, cells = np.unique(assigned * self.num_classes + self.labels, return_inverse=True)
-        cells = np.eye(cells.max() + 1)[cells]
+        _, cell = np.unique(assigned * self.num_classes + self.labels, return_inverse=True)
+        cells = np.eye(cell.max() + 1)[cell]
         joint = np.hstack([cells.sum(0) - moved @ cells, moved @ self.one_hot])
         sizes = np.hstack([clusters.sum(0) - moved @ clusters, moved.sum(1, keepdims=True)])
         facility = -np.minimum(to_new, nearest).sum(1)
-        return facility + self.gamma * (1 - self.nmi(joint, sizes))
+        return np.asarray(facility + self.gamma * (1 - self.nmi(joint, sizes)))
 
     def nmi(self, joint: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return I / sqrt(H H) of counts [m, cells] and cluster sizes [m, clusters]; 1 if there is a single class."""
 
         def entropy(counts: np.ndarray) -> np.ndarray:
             share = counts / len(self.labels)
-            return -(share * np.log(np.where(share > 0, share, 1.0))).sum(-1)
+            return np.asarray(-(share * np.log(np.where(share > 0, share, 1.0))).sum(-1))
 
         classes, clusters = entropy(self.one_hot.sum(0)), entropy(sizes)
         if classes == 0:
             return np.ones(len(sizes))
         information = classes + clusters - entropy(joint)
-        return information / np.sqrt(np.maximum(classes * clusters, 1e-300))
+        return np.asarray(information / np.sqrt(np.maximum(classes * clusters, 1e-300)))
 
 
 def _find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

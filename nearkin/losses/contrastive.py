@@ -195,8 +195,8 @@ def vicreg(p: Pairs, *, invariance: float = 25.0, variance: float = 25.0, covari
     pull = invariance * masked_mean(p.sq_distance(), p.pos) / (p.dim or 1)
     if not isinstance(p, Views) or p.anchors is None or p.refs is None:
         return pull
-    spread, correlation = (sum(terms) for terms in zip(*map(_spread_and_correlation, (p.anchors, p.refs)), strict=True))
-    return pull + variance * spread / 2 + covariance * correlation
+    (spread, correlation), (ref_spread, ref_correlation) = map(_spread_and_correlation, (p.anchors, p.refs))
+    return pull + variance * (spread + ref_spread) / 2 + covariance * (correlation + ref_correlation)
 
 
 def _spread_and_correlation(x: Tensor) -> tuple[Tensor, Tensor]:

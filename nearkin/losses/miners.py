@@ -251,7 +251,7 @@ def angular(p: Pairs, *, angle_degrees: float = 20.0) -> Pairs:
     with_n = torch.where(p.neg, s - sq / 2, -inf)  # [a, n]
     pos, neg = [], []
     rows = max(1, (1 << 23) // s.numel())
-    for first, own_bound, is_neg in zip(with_n.split(rows), bound.split(rows), p.neg.split(rows), strict=True):
+    for first, own_bound, is_neg in zip(*(torch.split(x, rows) for x in (with_n, bound, p.neg)), strict=True):
         both = first[:, None] + with_n  # [a, p, n]: both classes are the same, so both masks are
         found = both > own_bound[..., None]
         pos.append(found.any(2))

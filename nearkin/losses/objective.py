@@ -191,7 +191,7 @@ class Objective(nn.Module):
         inputs = self.loss.inputs
         sizes = {"C": self.num_classes, "D": self.dim}
         sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
-        for state in (*inputs.params, *inputs.buffers):
+        for state in inputs.state:
             for letter, argument in (("C", "num_classes"), ("D", "dim")):
                 if letter in state.shape and sizes[letter] is None:
                     verb = "learns" if isinstance(state, Param) else "stores"

@@ -119,9 +119,14 @@ class Inputs:
     refresh_embeddings: bool = True
 
     @property
+    def state(self) -> tuple[Param | Buffer, ...]:
+        """The parameters and the buffers."""
+        return (*self.params, *self.buffers)
+
+    @property
     def needs_classes(self) -> bool:
         """Whether it has state for every class, so that labels must be in 0..C-1."""
-        return any("C" in state.shape for state in (*self.params, *self.buffers))
+        return any("C" in state.shape for state in self.state)
 
     @property
     def state_settings(self) -> frozenset[str]:
@@ -312,7 +317,7 @@ def loss(
 def _check_declarations(entry: Loss) -> None:
     """Raise if a declaration refers to a setting or a dimension that does not exist."""
     inputs = entry.inputs
-    letters = {letter for state in (*inputs.params, *inputs.buffers) for letter in state.shape}
+    letters = {letter for state in inputs.state for letter in state.shape}
     for what, names, known in (
         ("space", entry.space, entry.settings),
         ("builder_docs", inputs.builder_docs, inputs.builder_kwargs),
