@@ -122,14 +122,14 @@ class Inputs:
     refresh_embeddings: bool = True
 
     @property
+    def state(self) -> tuple[Param | Buffer, ...]:
+        """The parameters and the buffers."""
+        return (*self.params, *self.buffers)
+
+    @property
     def needs_classes(self) -> bool:
         """Whether it has state for every class, so that labels must be in 0..C-1."""
         return any("C" in state.shape for state in self.state)
-
-    @property
-    def state(self) -> list[Param | Buffer]:
-        """The tensors that the objective owns."""
-        return [*self.params, *self.buffers]
 
     @property
     def state_settings(self) -> frozenset[str]:
