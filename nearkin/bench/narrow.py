@@ -15,7 +15,7 @@ from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses.registry import LOSSES
 
 PROTOCOLS = {
-    **{name: Protocol(name) for name in ("last_epoch", "kfold", "fixed", "query_gallery")},  # type: ignore[arg-type]
+    **{name: Protocol(name) for name in ("last_epoch", "kfold", "fixed", "query_gallery")},
     "best_on_test": Protocol("last_epoch", select_on_test=True),
 }
 

@@ -75,8 +75,8 @@ class PaperStudy:
 
     def _is_known(self, method: str) -> bool:
         name = method.removesuffix(EUCLIDEAN)
-        method = self.study.get("methods", {}).get(name, {})
-        return name == UNTUNED or method.get("loss", {}).get("name", name) in LOSSES
+        settings = self.study.get("methods", {}).get(name, {})
+        return name == UNTUNED or settings.get("loss", {}).get("name", name) in LOSSES
 
     @cached_property
     def published(self) -> list[papers.Published]:

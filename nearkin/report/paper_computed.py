@@ -85,7 +85,9 @@ def _factors(name: str) -> dict[str, bool]:
     def gradient(sim: Tensor) -> Tensor:
         sim = sim.clone().requires_grad_()
         batch = ToClasses(sim[:, :, None].expand(-1, -1, 2) if several else sim, labels, proxies)
-        loss.function(batch, **loss.loss_kwargs).sum().backward()
+        value = loss.function(batch, **loss.loss_kwargs)
+        assert isinstance(value, Tensor)
+        value.sum().backward()
         assert sim.grad is not None
         return sim.grad
 

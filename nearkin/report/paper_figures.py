@@ -110,10 +110,9 @@ def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> boo
         return False
     plots = _panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
     for axes, own in zip(plots, parts.values(), strict=True):
-        metrics = list(_by(own, "metric"))
-        curves = [(row, *_curve(c, lambda cell, m=metrics: m.index(cell.metric))) for row, c in _by(own, "row").items()]
+        rows = _by(own, "row").items()
+        curves = [(row, *_curve(c, lambda cell: cell.metric.removeprefix("R@"))) for row, c in rows]
         plot_lines(axes, curves, "k", "R@k, %", outside=True)
-        axes.set_xticks(range(len(metrics)), [name.removeprefix("R@") for name in metrics])
     return True
 
 

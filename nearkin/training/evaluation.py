@@ -162,7 +162,7 @@ def save_embeddings(run: Run, part: str, table: Table, embeddings: Tensor) -> No
     try:
         tag = _tag(run, part, table)
         part_column = np.array([] if table.part is None else table.part)
-        arrays = {"labels": table.labels, "part": part_column, "rows": table.row_numbers, "of": tag}
+        arrays: dict[str, Any] = {"labels": table.labels, "part": part_column, "rows": table.row_numbers, "of": tag}
         np.savez(buffer, allow_pickle=False, vectors=embeddings.cpu().float().numpy(), **arrays)
         atomic_write(run.path / SAVED_EMBEDDINGS, buffer.getvalue())
     except OSError:
