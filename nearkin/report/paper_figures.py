@@ -115,11 +115,15 @@ def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> boo
         return False
     plots = _panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
     for axes, own in zip(plots, parts.values(), strict=True):
+<<<<<<< HEAD
         metrics = list(_by(own, "metric"))
         position = functools.partial(_position, metrics)
         curves = [(row, *_curve(c, position)) for row, c in _by(own, "row").items()]
+=======
+        rows = _by(own, "row").items()
+        curves = [(row, *_curve(c, lambda cell: cell.metric.removeprefix("R@"))) for row, c in rows]
+>>>>>>> wt-papers
         plot_lines(axes, curves, "k", "R@k, %", outside=True)
-        axes.set_xticks(range(len(metrics)), [name.removeprefix("R@") for name in metrics])
     return True
 
 

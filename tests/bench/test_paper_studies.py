@@ -316,6 +316,19 @@ def test_a_tournament_can_be_narrowed_to_a_dataset_and_another_metric(wide_study
         wide_study.results(backbone="resnet50")
 
 
+def test_rehearsal_on_own_features(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    features = write_features(tmp_path / "mine.npz", classes=50, samples_per_class=9)
+    study = narrow(find_study("mpa-table7", features), losses=["K=4"], seeds=[0], rehearse=True)
+    folder = StudyFolder.begin(tmp_path / "study", study)
+    work(folder, tmp_path / "runs", device="cpu", reporter=Reporter(quiet=True))
+    cells = paper_cells(folder)
+    assert {(cell.row, cell.dataset, cell.status) for cell in cells} == {("K = 4", "mine", "")}
+    (run,) = (tmp_path / "runs").iterdir()
+    protocol = json.loads((run / "result.json").read_text())["protocol"]
+    assert protocol["classes"] == {"train": 24, "val": 0, "test": 24}  # 48 of the 50 classes
+
+
 def test_lifted_structure_of_the_thesis_is_not_a_triplet_loss():
     recipe = recipes.find("thesis_lifted_structure")
     emb = torch.randn(20, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -335,6 +348,9 @@ def test_rehearse_every_study(tmp_path, monkeypatch, capsys):
     """One after the other in one process: studies that share recipes share their runs."""
     monkeypatch.chdir(tmp_path)
     for name, paper in paper_studies().items():
+        main(["bench", "plan", name, "--tflops", "60"])  # without data
+        plan = capsys.readouterr().out
+        assert "bn_inception=FILE" in plan or "bn_inception" not in str(paper.study)
         main(["bench", "run", name, "--rehearse", "--quiet", "--device", "cpu"])
         output = capsys.readouterr().out
         folder = tmp_path / "studies" / (f"{name}-rehearsal" if paper.study else name)
