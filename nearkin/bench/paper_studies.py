@@ -75,13 +75,8 @@ class PaperStudy:
 
     def _is_known(self, method: str) -> bool:
         name = method.removesuffix(EUCLIDEAN)
-<<<<<<< HEAD
-        changes = self.study.get("methods", {}).get(name, {})
-        return name == UNTUNED or changes.get("loss", {}).get("name", name) in LOSSES
-=======
         settings = self.study.get("methods", {}).get(name, {})
         return name == UNTUNED or settings.get("loss", {}).get("name", name) in LOSSES
->>>>>>> wt-papers
 
     @cached_property
     def published(self) -> list[papers.Published]:

@@ -85,13 +85,9 @@ def _factors(name: str) -> dict[str, bool]:
     def gradient(sim: Tensor) -> Tensor:
         sim = sim.clone().requires_grad_()
         batch = ToClasses(sim[:, :, None].expand(-1, -1, 2) if several else sim, labels, proxies)
-<<<<<<< HEAD
-        loss.reduce(loss.function(batch, **loss.loss_kwargs), loss.reductions[0]).sum().backward()  # type: ignore[no-untyped-call]
-=======
         value = loss.function(batch, **loss.loss_kwargs)
         assert isinstance(value, Tensor)
         value.sum().backward()
->>>>>>> wt-papers
         assert sim.grad is not None
         return sim.grad
 

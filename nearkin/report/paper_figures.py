@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -104,10 +103,6 @@ def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], fiel
     return True
 
 
-def _position(metrics: Sequence[str], cell: Cell) -> float:
-    return metrics.index(cell.metric)
-
-
 def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
     parts = _by([cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)], "part")
@@ -115,14 +110,8 @@ def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> boo
         return False
     plots = _panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
     for axes, own in zip(plots, parts.values(), strict=True):
-<<<<<<< HEAD
-        metrics = list(_by(own, "metric"))
-        position = functools.partial(_position, metrics)
-        curves = [(row, *_curve(c, position)) for row, c in _by(own, "row").items()]
-=======
         rows = _by(own, "row").items()
         curves = [(row, *_curve(c, lambda cell: cell.metric.removeprefix("R@"))) for row, c in rows]
->>>>>>> wt-papers
         plot_lines(axes, curves, "k", "R@k, %", outside=True)
     return True
 
