@@ -83,7 +83,7 @@ def section(entry: Loss) -> str:
 
 def example(entry: Loss) -> str:
     """Return how to call a loss, as an objective and as a function."""
-    needs = ", num_classes=100, dim=512" if entry.inputs.params else ""
+    needs = ", num_classes=100, dim=512" if entry.inputs.needs_classes else ""
     return "\n".join(
         [
             f'objective = nk.Objective("{entry.name}"{needs})',

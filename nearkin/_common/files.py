@@ -105,8 +105,9 @@ def full_disk(error: BaseException | None, target: Path, size: int = 0) -> OSErr
 
     Libraries hide it behind errors of their own: torch.save, for one, behind a RuntimeError.
     """
-    # torch's own writer says only that it failed.
-    failed_write = "PytorchStreamWriter" in str(error) and shutil.disk_usage(target.parent).free < max(size, 2**20)
+    # torch's own writer says only that it failed, in words that depend on where.
+    is_torch = any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream error"))
+    failed_write = is_torch and shutil.disk_usage(target.parent).free < max(size, 2**20)
     while not failed_write and error is not None and getattr(error, "errno", None) not in _FULL_DISK:
         error = error.__cause__ or error.__context__
     needs = f": needs ~{max(1, math.ceil(size / 1e6)):,} MB" if size else ""

@@ -13,10 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
+from nearkin.bench.results import Result
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, did_you_mean
 from nearkin.metrics.bootstrap import Difference
 from nearkin.metrics.scores import Scores, compare
+
+
+def available_results(folder: StudyFolder, **only: str | None) -> list[Result]:
+    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others.
+
+    `only` narrows them as in `StudyFolder.results`.
+    """
+    results = folder.results(**only)
+    methods = {result.method for result in results if result.value is not None}
+    return [result for result in results if result.method in methods]
 
 
 @dataclass(frozen=True)

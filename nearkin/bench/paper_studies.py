@@ -6,11 +6,9 @@ is not trained and shown as "not yet".
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import Any, Literal
 
 from nearkin.bench import papers
@@ -106,9 +104,8 @@ class PaperStudy:
 @cache
 def paper_studies() -> dict[str, PaperStudy]:
     """Return every table and figure by name."""
-    text = (files("nearkin.bench") / "paper_studies.toml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = {}
-    for name, entry in tomllib.loads(text).items():
+    for name, entry in papers.study_entries().items():
         base = entries.get(entry.pop("like", ""), {})
         study = merge(base.get("study", {}), entry.get("study", {}))
         entries[name] = {**base, **entry, "study": study, "name": name}

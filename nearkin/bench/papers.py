@@ -230,3 +230,8 @@ def _bare_name(method: str) -> str:
 
 def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
+
+
+def study_entries() -> dict[str, dict[str, Any]]:
+    """Read paper_studies.toml: the tables and figures of the papers by the name of their study."""
+    return tomllib.loads((files("nearkin.bench") / "paper_studies.toml").read_text(encoding="utf-8"))

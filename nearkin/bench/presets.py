@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin._common.registry import Registry
-from nearkin.errors import ConfigError, DataError
+from nearkin.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
@@ -86,6 +86,17 @@ def thesis(data: Path | None) -> Study:
         backbones=("googlenet", "bn_inception", "resnet50"),
         sizes=(64, 128, 512, 1024),
     )
+
+
+def check_study_name(name: str) -> None:
+    """Refuse a name that is neither a preset, a table or figure of a paper, a .toml file nor a folder."""
+    from nearkin.bench.papers import study_entries
+
+    if name not in PRESETS and Path(name).suffix != ".toml" and not Path(name).is_dir():
+        known = [*PRESETS, *study_entries()]
+        if name not in known:
+            hint = did_you_mean(name, known) or f" Available: {', '.join(PRESETS)}, and those of: nearkin papers."
+            raise ConfigError(f"No study named '{name}'.{hint}")
 
 
 def find_study(name: str, data: Path | None = None) -> Study:

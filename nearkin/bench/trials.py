@@ -112,8 +112,9 @@ class StudyFolder:
         try:
             outcome = Outcome(**read_json(file))
             test = {self.study.metric: 0.0} if outcome.test is None else outcome.test
-            values = [test[self.study.metric], *test.values(), *(outcome.baselines or {}).values()]
-            values += [outcome.val or 0, outcome.seconds]
+            tables = [test, *(outcome.baselines or {}).values()]
+            values = [test[self.study.metric], outcome.val or 0, outcome.seconds]
+            values += [value for table in tables for value in table.values()]
             if not all(isinstance(value, int | float) for value in values):
                 raise TypeError("expected numbers")
         except FileNotFoundError:

@@ -290,16 +290,19 @@ def _study(target: str, args: StudyArgs) -> Study | None:
     """Find a study and apply the flags that change it; None for a table that nothing is trained for."""
     if args.data is not None:
         require_path(args.data, "the data of the study")
+    from nearkin.bench.presets import PRESETS, check_study_name, find_study, with_data
+
+    check_study_name(target)  # before torch is imported
+    if target in PRESETS:  # their methods are losses
+        require_names("loss", args.losses)
     from nearkin.bench.narrow import narrow
     from nearkin.bench.paper_studies import paper_studies
-    from nearkin.bench.presets import PRESETS, find_study, with_data
 
     if target in paper_studies() and not paper_studies()[target].study:
         return None
     flags = {name: getattr(args, name) for name in ("losses", "sizes", "seeds", "backbones", "protocol", "weights")}
     flags |= {name: getattr(args, name) for name in ("datasets", "change", "rehearse")}
     if target in PRESETS:
-        require_names("loss", args.losses)  # their methods are losses
         return narrow(find_study(target, _preset_data(target, args)), **flags)
     study = narrow(find_study(target), **flags)  # narrowed first: --data need only contain the datasets that are left
     return study if args.data is None else with_data(study, args.data.resolve())

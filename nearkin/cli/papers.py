@@ -44,15 +44,17 @@ def run(argv: list[str]) -> None:
         argv = argv[1:]
     args = parse(PapersArgs, argv, "nearkin papers [NAME]")
     require_extra("bench", "scipy")
+    from nearkin.bench.papers import study_entries
+
+    if words and words[0] not in study_entries():  # before torch is imported
+        hint = did_you_mean(words[0], study_entries()) or " See: nearkin papers."
+        raise ConfigError(f"No table or figure named '{words[0]}'.{hint}")
     from nearkin.bench.paper_studies import paper_studies
 
     if not words:
         _list()
         return
     name, *paths = words
-    if name not in paper_studies():
-        hint = did_you_mean(name, paper_studies()) or " See: nearkin papers."
-        raise ConfigError(f"No table or figure named '{name}'.{hint}")
     paper = paper_studies()[name]
     if paths or not paper.study:
         _show_results(paper, [Path(path) for path in paths])

@@ -67,8 +67,9 @@ def run(argv: list[str]) -> None:
     if target == "papers":
         results = thesis_results(args.dataset or "cub", args.metric or "R@1")
     elif is_study:
+        from nearkin.bench.aggregate import available_results
         from nearkin.bench.trials import StudyFolder
-        from nearkin.report.study_overview import available_results, failure_line
+        from nearkin.report.study_overview import failure_line
 
         folder = StudyFolder.open(target)
         only = {"dataset": args.dataset, "backbone": args.backbone, "metric": args.metric}

@@ -17,6 +17,9 @@ _plain = False
 def plain() -> Iterator[None]:
     """Compute as on an accelerator: no value is read, shapes do not depend on data, and no CPU kernel is used.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> with plain():
         ...     print(on_host(torch.zeros(1)))

@@ -146,7 +146,9 @@ class _Distances(torch.autograd.Function):
     def forward(ctx: Any, products: Tensor, anchor_sq: Tensor, ref_sq: Tensor, plain: Plain) -> Tensor:
         root = torch.sub(ref_sq, products, alpha=2).add_(anchor_sq[:, None])
         tolerance = 4 * torch.finfo(root.dtype).eps
-        for chunk, size in zip(root.split(128), anchor_sq.split(128), strict=True):  # without a further block [N, M]
+        for chunk, size in zip(
+            torch.split(root, 128), torch.split(anchor_sq, 128), strict=True
+        ):  # without a further block [N, M]
             chunk.masked_fill_(chunk <= (size[:, None] + ref_sq).mul_(tolerance), 0.0)
         ctx.plain = plain
         ctx.save_for_backward(products, anchor_sq, ref_sq, root.sqrt_())

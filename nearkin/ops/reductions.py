@@ -93,4 +93,4 @@ def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Apply a function to rows of tensors; on the host by blocks of rows, so that its buffers stay small."""
     if not on_host(tensors[0]):
         return function(*tensors)
-    return torch.cat([function(*rows) for rows in zip(*(t.split(128) for t in tensors), strict=True)])
+    return torch.cat([function(*rows) for rows in zip(*(torch.split(t, 128) for t in tensors), strict=True)])

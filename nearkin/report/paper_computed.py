@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearkin._common.progress import Reporter
 from nearkin.analysis.information import Parts, decompose
+from nearkin.bench.aggregate import available_results
 from nearkin.bench.papers import table_11, table_15, thesis_results
 from nearkin.bench.results import Result
 from nearkin.bench.study import REHEARSAL
@@ -23,7 +24,6 @@ from nearkin.losses import LOSSES
 from nearkin.losses.classes import ToClasses
 from nearkin.metrics.scores import score
 from nearkin.ops.geometry import unit
-from nearkin.report.study_overview import available_results
 from nearkin.report.tables import Grid
 
 MAX_ROWS = 2000  # embeddings that are decomposed; the pairs grow with their square
@@ -87,9 +87,7 @@ def _factors(name: str) -> dict[str, bool]:
         batch = ToClasses(sim[:, :, None].expand(-1, -1, 2) if several else sim, labels, proxies)
         value = loss.function(batch, **loss.loss_kwargs)
         assert isinstance(value, Tensor)
-        value.sum().backward()
-        assert sim.grad is not None
-        return sim.grad
+        return torch.autograd.grad(value.sum(), sim)[0]
 
     def depends(on: Sequence[tuple[Any, Any]], of: tuple[Any, Any]) -> bool:
         before = gradient(start)[of]

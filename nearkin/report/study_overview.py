@@ -10,9 +10,9 @@ from typing import Any
 
 from nearkin._common.progress import format_duration
 from nearkin._common.words import agreeing, counted
-from nearkin.bench.aggregate import aggregate, baseline_differences, baseline_scores
+from nearkin.bench.aggregate import aggregate, available_results, baseline_differences, baseline_scores
 from nearkin.bench.estimates import Estimate
-from nearkin.bench.results import COLUMNS, VALIDATION_COLUMN, Result
+from nearkin.bench.results import COLUMNS, VALIDATION_COLUMN
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
@@ -120,16 +120,6 @@ def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
         heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
     title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation; (baselines without training)"
     return Grid(title, ("method", *heads), rows)
-
-
-def available_results(folder: StudyFolder, **only: str | None) -> list[Result]:
-    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others.
-
-    `only` narrows them as in `StudyFolder.results`.
-    """
-    results = folder.results(**only)
-    methods = {result.method for result in results if result.value is not None}
-    return [result for result in results if result.method in methods]
 
 
 def rank_methods(folder: StudyFolder) -> tuple[Tournament | None, list[str]]:

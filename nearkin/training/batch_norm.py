@@ -28,6 +28,9 @@ def sync_batch_norm() -> AbstractContextManager[object]:
     Ranks may hold different numbers of images. The running statistics are those of one process, on every rank. All
     ranks must call the same layers in the same order. With one process it does nothing.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> norm = torch.nn.BatchNorm1d(3)
         >>> with sync_batch_norm():

@@ -200,7 +200,7 @@ def test_status_without_the_data(folder, features, tmp_path, capsys):
     status([str(folder.path)])
     output = capsys.readouterr().out
     assert "FAILED triplet in clouds 4, seed 0: for a test" in output
-    assert "finished: 1 trials, 1 of them failed" in output
+    assert "finished: 1 trial, 1 of them failed" in output
 
 
 def test_method_that_failed_everywhere_is_excluded_from_the_tournament(features, tmp_path, capsys):

@@ -43,6 +43,7 @@ COMMANDS_AND_ERRORS = {
     "bench run features --data nosuch": "nosuch: no such file or folder",
     "bench status nosuch": "nosuch: no such file or folder. Expected the folder of a study",
     "bench work nosuch": "nosuch: no such file or folder. Expected the folder of a study",
+    "papers mpa-table77": "Did you mean 'mpa-table7'?",
     "tournament nosuch": "nosuch: no such file or folder",
     "cache prune": "what to delete?",
     "cache prune --max-gb -1": "--max-gb: expected 0 or above",

@@ -221,6 +221,7 @@ def test_results_from_a_file(capsys, tmp_path):
 )
 def test_errors_have_a_fix(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.csv").touch()
     with pytest.raises(UserError, match=re.escape(message)):
         tournament(argv)
 

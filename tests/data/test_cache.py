@@ -92,7 +92,7 @@ def test_the_size_is_reported_in_advance_and_matches(photos, folder, reporter):
     estimate = cache._expected_bytes(files, Reporter(quiet=True))
     assert expected <= estimate
     assert abs(cache_file(folder).stat().st_size - estimate) < 64 * len(files)
-    assert {path.suffix for path in folder.iterdir()} == {".pixels", ".lock"}
+    assert {path.suffix for path in folder.iterdir()} == {".pixels", ".lock", ".txt"}
 
 
 def test_the_size_of_images_cropped_to_boxes_is_estimated(tmp_path, folder, quiet):

@@ -176,7 +176,7 @@ def test_unusable_tables_raise_an_error(tmp_path, quiet):
     with pytest.raises(DataError, match=r"1 of 3 listed files do not exist, first .*gone.png"):
         load(DataConfig(source="table", root=file), quiet)
     table = load(DataConfig(source="table", root=file, image_size=8, allow_missing=True), quiet)
-    assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed files did not exist",))
+    assert (len(table), table.num_classes, table.notes) == (2, 2, ("1 listed file did not exist",))
     with pytest.raises(DataError, match="has no boxes to crop to"):
         load(DataConfig(source="table", root=file, allow_missing=True, crop_to_boxes=True), quiet)
     (tmp_path / "t.csv").write_bytes(b"path,label\n\xff\xfe,x\n")
@@ -375,7 +375,7 @@ def test_unusable_features_raise_an_error(tmp_path):
         ({"part": np.array([0, 1])}, "unknown part '0'. Expected one of train, val, test"),
         ({"part": np.array(["train"])}, r"part have shape \[1\], expected one for each of 2 features"),
         ({"labels": np.arange(3)}, r"labels have shape \[3\], expected one for each of 2 features"),
-        ({"features": np.array([[1.0, np.nan], [1, 1]])}, "1 features contain NaN or infinity, first in row 0"),
+        ({"features": np.array([[1.0, np.nan], [1, 1]])}, "NaN or infinity in 1 feature, first in row 0"),
         ({"features": np.array([[object()], [None]])}, "cannot be read as features"),
     ):
         np.savez(tmp_path / "f.npz", **(good | change))

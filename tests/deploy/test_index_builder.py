@@ -446,12 +446,14 @@ def test_official_layouts_are_recognised():
     ("flags", "message"),
     [
         ([], "missing argument: a run folder"),
-        (["runs/none"], "missing argument: a folder of images or a .csv file"),
-        (["nowhere", "photos", "-o", "x"], "not a run folder"),
-        (["nowhere", "photos", "-o", "x", "--prun"], "Did you mean '--prune'"),
-        (["nowhere", "photos", "-o", "x", "--batch-size", "0"], "--batch-size: expected at least 1"),
+        (["."], "missing argument: a folder of images or a .csv file"),
+        (["nowhere", ".", "-o", "x"], "nowhere: no such file or folder. Expected a run folder"),
+        ([".", ".", "-o", "x"], "not a run folder"),
+        ([".", ".", "-o", "x", "--prun"], "Did you mean '--prune'"),
+        ([".", ".", "-o", "x", "--batch-size", "0"], "--batch-size: expected at least 1"),
     ],
 )
-def test_usage_errors(flags, message):
+def test_usage_errors(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         index_command.run(flags)

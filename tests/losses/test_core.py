@@ -149,7 +149,8 @@ def test_second_derivatives(row: Row, host: bool) -> None:
             assert torch.autograd.gradgradcheck(step, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+# facility_location searches its medoids with NumPy, which cannot read the tensors of torch.func.
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "facility_location"])
 def test_torch_func(name: str) -> None:
     objective = make(name)
     if LOSSES[name].inputs.update is not None:  # as batch norm, in training it writes its state
