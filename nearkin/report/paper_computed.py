@@ -87,9 +87,7 @@ def _factors(name: str) -> dict[str, bool]:
         batch = ToClasses(sim[:, :, None].expand(-1, -1, 2) if several else sim, labels, proxies)
         value = loss.function(batch, **loss.loss_kwargs)
         assert isinstance(value, Tensor)
-        value.sum().backward()
-        assert sim.grad is not None
-        return sim.grad
+        return torch.autograd.grad(value.sum(), sim)[0]
 
     def depends(on: Sequence[tuple[Any, Any]], of: tuple[Any, Any]) -> bool:
         before = gradient(start)[of]
