@@ -40,7 +40,7 @@ def model_of(photo_folder, quiet) -> tuple[Embedder, list[str]]:
     """The network of the command, and the files in the order of the listing."""
     data = sources.DataConfig(source="folder", root=photo_folder)
     recipe = auto_recipe.features_recipe(data, backbone="small_conv", weights="none", image_size=16)
-    table = sources.load(recipe.data, quiet)
+    table = sources.load(replace(recipe.data, cache=False), quiet)
     model = factory.make_model(recipe, table, quiet)
     model.fit_pixel_norm(table.images)
     return model, [str(path) for path in table.paths]
