@@ -234,11 +234,24 @@ BLOCKS = {
     **dict.fromkeys(("dynamic_arcface", "adaface", "magface", "p2sgrad", "instance", "proxy_nca_pp"), 4),
     **dict.fromkeys(("contrastive_l2", "nt_xent", "prototypical", "large_margin_softmax", "curricularface"), 5),
     **dict.fromkeys(("info_nce", "circle", "intra_pair_variance", "ranked_list"), 6),
-    **{"tuplet_margin": 7, "snr_contrastive": 7, "angular": 8, "hyperbolic": 9, "smooth_ap": 9, "recall_surrogate": 9},
-    **{"pnp": 9, "dynamic_soft_margin": 11, "hierarchical_triplet": 12, "histogram": 12.3, "fast_ap": 13, "sup_ap": 18},
+    "tuplet_margin": 7,
+    "snr_contrastive": 7,
+    "angular": 8,
+    "hyperbolic": 9,
+    "smooth_ap": 9,
+    "recall_surrogate": 9,
+    "pnp": 9,
+    "dynamic_soft_margin": 11,
+    "hierarchical_triplet": 12,
+    "histogram": 12.3,
+    "fast_ap": 13,
+    "sup_ap": 18,
     # Blocks of a fixed number of elements: the larger the batch, the fewer of its own blocks.
-    **{"manifold": 64, "triplet + angular": 67},
-    **{"triplet + n_hardest": 5, "triplet + hard_aware": 7, "triplet + uniform_histogram": 12},
+    "manifold": 64,
+    "triplet + angular": 67,
+    "triplet + n_hardest": 5,
+    "triplet + hard_aware": 7,
+    "triplet + uniform_histogram": 12,
 }
 
 
