@@ -33,8 +33,9 @@ COMPARISON = """
 ## Compared with pytorch-metric-learning
 
 Losses that pytorch-metric-learning 2.9 (PML) has too are equal to it in value and gradient on 50 random batches each,
-with unbalanced classes, singletons and duplicates (`tests/losses/test_pml.py`). It differs, and a loop over the
-definition (`tests/losses/test_loss_definitions.py`) agrees with ours, in these:
+with unbalanced classes, singletons and duplicates (`tests/losses/test_pml.py`). It differs in these; a loop over the
+definition (`tests/losses/test_loss_definitions.py`) agrees with ours, except for the last two and `manifold`, for which
+there is none:
 
 | loss | PML |
 |---|---|
