@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
+from nearkin.losses.classes import class_similarity
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
 from nearkin.ops.checks import check_range, on_host
@@ -91,10 +92,31 @@ class Objective(nn.Module):
         # Looked up, not stored: a module without functions can be pickled.
         return LOSSES[self.name]
 
-    def forward(self, emb: Tensor, labels: Tensor | Sequence[int], *constants: Tensor) -> Tensor:
-        """Compute the loss of a batch; `constants` are tensors that the loss declares, as `pce` does probabilities."""
+    def forward(
+        self,
+        emb: Tensor,
+        labels: Tensor | Sequence[int],
+        *constants: Tensor,
+        refs: Tensor | None = None,
+        ref_labels: Tensor | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            emb: [N, D] embeddings.
+            labels: [N] integers.
+            *constants: Tensors that the loss declares, as `pce` does probabilities.
+            refs: [M, D] references instead of the batch itself, as of a second tower; for pair losses only. No pair is
+                excluded: an anchor that is among them is its own positive.
+            ref_labels: [M] their labels.
+
+        Returns:
+            The loss, 0-dim unless the reduction is "none".
+        """
         self._check_constants(constants)
         emb, labels = as_batch(emb, labels)
+        sizes = self.matryoshka_dims or (emb.shape[1],)
+        given = self._check_refs(refs, ref_labels, sizes)
         if self.dim is not None and emb.shape[1] != self.dim:
             raise DataError(f"{self.name}: expected embeddings of {self.dim} dimensions, got {emb.shape[1]}.")
         if self.matryoshka_dims and max(self.matryoshka_dims) > emb.shape[1]:
@@ -102,7 +124,7 @@ class Objective(nn.Module):
                 f"matryoshka_dims: {max(self.matryoshka_dims)} exceeds the {emb.shape[1]} dimensions of the embeddings."
             )
         with full_precision(emb):
-            parts = [self._loss(emb[:, :size], labels, *constants) for size in self.matryoshka_dims or (emb.shape[1],)]
+            parts = [self._loss(emb[:, :size], labels, *constants, refs=given.get(size)) for size in sizes]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if not on_host(emb):  # where nothing is checked NaN must reach the loss; a hinge would drop it
             loss = loss + (emb.detach() * 0).sum()
@@ -110,13 +132,66 @@ class Objective(nn.Module):
             self._update_memory(emb.detach(), labels)
         return loss
 
-    def _loss(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Tensor:
+    def _check_refs(self, refs: Any, ref_labels: Any, sizes: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+        """Return the references for each size of the embeddings; nothing without references."""
+        if refs is None and ref_labels is None:
+            return {}
+        if refs is None or ref_labels is None:
+            raise ConfigError(f"{self.name}: pass refs and ref_labels together, got only one of them.")
+        if not self.loss.inputs.memory:
+            raise ConfigError(f"{self.name} cannot use references: it compares the batch with itself or with classes.")
+        if self.memory_size or self.chunk_size:
+            raise ConfigError(f"{self.name}: refs cannot be combined with a memory or with chunk_size.")
+        refs, ref_labels = as_batch(refs, ref_labels, what="refs")
+        cut = sizes if self.matryoshka_dims else [refs.shape[1]] * len(sizes)
+        return {s: {"refs": refs[:, :c], "ref_labels": ref_labels} for s, c in zip(sizes, cut, strict=True)}
+
+    def logits(self, emb: Tensor) -> Tensor:
+        """Compute how strongly each training class is predicted: the logits of a softmax over the classes.
+
+        They are those of the loss without margins: cosines times its scale, or the output of its linear head.
+
+        Args:
+            emb: [N, D] embeddings.
+
+        Returns:
+            [N, C].
+
+        Raises:
+            ConfigError: The loss has no parameters of classes.
+
+        Example:
+            >>> objective = Objective("cosface", num_classes=3, dim=8, scale=10.0)
+            >>> objective.logits(torch.randn(4, 8)).shape
+            torch.Size([4, 3])
+        """
+        if self.loss.inputs.pairs or not any("C" in param.shape for param in self.loss.inputs.params):
+            raise ConfigError(f"{self.name} learns nothing about classes: it has no logits. Search an index instead.")
+        emb, labels = as_batch(emb, torch.zeros(len(emb), dtype=torch.int64))
+        with full_precision(emb):
+            sim = self._build_classes(emb, labels).sim
+        kwargs = self.loss_kwargs
+        if sim.dim() == 3:
+            sim = class_similarity(sim, kwargs["gamma"]) if "gamma" in kwargs else sim.amax(2)
+        scale = kwargs.get("scale", kwargs.get("alpha", 1 / kwargs["temperature"] if "temperature" in kwargs else 1.0))
+        return cast(Tensor, sim * scale)
+
+    @torch.no_grad()
+    def predict(self, emb: Tensor) -> Tensor:
+        """Return the most likely training class of each embedding [N]; see `logits`."""
+        return self.logits(emb).argmax(1)
+
+    def _loss(self, emb: Tensor, labels: Tensor, *constants: Tensor, refs: dict[str, Tensor] | None) -> Tensor:
         inputs = self.loss.inputs
         if inputs.dropout is not None:
             emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
         if self.chunk_size:
             return self.loss.reduce(self._compute_by_chunks(emb, labels), self.reduction)
-        built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
+        if refs is not None:
+            kwargs = inputs.build_kwargs(self.builder_kwargs)
+            built = self._mine(inputs.build(emb, labels, **refs, **kwargs))
+        else:
+            built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
         state = self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
         return self.loss.reduce(self._compute(built, state), self.reduction)
 
@@ -188,6 +263,9 @@ class Objective(nn.Module):
             if len(refs):
                 earlier = build(*anchors, refs=refs, ref_labels=ref_labels, **kwargs)
                 pairs = join(pairs, earlier, torch.arange(len(refs), device=emb.device) < filled)
+        return self._mine(pairs)
+
+    def _mine(self, pairs: Pairs) -> Pairs:
         return pairs if self.miner is None else _find_miner(self.miner)(pairs, **self.miner_settings)
 
     def _build_classes(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Any:

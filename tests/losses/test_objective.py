@@ -245,6 +245,74 @@ def test_repr() -> None:
     assert text == "Objective('triplet', margin=0.2, miner='semihard')"
 
 
+# --- references and logits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["contrastive", "supcon", "info_nce", "siglip", "nca"])
+def test_references_of_a_second_tower(name: str) -> None:
+    (emb, labels), (refs, ref_labels) = batch(), batch(seed=1)
+    metric = "dot" if name == "nca" else "cosine"
+    want = getattr(nk.losses, name)(nk.pair_up(emb, labels, refs, ref_labels, metric=metric))
+    assert torch.equal(nk.Objective(name)(emb, labels, refs=refs, ref_labels=ref_labels), want)
+
+
+def test_references_with_a_miner_and_matryoshka_sizes() -> None:
+    (emb, labels), (refs, ref_labels) = batch(), batch(seed=1)
+    objective = nk.Objective("contrastive", miner="multi_similarity", matryoshka_dims=(2, 6))
+    parts = [
+        nk.losses.contrastive(nk.miners.multi_similarity(nk.pair_up(emb[:, :d], labels, refs[:, :d], ref_labels)))
+        for d in (2, 6)
+    ]
+    torch.testing.assert_close(objective(emb, labels, refs=refs, ref_labels=ref_labels), sum(parts))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if not LOSSES[name].inputs.memory])
+def test_references_that_cannot_be_used_are_rejected(name: str) -> None:
+    emb, labels = batch()
+    with pytest.raises(nk.errors.ConfigError, match=f"{name} cannot use references"):
+        nk.Objective(name, num_classes=3, dim=6)(emb, labels, refs=emb, ref_labels=labels)
+
+
+def test_references_without_labels_with_a_memory_or_of_another_size_are_rejected() -> None:
+    emb, labels = batch()
+    with pytest.raises(nk.errors.ConfigError, match="pass refs and ref_labels together"):
+        nk.Objective("contrastive")(emb, labels, refs=emb)
+    with pytest.raises(nk.errors.ConfigError, match="cannot be combined with a memory"):
+        nk.Objective("contrastive", memory=9, dim=6)(emb, labels, refs=emb, ref_labels=labels)
+    with pytest.raises(nk.errors.DataError, match="refs: expected 6 dimensions"):
+        nk.Objective("contrastive")(emb, labels, refs=torch.randn(8, 9), ref_labels=labels)
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if any("C" in p.shape for p in LOSSES[n].inputs.params)])
+def test_logits_of_every_loss_with_class_parameters(name: str) -> None:
+    emb, labels = batch()
+    objective = nk.Objective(name, num_classes=3, dim=6).double().eval()
+    for parameter in objective.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+    logits = objective.logits(emb)
+    assert logits.shape == (len(emb), 3)
+    assert torch.equal(objective.predict(emb), logits.argmax(1))
+    kwargs = objective.loss_kwargs
+    if name == "manifold":  # its similarities are those along the manifold of the batch
+        return
+    if "proxies" in dict(objective.named_parameters()) and objective.proxies.dim() == 2:
+        cosine = torch.nn.functional.normalize(emb) @ torch.nn.functional.normalize(objective.proxies).t()
+        scale = kwargs.get("scale") or kwargs.get("alpha") or 1 / kwargs.get("temperature", 1.0)
+        torch.testing.assert_close(logits, cosine * scale)
+    if name == "softmax":
+        torch.testing.assert_close(logits, emb @ objective.weight.t() + objective.bias)
+        want = torch.nn.functional.cross_entropy(logits, labels)
+        torch.testing.assert_close(
+            nk.losses.softmax(emb, labels, objective.weight, objective.bias, smoothing=0.0), want
+        )
+
+
+@pytest.mark.parametrize("name", ["contrastive", "spce", "hierarchical_triplet"])
+def test_losses_without_class_parameters_have_no_logits(name: str) -> None:
+    with pytest.raises(nk.errors.ConfigError, match=f"{name} learns nothing about classes"):
+        nk.Objective(name, num_classes=3, dim=6).logits(batch()[0])
+
+
 # --- constants --------------------------------------------------------------------------------------------------------
 
 
@@ -435,4 +503,5 @@ def test_100_000_classes_cost_only_their_similarities(name: str) -> None:
     before = _memory("VmRSS")
     objective(emb, labels).backward()
     peak = _memory("VmHWM") - before
-    assert peak <= 3 * n * classes * 4, f"{peak / (n * classes * 4):.2f} times the similarity block"
+    params = 3 * classes * dim * 4  # the unit vectors of the classes and two gradients of them
+    assert peak <= 3 * n * classes * 4 + params, f"{peak / (n * classes * 4):.2f} times the similarity block"
