@@ -123,12 +123,12 @@ def test_the_core_has_losses_metrics_and_the_doctor(core):
         ("train", "images"),
         ("train --data .", "images"),
         ("report runs/x", "images"),
-        ("index runs/x . -o x.index", "images"),
-        ("search x.index x.png", "images"),
+        ("index . . -o x.index", "images"),
+        ("search . x.png", "images"),
         ("data check .", "images"),
-        ("index runs/x . -o x.index --store qdrant://localhost/x", "stores"),
-        ("serve x.index", "serve"),
-        ("export runs/x --to onnx -o x.onnx", "export"),
+        ("index . . -o x.index --store qdrant://localhost/x", "stores"),
+        ("serve .", "serve"),
+        ("export . --to onnx -o x.onnx", "export"),
         ("bench run tiny", "bench"),
         ("tune", "bench"),
         ("tournament papers", "bench"),
@@ -136,6 +136,7 @@ def test_the_core_has_losses_metrics_and_the_doctor(core):
     ],
 )
 def test_a_command_without_its_extra_says_the_one_line_that_installs_it(core, command, extra):
+    (core.folder / "x.png").touch()  # a wrong path is refused first
     done = core.run("nearkin", *command.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f"is not installed. Run: pip install 'nearkin[{extra}]'\n")

@@ -43,6 +43,7 @@ class TrainingState:
     step: int = 0  # finished steps of the current epoch
     loss_sum: float = 0.0  # sum of the losses of those steps
     best: dict[str, float] = field(default_factory=dict)  # validation metrics of `best_epoch`
+    latest: dict[str, float] = field(default_factory=dict)  # validation metrics of the latest epoch; not saved
     best_epoch: int = 0  # the epoch whose weights are in best.pt
     seconds: float = 0.0  # time spent training, over all interruptions
     processes: list[int] = field(default_factory=lambda: [world_size()])  # their number, and others after a resume

@@ -120,7 +120,7 @@ def cases() -> list[Case]:
         found += [Case(name, miner) for miner in miners]
         if entry.inputs.memory:  # the miner angular compares a batch with itself
             found += [Case(name, miner, memory=40) for miner in miners if miner != "angular"]
-        switches = [scalar.switch for scalar in entry.inputs.learned_scalars if scalar.switch]
+        switches = dict.fromkeys(scalar.switch for scalar in entry.inputs.learned_scalars if scalar.switch)
         found += [Case(name, miner, settings=((switch, True),)) for switch in switches for miner in miners]
     splits: tuple[Split, ...] = ("even shares", "uneven shares", "one rank idle")
     return [replace(case, split=split) for split in splits for case in found]

@@ -74,6 +74,11 @@ class Session:
         return selection_metrics(self.val.num_classes if self.val else 0)
 
     @property
+    def latest(self) -> float:
+        """The value of the metric that selects the epoch, at the latest epoch."""
+        return self.state.latest[self.selected_by[0]]
+
+    @property
     def best(self) -> float:
         """The value of that metric at the best epoch so far."""
         return self.state.best[self.selected_by[0]]
@@ -102,7 +107,7 @@ def fit(
             evaluates them.
         trackers: "tensorboard" and "wandb": where the metrics of each epoch are logged as well.
         reporter: Where progress is printed; by default standard error.
-        on_epoch_end: Called with the epoch and the best validation R@1 so far (MAP@R with fewer than 8 validation
+        on_epoch_end: Called with the epoch and its validation R@1 (MAP@R with fewer than 8 validation
             classes). Returning True stops the run.
 
     Returns:
@@ -272,7 +277,7 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 f"epoch {epoch + 1}/{epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{format_rate(s.sampler.batch_size * pace.rate, 'img')}  {pace.eta} left"
             )
-            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.best)):
+            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.latest)):
                 s.run.log(event="stopped", epoch=epoch + 1)
                 raise TrainingStoppedError(s.run.path, f"stopped after epoch {epoch + 1} of {epochs} by on_epoch_end.")
             state.next_epoch()
@@ -349,6 +354,7 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
         raise TrainingFailedError(f"{s.run.path}: {reason}.\nTry a lower --train.lr, or --train.clip-norm 1.")
     scores = score_embeddings(s.val, emb, similarity=s.recipe.eval.similarity) if s.val else None
     metrics = {name: scores[name] for name in COMPARED_METRICS} if scores else {}
+    state.latest = metrics
     # Of equal epochs the earlier one wins.
     if not state.best or [metrics[name] for name in s.selected_by] > [state.best[name] for name in s.selected_by]:
         state.best, state.best_epoch = metrics, epoch

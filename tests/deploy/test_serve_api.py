@@ -19,7 +19,8 @@ import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 import schemathesis
 from hypothesis import strategies as st
-from nearkin.deploy.serve.request_limits import FORMATS, TYPES
+from nearkin.data.reading import FORMATS
+from nearkin.deploy.serve.request_limits import TYPES
 from helpers.serving import random_image
 images = [random_image(name, size) for name in FORMATS for size in ((1, 1), (40, 30), (3, 700))]
 for content_type in TYPES:

@@ -38,6 +38,7 @@ NOT_RUN = {
     "nearkin bench run tiny": LONG,
     "nearkin bench run features --data features.npz": LONG,
     "nearkin bench run features --data photos/": LONG,
+    "nearkin bench run mpa-table7 --data CUB_200_2011 --weights bn_inception=bn_inception-52deb4733.pth": DOWNLOAD,
     "nearkin data get cub --root data": DOWNLOAD,
     "nearkin train --data data/CUB_200_2011": DOWNLOAD,
     "nearkin train ce_cub --data CUB_200_2011": DOWNLOAD,

@@ -266,8 +266,9 @@ def make_targets(folder: Path) -> list[Target]:
     from nearkin.deploy.index.items import FileStamp
     from nearkin.deploy.index.storage import Journal
     from nearkin.models.weights import load_checkpoint, read_state_dict
+    from nearkin.report.baselines import headline
     from nearkin.report.contents import summarize_run
-    from nearkin.report.tables import headline, result_table
+    from nearkin.report.tables import result_table
     from nearkin.training.factory import validate_recipe
     from nearkin.training.run import Run
 

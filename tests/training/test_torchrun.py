@@ -108,7 +108,7 @@ def test_all_processes_evaluate_one_network(tiny_recipe, tmp_path, quiet):
     assert done.returncode == 0, done.stderr[-6000:]
     evaluated = [(tmp_path / f"evaluated-{number}").read_text().split() for number in range(2)]
     assert evaluated[0] == evaluated[1]
-    assert len(evaluated[0]) == 2
+    assert len(evaluated[0]) == 3  # the start and two epochs
     [folder] = (tmp_path / "runs").iterdir()
     run = Run(folder)
     table = sources.load(recipe.data, quiet)
