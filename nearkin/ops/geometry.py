@@ -20,8 +20,10 @@ ZERO_LENGTH = 1e-12
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast: a cosine in bfloat16 has two digits."""
     device_type = like.device.type
-    # torch refuses to disable what a device does not have.
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    # torch refuses to disable what a device does not have, and before 2.7 cannot compile the question.
+    if device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def where_float64_exists(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from helpers.devices import DEVICE, DTYPE, assert_agree, random_batch, tied_batc
 
 import nearkin as nk
 from nearkin.losses.miners import MINERS
+from nearkin.ops.checks import plain
 from nearkin.ops.pairs import one_pair_per_class
 
 BATCHES = {"small": random_batch(), "ties": tied_batch(), "many rows": random_batch(300, classes=40)}
@@ -46,7 +47,9 @@ def test_distances_and_one_pair_per_class(batch):
     root = torch.finfo(DTYPE).eps ** 0.5
     expected, actual = nk.pair_up(emb, labels), nk.pair_up(emb.to(DEVICE), labels)
     assert_agree(actual.distance(), expected.distance(), "the distance", rtol=root, atol=10 * root)
-    assert_pairs_agree(one_pair_per_class(emb.to(DEVICE), labels), one_pair_per_class(emb, labels))
+    with plain():  # off the CPU its shape does not depend on the labels
+        expected = one_pair_per_class(emb, labels)
+    assert_pairs_agree(one_pair_per_class(emb.to(DEVICE), labels), expected)
 
 
 SAME_ON_EVERY_DEVICE = [name for name in MINERS if name not in ("random", "distance_weighted", "uniform_histogram")]
@@ -55,8 +58,8 @@ SAME_ON_EVERY_DEVICE = [name for name in MINERS if name not in ("random", "dista
 @pytest.mark.parametrize("name", SAME_ON_EVERY_DEVICE)
 def test_a_miner_selects_what_it_selects_on_the_cpu(batch, name):
     expected, actual = nk.pair_up(*batch), nk.pair_up(batch[0].to(DEVICE), batch[1])
-    if name != "all" and batch is BATCHES["ties"]:
-        # Equal similarities: the devices round them differently, so both get the same ones.
+    if name == "hard_aware" or (name != "all" and batch is BATCHES["ties"]):
+        # Equal similarities (for hard_aware, of both directions): devices round them differently, so both get the same.
         actual = nk.Pairs(expected.sim.to(DEVICE), actual.pos, actual.neg, actual.anchor_sq, actual.ref_sq)
     miner = getattr(nk.miners, name)
     assert_pairs_agree(miner(actual), miner(expected))
