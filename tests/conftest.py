@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from helpers.postgres import pgvector_url, postgres_server, postgres_url  # noqa: F401  (fixtures)
 
-# Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it.
-_CACHE = tempfile.mkdtemp(prefix="nearkin-tests-")
+# Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it. The workers of
+# pytest-xdist inherit the folder of the process that starts them.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_CACHE = os.environ["NEARKIN_CACHE"] if _IS_WORKER else tempfile.mkdtemp(prefix="nearkin-tests-")
 os.environ["NEARKIN_CACHE"] = _CACHE
 
 # A shell makes background jobs (`nohup make test &`) ignore SIGINT, and children inherit that. The tests of Ctrl-C
@@ -36,7 +38,8 @@ BROWSER_FLAGS = [
 
 
 def pytest_sessionfinish() -> None:
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +62,8 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stripes = (np.arange(24) // (2 + c % 3) % 2)[:, None] if c % 2 else (np.arange(24) // (2 + c % 3) % 2)[None, :]
         colours = rng.uniform(0, 255, (2, 3))
         for i in range(12):
-            picture = np.where(stripes[..., None] > 0, *colours) + rng.normal(0, 40, (24, 24, 3))
-            Image.fromarray(np.clip(picture, 0, 255).astype(np.uint8)).save(folder / f"{i:02d}.png")
+            pixels = np.where(stripes[..., None] > 0, *colours) + rng.normal(0, 40, (24, 24, 3))
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(folder / f"{i:02d}.png")
     return root
 
 
