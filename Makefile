@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Without bytecode files every process of a test would compile torch anew, which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
 # One single-threaded test process per core. COVERAGE=1 measures the line coverage.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
   $(if $(COVERAGE),--cov=nearkin --cov-report=)
