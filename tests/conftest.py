@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from helpers.postgres import pgvector_url, postgres_server, postgres_url  # noqa: F401  (fixtures)
 
-# Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it. The workers of
-# pytest-xdist inherit the folder of the process that starts them.
+# Before nearkin is imported: the glyphs of a test session are drawn once, into a folder that goes with it. The workers
+# of pytest-xdist inherit the folder of the process that starts them.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _CACHE = os.environ["NEARKIN_CACHE"] if _IS_WORKER else tempfile.mkdtemp(prefix="nearkin-tests-")
 os.environ["NEARKIN_CACHE"] = _CACHE

@@ -6,8 +6,9 @@ concatenated in rank order, are the batch of a single process. Shares differ by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +19,47 @@ Rows = NDArray[np.int64]
 Labels = NDArray[Any] | Sequence[Any]  # a number or a name per row; a tensor is fine too
 
 
-class Sampler(Protocol):
-    """Batches of row indices, epoch by epoch."""
+class Sampler(ABC):
+    """Batches of row indices, epoch by epoch. It is a `batch_sampler` for torch's DataLoader as well.
 
-    batches_per_epoch: int  # number of batches in every epoch
-    batch_size: int  # actual global batch size; below the requested one if there are too few images or classes
-    share: slice  # this rank's rows of a global batch
+    Iterating yields the batches of epoch 0, the next time those of epoch 1, and so on, whatever `set_epoch` says last.
 
+    Attributes:
+        batches_per_epoch: Number of batches in every epoch.
+        batch_size: Actual global batch size; below the requested one if there are too few images or classes.
+        share: This rank's rows of a global batch.
+
+    Example:
+        >>> sampler = BalancedSampler(["a", "a", "b", "b"], batch_size=4, samples_per_class=2, seed=0)
+        >>> [sorted(batch) for batch in sampler], len(sampler)
+        ([[0, 1, 2, 3]], 1)
+    """
+
+    batches_per_epoch: int
+    batch_size: int
+    share: slice
+    _next_epoch = _next_batch = 0
+
+    @abstractmethod
     def epoch(self, number: int) -> list[Rows]:
         """Return all batches of this epoch, in order."""
-        ...
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, which begins with its first batch: DataLoader creates iterators that it never uses.
+        epoch, first = self._next_epoch, self._next_batch
+        self.set_epoch(epoch + 1)
+        for rows in self.epoch(epoch)[first:]:
+            yield rows.tolist()
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """Select the epoch that the next iteration yields, and its first batch, to resume in the middle of an epoch."""
+        self._next_epoch, self._next_batch = epoch, first_batch
 
 
-class RandomSampler:
+class RandomSampler(Sampler):
     """Random batches: every image at most once per epoch; an incomplete last batch is dropped.
 
     Args:
@@ -59,7 +88,7 @@ class RandomSampler:
         return list(used.reshape(self.batches_per_epoch, self.batch_size)[:, self.share])
 
 
-class BalancedSampler:
+class BalancedSampler(Sampler):
     """Class-balanced batches: P different classes with K images each. Every class appears in every epoch.
 
     A class contributes one group of K images for every K images it has, and at least one (a class smaller than K

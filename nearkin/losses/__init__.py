@@ -1,5 +1,6 @@
 """Losses: pure functions, registered under their own names. Pair losses take `Pairs`; class losses take (emb, labels,
-proxies), or the parameters of their head; both take `reduction="mean" | "sum" | "none"` where their definition allows.
+proxies), or the parameters of their head; both take a `reduction` ("mean", "sum", "none", or "nonzero": the mean over
+values that are not 0) where their definition allows.
 """
 
 from nearkin.losses.clustering import facility_location, spectral_clustering
@@ -19,7 +20,7 @@ from nearkin.losses.margin_softmax import (
 from nearkin.losses.margins import angular, circle, dynamic_soft_margin, hierarchical_triplet, tuplet_margin
 from nearkin.losses.miners import MINERS, miner
 from nearkin.losses.neighbour import ice, nca, snca
-from nearkin.losses.objective import Objective, WeightedSum
+from nearkin.losses.objective import Objective
 from nearkin.losses.pair import contrastive, contrastive_l2, margin, margin_similarity, multi_similarity
 from nearkin.losses.pair_geometry import hyperbolic, intra_pair_variance, snr_contrastive, threshold_consistent_margin
 from nearkin.losses.proxy import (
@@ -39,6 +40,7 @@ from nearkin.losses.ranking import fast_ap, histogram, pnp, ranked_list, recall_
 from nearkin.losses.registry import LOSSES, Buffer, Inputs, LearnedScalar, Loss, Param, loss
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
+from nearkin.losses.weighted_sum import WeightedSum
 
 __all__ = [
     "LOSSES",

@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
+from nearkin.losses._targets import is_label_matrix, label_levels, own_pairs
 from nearkin.losses.classes import class_similarity
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
 from nearkin.ops.checks import check_range, on_host
 from nearkin.ops.geometry import full_precision
-from nearkin.ops.pairs import Pairs, as_batch, as_labels, join
+from nearkin.ops.pairs import Pairs, as_batch, as_labels, join, select_pairs
 
 
 class Objective(nn.Module):
@@ -32,7 +33,8 @@ class Objective(nn.Module):
         miner: A registered miner or any function Pairs -> Pairs; for pair losses only.
         miner_settings: Settings of the miner, for example {"epsilon": 0.2}.
         memory: Number of earlier embeddings used as extra references (cross-batch memory); for pair losses only.
-        reduction: "mean" (as the loss defines it), "sum" or "none".
+        reduction: "mean" (as the loss defines it), "sum", "none", or "nonzero" (the mean over values that are not 0).
+        class_weights: [C] factor on the values of the samples of each class; for losses with a value per sample.
         matryoshka_dims: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
         chunk_size: Anchors whose pairs are in memory at a time; 0 for all. For pair losses on very large batches: the
             pairs are computed again in the backward pass.
@@ -49,6 +51,7 @@ class Objective(nn.Module):
     """
 
     proxies: nn.Parameter
+    class_weights: Tensor | None
     memory_emb: Tensor
     memory_labels: Tensor
     memory_state: Tensor
@@ -63,6 +66,7 @@ class Objective(nn.Module):
         miner_settings: dict[str, Any] | None = None,
         memory: int = 0,
         reduction: Reduction = "mean",
+        class_weights: Tensor | Sequence[float] | None = None,
         matryoshka_dims: Sequence[int] = (),
         chunk_size: int = 0,
         **settings: Any,
@@ -85,6 +89,11 @@ class Objective(nn.Module):
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._create_parameters()
         self._create_memory(memory)
+        weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.get_default_dtype())
+        self.register_buffer("class_weights", weights)
+        if weights is not None and (weights.dim() != 1 or len(weights) != (self.num_classes or len(weights))):
+            raise ConfigError(f"class_weights: expected one number per class, got shape {list(weights.shape)}.")
+        self._check_weights(weights)
 
     @property
     def loss(self) -> Loss:
@@ -95,28 +104,45 @@ class Objective(nn.Module):
     def forward(
         self,
         emb: Tensor,
-        labels: Tensor | Sequence[int],
+        labels: Any = None,
         *constants: Tensor,
         refs: Tensor | None = None,
-        ref_labels: Tensor | Sequence[int] | None = None,
+        ref_labels: Any = None,
+        pairs: Sequence[Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Compute the loss of a batch.
 
         Args:
             emb: [N, D] embeddings.
-            labels: [N] integers.
+            labels: [N] integers. Pair losses also take bool [N, T], several labels per sample (positives share one),
+                and integers [N, L], the labels at each level of a hierarchy (the loss is the mean over levels).
             *constants: Tensors that the loss declares, as `pce` does probabilities.
             refs: [M, D] references instead of the batch itself, as of a second tower; for pair losses only. No pair is
                 excluded: an anchor that is among them is its own positive.
             ref_labels: [M] their labels.
+            pairs: Your own pairs instead of those of the labels, as masks or indices; see `nearkin.ops.select_pairs`.
+                For pair losses only; labels are then not needed.
+            weights: [N] factor on the value of each sample.
 
         Returns:
             The loss, 0-dim unless the reduction is "none".
         """
         self._check_constants(constants)
+        if is_label_matrix(labels, self.loss) or pairs is not None:
+            if self.memory_size or self.chunk_size:
+                raise ConfigError(f"{self.name}: several labels or own pairs exclude a memory and chunk_size.")
+            if pairs is None and labels.dtype != torch.bool:
+                options: dict[str, Any] = {"refs": refs, "weights": weights}
+                levels = label_levels(labels, ref_labels)
+                return torch.stack([self(emb, level, ref_labels=other, **options) for level, other in levels]).mean(0)
+            pairs, labels, ref_labels = own_pairs(self.loss, emb, labels, refs, ref_labels, pairs)
+        if labels is None:
+            raise ConfigError(f"{self.name}: pass labels, or for a pair loss pairs=...")
         emb, labels = as_batch(emb, labels)
         sizes = self.matryoshka_dims or (emb.shape[1],)
         given = self._check_refs(refs, ref_labels, sizes)
+        weights = self._check_weights(weights, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
             raise DataError(f"{self.name}: expected embeddings of {self.dim} dimensions, got {emb.shape[1]}.")
         if self.matryoshka_dims and max(self.matryoshka_dims) > emb.shape[1]:
@@ -124,13 +150,34 @@ class Objective(nn.Module):
                 f"matryoshka_dims: {max(self.matryoshka_dims)} exceeds the {emb.shape[1]} dimensions of the embeddings."
             )
         with full_precision(emb):
-            parts = [self._loss(emb[:, :size], labels, *constants, refs=given.get(size)) for size in sizes]
+            parts = [
+                self.loss.reduce(
+                    self._values(emb[:, :size], labels, *constants, refs=given.get(size), pairs=pairs),
+                    self.reduction,
+                    weights,
+                )
+                for size in sizes
+            ]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if not on_host(emb):  # where nothing is checked NaN must reach the loss; a hinge would drop it
             loss = loss + (emb.detach() * 0).sum()
         if self.memory_size and self.training:
             self._update_memory(emb.detach(), labels)
         return loss
+
+    def _check_weights(self, weights: Tensor | None, labels: Tensor | None = None) -> Tensor | None:
+        """Return the weight of each sample, times that of its class; None without weights."""
+        if weights is not None and not self.loss.has_sample_values:
+            raise ConfigError(f"{self.name} has no value per sample that a weight could multiply.")
+        if labels is None:
+            return None
+        if weights is not None and (not isinstance(weights, Tensor) or weights.shape != labels.shape):
+            got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise DataError(f"weights: expected a tensor [{len(labels)}], one number per sample; got {got}.")
+        if self.class_weights is None:
+            return weights
+        check_range(labels, labels, len(self.class_weights))
+        return self.class_weights[labels] * (1.0 if weights is None else weights)
 
     def _check_refs(self, refs: Any, ref_labels: Any, sizes: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """Return the references for each size of the embeddings; nothing without references."""
@@ -181,19 +228,28 @@ class Objective(nn.Module):
         """Return the most likely training class of each embedding [N]; see `logits`."""
         return self.logits(emb).argmax(1)
 
-    def _loss(self, emb: Tensor, labels: Tensor, *constants: Tensor, refs: dict[str, Tensor] | None) -> Tensor:
+    def _values(
+        self,
+        emb: Tensor,
+        labels: Tensor,
+        *constants: Tensor,
+        refs: dict[str, Tensor] | None,
+        pairs: Sequence[Tensor] | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the loss before it is reduced."""
         inputs = self.loss.inputs
         if inputs.dropout is not None:
             emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
         if self.chunk_size:
-            return self.loss.reduce(self._compute_by_chunks(emb, labels), self.reduction)
-        if refs is not None:
-            kwargs = inputs.build_kwargs(self.builder_kwargs)
-            built = self._mine(inputs.build(emb, labels, **refs, **kwargs))
+            return self._compute_by_chunks(emb, labels)
+        if refs is not None or pairs is not None:
+            built = inputs.build(emb, labels, **(refs or {}), **inputs.build_kwargs(self.builder_kwargs))
+            built = self._mine(built if pairs is None else select_pairs(built, pairs))
         else:
             built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
-        state = self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
-        return self.loss.reduce(self._compute(built, state), self.reduction)
+        return self._compute(
+            built, self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
+        )
 
     @torch.no_grad()
     def _updated_buffers(self, built: Any, is_last: bool) -> dict[str, Tensor]:
@@ -396,47 +452,6 @@ class Objective(nn.Module):
         }
         shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
-
-
-class WeightedSum(nn.Module):
-    """A weighted sum of several objectives on one batch.
-
-    Args:
-        *parts: (weight, objective) of each.
-
-    Example:
-        >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
-        >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
-        >>> [g["name"] for g in both.param_groups(lr=1e-4)]
-        ['0.proxies']
-    """
-
-    def __init__(self, *parts: tuple[float, Objective]) -> None:
-        super().__init__()
-        if not parts:
-            raise ConfigError("WeightedSum: pass at least one (weight, objective).")
-        self.weights = [float(weight) for weight, _ in parts]
-        self.parts = nn.ModuleList(objective for _, objective in parts)
-
-    def forward(self, emb: Tensor, labels: Tensor | Sequence[int]) -> Tensor:
-        """Compute the weighted sum of the losses of a batch."""
-        terms = [w * part(emb, labels) for w, part in zip(self.weights, self.parts, strict=True)]
-        return torch.stack(terms).sum(0)
-
-    def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Set the proxies of every part to the means of their classes."""
-        for part in self.parts:
-            cast(Objective, part).init_proxies(emb, labels)
-
-    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
-        """Recompute the state of every part that describes the whole training set."""
-        for part in self.parts:
-            cast(Objective, part).refresh(labels, emb)
-
-    def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return the optimizer groups of every part, their names prefixed with its index."""
-        parts = [cast(Objective, part) for part in self.parts]
-        return [{**g, "name": f"{i}.{g['name']}"} for i, part in enumerate(parts) for g in part.param_groups(lr)]
 
 
 def _find_miner(miner: str | Miner) -> Miner:

@@ -20,7 +20,7 @@ from nearkin.losses.ranges import Range
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
 
-Reduction = Literal["mean", "sum", "none"]
+Reduction = Literal["mean", "sum", "none", "nonzero"]
 LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
@@ -183,6 +183,11 @@ class Loss:
         return {**self.loss_kwargs, **self.inputs.builder_kwargs}
 
     @property
+    def has_sample_values(self) -> bool:
+        """Whether it has one value per sample, which a weight can multiply."""
+        return "none" in self.reductions and self.inputs is not ONE_PER_CLASS
+
+    @property
     def summary(self) -> str:
         """The first line of the docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
@@ -237,14 +242,22 @@ class Loss:
             allowed = " or ".join(repr(r) for r in self.reductions)
             raise ConfigError(f"{self.name}: reduction must be {allowed}, got {reduction!r}.")
 
-    def reduce(self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction) -> Tensor:
-        """Reduce what the function returned: values [N], (sums [N], number of terms), or a finished 0-dim loss."""
+    def reduce(
+        self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction, weights: Tensor | None = None
+    ) -> Tensor:
+        """Reduce what the function returned: values [N], (sums [N], number of terms), or a finished 0-dim loss.
+
+        Weights [N] multiply the values; a mean still divides by the number of terms.
+        """
         self.check_reduction(reduction)
         values, count = result if isinstance(result, tuple) else (result, None)
+        values = values if weights is None else values * weights
         if reduction == "none" or values.dim() == 0:
             return values
         if reduction == "sum":
             return values.sum()
+        if reduction == "nonzero":
+            count = (values != 0).sum()
         if count is None and len(values):
             return values.mean()
         # Without terms the sum is 0 with a graph attached: divide it by 1, not by 0.
@@ -275,7 +288,7 @@ def loss(
     space: Mapping[str, Range] | None = None,
     inputs: Inputs = BATCH,
     cost: str | None = None,
-    reductions: tuple[Reduction, ...] = ("mean", "sum", "none"),
+    reductions: tuple[Reduction, ...] = ("mean", "sum", "none", "nonzero"),
 ) -> Callable[[LossFunction], Callable[..., Tensor]]:
     """Register a function as a loss under its own name.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nearkin.ops.checks import plain
-from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up
+from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up, select_pairs
 from nearkin.ops.reductions import log1p_sum_exp, log_sum_exp, softplus
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
@@ -15,6 +15,7 @@ __all__ = [
     "one_pair_per_class",
     "pair_up",
     "plain",
+    "select_pairs",
     "softplus",
     "within_class_whitening",
 ]

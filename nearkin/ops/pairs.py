@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -203,3 +203,56 @@ def as_labels(labels: Tensor | Sequence[int]) -> Tensor:
     if labels.dim() != 1:
         raise DataError(f"labels: expected one per row, shape [N]; got {list(labels.shape)}.")
     return labels.long()
+
+
+def select_pairs(p: Pairs, chosen: Sequence[Tensor]) -> Pairs:
+    """Replace the positives and negatives by chosen ones.
+
+    Args:
+        p: All similarities.
+        chosen: Masks (positives, negatives), each bool [N, M]; or indices of rows and columns: (anchor, positive,
+            anchor, negative) for pairs, (anchor, positive, negative) for triplets.
+
+    Returns:
+        The same similarities with other masks, and with triplets if they were given.
+
+    Raises:
+        DataError: The masks or indices do not fit the similarities.
+
+    Example:
+        >>> pairs = select_pairs(pair_up(torch.eye(3), torch.arange(3)), ([0, 1], [1, 0], [2], [0]))
+        >>> pairs.pos.nonzero().tolist(), pairs.neg.nonzero().tolist()
+        ([[0, 1], [1, 0]], [[2, 0]])
+    """
+    tensors = [torch.as_tensor(x, device=p.sim.device) for x in chosen]
+    if len(tensors) == 2 and all(x.dtype == torch.bool and x.shape == p.sim.shape for x in tensors):
+        return replace(p, pos=tensors[0], neg=tensors[1], triplets=None)
+    sizes = [len(x) if x.dim() == 1 else -1 for x in tensors]
+    groups = {3: [sizes], 4: [sizes[:2], sizes[2:]]}.get(len(sizes), [[]])
+    limits = {3: (0, 1, 1), 4: (0, 1, 0, 1)}.get(len(sizes), ())
+    whole = all(x.dtype in (torch.int64, torch.int32) or not x.numel() for x in tensors)
+    if not whole or any(len(set(group)) != 1 or group[0] < 0 for group in groups):
+        got = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors)
+        shape = list(p.sim.shape)
+        raise DataError(
+            f"pairs: expected two bool masks {shape}, or integer indices (anchor, positive, anchor, negative) or "
+            f"(anchor, positive, negative); got {got or 'nothing'}."
+        )
+    tensors = [x.long() for x in tensors]
+    for x, axis in zip(tensors, limits, strict=True):
+        if on_host(p.sim) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < p.sim.shape[axis]:
+            raise DataError(f"pairs: expected indices from 0 to {p.sim.shape[axis] - 1}, got up to {int(x.max())}.")
+    anchor, positive, other, negative = tensors if len(tensors) == 4 else (*tensors[:2], tensors[0], tensors[2])
+    pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
+    pos[anchor, positive] = neg[other, negative] = True
+    return replace(p, pos=pos, neg=neg, triplets=None if len(tensors) == 4 else _triplets_by_anchor(len(pos), *tensors))
+
+
+def _triplets_by_anchor(n: int, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Arrange triplets as [N, K, 2]; see `Pairs.triplets`."""
+    order = anchor.argsort(stable=True)
+    row, size = anchor[order], torch.bincount(anchor, minlength=n)
+    slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]
+    out = torch.full((n, max(1, int(size.max())), 2), -1, device=row.device)
+    out[row, slot] = torch.stack([positive[order], negative[order]], 1)
+    return out

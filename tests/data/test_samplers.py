@@ -175,3 +175,33 @@ def test_labels_may_be_lists_tensors_and_names(make):
 def test_labels_that_name_no_classes_are_refused(labels):
     with pytest.raises(ConfigError, match=r"^labels: expected"):
         BalancedSampler(labels, batch_size=2, samples_per_class=1, seed=0)
+
+
+# --- as a batch_sampler of torch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples_per_class", [0, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_takes_it(samples_per_class, workers):
+    """Iteration by iteration it yields the epochs; ranks share each batch, and an interrupted epoch resumes."""
+    labels = np.repeat(np.arange(7), 5)
+    data = torch.utils.data.TensorDataset(torch.arange(35), torch.from_numpy(labels))
+    options = {"batch_size": 8, "samples_per_class": samples_per_class, "seed": 3}
+
+    def epochs(**more):
+        sampler = make_sampler(labels, **options, **more)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=workers)
+        assert len(loader) == sampler.batches_per_epoch
+        return sampler, loader
+
+    sampler, loader = epochs()
+    seen = [[rows.tolist() for rows, _ in loader] for _ in range(3)]
+    assert seen == [[batch.tolist() for batch in make_sampler(labels, **options).epoch(e)] for e in range(3)]
+    ranks = [
+        [[rows.tolist() for rows, _ in loader] for _ in range(2)]
+        for _, loader in (epochs(rank=rank, world_size=2) for rank in (0, 1))
+    ]
+    assert [[a + b for a, b in zip(*both, strict=True)] for both in zip(*ranks, strict=True)] == seen[:2]
+    sampler.set_epoch(1, first_batch=2)
+    assert [rows.tolist() for rows, _ in loader] == seen[1][2:]
+    assert [rows.tolist() for rows, _ in loader] == seen[2]

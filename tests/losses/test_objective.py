@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import nearkin as nk
-from nearkin.losses import LOSSES, Inputs, LearnedScalar, Param, integer, linear, log, loss
+from nearkin.losses import LOSSES, Inputs, LearnedScalar, Param, WeightedSum, integer, linear, log, loss
 from nearkin.losses.classes import ToClasses
-from nearkin.losses.objective import WeightedSum
 from nearkin.report.losses import settings_table
 
 STATUS = Path("/proc/self/status")
