@@ -1,7 +1,5 @@
 """Files shared between processes: atomic writes, locks, and NaN in JSON."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Process control and limits that differ between POSIX and Windows."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import sys

@@ -1,7 +1,5 @@
 """Progress of long work: a bar with the remaining time on a terminal, a line every few seconds when piped."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Registry of named components, and checks of their numeric settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar

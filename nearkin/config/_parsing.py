@@ -1,7 +1,5 @@
 """Frozen dataclasses to and from plain values (TOML, JSON): typed, and strict about unknown keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tomllib

@@ -1,7 +1,5 @@
 """Training inputs of one epoch: augmented images, or augmented features if the backbone is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

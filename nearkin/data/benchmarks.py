@@ -4,8 +4,6 @@ The archives of CUB and Cars also contain a classification split, in which every
 used here, because its scores say nothing about unseen classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

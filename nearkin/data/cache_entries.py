@@ -1,7 +1,5 @@
 """What is in nearkin's cache folder: images, features and glyphs, with size, age and purpose; and its pruning."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Data validation: problems that would make a score wrong or a run fail, each with a fix, found before training."""
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """Resumable download of one file from a list of mirrors, with checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import time

@@ -1,7 +1,5 @@
 """Safe extraction of untrusted tar and zip archives: all or nothing, and never outside the target folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Findings of the data check: their catalogue, the report and its JSON form."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nearkin data get`: download and unpack a benchmark."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

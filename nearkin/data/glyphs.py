@@ -4,8 +4,6 @@ A class is a character; an image is one drawing of it in one of 16 fonts, distor
 characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A), only the first is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Everything that the data check needs to know about one image file, from reading it once."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Readers for the official layouts of CUB, Cars196, SOP and In-Shop."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

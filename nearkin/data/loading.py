@@ -4,8 +4,6 @@ Threads, because decoders and torch's interpolation release the GIL: as fast as 
 The work depends only on the row, so the number of threads does not affect the pixels.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ dHash stores for 9 x 8 grey values whether the next one to the right is brighter
 edits change a few bits at most; different photos on plain backgrounds can have similar hashes too.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

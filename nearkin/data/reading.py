@@ -4,8 +4,6 @@ torchvision decodes JPEG (it crashes the process on a damaged PNG), Pillow every
 is missing. EXIF orientation is applied, transparency goes over white, 16-bit values keep their high byte.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io

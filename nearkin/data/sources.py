@@ -1,7 +1,5 @@
 """Data sources: `load(recipe.data)` returns the images and labels of a recipe as one `Table`."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence

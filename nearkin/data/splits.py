@@ -1,7 +1,5 @@
 """Class-disjoint splits: classes to train on, classes to select the epoch on, and sealed test classes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

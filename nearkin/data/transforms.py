@@ -4,8 +4,6 @@ The draws depend only on (seed, epoch, step): resuming, threads and the cache ch
 stored image, resized in one interpolation even where a paper first squashes the image, which only moves the box.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Use trained models: search index, web server, export, external vector stores."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports

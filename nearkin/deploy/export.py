@@ -3,8 +3,6 @@
 Scaling, channel order and normalization are part of the file; how to crop an image is described in its metadata.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Preprocess single images exactly as evaluation does, and choose images to check an exported file on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A is positive semi-definite, or A = G^T G with an unconstrained G [rank, F]: `form` says which one `matrix` is.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal

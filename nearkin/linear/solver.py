@@ -3,8 +3,6 @@
 Both are generators that yield every iterate, so that the caller counts, reports and stops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Embedding models: backbone, pooling and head; pretrained weights; cached features of a frozen backbone."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports

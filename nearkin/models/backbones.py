@@ -4,8 +4,6 @@
 every other name from timm. Each backbone carries the pixel normalisation of its published weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by R
 One table of widths builds the layers and runs them; docs/bn-inception.md lists the entries of a weights file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Features of a frozen backbone, computed once and cached on disk, so that a head trains in seconds per epoch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

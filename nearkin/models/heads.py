@@ -1,7 +1,5 @@
 """Heads: pooled features [B, F] to the embedding [B, dim]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Pooling: feature maps [B, F, h, w] to one vector per image."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

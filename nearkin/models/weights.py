@@ -1,7 +1,5 @@
 """Initial weights of a backbone: random, published, or from a file. Code in a file is never run."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence

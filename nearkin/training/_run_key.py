@@ -1,7 +1,5 @@
 """Run keys: a recipe that gives the same numbers has the same key."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

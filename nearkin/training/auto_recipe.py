@@ -1,7 +1,5 @@
 """Choice of a recipe for the user's data, by the size and number of the images and by the machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What of a training run must survive an interruption, and how Ctrl-C is handled."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

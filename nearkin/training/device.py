@@ -1,7 +1,5 @@
 """Devices: choose one, seed its generator, and end a step on it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

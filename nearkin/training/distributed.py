@@ -3,8 +3,6 @@
 Every rank computes the loss of the whole batch, on the embeddings gathered from all ranks in rank order.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

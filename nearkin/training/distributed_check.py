@@ -3,8 +3,6 @@
 Each process runs the same small training steps alone and then with its share of the batches.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

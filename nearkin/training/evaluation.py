@@ -1,7 +1,5 @@
 """Evaluation: of the validation classes during training, and once of the sealed test classes."""
 
-from __future__ import annotations
-
 import io
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Build what a recipe names: model, objective, initial features."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

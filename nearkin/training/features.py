@@ -1,7 +1,5 @@
 """Features of all images of a source by a pretrained backbone: in an .npz file, or in the cache that trials share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

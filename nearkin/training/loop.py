@@ -1,7 +1,5 @@
 """The training loop: `fit` calls `prepare`, then `train_epoch` and `evaluate_epoch` in turn, then `finish`."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

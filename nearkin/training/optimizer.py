@@ -1,7 +1,5 @@
 """Parameter groups, the optimiser, and the learning-rate schedule as a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

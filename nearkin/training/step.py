@@ -1,7 +1,5 @@
 """One training step: the gradient of the whole batch, for any precision, micro-batch size and number of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 

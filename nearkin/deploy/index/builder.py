@@ -3,8 +3,6 @@
 Each embedded batch is appended to the journal (and written to the store, if any), so that a killed process can resume.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an index is made of: the model that made its vectors, file stamps, and checks of ids and labels."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

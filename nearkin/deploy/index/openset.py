@@ -4,8 +4,6 @@ A query is *known* if the similarity of its nearest item exceeds the threshold. 
 missing from the index that is called known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Both methods can hurt: wrong neighbours pull the query towards the wrong class. `choose_rerank` measures the gain.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ queries it first computes float32 products straight from the memory-mapped file,
 candidates that the error bound of those products cannot rule out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

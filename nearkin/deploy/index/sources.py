@@ -1,7 +1,5 @@
 """List the images to index: of a folder, a table or a benchmark dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 Data files are named by their content, so they never overwrite those in use; renaming the manifest commits a new state.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

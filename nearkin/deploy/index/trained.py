@@ -1,7 +1,5 @@
 """Find the indexed classes that a run was trained on. They must not calibrate a threshold or select a re-ranking."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from nearkin._common.progress import Reporter

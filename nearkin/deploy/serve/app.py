@@ -3,8 +3,6 @@
 Images are read and embedded in worker threads, so that the server stays responsive.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 

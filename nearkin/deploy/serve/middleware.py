@@ -1,7 +1,5 @@
 """ASGI middleware of `nearkin serve`: host and token checks, and security headers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -3,8 +3,6 @@
 Requests are rejected as early as possible, with a status code and one sentence without paths of this machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Responses of `nearkin serve`, from which FastAPI generates /openapi.json."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field

@@ -1,7 +1,5 @@
 """The HTTP server of `nearkin serve`: bind a socket, serve until Ctrl-C, shut down gracefully."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

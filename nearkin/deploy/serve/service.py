@@ -3,8 +3,6 @@
 No response contains a path of this machine, and no file is sent as it is on disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
