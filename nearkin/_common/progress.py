@@ -70,7 +70,6 @@ class Reporter:
         self._console = Console(file=self._out, highlight=False, soft_wrap=True)
 
     def info(self, line: str) -> None:
-        """Print a line."""
         if not self.quiet:
             self._console.print(escape_controls(line), markup=False)
 
@@ -105,7 +104,6 @@ class Pace:
         self._initial, self._start = done, time.monotonic()
 
     def update(self, done: int) -> None:
-        """Set the number of completed units."""
         self.done = done
 
     @property

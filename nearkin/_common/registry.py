@@ -28,7 +28,6 @@ class Registry(Mapping[str, T], Generic[T]):
         self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
-        """Register an item."""
         if name in self._items:
             raise KeyError(f"a {self.category} named {name!r} is already registered")
         self._items[name] = item

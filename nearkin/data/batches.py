@@ -22,11 +22,7 @@ def training_inputs(
     first: int = 0,
     batch_size: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the batches plan[start:] of an epoch.
-
-    Augmentation is drawn from (seed, epoch, step), so a resumed run sees the same inputs as an uninterrupted one. Of
-    several ranks each has a share of the global batch, which has `batch_size` rows and in which it begins at `first`.
-    """
+    """Yield the batches plan[start:] of an epoch; those of a rank begin at row `first` of `batch_size` global ones."""
     if table.features is None:
         order = {"seed": recipe.seed, "epoch": epoch, "start": start, "first": first}
         augment = AUGMENTS[recipe.data.augment]

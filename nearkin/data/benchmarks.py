@@ -21,8 +21,6 @@ CLOSED_SET_REASON = (
 
 @dataclass(frozen=True)
 class Archive:
-    """A file to download."""
-
     name: str  # file name
     creates: str  # what unpacking it creates, relative to --root
     urls: tuple[str, ...] = ()  # addresses, tried in order; empty if it can only be requested by hand
@@ -56,7 +54,6 @@ class Benchmark:
         return Counts(sum(c.images for c in self.parts.values()), train.classes + max(c.classes for c in others))
 
     def find(self, root: Path) -> Path | None:
-        """Find the folder with the official files."""
         folder = self.marked_folder(root)
         if folder is None and self.allow_class_folders:
             candidates = (root / self.folder, root)
@@ -69,7 +66,7 @@ class Benchmark:
         return next((f for f in folders if any((f / name).exists() for name in self.marker_files)), None)
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
-        """List all images with their official part. Returns the listing."""
+        """List all images with their official part."""
         if root is None:
             raise DataError(
                 f"{self.name}: give its folder with --data.root DIR, or download it: nearkin data get {self.name}."

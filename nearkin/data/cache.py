@@ -169,7 +169,6 @@ def cache_key(files: FileImages) -> str:
 
 
 def _common_folder(files: FileImages) -> Path:
-    """Return the folder that contains all the files."""
     folders = [os.path.dirname(os.path.abspath(path)) for path in files.paths]
     return Path(os.path.commonpath(folders)) if folders else Path()
 
@@ -242,10 +241,7 @@ def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Repo
 
 
 def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
-    """Size of the cache, estimated from the headers of the files.
-
-    Exact to a pixel or two per image, unless a box is cropped from a file that is stored rotated.
-    """
+    """Size by the headers of the files; off by a pixel or two per image, or more if a rotated file is cropped."""
 
     def num_pixels(row: int) -> int:
         try:

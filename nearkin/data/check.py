@@ -59,7 +59,7 @@ def check_target(target: str, root: Path, reporter: Reporter | None = None) -> R
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
-    """Read every file of a listing once and report all problems. Returns the findings."""
+    """Read every file of a listing once and report all problems."""
     infos = []
     with reporter.track(f"checking {listing.source}", len(listing), unit="img") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about unusual metadata, one line per file

@@ -36,7 +36,6 @@ class Checksums:
 
 
 def digest(file: Path, name: str) -> str:
-    """Compute the checksum of a file."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, partial(hashlib.new, name, usedforsecurity=False)).hexdigest()
 
@@ -49,11 +48,7 @@ def download(
     reporter: Reporter,
     retry_delay: float = RETRY_DELAY,
 ) -> None:
-    """Download a file from the first mirror that works.
-
-    The bytes go to TARGET.part, which a later call resumes, and are renamed to `target` once they are complete and the
-    checksums match.
-    """
+    """Download a file from the first mirror that works, via TARGET.part, which a later call resumes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     if checksums == Checksums():  # nothing would tell that the rest belongs to another version of the file

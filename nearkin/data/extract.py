@@ -24,12 +24,7 @@ class _UnsafeError(Exception):
 
 
 def extract(archive: Path, target: Path, reporter: Reporter) -> list[Path]:
-    """Unpack an archive.
-
-    All members are checked before the first byte is written: absolute names, "..", links to the outside and devices
-    are rejected. A link becomes a copy of the file that it names, so nothing can be written through one. Files are
-    written to a temporary folder and moved once all are complete; nothing is ever overwritten.
-    """
+    """Unpack an archive: all members are checked before the first byte is written, and nothing is ever overwritten."""
     try:
         with zipfile.ZipFile(archive) if zipfile.is_zipfile(archive) else tarfile.open(archive) as file:
             members = list(_zip_members(file) if isinstance(file, zipfile.ZipFile) else _tar_members(file))

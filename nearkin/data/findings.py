@@ -118,7 +118,6 @@ class Report:
         return any(finding.level == "error" and finding.kind not in _ACCEPTED for finding in self.findings)
 
     def find(self, kind: str) -> Finding | None:
-        """Return the finding of this kind, or None."""
         return next((finding for finding in self.findings if finding.kind == kind), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +127,6 @@ class Report:
 
 
 def write_json(report: Report, file: Path) -> None:
-    """Write a report as JSON."""
     text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -52,11 +52,9 @@ class ArrayImages:
         return len(self.pixels)
 
     def read(self, rows: Rows) -> Tensor:
-        """Return these rows as uint8 [len(rows), channels, height, width]."""
         return self.pixels[torch.from_numpy(rows)]
 
     def whole(self, row: int) -> Tensor:
-        """Return one image as uint8 [channels, height, width]."""
         return self.pixels[row]
 
     def take(self, rows: Rows) -> ArrayImages:
@@ -65,10 +63,7 @@ class ArrayImages:
 
 
 class FileImages:
-    """Image files, decoded on every access.
-
-    A file that cannot be read raises a `DataError` that names it; `cache.open_images` can skip such files instead.
-    """
+    """Image files, decoded on every access; one that cannot be read raises a `DataError` that names it."""
 
     def __init__(
         self,
@@ -88,7 +83,6 @@ class FileImages:
         return len(self.paths)
 
     def box(self, row: int) -> list[float] | None:
-        """Return the box to which an image is cropped."""
         return None if self.boxes is None else self.boxes[row].tolist()
 
     def whole(self, row: int) -> Tensor:
@@ -96,11 +90,9 @@ class FileImages:
         return read_image(self.paths[row], self.side, box=self.box(row), channels=self.shape[0])
 
     def read(self, rows: Rows) -> Tensor:
-        """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
         return stack_squares(self, rows)
 
     def take(self, rows: Rows) -> FileImages:
-        """Return a store of these rows."""
         paths = [self.paths[row] for row in rows]
         boxes = None if self.boxes is None else self.boxes[rows]
         return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
@@ -118,7 +110,7 @@ def file_digest(path: Path) -> bytes:
 
 
 def stack_squares(images: Any, rows: Rows) -> Tensor:
-    """Stack the center squares of a store that defines `whole`. Returns uint8 [len(rows), channels, side, side]."""
+    """Stack the center squares [len(rows), channels, side, side] of a store that defines `whole`."""
     squares = empty_batch(len(rows), *images.shape)
 
     def fill(index: int) -> None:

@@ -32,11 +32,7 @@ def read_cub(root: Path) -> Listing:
 
 
 def read_cars(root: Path) -> Listing:
-    """List Cars196: cars_annos.mat with the images of car_ims/, or one folder per class in the order of their names.
-
-    The class folders may be split into train/ and test/ (the classification split); the folders of one class are then
-    merged.
-    """
+    """List Cars196: cars_annos.mat with car_ims/, or one folder per class, perhaps below train/ and test/."""
     file = root / "cars_annos.mat"
     if not file.is_file():
         if (root / "car_ims").is_dir():

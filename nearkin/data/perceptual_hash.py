@@ -28,11 +28,7 @@ def hash_image(image: Any) -> tuple[int, NDArray[np.uint8]]:
 
 
 def near_pairs(hashes: NDArray[np.uint64], max_hamming: int = MAX_HAMMING) -> NDArray[np.int64]:
-    """Find all pairs of rows within a Hamming distance, sorted.
-
-    The hashes are cut into max_hamming + 1 bands. Two hashes within the distance share at least one band, so only rows
-    that share a band are compared. Remove blank images first (`is_flat`): their hashes agree without meaning anything.
-    """
+    """Find all pairs of rows within a Hamming distance, sorted. Blank images (`is_flat`) would all match."""
     edges = np.linspace(0, 64, max_hamming + 2).astype(int).tolist()
     pairs = [np.empty((0, 2), np.int64)]
     for low, high in pairwise(edges):
@@ -56,7 +52,7 @@ def is_flat(thumbs: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def confirm_pairs(pairs: NDArray[np.int64], thumbs: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Keep the pairs whose thumbnails correlate. Returns the confirmed pairs, in order."""
+    """Keep the pairs whose thumbnails correlate."""
     confirmed = []
     for chunk in np.array_split(pairs, max(1, len(pairs) // 65_536)):
         a, b = (thumbs[chunk[:, i]].reshape(len(chunk), THUMB_SIZE * THUMB_SIZE).astype(np.float64) for i in (0, 1))

@@ -51,7 +51,6 @@ class ImageData(io.BytesIO):
         self._reads_left = _FREE_READS + len(data) // _BYTES_PER_READ
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read as `io.BytesIO` does."""
         self._reads_left -= 1
         if self._reads_left < 0:
             raise ValueError("too many parts in the file")
@@ -59,10 +58,7 @@ class ImageData(io.BytesIO):
 
 
 def read_image(source: Any, side: int, *, box: Box | None = None, channels: int = 3) -> Tensor:
-    """Read an image and shrink it so that its shorter side is at most `side`.
-
-    A smaller image is not enlarged, which would only cost space.
-    """
+    """Read an image, shrunk so that its shorter side is at most `side`; a smaller one is not enlarged."""
     assert channels in (1, 3)
     try:
         pixels, reduction = _decode(source, side, box)
@@ -112,10 +108,7 @@ def stored_shape(width: int, height: int, side: int, *, box: Box | None = None) 
 
 
 def decoder_name() -> str:
-    """Return names and versions of the decoders in use.
-
-    It is part of the cache key, because decoders may differ in the last bit.
-    """
+    """Return names and versions of the decoders in use, for cache keys: they may differ in the last bit."""
     names = ["torchvision", "pillow"] if _torchvision_io() is not None else ["pillow"]
     return " ".join(f"{name}-{installed_version(name) or 'none'}" for name in names)
 
@@ -167,7 +160,6 @@ def check_pillow(image: Any) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why an image cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if "cannot identify image file" in str(error):  # Pillow's message names our buffer

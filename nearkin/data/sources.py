@@ -95,7 +95,7 @@ def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, .
 
 
 def list_source(data: DataConfig) -> Listing:
-    """List the files and labels of a source without decoding any image. Returns the listing."""
+    """List the files and labels of a source without decoding any image."""
     if data.source in BENCHMARKS:
         listing = BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
     elif data.source == "folder":
@@ -160,11 +160,7 @@ def _root(data: DataConfig, expected: str) -> Path:
 
 
 def detect_source(path: Path) -> str:
-    """Detect the type of source at a path, for `--data PATH`.
-
-    A benchmark is recognised by its official files, a table by its suffix or its metadata.csv, features by their
-    suffix; everything else is a folder.
-    """
+    """Detect the type of source at a path: by its suffix, a benchmark's official files, or a metadata.csv."""
     if path.suffix.lower() in TABLE_SUFFIXES and not path.is_dir():
         return "table"
     if path.suffix.lower() in FEATURE_SUFFIXES and not path.is_dir():
@@ -176,7 +172,7 @@ def detect_source(path: Path) -> str:
 
 
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
-    """Open the listed images as a table. Returns the table, without classes that have no images."""
+    """Open the listed images as a table, without classes that have no images."""
     if listing.unopened and not data.skip_broken:
         raise DataError(
             f"{listing.root}: {counted(len(listing.unopened), 'folder')} cannot be opened, "

@@ -235,10 +235,7 @@ def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
 
 
 def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
-    """Split the training classes once at random, or use the source's validation part if it has one.
-
-    Validation scores of different ratios are not comparable: they search among different numbers of classes.
-    """
+    """Split the training classes once at random, or use the source's validation part if it has one."""
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio: expected a fraction between 0 and 1, got {ratio}.")
     if "val" in table.parts:
@@ -252,11 +249,7 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
 def merge_shared_parts(
     labels: NDArray[np.int64], part: NDArray[np.str_] | None
 ) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
-    """Merge parts that share most of their classes, as those for training a classifier do.
-
-    Returns the parts that are left, None if test classes were shared, and the shared classes. A few shared classes are
-    more likely a mistake: then nothing is merged, and splitting raises an error.
-    """
+    """Merge parts that share most of their classes; return the parts that are left and the shared classes."""
     none = np.empty(0, np.int64)
     if part is None:
         return None, none

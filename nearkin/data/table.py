@@ -30,15 +30,12 @@ class NoImages:
         return self.count
 
     def read(self, rows: Rows) -> Tensor:
-        """Raise a `DataError`."""
         raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
 
     def whole(self, row: int) -> Tensor:
-        """Raise a `DataError`."""
         return self.read(np.array([row]))
 
     def take(self, rows: Rows) -> NoImages:
-        """Return a placeholder for these rows."""
         return NoImages(self.source, len(rows))
 
 

@@ -43,7 +43,6 @@ class Augment:
         return -(-side * self.resize_size // self.crop_size)
 
     def input_side(self, stored: int) -> int:
-        """Return the model input for images stored at this shorter side; the inverse of `stored_side`."""
         return stored * self.crop_size // self.resize_size
 
     def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -119,10 +118,7 @@ def random_hflip(image: Tensor, draws: Draws) -> Tensor:
 
 
 def color_jitter(image: Tensor, draws: Draws, *, strength: float, hue: float = 0.0) -> Tensor:
-    """Jitter brightness, contrast, saturation and hue in random order: torchvision's ColorJitter.
-
-    Computed in float and rounded once; torchvision rounds down after each step.
-    """
+    """torchvision's ColorJitter, in float and rounded once; torchvision rounds down after each step."""
     pixels = image.float()
     brightness, contrast, saturation = (1 + strength * (2 * draws[27 + i] - 1) for i in range(3))
     for step in sorted(range(4), key=lambda i: draws[23 + i]):
@@ -160,10 +156,7 @@ def random_resized_crop(
     jitter: float = 0.0,
     hue: float = 0.0,
 ) -> Tensor:
-    """Random resized crop, random horizontal flip and optional color jitter. Returns uint8 [C, side, side].
-
-    With `squash`, the box is drawn in the image squashed to a square, to which `ratio` then refers.
-    """
+    """Random resized crop, flip and color jitter. With `squash` the box is drawn in the image squashed to a square."""
     height, width = image.shape[1:]
     if squash:
         box = random_crop_box(_SQUASH_SIZE, _SQUASH_SIZE, draws, scale=scale, ratio=ratio)
@@ -175,7 +168,7 @@ def random_resized_crop(
 
 
 def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, crop_size: int) -> Tensor:
-    """Random crop of fixed size from the squashed image, and random horizontal flip. Returns uint8 [C, side, side]."""
+    """Random crop of fixed size from the squashed image, and random horizontal flip."""
     height, width = image.shape[1:]
     top, left = (int((resize_size - crop_size + 1) * draws[i]) for i in (20, 21))
     box = unsquash_box((top, left, crop_size, crop_size), resize_size, height, width)
@@ -189,7 +182,6 @@ def center_crop(image: Tensor, side: int, *, resize_size: int, crop_size: int, s
 
 
 def no_augmentation(image: Tensor, draws: Draws, side: int) -> Tensor:
-    """Return the center square [C, side, side]; `draws` is unused."""
     return square(image, side)
 
 
@@ -257,11 +249,7 @@ def training_batches(
     workers: int = 0,
     first: int = 0,
 ) -> Iterator[Tensor]:
-    """Yield the augmented batches plan[start:] of an epoch, uint8 [B, C, side, side], prefetched in threads.
-
-    `first` is the index of this rank's first row in the global batch (`sampler.share.start`), so that an image is
-    augmented the same way on every rank.
-    """
+    """Yield the augmented batches plan[start:] of an epoch; `first` is this rank's first row in the global batch."""
     if augment.train is no_augmentation:
         yield from eval_batches(images, plan[start:], augment, workers=workers)
         return

@@ -43,8 +43,6 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported file."""
-
     path: Path  # the file
     metadata_path: Path  # the JSON file next to it
     metadata: dict[str, Any]  # its content

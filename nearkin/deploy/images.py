@@ -24,10 +24,7 @@ _MAX_IMAGES, _RANDOM_IMAGES = 64, 16
 
 
 def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
-    """Return the pixels that `model.embed` would pass to the network.
-
-    Runs in the calling thread, so several threads can preprocess images in parallel.
-    """
+    """Return the pixels that `model.embed` would pass to the network, computed in the calling thread."""
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]
     return augment.evaluate(read_image(source, augment.stored_side(side), box=box, channels=channels), side)

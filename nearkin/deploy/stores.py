@@ -120,12 +120,10 @@ class Store(ABC):
                 self._remove(_check_utf8(ids[start : start + _BATCH_SIZE]))
 
     def count(self) -> int:
-        """Return the number of items."""
         with _store_errors(self.name):
             return self._count()
 
     def close(self) -> None:
-        """Close the connection."""
         self.client.close()
 
     def __enter__(self) -> Self:
@@ -176,11 +174,8 @@ def _check_utf8(ids: Sequence[str]) -> list[str]:
 
 
 class QdrantStore(Store):
-    """A Qdrant collection."""
-
     @staticmethod
     def connect(url: str) -> tuple[Any, str]:
-        """Connect to a server."""
         parts = urlsplit(url)
         collection = parts.path.strip("/")
         if not parts.hostname or not re.fullmatch(r"[\w.-]+", collection):
@@ -238,7 +233,6 @@ class PgvectorStore(Store):
 
     @staticmethod
     def connect(url: str) -> tuple[Any, str]:
-        """Connect to a database."""
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
         table = query.pop("table", "nearkin")

@@ -157,11 +157,7 @@ class MetricLearner(LinearMetric):
         return Constraints(similar=targets)
 
     def _make_basis(self, x: Tensor, codes: Tensor | None, constraints: Constraints) -> Tensor:
-        """Coordinates in which the within-class covariance is isotropic: they precondition the search.
-
-        Without them batch steps hardly move in directions dominated by noise elsewhere. The solution does not depend
-        on them: regularisers apply to A itself.
-        """
+        """Coordinates with isotropic within-class covariance: they precondition the search, not change its solution."""
         # The fewer samples per feature, the less reliable their covariance.
         shrinkage = x.shape[1] / len(x) if self.shrinkage is None else self.shrinkage
         rows, classes = x, codes

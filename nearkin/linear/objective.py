@@ -109,7 +109,6 @@ class HingeObjective(Objective):
 
     @property
     def terms(self) -> int:
-        """The number of constraints."""
         return len(self.constraints)
 
     @property
@@ -118,7 +117,6 @@ class HingeObjective(Objective):
         return min(self.margin, self.lower - self.upper)
 
     def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum of the hinges, and the similar pairs."""
         c = self.constraints if rows is None else self.constraints.take(rows)
         near = self.distances(matrix, *c.similar.T)
         far = self.distances(matrix, *c.dissimilar.T)
@@ -144,11 +142,9 @@ class NeighbourObjective(Objective):
 
     @property
     def terms(self) -> int:
-        """The number of samples."""
         return len(self.x)
 
     def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over samples, and their target neighbours."""
         rows = torch.arange(len(self.x)) if rows is None else rows.sort().values
         targets = self.targets[torch.isin(self.targets[:, 0], rows)]
         i, j = targets.T

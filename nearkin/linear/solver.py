@@ -81,12 +81,7 @@ def stochastic_descent(
     rate: float,
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, float]]:
-    """Minimise with Adam on batches of terms, with a cosine learning rate schedule.
-
-    Where few terms are violated the gradient is mostly noise, which Adam does not scale down. A fixed validation
-    sample of the terms is therefore evaluated regularly; when it gets worse, the search returns to the best matrix and
-    halves the rate. The last matrix yielded is the best.
-    """
+    """Minimise with Adam on batches; when validation terms get worse, return to the best matrix at half the rate."""
     matrix = project(start).clone().requires_grad_(True)
     scale = float(start.square().mean().sqrt().clamp(min=1e-12))
     validation = torch.randperm(objective.terms, generator=generator)[: 4 * batch_size]

@@ -49,17 +49,7 @@ class FrozenFeatures:
         self.path = cache_dir() / "features" / f"{_key(model, table, views)}.f32" if on_disk else None
 
     def add_to(self, part: Table) -> Table:
-        """Add the features to some rows of the source.
-
-        Args:
-            part: The rows.
-
-        Returns:
-            The same rows with `features`.
-
-        Raises:
-            DataError: The cache cannot be written, or a feature is not finite.
-        """
+        """Return the same rows with `features`, computed where the cache lacks them."""
         features = np.empty((len(part), self.width), np.float32)
         if self.path is None:
             self._compute(part, np.arange(len(part)), features, None)

@@ -9,12 +9,7 @@ from nearkin.ops.whitening import within_class_whitening
 
 
 class Head(nn.Module):
-    """Normalisation, dropout and a map to the embedding, each as configured.
-
-    Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
-    variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
-    the linear map, which starts at zero.
-    """
+    """Normalisation, dropout and a map of each feature level to its own part of the embedding (as in the ICE paper)."""
 
     def __init__(self, model: ModelConfig, parts: tuple[int, ...]) -> None:
         super().__init__()
@@ -49,11 +44,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def init_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
-        """Initialise the linear map with within-class whitening followed by PCA.
-
-        A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
-        it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
-        """
+        """Set the linear map to within-class whitening, then PCA, which keeps what a backbone has learned."""
         if isinstance(self.norm, nn.BatchNorm1d):
             # Evaluation uses the running statistics, so they must be those of the features.
             assert self.norm.running_mean is not None

@@ -47,17 +47,7 @@ def choose_recipe(data: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
 def features_recipe(
     data: DataConfig, *, backbone: str | None = None, weights: str = "default", image_size: int | None = None
 ) -> Recipe:
-    """Return the recipe whose pretrained backbone computes the features of a source's images, as `choose_recipe` would.
-
-    Args:
-        data: The source and its path; with the recipe's augmentation, so that training on the images shares them.
-        backbone: Another backbone than EfficientNet-Lite0.
-        weights: Its weights, as in a recipe.
-        image_size: Another input size than the one chosen for the images.
-
-    Returns:
-        The recipe.
-    """
+    """Return the recipe whose pretrained backbone computes the features of images, as `choose_recipe` would."""
     recipe = recipes.folder_default()
     size = image_size or _input_size(_median_side(sources.list_source(data).paths))
     model = replace(recipe.model, backbone=backbone or recipe.model.backbone, weights=weights)

@@ -221,10 +221,7 @@ def score_saved(run: Run, ks: Sequence[int], similarity: str) -> Scores:
 
 
 def raw_pixels(table: Table, max_side: int = 40) -> Tensor:
-    """Return the images themselves as vectors, at most `max_side` pixels a side, each minus its mean.
-
-    Without subtracting the mean, cosine similarity would mostly compare brightness and the baseline would be too weak.
-    """
+    """Return the images as vectors, each minus its mean: else cosine similarity would mostly compare brightness."""
     parts = []
     for rows in np.array_split(np.arange(len(table)), max(1, len(table) // 512)):
         images = table.images.read(rows).float()

@@ -73,12 +73,10 @@ class Session:
 
     @property
     def latest(self) -> float:
-        """The value of the metric that selects the epoch, at the latest epoch."""
         return self.state.latest[self.selected_by[0]]
 
     @property
     def best(self) -> float:
-        """The value of that metric at the best epoch so far."""
         return self.state.best[self.selected_by[0]]
 
 
@@ -337,10 +335,7 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
 
 
 def evaluate_epoch(s: Session, *, epoch: int) -> str:
-    """Score the validation classes, save the weights if they are the best so far, diagnose the embeddings and log both.
-
-    Without validation classes every epoch replaces the one before, and a sample of training images is diagnosed.
-    """
+    """Score the validation classes (or diagnose training images), save the weights if they are the best, and log."""
     state, model = s.state, s.eval_model
     table = s.val or s.train.sample(1000)
     emb = embed_table(model, table, raw=True, reporter=s.reporter)

@@ -11,10 +11,7 @@ from nearkin.models.embedder import Embedder
 
 
 def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -> torch.optim.Optimizer:
-    """Build the optimiser, with separate groups for backbone, head and class parameters.
-
-    Weight decay applies to matrices and kernels only, and to class parameters if `config.class_decay`.
-    """
+    """Build the optimiser; weight decay applies to matrices and kernels, and to class parameters if `class_decay`."""
     head = {id(p) for p in model.head.parameters()}
     learned = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -44,22 +41,17 @@ def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int, steps_per_epoch: int) -> None:
-    """Set the learning rates for step number `step`, counted from 0 over all epochs."""
     factor = learning_rate_factor(config, step, steps_per_epoch)
     for group in optimizer.param_groups:
         group["lr"] = group["highest_lr"] * factor
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of a run."""
     return config.steps or config.epochs * steps_per_epoch
 
 
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """Return the learning rate at a step as a fraction of the highest.
-
-    A pure function of the step, so that resuming needs no scheduler state.
-    """
+    """Return the learning rate at a step as a fraction of the highest; resuming needs no scheduler state."""
     progress = step / total_steps(config, steps_per_epoch)
     warmup = 0.2  # of one_cycle
     if config.lr_schedule == "constant":

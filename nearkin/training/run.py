@@ -76,10 +76,7 @@ class Run:
 
     @classmethod
     def create(cls, runs: str | Path, key: str, recipe: Recipe) -> Run:
-        """Open the run with this key, creating its folder if necessary.
-
-        A recipe with the same key gives the same numbers, but its data may have moved: the newest paths are stored.
-        """
+        """Open the run with this key, or create its folder. Its data may have moved: the newest paths are stored."""
         path = Path(runs) / key
         recipe = _with_full_paths(recipe)
         try:
@@ -260,7 +257,6 @@ def _busy(path: Path) -> RunBusyError:
 
 
 def _check_result(result: dict[str, Any]) -> None:
-    """Raise an exception if a result lacks what its readers expect."""
     protocol, test = result["protocol"], result["test"]
     numbers = [protocol["epoch"], *protocol["classes"].values()]
     numbers += [result[name] or 0 for name in ("val_R@1", "val_MAP@R")]
@@ -299,7 +295,6 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command, for env.json."""
     from nearkin.training.distributed import world_size
 
     packages = ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow")

@@ -42,7 +42,6 @@ class UpdateSummary:
     notes: list[str] = field(default_factory=list)  # messages for the user
 
     def lines(self) -> list[str]:
-        """Return the summary as lines for the terminal."""
         parts = [f"{self.embedded:,} embedded", f"{self.unchanged:,} unchanged"]
         parts += [f"{self.resumed:,} resumed from the interrupted run"] if self.resumed else []
         parts += [f"{self.relabelled:,} relabelled"] if self.relabelled else []
@@ -69,11 +68,7 @@ def update_index(
     store: Store | None = None,
     reporter: Reporter,
 ) -> tuple[Index, UpdateSummary]:
-    """Embed new and changed images and write the index. Call inside `storage.lock_index(out)`.
-
-    Items are ordered as listed, followed by items that are no longer listed, so the result does not depend on
-    interruptions.
-    """
+    """Embed new and changed images and write the index, in an order that no interruption changes, under its lock."""
     model_info = get_model_info(model, run)
     old = _open_existing(out, model_info.fingerprint, images)
     journal = Journal(out, model_info.fingerprint, model.embed([]).shape[1])

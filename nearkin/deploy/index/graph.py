@@ -102,7 +102,6 @@ class HNSWGraph:
         return nearest_among(query, items, candidates, min(k, len(items)))
 
     def to_bytes(self) -> bytes:
-        """Return the graph as serialized by faiss."""
         if isinstance(self._graph, bytes):
             return self._graph
         serialized: NDArray[np.uint8] = import_extra("faiss", extra="stores").serialize_index(self._graph)

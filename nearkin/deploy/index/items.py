@@ -36,12 +36,10 @@ class ModelInfo:
 
 
 def get_model_info(model: EmbeddingModel, run: str | Path | None = None) -> ModelInfo:
-    """Describe a model, with the absolute path of its run."""
     return ModelInfo(model.fingerprint(), None if run is None else str(Path(run).resolve()))
 
 
 def check_model(model_info: ModelInfo | None, fingerprint: str, what: str) -> None:
-    """Check that a model made the vectors it is to be used with."""
     if model_info is not None and model_info.fingerprint != fingerprint:
         raise DataError(
             f"{what}: built with a different model (weights {model_info.fingerprint[:12]}, got {fingerprint[:12]}).\n"
@@ -65,7 +63,6 @@ def embed_images(model: EmbeddingModel, images: Any, ids: Sequence[str]) -> Vect
 
 
 def ids_of(images: Sequence[Any]) -> list[str]:
-    """Return the paths of images."""
     if isinstance(images, str | os.PathLike):
         raise DataError(f"{images}: expected a list of images, got a single path. Wrap it in a list.")
     if not all(isinstance(image, str | os.PathLike) for image in images):
@@ -111,6 +108,5 @@ def row_by_id(ids: Sequence[str], count: int) -> dict[str, int]:
 
 
 def check_count(what: str, given: int, of: str, count: int) -> None:
-    """Check that there is one id or label per item."""
     if given != count:
         raise DataError(f"{what}: expected one per {of}, got {given} for {count}.")

@@ -60,7 +60,6 @@ def _format_interval(interval: Interval | None, suffix: str = "") -> str:
 
 
 def check_rate(false_accept: float, name: str = "false_accept") -> None:
-    """Check a false-accept rate."""
     if not 0 <= false_accept < 1:
         raise ConfigError(f"{name}: expected a fraction from 0 to below 1, for example 0.01; got {false_accept}.")
 
@@ -119,13 +118,7 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
 
 
 def calibrate_items(vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01) -> Threshold:
-    """Calibrate a threshold with labelled items of the index as queries.
-
-    As a known query, an item is compared with all other items. As an unknown query, it is compared with all items of
-    other classes, including those without a label: if one of these is of its class after all, that only raises the
-    threshold. The result estimates how often an image of a class missing from this index is called known, provided that
-    missing classes resemble the query classes and are photographed under similar conditions.
-    """
+    """Calibrate with labelled items as queries: known among all others, unknown among those of other or no class."""
     if len(queries) > MAX_QUERIES:
         queries = np.sort(np.random.default_rng(0).choice(queries, MAX_QUERIES, replace=False))
     known, unknown = leave_class_out(vectors, labels, queries)

@@ -34,10 +34,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """Promote items that have the query among their own neighbours (k-reciprocal encoding, Zhong et al. 2017).
-
-    Computed among the query and its nearest items only, so that the cost does not depend on the size of the index.
-    """
+    """Promote items that have the query among their own neighbours (k-reciprocal encoding, Zhong et al. 2017)."""
 
     k1: int = 20  # size of the neighbourhood that must be mutual
     k2: int = 6  # number of neighbours over which encodings are averaged
@@ -56,7 +53,6 @@ RERANKERS.add("reciprocal", Reciprocal)
 
 
 def rerank_name(option: Rerank) -> str:
-    """Return the name of a method in `RERANKERS`."""
     return type(option).__name__.lower()
 
 
@@ -133,12 +129,7 @@ def choose_rerank(
     queries: Sequence[int] | None = None,
     metric: str = "MAP@R",
 ) -> RerankChoice:
-    """Evaluate re-ranking methods with labelled items as queries, and select the best one with a significant gain.
-
-    A gain is significant if its interval, over classes, lies above 0. With several methods the intervals are widened so
-    that all of them hold jointly (Bonferroni). `queries` are rows, preferably of classes that were not trained on;
-    by default all. `metric` is "MAP@R" or "R@1".
-    """
+    """Select the method with the best significant gain (over classes, Bonferroni) on labelled items as queries."""
     if metric not in ("MAP@R", "R@1"):
         raise ConfigError(f"metric: expected 'MAP@R' or 'R@1', got {metric!r}.")
     labels = list(labels)

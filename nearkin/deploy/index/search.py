@@ -61,7 +61,6 @@ class SearchResult:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Convert an array, tensor or nested list to numpy."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() and values.element_size() < 4 else values).numpy()
@@ -69,13 +68,12 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def check_k(k: Any) -> None:
-    """Check a number of neighbours."""
     if not isinstance(k, int | np.integer) or k < 1:
         raise ConfigError(f"k: expected an integer of at least 1, got {k!r}.")
 
 
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
-    """Convert to float32 rows and check them. Returns finite float32 [N, D]."""
+    """Convert to finite float32 rows [N, D]."""
     try:
         array = as_array(values)
         if array.dtype.kind not in "fiu":
@@ -116,7 +114,6 @@ def normalize_rows(vectors: Vectors | Floats) -> Floats:
 
 
 def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None = None) -> tuple[Ints, Floats]:
-    """Find the nearest items of each query."""
     check_k(k)
     k = min(int(k), len(items))
     if k == 0 or len(queries) == 0:
@@ -129,7 +126,6 @@ def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None 
 
 
 def nearest_among(query: Vectors, items: Vectors, candidates: Ints, k: int) -> tuple[Ints, Floats]:
-    """Find the nearest of some candidate items."""
     rows, cosines = neighbours(query[None], np.asarray(items[candidates]), min(k, len(candidates)))
     return candidates[rows[0]], cosines[0]
 

@@ -34,7 +34,6 @@ _MAX_READS = 50  # before a file that stays missing is reported
 
 
 def read_state(folder: Path) -> State:
-    """Read the manifest of an index folder."""
     path = folder / _MANIFEST
     try:
         content = path.read_bytes()
@@ -166,10 +165,7 @@ def _fsync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Lock an index folder, created if needed, for writing while the block runs.
-
-    The operating system releases the lock of a killed process.
-    """
+    """Lock an index folder, created if needed; the operating system releases the lock of a killed process."""
     with ExitStack() as stack:
         with write_errors(folder):  # including file systems without locks, such as some network drives
             folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +223,6 @@ class Journal:
         self.entries |= zip(names, zip(stamps, vectors, strict=True), strict=True)
 
     def remove(self) -> None:
-        """Delete the journal."""
         self.path.unlink(missing_ok=True)
 
     def _recover(self, header: bytes) -> int:

@@ -17,17 +17,11 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class TrainingClasses:
-    """The classes a run was trained on, without those used for validation."""
-
     names: frozenset[str] = frozenset()  # class names
     digests: frozenset[str] = frozenset()  # SHA-256 of every training image, in hexadecimal
 
     def labels_in(self, index: Index) -> set[Label]:
-        """Find the labels of an index that may have been trained on.
-
-        A label counts if the index holds a training image of it (the same bytes under any name), or if it equals the
-        name of a training class. Too many labels are harmless: those left over have never been seen.
-        """
+        """Find the labels of which the name or an image was trained on; too many of them are harmless."""
         stamped = zip(index.labels, index.stamps, strict=True)
         seen: set[Label] = {label for label, stamp in stamped if stamp is not None and stamp.sha256 in self.digests}
         return (seen | {label for label in index.labels if label in self.names}) - {None}

@@ -47,16 +47,11 @@ class RequestLimits:
 
 
 def too_busy() -> HTTPException:
-    """Return the rejection of a request that exceeds the limits on concurrent requests."""
     return HTTPException(503, "Too many concurrent requests. Try again later.", {"Retry-After": "1"})
 
 
 class UploadReader:
-    """Read uploads within the limits.
-
-    Uploads that are still arriving take no worker. Only their bytes in memory count, and when these exceed the limit,
-    the upload that has been arriving for longest is rejected: stalled uploads make room for quick ones.
-    """
+    """Read uploads within the limits; when all together exceed the memory, the one arriving for longest is rejected."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits, self.buffered_bytes = limits, 0

@@ -211,6 +211,5 @@ def utf8_safe(text: str) -> str:
 
 
 def shorten(text: str, max_length: int = 80) -> str:
-    """Shorten client input for an error message."""
     text = utf8_safe(text)
     return text if len(text) <= max_length else f"{text[:max_length]}…"
