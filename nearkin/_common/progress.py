@@ -103,9 +103,6 @@ class Pace:
         self.done, self.total = done, total
         self._initial, self._start = done, time.monotonic()
 
-    def update(self, done: int) -> None:
-        self.done = done
-
     @property
     def rate(self) -> float:
         """Units per second since the start of this process."""

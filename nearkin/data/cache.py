@@ -15,10 +15,11 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ from nearkin._common.progress import Reporter
 from nearkin._common.words import counted
 from nearkin.data import reading
 from nearkin.data.cache_entries import cache_dir, mark_used
-from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
-from nearkin.data.loading import map_in_threads
+from nearkin.data.images import FileImages, Images, Rows, file_digest
+from nearkin.data.loading import map_with_progress
 from nearkin.errors import DataError
 
+T = TypeVar("T")
 OnBroken = Literal["stop", "skip"]
 _MAGIC = b"nearkin pixels 2"
 _SAMPLE_SIZE = 16  # images whose checksum is checked when a cache is opened
@@ -63,17 +65,14 @@ def open_images(
 ) -> Opened:
     """Open image files through a cache, which is built if missing."""
     reporter = reporter or Reporter(quiet=True)
-    images: FileImages | CachedImages = files
+    images: Images = files
     broken: dict[int, str] = {}
     if cache:
-        images = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
-        broken = images.broken
+        images = cached = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
+        broken = cached.broken
     elif on_broken == "skip":
-        rows = range(len(files))
-        with reporter.track("looking for unreadable images", len(files), unit="img") as bar:
-            for chunk in map_in_threads(lambda row: (row, _read(files, row)[1]), rows, workers=files.workers):
-                broken |= {row: reason for row, reason in chunk if reason}
-                bar.advance(len(chunk))
+        reasons = _map_rows(lambda row: _read(files, row)[1], files, reporter, "looking for unreadable images")
+        broken = {row: reason for row, reason in enumerate(reasons) if reason}
     if broken:
         _report_broken(files, broken, on_broken, reporter)
     kept = np.delete(np.arange(len(files)), list(broken))
@@ -94,7 +93,7 @@ def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroke
     reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
 
 
-class CachedImages:
+class CachedImages(Images):
     """Images of a cache file; damaged ones are read from `files`."""
 
     def __init__(self, path: Path, files: FileImages, reporter: Reporter) -> None:
@@ -129,10 +128,6 @@ class CachedImages:
             self._verified[index] = True
         height, width = int(self.heights[index]), int(self.widths[index])
         return torch.from_numpy(self._pixels(index)).view(height, width, self.shape[0]).permute(2, 0, 1)
-
-    def read(self, rows: Rows) -> Tensor:
-        """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
-        return stack_squares(self, rows)
 
     def take(self, rows: Rows) -> CachedImages:
         """Return a view of these rows; it shares the memory map and the record of verified images."""
@@ -250,11 +245,7 @@ def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
             return 0
         return height * width
 
-    total = 0
-    with reporter.track("reading the sizes of the images", len(files), unit="img") as bar:
-        for chunk in map_in_threads(num_pixels, range(len(files)), workers=files.workers):
-            total += sum(chunk)
-            bar.advance(len(chunk))
+    total = sum(_map_rows(num_pixels, files, reporter, "reading the sizes of the images"))
     return total * files.shape[0] + _INDEX_BYTES * len(files)
 
 
@@ -268,19 +259,20 @@ def _write(out: BinaryIO, files: FileImages, reporter: Reporter) -> None:
     index: dict[str, Any] = {"heights": [], "widths": [], "crc": []}
     digests: list[bytes] = []
     broken: dict[int, str] = {}
-    with reporter.track("building the cache", len(files), unit="img") as bar:
-        for chunk in map_in_threads(read_and_hash, range(len(files)), workers=files.workers):
-            for pixels, reason, digest in chunk:
-                if reason:
-                    broken[len(digests)] = reason
-                for key, value in zip(index, (*pixels.shape[:2], zlib.crc32(pixels.data)), strict=True):
-                    index[key].append(value)
-                digests.append(digest)
-                out.write(pixels.data)
-            bar.advance(len(chunk))
+    for pixels, reason, digest in _map_rows(read_and_hash, files, reporter, "building the cache"):
+        if reason:
+            broken[len(digests)] = reason
+        for key, value in zip(index, (*pixels.shape[:2], zlib.crc32(pixels.data)), strict=True):
+            index[key].append(value)
+        digests.append(digest)
+        out.write(pixels.data)
     index |= {"sha256": b"".join(digests).hex(), "broken": broken, "bytes": out.tell()}
     encoded = json.dumps(index).encode()
     out.write(encoded + len(encoded).to_bytes(8) + zlib.crc32(encoded).to_bytes(8) + _MAGIC)
+
+
+def _map_rows(work: Callable[[int], T], files: FileImages, reporter: Reporter, label: str) -> Iterator[T]:
+    return map_with_progress(work, range(len(files)), reporter, label, workers=files.workers)
 
 
 def _read(files: FileImages, row: int) -> tuple[NDArray[np.uint8], str]:

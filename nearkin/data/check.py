@@ -15,12 +15,11 @@ from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS, require_target
 from nearkin.data.findings import CATALOGUE, Finding, Report
-from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, inspect_image
+from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, confirm_pairs, inspect_image, is_flat, near_pairs
+from nearkin.data.images import NoImages
 from nearkin.data.listing import Listing
-from nearkin.data.perceptual_hash import confirm_pairs, is_flat, near_pairs
 from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
 from nearkin.data.splits import EVAL_PARTS, make_split, merge_shared_parts
-from nearkin.data.table import NoImages
 from nearkin.errors import DataError
 
 Cases = Mapping[str, Iterable[str]]  # instances of each kind of finding

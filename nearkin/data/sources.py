@@ -16,7 +16,7 @@ from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
-from nearkin.data.images import FileImages, Rows, file_digest
+from nearkin.data.images import FileImages, NoImages, Rows, file_digest
 from nearkin.data.listing import (
     COLUMNS,
     TABLE_SUFFIXES,
@@ -27,9 +27,9 @@ from nearkin.data.listing import (
     metadata_files,
     parse_parts,
 )
-from nearkin.data.loading import map_in_threads
+from nearkin.data.loading import map_with_progress
 from nearkin.data.splits import check_parts, merge_shared_parts
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError, DataError, UserError, did_you_mean
 
@@ -190,7 +190,7 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     if opened.broken:
         notes += (agreeing(len(opened.broken), "images could not be read and were skipped"),)
         listing = listing.take(opened.kept)
-    digests = opened.digests or _hash_files(listing.paths, reporter)
+    digests = opened.digests or map_with_progress(file_digest, listing.paths, reporter, "reading the files")
     listing = replace(listing.without_empty_classes(), notes=notes)
     content = fingerprint(digests, listing.labels, listing.class_names, listing.part, listing.boxes)
     return listing.to_table(opened.images, content)
@@ -207,15 +207,6 @@ def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )
-
-
-def _hash_files(paths: Sequence[Path], reporter: Reporter) -> list[bytes]:
-    digests: list[bytes] = []
-    with reporter.track("reading the files", len(paths), unit="img") as bar:
-        for chunk in map_in_threads(file_digest, paths):
-            digests += chunk
-            bar.advance(len(chunk))
-    return digests
 
 
 def fingerprint(

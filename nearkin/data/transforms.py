@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry
+from nearkin.config.recipe import Recipe
 from nearkin.data.images import ArrayImages, Images, Rows
 from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import resize, square
+from nearkin.data.table import Table
 from nearkin.errors import import_extra
 
 Draws = Sequence[float]  # uniform random numbers in [0, 1) of one image
@@ -287,3 +289,44 @@ def _batch_tasks(
         return batch
 
     return [partial(fill, range(s, min(s + _CHUNK_SIZE, len(rows)))) for s in range(0, len(rows), _CHUNK_SIZE)]
+
+
+def training_inputs(
+    table: Table,
+    plan: Sequence[Rows],
+    recipe: Recipe,
+    *,
+    epoch: int,
+    start: int = 0,
+    first: int = 0,
+    batch_size: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield the batches plan[start:] of an epoch; those of a rank begin at row `first` of `batch_size` global ones."""
+    if table.features is None:
+        order = {"seed": recipe.seed, "epoch": epoch, "start": start, "first": first}
+        augment = AUGMENTS[recipe.data.augment]
+        yield from training_batches(table.images, plan, augment, workers=recipe.data.num_workers, **order)
+        return
+    # Features are mixed with others of their class and with Gaussian noise as the recipe says.
+    features, labels = torch.from_numpy(table.features), table.labels
+    noise, mix = recipe.train.feature_noise, recipe.train.feature_mix
+    std = features.std(dim=0) if noise else torch.empty(0)
+    by_class = np.argsort(labels, kind="stable")
+    class_sizes = np.bincount(labels, minlength=table.num_classes)
+    class_starts = np.cumsum(class_sizes) - class_sizes
+    for step in range(start, len(plan)):
+        rows = plan[step]
+        batch = features[torch.from_numpy(rows)]
+        # Drawn for the global batch, so that an image does not depend on the number of ranks.
+        rng = np.random.default_rng((recipe.seed, epoch, step, 0))
+        size, share = batch_size or len(rows), slice(first, first + len(rows))
+        if mix:
+            classes = labels[rows]
+            within_class = (rng.random(size)[share] * class_sizes[classes]).astype(np.int64)
+            partners = by_class[class_starts[classes] + within_class]
+            weight = torch.from_numpy(rng.random((size, 1))[share] * mix).float()
+            batch = batch.lerp(features[torch.from_numpy(partners)], weight)
+        if noise:
+            draws = rng.standard_normal((size, batch.shape[1]))[share]
+            batch = batch + noise * std * torch.from_numpy(draws).float()
+        yield batch

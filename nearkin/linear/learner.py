@@ -16,8 +16,18 @@ from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, DataError, TrainingFailedError, did_you_mean
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import Array, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import Form, HingeObjective, NeighbourObjective, Objective, Regulariser, undo_basis
-from nearkin.linear.solver import Projection, project_psd, projected_gradient, stochastic_descent
+from nearkin.linear.objective import (
+    Form,
+    HingeObjective,
+    NeighbourObjective,
+    Objective,
+    Projection,
+    Regulariser,
+    project_psd,
+    projected_gradient,
+    stochastic_descent,
+    undo_basis,
+)
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 from sklearn.utils import check_random_state  # isort: skip

@@ -53,7 +53,7 @@ def check_backbone(name: str) -> None:
 
 
 class SmallConv(Backbone):
-    """Five convolutions for images of about 32 to 96 pixels; without stride the first would cost as much as all others."""
+    """Five convolutions for images of about 32 to 96 pixels; the first has stride 2, because it costs the most."""
 
     def __init__(self, in_channels: int, width: int) -> None:
         super().__init__()

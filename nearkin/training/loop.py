@@ -16,10 +16,10 @@ from nearkin._common.words import counted
 from nearkin.analysis.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.config.recipe import Recipe
 from nearkin.data import sources
-from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import Sampler, make_sampler
 from nearkin.data.splits import Holdout, Split, make_split
 from nearkin.data.table import Table
+from nearkin.data.transforms import training_inputs
 from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
@@ -37,9 +37,17 @@ from nearkin.training.evaluation import (
     score_embeddings,
     selection_metrics,
 )
-from nearkin.training.optimizer import make_optimizer, set_learning_rate, total_steps
 from nearkin.training.run import Run, refuse_if_busy
-from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
+from nearkin.training.step import (
+    NonFiniteError,
+    backward,
+    check_train_config,
+    make_optimizer,
+    optimizer_step,
+    set_learning_rate,
+    total_steps,
+    update_ema,
+)
 from nearkin.training.trackers import Log, open_trackers
 
 EpochCallback = Callable[[int, float], bool]
@@ -268,7 +276,7 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 break
             train_epoch(s, epoch, sigint_received)
             metrics = evaluate_epoch(s, epoch=epoch + 1)
-            pace.update(min((epoch + 1) * steps, total))
+            pace.done = min((epoch + 1) * steps, total)
             s.reporter.info(
                 f"epoch {epoch + 1}/{epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{format_rate(s.sampler.batch_size * pace.rate, 'img')}  {pace.eta} left"

@@ -13,7 +13,7 @@ import numpy as np
 
 from nearkin._common.progress import Reporter
 from nearkin._common.words import agreeing, counted
-from nearkin.data.loading import map_in_threads
+from nearkin.data.loading import map_in_threads, map_with_progress
 from nearkin.data.reading import open_file, read_image
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.items import EmbeddingModel, FileStamp, check_model, get_model_info
@@ -161,11 +161,7 @@ class _Update:
     def find_unchanged(self) -> set[str]:
         """Find the images that need no embedding, and record the current stamp of every file."""
         names = list(self.images.labels)
-        found: list[FileStamp | OSError] = []
-        with self.reporter.track("checking files", len(names), unit="file") as bar:
-            for part in map_in_threads(self._read_stamp, names):
-                found += part
-                bar.advance(len(part))
+        found = list(map_with_progress(self._read_stamp, names, self.reporter, "checking files", unit="file"))
         unchanged = set()
         for name, stamp in zip(names, found, strict=True):
             if isinstance(stamp, OSError):

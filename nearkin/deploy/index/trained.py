@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
-from nearkin.data.images import file_digest
-from nearkin.data.loading import map_in_threads
+from nearkin.data.images import NoImages, file_digest
+from nearkin.data.loading import map_with_progress
 from nearkin.data.sources import fingerprint, images_of, list_source
 from nearkin.data.splits import make_split
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.search import Label
 from nearkin.errors import ConfigError, DataError, UserError
@@ -44,11 +44,7 @@ def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
     if data.source == "glyphs":
         return TrainingClasses()  # generated, not files
     table = list_training_data(data, reporter)
-    digests: list[bytes] = []
-    with reporter.track("hashing the training images", len(table), unit="img") as bar:
-        for part in map_in_threads(file_digest, table.paths):
-            digests += part
-            bar.advance(len(part))
+    digests = list(map_with_progress(file_digest, table.paths, reporter, "hashing the training images"))
     current = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
     recorded = ((run.result or {}).get("protocol") or {}).get("fingerprint", current)
     if recorded != current:  # other classes would be split differently by the same seed
