@@ -27,7 +27,6 @@ class ProgressBar:
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Record completed units."""
         sys.audit("nearkin.step")  # where tests/torture may kill this process
         self.done, self.note = self.done + count, note
         if self._progress is not None and self._task is not None:
@@ -62,8 +61,6 @@ class ProgressBar:
 
 
 class Reporter:
-    """Prints messages and progress."""
-
     def __init__(self, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self.quiet = quiet
         self._out = out if out is not None else sys.stderr
@@ -105,7 +102,6 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Units per second since the start of this process."""
         return (self.done - self._initial) / max(time.monotonic() - self._start, 1e-9)
 
     @property

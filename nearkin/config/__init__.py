@@ -2,10 +2,4 @@
 
 from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 
-__all__ = [
-    "ComponentConfig",
-    "DataConfig",
-    "ModelConfig",
-    "Recipe",
-    "TrainConfig",
-]
+__all__ = ["ComponentConfig", "DataConfig", "ModelConfig", "Recipe", "TrainConfig"]

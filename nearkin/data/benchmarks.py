@@ -143,8 +143,6 @@ class Archive:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark in its official layout."""
-
     name: str  # name in recipes and commands
     title: str  # name in the literature
     parts: Mapping[str, Counts]  # official numbers of images and classes of each part
@@ -173,12 +171,10 @@ class Benchmark:
         return folder
 
     def marked_folder(self, root: Path) -> Path | None:
-        """Find the folder with the files that identify the layout."""
         folders = (root, root / self.folder)
         return next((f for f in folders if any((f / name).exists() for name in self.marker_files)), None)
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
-        """List all images with their official part."""
         if root is None:
             raise DataError(
                 f"{self.name}: give its folder with --data.root DIR, or download it: nearkin data get {self.name}."
@@ -217,8 +213,6 @@ class Benchmark:
             f"found {found.images:,} of {found.classes:,}."
         )
 
-
-# --- the registry ----------------------------------------------------------------------------------------------------
 
 BENCHMARKS: Registry[Benchmark] = Registry("benchmark")
 BENCHMARKS.add(

@@ -71,26 +71,22 @@ def open_images(
         images = cached = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
         broken = cached.broken
     elif on_broken == "skip":
-        reasons = _map_rows(lambda row: _read(files, row)[1], files, reporter, "looking for unreadable images")
-        broken = {row: reason for row, reason in enumerate(reasons) if reason}
+        problems = _map_rows(lambda row: _read(files, row)[1], files, reporter, "looking for unreadable images")
+        broken = {row: problem for row, problem in enumerate(problems) if problem}
     if broken:
-        _report_broken(files, broken, on_broken, reporter)
+        reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
+        reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
+        if on_broken == "stop":
+            raise DataError(
+                f"{len(broken):,} of {counted(len(files), 'image')} cannot be read:\n{reasons}\n"
+                "Fix or remove them, or skip them with --data.skip-broken."
+            )
+        if len(broken) == len(files):
+            raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
+        reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
     kept = np.delete(np.arange(len(files)), list(broken))
     digests = [images.digests[row] for row in kept] if isinstance(images, CachedImages) else None
     return Opened(images.take(kept) if broken else images, kept, broken, digests)
-
-
-def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroken, reporter: Reporter) -> None:
-    reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
-    reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
-    if on_broken == "stop":
-        raise DataError(
-            f"{len(broken):,} of {counted(len(files), 'image')} cannot be read:\n{reasons}\n"
-            "Fix or remove them, or skip them with --data.skip-broken."
-        )
-    if len(broken) == len(files):
-        raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
-    reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
 
 
 class CachedImages(Images):
@@ -166,9 +162,6 @@ def cache_key(files: FileImages) -> str:
 def _common_folder(files: FileImages) -> Path:
     folders = [os.path.dirname(os.path.abspath(path)) for path in files.paths]
     return Path(os.path.commonpath(folders)) if folders else Path()
-
-
-# --- opening and building --------------------------------------------------------------------------------------------
 
 
 def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: Reporter) -> CachedImages:
@@ -250,8 +243,6 @@ def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
 
 
 def _write(out: BinaryIO, files: FileImages, reporter: Reporter) -> None:
-    """Decode all files and write their pixels and the index."""
-
     def read_and_hash(row: int) -> tuple[NDArray[np.uint8], str, bytes]:
         pixels, reason = _read(files, row)
         return pixels, reason, bytes(32) if reason else file_digest(files.paths[row])

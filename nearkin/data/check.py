@@ -97,9 +97,6 @@ def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> 
     )
 
 
-# --- classes and parts -----------------------------------------------------------------------------------------------
-
-
 def _check_listing(listing: Listing) -> Cases:
     names = listing.class_names
     class_sizes = np.bincount(listing.labels, minlength=len(names))
@@ -184,12 +181,17 @@ def _check_files(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
     }
 
 
-# --- duplicates ------------------------------------------------------------------------------------------------------
-
-
 def _check_exact_duplicates(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
-    groups = _rows_by_content(infos).values()
-    return _sort_pairs(listing, [pair for rows in groups for pair in _duplicate_pairs(listing, rows)], "exact")
+    """One pair per extra copy: with the first copy of the same part and class, else with the first copy of all."""
+    pairs = []
+    for rows in _rows_by_content(infos).values():
+        first_of: dict[tuple[str, int], int] = {}
+        for row in rows:
+            key = ("" if listing.part is None else str(listing.part[row]), int(listing.labels[row]))
+            if row != rows[0]:
+                pairs.append((first_of.get(key, rows[0]), row))
+            first_of.setdefault(key, row)
+    return _sort_pairs(listing, pairs, "exact")
 
 
 def _check_near_duplicates(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
@@ -207,18 +209,6 @@ def _rows_by_content(infos: Sequence[ImageInfo]) -> dict[bytes, list[int]]:
         if not info.error:
             by_content[info.digest].append(row)
     return by_content
-
-
-def _duplicate_pairs(listing: Listing, rows: list[int]) -> list[tuple[int, int]]:
-    """One pair per extra copy: with the first copy of the same part and class, else with the first copy of all."""
-    first_of: dict[tuple[str, int], int] = {}
-    pairs = []
-    for row in rows:
-        key = ("" if listing.part is None else str(listing.part[row]), int(listing.labels[row]))
-        if row != rows[0]:
-            pairs.append((first_of.get(key, rows[0]), row))
-        first_of.setdefault(key, row)
-    return pairs
 
 
 def _sort_pairs(listing: Listing, pairs: list[tuple[int, int]], similarity: str) -> Cases:

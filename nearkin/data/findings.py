@@ -49,10 +49,7 @@ _WARNINGS = {
         "query classes are not in the gallery",
         f"Add them to the gallery or remove the queries: {_NO_ANSWER}",
     ),
-    "loose": (
-        "images are outside any class folder",
-        "Move each into the folder of its class; training ignores them.",
-    ),
+    "loose": ("images are outside any class folder", "Move each into the folder of its class; training ignores them."),
     "listed_twice": ("files are listed more than once", "Remove the extra rows."),
     "huge": (
         f"images have more than {HUGE_PIXELS / 1e6:.0f} million pixels",
@@ -85,8 +82,6 @@ CATALOGUE: dict[Level, dict[str, tuple[str, str]]] = {"error": _ERRORS, "warning
 
 @dataclass(frozen=True)
 class Finding:
-    """One type of problem."""
-
     kind: str  # a key of `CATALOGUE[level]`
     level: Level  # how bad it is
     title: str  # what it is; reads after the number of cases
@@ -96,8 +91,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a check."""
-
     source: str  # name of the source
     root: str  # its folder
     images: int

@@ -45,12 +45,7 @@ def digest(file: Path, name: str) -> str:
 
 
 def download(
-    urls: Sequence[str],
-    target: Path,
-    *,
-    checksums: Checksums,
-    reporter: Reporter,
-    retry_delay: float = RETRY_DELAY,
+    urls: Sequence[str], target: Path, *, checksums: Checksums, reporter: Reporter, retry_delay: float = RETRY_DELAY
 ) -> None:
     """Download a file from the first mirror that works, via TARGET.part, which a later call resumes."""
     target.parent.mkdir(parents=True, exist_ok=True)

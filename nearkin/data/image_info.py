@@ -61,7 +61,6 @@ def is_flat(thumbs: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def confirm_pairs(pairs: NDArray[np.int64], thumbs: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Keep the pairs whose thumbnails correlate."""
     confirmed = []
     for chunk in np.array_split(pairs, max(1, len(pairs) // 65_536)):
         a, b = (thumbs[chunk[:, i]].reshape(len(chunk), THUMB_SIZE * THUMB_SIZE).astype(np.float64) for i in (0, 1))
@@ -77,8 +76,6 @@ HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any b
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """Properties of one image file."""
-
     error: str = ""  # broken_link, no_permission, unreadable or too_many_pixels; empty if the image can be used
     reason: str = ""  # the error in words
     is_link: bool = False  # whether the file is a symbolic link
@@ -91,7 +88,6 @@ class ImageInfo:
 
 
 def inspect_image(path: Path) -> ImageInfo:
-    """Read and decode one file."""
     is_link = path.is_symlink()
     try:
         with open_file(path) as file:

@@ -69,8 +69,6 @@ class NoImages(Images):
 
 
 class ArrayImages(Images):
-    """Images in memory."""
-
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
         _, channels, height, width = pixels.shape
@@ -87,7 +85,6 @@ class ArrayImages(Images):
         return self.pixels[row]
 
     def take(self, rows: Rows) -> ArrayImages:
-        """Return a copy of these rows as a new store."""
         return ArrayImages(self.read(rows).numpy())
 
 

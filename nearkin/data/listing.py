@@ -40,8 +40,6 @@ PART_ALIASES = {"training": "train", "valid": "val", "validation": "val", "dev":
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of images and classes."""
-
     images: int
     classes: int
 
@@ -133,9 +131,6 @@ def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
     return np.array(parts)
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-
 def list_folder(root: Path) -> Listing:
     """List the images of `root/CLASS/...`, or of `root/train/CLASS/...` and `root/test/CLASS/...`."""
     if not root.is_dir():
@@ -210,9 +205,6 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
         for path in (Path(top) / name for name in sorted(files) if not name.startswith(".")):
             (images if _has_image_suffix(path) else ignored).append(path)
     return images
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def list_table(

@@ -62,15 +62,28 @@ def read_image(source: Any, side: int, *, box: Box | None = None, channels: int 
     assert channels in (1, 3)
     try:
         pixels, reduction = _decode(source, side, box)
-        if box is not None:
-            pixels = _crop(pixels, [value / reduction for value in box])
+        height, width = pixels.shape[1:]
+        if box is not None:  # it may extend beyond the image but must overlap it
+            box = [value / reduction for value in box]
+            left, top, right, bottom = _clip_box(box, width, height)
+            if right <= left or bottom <= top:
+                corners = ", ".join(f"{value:g}" for value in box)
+                raise ValueError(f"the box ({corners}) contains no pixel of the {width} x {height} image")
+            pixels = pixels[:, top:bottom, left:right]
     except Exception as error:  # decoders may raise any exception on a damaged file
         raise _unreadable(source, error) from None
     height, width = pixels.shape[1:]
     new_height, new_width = _limit_aspect(height, width)
     top, left = (height - new_height) // 2, (width - new_width) // 2
     pixels = pixels[:, top : top + new_height, left : left + new_width]
-    return _to_channels(resize(pixels, *_resized_shape(new_height, new_width, side)), channels)
+    pixels = resize(pixels, *_resized_shape(new_height, new_width, side))
+    if len(pixels) == channels:
+        return pixels
+    if channels == 3:
+        return pixels.expand(3, -1, -1)
+    # Pillow's RGB weights (ITU-R 601) in fixed point.
+    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
+    return ((pixels.to(torch.int32) * weights).sum(dim=0, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
 
 
 def square(whole: Tensor, side: int) -> Tensor:
@@ -90,7 +103,6 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def read_size(path: Path | str) -> tuple[int, int]:
-    """Read the width and height of an image from its header."""
     try:
         with open_file(path) as file, open_header(file) as image:
             width, height = image.size
@@ -173,9 +185,6 @@ def _unreadable(source: Any, error: Exception) -> DataError:
     return DataError(f"{name_of(source)}: cannot be read ({reason_of(error)}).")
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
 def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
     """Upright pixels [1 or 3, h, w], and the factor by which the decoder reduced them."""
     if not isinstance(source, str | os.PathLike | bytes):
@@ -242,27 +251,7 @@ def _over_white(rgba: Tensor) -> Tensor:
     return ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
 
-def _to_channels(pixels: Tensor, channels: int) -> Tensor:
-    if len(pixels) == channels:
-        return pixels
-    if channels == 3:
-        return pixels.expand(3, -1, -1)
-    # Pillow's RGB weights (ITU-R 601) in fixed point.
-    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
-    return ((pixels.to(torch.int32) * weights).sum(dim=0, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
-
-
-def _crop(pixels: Tensor, box: Box) -> Tensor:
-    """Crop to a box, which may extend beyond the image but must overlap it."""
-    left, top, right, bottom = _clip_box(box, pixels.shape[2], pixels.shape[1])
-    if right <= left or bottom <= top:
-        corners = ", ".join(f"{value:g}" for value in box)
-        raise ValueError(f"the box ({corners}) contains no pixel of the {pixels.shape[2]} x {pixels.shape[1]} image")
-    return pixels[:, top:bottom, left:right]
-
-
 def _clip_box(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a box, clipped to an image of this size."""
     x, y, box_width, box_height = box
     return max(0, round(x)), max(0, round(y)), min(width, round(x + box_width)), min(height, round(y + box_height))
 

@@ -53,7 +53,13 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         DataError: If the source is incomplete or unreadable.
     """
     reporter = reporter or Reporter(quiet=True)
-    _check_usable(data)
+    for name, given, sources in (
+        ("crop_to_boxes", data.crop_to_boxes, ("table", *BENCHMARKS)),
+        ("path_column", data.path_column, ("table",)),
+        ("label_column", data.label_column, ("table",)),
+    ):
+        if given and data.source not in sources:
+            raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
         limits = data.max_classes, data.max_per_class
@@ -72,17 +78,6 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
     notes = listing.notes + _report_merge(len(listing.shared_classes), len(listing.class_names), reporter)
     check_parts(listing, data)
     return make_table(replace(listing, notes=notes), data, reporter)
-
-
-def _check_usable(data: DataConfig) -> None:
-    """Refuse settings that this source would ignore."""
-    for name, given, sources in (
-        ("crop_to_boxes", data.crop_to_boxes, ("table", *BENCHMARKS)),
-        ("path_column", data.path_column, ("table",)),
-        ("label_column", data.label_column, ("table",)),
-    ):
-        if given and data.source not in sources:
-            raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
 
 
 def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, ...]:

@@ -32,8 +32,6 @@ CropBox = tuple[int, int, int, int]  # top, left, height, width
 
 @dataclass(frozen=True)
 class Augment:
-    """Training and evaluation transforms of one recipe."""
-
     paper: str  # whose recipe it is
     resize_size: int  # shorter side at which images are stored for an input of `crop_size` (often 256)
     crop_size: int  # input size in the paper (often 224)
@@ -61,9 +59,6 @@ class Augment:
 
 
 AUGMENTS: Registry[Augment] = Registry("augmentation")
-
-
-# --- operations ------------------------------------------------------------------------------------------------------
 
 
 def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
@@ -115,7 +110,6 @@ def unsquash_box(box: CropBox, square_side: int, height: int, width: int) -> Cro
 
 
 def random_hflip(image: Tensor, draws: Draws) -> Tensor:
-    """Flip an image [C, h, w] horizontally with probability 0.5."""
     return image.flip(-1) if draws[22] < 0.5 else image
 
 
@@ -144,9 +138,6 @@ def _to_grayscale(pixels: Tensor) -> Tensor:
     return (0.2989 * pixels[0]).add_(pixels[1], alpha=0.587).add_(pixels[2], alpha=0.114)
 
 
-# --- transforms ------------------------------------------------------------------------------------------------------
-
-
 def random_resized_crop(
     image: Tensor,
     draws: Draws,
@@ -170,7 +161,6 @@ def random_resized_crop(
 
 
 def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, crop_size: int) -> Tensor:
-    """Random crop of fixed size from the squashed image, and random horizontal flip."""
     height, width = image.shape[1:]
     top, left = (int((resize_size - crop_size + 1) * draws[i]) for i in (20, 21))
     box = unsquash_box((top, left, crop_size, crop_size), resize_size, height, width)
@@ -200,9 +190,6 @@ def _reflected_indices(side: int, shift: int) -> Tensor:
     return torch.where(indices < side, indices, 2 * (side - 1) - indices)
 
 
-# --- the registry ----------------------------------------------------------------------------------------------------
-
-
 def _add(
     name: str, paper: str, train: Callable[..., Tensor], *, resize_size: int = 256, crop_size: int = 224, squash: bool
 ) -> None:
@@ -228,9 +215,6 @@ _add("ce_sop", _CE, partial(random_resized_crop, scale=(0.16, 1.0), squash=True)
 _add("ce_inshop", _CE, partial(random_resized_crop, scale=(0.16, 1.0)), squash=False)
 _add("thesis", "Proxy-Anchor's code and the thesis after it", random_resized_crop, squash=False)
 _add("mpa", "Multi-Proxy Anchor", random_resized_crop, squash=True)
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 def random_draws(seed: int, epoch: int, step: int, count: int) -> Tensor:

@@ -13,16 +13,7 @@ if TYPE_CHECKING:
     from nearkin.deploy.serve.service import Service
     from nearkin.deploy.stores import open_store
 
-__all__ = [
-    "Hit",
-    "Index",
-    "SearchResult",
-    "Service",
-    "export",
-    "export_run",
-    "make_app",
-    "open_store",
-]
+__all__ = ["Hit", "Index", "SearchResult", "Service", "export", "export_run", "make_app", "open_store"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

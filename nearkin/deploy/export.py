@@ -111,7 +111,13 @@ def export(
 ) -> Exported:
     """Export a model, and write its metadata next to it. Nothing is saved if the file does not reproduce the model."""
     _check_takes_images(model)
-    _check_target(to, out)
+    suffixes = {"onnx": ".onnx", "torch": ".pt2"}
+    if to not in suffixes:
+        raise ConfigError(f"--to {to}: expected onnx or torch.")
+    if out.suffix != suffixes[to]:
+        raise ConfigError(f"-o {out}: expected a file name that ends in {suffixes[to]} for --to {to}.")
+    if out.is_dir():
+        raise ConfigError(f"-o {out}: is a folder. Expected a file name.")
     for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
         import_extra(module, extra="export")  # fail before the work, not after it
     reporter = reporter or Reporter(quiet=True)
@@ -278,16 +284,6 @@ def _training_data(run: Run, reporter: Reporter) -> dict[str, Any]:
 def _check_takes_images(model: Embedder) -> None:
     if model.backbone is None:
         raise ConfigError("export: this model takes precomputed features, not images. Export their backbone instead.")
-
-
-def _check_target(to: str, out: Path) -> None:
-    suffixes = {"onnx": ".onnx", "torch": ".pt2"}
-    if to not in suffixes:
-        raise ConfigError(f"--to {to}: expected onnx or torch.")
-    if out.suffix != suffixes[to]:
-        raise ConfigError(f"-o {out}: expected a file name that ends in {suffixes[to]} for --to {to}.")
-    if out.is_dir():
-        raise ConfigError(f"-o {out}: is a folder. Expected a file name.")
 
 
 @contextmanager

@@ -32,15 +32,12 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckImages:
-    """Images to compare on."""
-
     pixels: Tensor  # uint8 [N, C, H, W]
     what: str  # description for the metadata of the exported file; names no path
     note: str = ""  # addition to it for the terminal
 
 
 def check_images_from_folder(model: Embedder, folder: Path) -> CheckImages:
-    """Read images of a folder, evenly spaced in its listing."""
     if not folder.is_dir():
         raise DataError(f"--images {folder}: no such folder.")
     paths = list_image_files(folder, [], [])
@@ -73,7 +70,6 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
 
 
 def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
-    """Generate images of random pixels."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (_RANDOM_IMAGES, *model.image_shape), dtype=torch.uint8, generator=generator)
     return CheckImages(pixels, f"{len(pixels)} random images", f" ({reason.rstrip('.')})" if reason else "")

@@ -252,7 +252,6 @@ def _full_batch_descent(
 
 
 def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless a setting has one of its known values."""
     if value not in known:
         names = ", ".join(f"'{k}'" for k in known)
         raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")

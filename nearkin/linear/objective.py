@@ -31,7 +31,6 @@ def factors(matrix: Tensor, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> Tensor:
-    """Compute d_A of difference vectors."""
     left, right = factors(matrix, differences, form)
     return (left * right).sum(1)
 
@@ -84,7 +83,6 @@ class Objective(ABC):
         """Return the sum of the terms `rows`, all if None, and the similar pairs [P, 2] among them."""
 
     def value(self, matrix: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute the objective, or estimate it from the terms `rows`."""
         weight = 1.0 if rows is None else self.terms / len(rows)
         loss, similar = self.loss(matrix, rows)
         if self.regulariser == "scatter":
@@ -94,7 +92,6 @@ class Objective(ABC):
         return r + self.lam * weight * loss
 
     def distances(self, matrix: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Compute d_A between rows of x."""
         return squared_distances(matrix, self.x[i] - self.x[j], self.form)
 
 
@@ -116,7 +113,6 @@ class HingeObjective(Objective):
 
     @property
     def distance_scale(self) -> float:
-        """The scale of relevant distances, in which the smoothing width is measured."""
         return min(self.margin, self.lower - self.upper)
 
     def loss(self, matrix: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -177,7 +173,6 @@ VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validatio
 
 
 def project_psd(a: Tensor) -> Tensor:
-    """Project onto the symmetric positive semi-definite matrices."""
     values, vectors = torch.linalg.eigh((a + a.T) / 2)
     half: Tensor = vectors * values.clamp(min=0).sqrt()
     return half @ half.T

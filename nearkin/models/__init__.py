@@ -11,14 +11,7 @@ if TYPE_CHECKING:
     from nearkin.models.frozen import FrozenFeatures
     from nearkin.models.pooling import POOLINGS
 
-__all__ = [
-    "BACKBONES",
-    "POOLINGS",
-    "BNInception",
-    "Embedder",
-    "FrozenFeatures",
-    "load",
-]
+__all__ = ["BACKBONES", "POOLINGS", "BNInception", "Embedder", "FrozenFeatures", "load"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -31,7 +31,6 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 def check_backbone(name: str) -> None:
-    """Check that a backbone exists, without building it."""
     if name in BACKBONES or name == "none":
         return
     timm = import_extra("timm", extra="images")

@@ -47,7 +47,6 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors or .pth file."""
     if not path.is_file():
         raise ConfigError(f"model.weights: {path}: no such file. Use none, default, or a .pth or .safetensors file.")
     if path.suffix == ".safetensors":

@@ -52,13 +52,6 @@ class TrainingState:
     def mean_loss(self) -> float:
         return self.loss_sum / max(self.step, 1)
 
-    def record_step(self, loss: float) -> None:
-        self.step += 1
-        self.loss_sum += loss
-
-    def next_epoch(self) -> None:
-        self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
-
     def start_timer(self) -> None:
         self._timer = time.monotonic()
 

@@ -20,8 +20,6 @@ RngKey = tuple[int, int, int]
 
 
 class NonFiniteError(Exception):
-    """A tensor became NaN or infinite."""
-
     def __init__(self, tensor: str, rows: list[int] | None = None) -> None:
         super().__init__(tensor)
         self.tensor, self.rows = tensor, rows  # in words; rows of this process's batch that caused it, where known
@@ -89,7 +87,6 @@ def optimizer_step(
     config: TrainConfig,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Average the gradients over processes, clip them and update the weights."""
     all_reduce_gradients([*model.parameters(), *objective.parameters()])
     scaler.unscale_(optimizer)
     params = [p for p in model.parameters() if p.grad is not None]

@@ -30,8 +30,6 @@ _MAX_ERRORS_SHOWN = 10
 
 @dataclass
 class UpdateSummary:
-    """What an update did."""
-
     embedded: int = 0  # images embedded
     unchanged: int = 0  # images whose vectors were reused
     relabelled: int = 0  # items whose label changed
@@ -189,7 +187,6 @@ class _Update:
             return error
 
     def embed(self, todo: Sequence[str], batch_size: int) -> None:
-        """Embed images, and record each batch in the store and the journal."""
         try:
             with self.reporter.track("embedding", len(todo), unit="img") as bar:
                 for start in range(0, len(todo), batch_size):

@@ -139,8 +139,7 @@ class Index:
 
     def _set_items(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[FileStamp | None]) -> None:
         """Replace all items, or raise and change nothing. Drops the graph; keeps threshold and re-ranking."""
-        rows = items.row_by_id(ids, len(vectors))
-        items.check_label_types(labels)
+        rows = items.row_by_id(ids, labels, len(vectors))
         self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
         self.graph: HNSWGraph | None = None
         self._inv_norms: Vectors | None = None

@@ -29,8 +29,6 @@ class EmbeddingModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that made the vectors."""
-
     fingerprint: str  # hash of its weights
     run: str | None = None  # run folder it was loaded from, if any
 
@@ -87,16 +85,12 @@ def as_labels(labels: Any, count: int) -> list[Label]:
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
 
-def check_label_types(labels: Sequence[Label]) -> None:
-    """Check that all labels are strings, or all integers (or None)."""
+def row_by_id(ids: Sequence[str], labels: Sequence[Label], count: int) -> dict[str, int]:
+    """Map ids to rows, after checking that there are `count` distinct strings, and the types of the labels."""
     types = {type(label) for label in labels} - {type(None)}
     if types not in (set(), {str}, {int}):
         names = ", ".join(sorted(cls.__name__ for cls in types))
         raise DataError(f"labels: expected all strings or all integers (or None), got {names}.")
-
-
-def row_by_id(ids: Sequence[str], count: int) -> dict[str, int]:
-    """Map ids to rows, after checking that they are distinct strings and match the number of vectors."""
     check_count("ids", len(ids), "vector", count)
     rows: dict[str, int] = {}
     for row, id in enumerate(ids):

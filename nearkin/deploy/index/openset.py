@@ -23,8 +23,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Threshold:
-    """A calibrated threshold."""
-
     value: float  # a query is known if the cosine of its nearest item is above this
     false_accept: float  # target false-accept rate
     # 95 % interval of the rate on classes that did not set the threshold; None for one class
@@ -36,7 +34,6 @@ class Threshold:
     unknown_classes: int  # number of classes of those
 
     def accepts(self, similarity: float) -> bool:
-        """Return whether a query whose nearest item has this cosine is known."""
         return similarity > self.value
 
     def __str__(self) -> str:

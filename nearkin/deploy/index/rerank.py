@@ -110,8 +110,6 @@ def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, searc
 
 @dataclass(frozen=True)
 class RerankChoice:
-    """Outcome of `choose_rerank`."""
-
     option: Rerank | None  # the selected method, or None if no gain is significant
     gains: tuple[tuple[Rerank, Difference], ...]  # every method with its gain over plain search
 
@@ -180,10 +178,7 @@ def _evaluate(vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence
     scores = np.empty((1 + len(options), len(rows)))
     for n, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         for m, ranking in enumerate(rankings(row, length, exclude_row(row, found[0][n], found[1][n]))):
-            scores[m, n] = _average_precision(np.array([labels[other] == labels[row] for other in ranking.tolist()]))
+            # MAP@R of a ranking of length R (R@1 if R is 1): the mean precision at the correct positions.
+            correct = np.array([labels[other] == labels[row] for other in ranking.tolist()])
+            scores[m, n] = (correct * np.cumsum(correct) / np.arange(1, len(correct) + 1)).sum() / len(correct)
     return scores
-
-
-def _average_precision(correct: Any) -> float:
-    """Return MAP@R of one ranking of length R (R@1 if R is 1): the mean precision at the correct positions."""
-    return float((correct * np.cumsum(correct) / np.arange(1, len(correct) + 1)).sum() / len(correct))

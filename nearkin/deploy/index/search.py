@@ -157,9 +157,6 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
         yield start, np.asarray(vectors[start : start + step])
 
 
-# --- near-duplicates -------------------------------------------------------------------------------------------------
-
-
 def near_pairs(
     vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000
 ) -> tuple[list[tuple[int, int, float]], int]:

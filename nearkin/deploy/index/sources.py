@@ -15,8 +15,6 @@ from nearkin.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class ImageList:
-    """Images to index."""
-
     root: Path  # the folder that names are relative to
     # label (or None) by image name; names outside `root` are absolute paths
     labels: dict[str, Label] = field(repr=False)

@@ -85,7 +85,6 @@ def read_consistent(folder: Path, read: Callable[[State], T]) -> T:
 
 
 def find_file(folder: Path, state: State, role: str) -> Path:
-    """Return the path of a data file, after checking its hash."""
     if not re.fullmatch("[0-9a-f]{64}", str(state["files"].get(role))):  # it becomes part of a file name
         raise DataError(f"{folder / _MANIFEST}: not a valid index (files.{role}). {_RESTORE_HINT}")
     path = _data_path(folder, role, state["files"][role])
@@ -184,7 +183,6 @@ def lock_index(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a `DataError` for the user."""
     try:
         yield
     except OSError as error:
@@ -214,7 +212,6 @@ class Journal:
                 os.truncate(self.path, end)
 
     def append(self, names: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
-        """Append one batch and flush it to disk."""
         encoded = base64.b64encode(np.asarray(vectors, "<f4").tobytes()).decode()
         with write_errors(self.folder), open(self.path, "ab") as file:
             file.write(_journal_line([names, stamps, encoded]))

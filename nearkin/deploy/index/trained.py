@@ -39,7 +39,6 @@ def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
 
 
 def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
-    """Determine the training classes of a run from its data on disk."""
     data = run.recipe.data
     if data.source == "glyphs":
         return TrainingClasses()  # generated, not files

@@ -26,8 +26,6 @@ MAX_JPEG_SCANS, MAX_JPEG_SCANS_LARGEST = 100, 16  # of any image, of one with `m
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request, and on all concurrent requests together."""
-
     max_upload_bytes: int = 20_000_000  # largest upload
     max_pixels: int = 50_000_000  # largest JPEG, width times height; other formats half of it
     upload_timeout: float = 20.0  # for an upload to arrive
