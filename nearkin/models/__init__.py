@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from nearkin.models.bn_inception import BNInception
     from nearkin.models.embedder import Embedder, load
     from nearkin.models.frozen import FrozenFeatures
-    from nearkin.models.pooling import POOLINGS
+    from nearkin.models.heads import POOLINGS
 
 __all__ = ["BACKBONES", "POOLINGS", "BNInception", "Embedder", "FrozenFeatures", "load"]
 
@@ -20,6 +20,6 @@ __getattr__, __dir__ = lazy_exports(
         "bn_inception": ("BNInception",),
         "embedder": ("Embedder", "load"),
         "frozen": ("FrozenFeatures",),
-        "pooling": ("POOLINGS",),
+        "heads": ("POOLINGS",),
     },
 )

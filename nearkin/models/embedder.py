@@ -27,8 +27,7 @@ from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models._base import Backbone, PixelNorm
 from nearkin.models.backbones import make_backbone
-from nearkin.models.heads import Head, unit
-from nearkin.models.pooling import Pool
+from nearkin.models.heads import Head, Pool, unit
 from nearkin.models.weights import fingerprint, load_checkpoint, load_weights
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]

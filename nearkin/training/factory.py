@@ -19,7 +19,7 @@ from nearkin.metrics.retrieval import check_metric
 from nearkin.models.backbones import check_backbone
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.models.pooling import POOLINGS
+from nearkin.models.heads import POOLINGS
 from nearkin.models.weights import fingerprint
 from nearkin.training.evaluation import MIN_VAL_CLASSES, selection_metrics
 
