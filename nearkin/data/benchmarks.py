@@ -214,9 +214,14 @@ class Benchmark:
         )
 
 
+def _cars_archive(name: str, creates: str, md5: str) -> Archive:
+    # Both addresses have been reported dead since 2023; they are listed because they are the official ones.
+    servers = ("http://ai.stanford.edu/~jkrause/car196", "http://imagenet.stanford.edu/internal/car196")
+    return Archive(name, creates, tuple(f"{server}/{name}" for server in servers), md5=md5, extract_to="cars196")
+
+
 BENCHMARKS: Registry[Benchmark] = Registry("benchmark")
-BENCHMARKS.add(
-    "cub",
+for _benchmark in (
     Benchmark(
         name="cub",
         title="CUB-200-2011",
@@ -236,17 +241,6 @@ BENCHMARKS.add(
         terms="for research, not for sale; the photos belong to their photographers",
         read_layout=read_cub,
     ),
-)
-
-
-def _cars_archive(name: str, creates: str, md5: str) -> Archive:
-    # Both addresses have been reported dead since 2023; they are listed because they are the official ones.
-    servers = ("http://ai.stanford.edu/~jkrause/car196", "http://imagenet.stanford.edu/internal/car196")
-    return Archive(name, creates, tuple(f"{server}/{name}" for server in servers), md5=md5, extract_to="cars196")
-
-
-BENCHMARKS.add(
-    "cars",
     Benchmark(
         name="cars",
         title="Cars196",
@@ -262,9 +256,6 @@ BENCHMARKS.add(
         terms="for research only",
         read_layout=read_cars,
     ),
-)
-BENCHMARKS.add(
-    "sop",
     Benchmark(
         name="sop",
         title="Stanford Online Products",
@@ -286,9 +277,6 @@ BENCHMARKS.add(
         terms="for research; the photos belong to their sellers",
         read_layout=read_sop,
     ),
-)
-BENCHMARKS.add(
-    "inshop",
     Benchmark(
         name="inshop",
         title="In-Shop Clothes Retrieval",
@@ -304,7 +292,8 @@ BENCHMARKS.add(
         terms="for research only, on request from its authors",
         read_layout=read_inshop,
     ),
-)
+):
+    BENCHMARKS.add(_benchmark.name, _benchmark)
 
 
 def require_target(target: str) -> None:

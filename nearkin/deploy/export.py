@@ -154,6 +154,13 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
+    trained_on = None
+    if run is not None:
+        try:
+            names = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names)
+        except (UserError, OSError):  # the run's data are gone or have changed
+            names = []
+        trained_on = {"source": run.recipe.data.source, "classes": names or None}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -188,7 +195,7 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
         },
         "model": model.config_dict()["model"],
         "fingerprint": model.fingerprint(),
-        "trained_on": None if run is None else _training_data(run, reporter or Reporter(quiet=True)),
+        "trained_on": trained_on,
     }
 
 
@@ -270,15 +277,6 @@ def _batch_sizes(count: int) -> list[int]:
     while sum(sizes) < count:
         sizes.append(min(len(sizes) + 1, 32, count - sum(sizes)))
     return sizes
-
-
-def _training_data(run: Run, reporter: Reporter) -> dict[str, Any]:
-    """Return the source, and the training classes if the run's data are still there and unchanged."""
-    try:
-        names = sorted(read_training_classes(run, reporter).names)
-    except (UserError, OSError):
-        names = []
-    return {"source": run.recipe.data.source, "classes": names or None}
 
 
 def _check_takes_images(model: Embedder) -> None:

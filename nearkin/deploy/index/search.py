@@ -173,7 +173,9 @@ def near_pairs(
         first, second = np.nonzero(np.triu(product >= min_similarity - slack, k=1))
         for a in range(0, len(first), _PAIR_BLOCK):  # in a collapsed model every pair is a match
             i, j = start + first[a : a + _PAIR_BLOCK], start + second[a : a + _PAIR_BLOCK]
-            cosines = _pair_cosines(vectors, i, j)
+            x, y = normalize_rows(vectors[i]), normalize_rows(vectors[j])
+            # From the difference of the unit vectors: exactly 1 for a copy, where a rounded product may not be.
+            cosines = np.where(x.any(axis=1) & y.any(axis=1), 1 - np.square(x - y).sum(axis=1) / 2, 0.0)
             near = cosines >= min_similarity
             count += int(near.sum())
             pairs += zip(i[near].tolist(), j[near].tolist(), cosines[near].tolist(), strict=True)
@@ -184,9 +186,3 @@ def near_pairs(
 
 def _most_similar_first(pair: tuple[int, int, float]) -> tuple[float, int, int]:
     return -pair[2], pair[0], pair[1]
-
-
-def _pair_cosines(vectors: Vectors, i: Ints, j: Ints) -> Floats:
-    a, b = normalize_rows(vectors[i]), normalize_rows(vectors[j])
-    # From the difference of the unit vectors: exactly 1 for a copy, where a rounded product may not be.
-    return np.where(a.any(axis=1) & b.any(axis=1), 1 - np.square(a - b).sum(axis=1) / 2, 0.0)
