@@ -139,7 +139,7 @@ class Store:
             return
         raise DataError(f"{self.name}: holds vectors {problem}. Use another collection or table.")
 
-    # What the two kinds of stores implement: connect() returns a client and the collection or table that a URL names;
+    # What the two stores implement: connect() returns a client and the collection or table that a URL names;
     # _open() creates it, or checks that an existing one is compatible.
     connect: Callable[[str], tuple[Any, str]]
     _open: Callable[[], None]
