@@ -25,9 +25,9 @@ from nearkin._common.progress import Reporter
 from nearkin.analysis.diagnostics import diagnose
 from nearkin.config import Recipe
 from nearkin.data import sources
-from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import make_split
+from nearkin.data.transforms import training_inputs
 from nearkin.training import loop, recipes
 from nearkin.training.evaluation import embed_table
 from nearkin.training.factory import make_model, make_objective

@@ -1,7 +1,5 @@
 """Files shared between processes: atomic writes, locks, and NaN in JSON."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -80,10 +78,7 @@ def verify_checksum(path: Path, *, required: bool) -> None:
 
 @contextmanager
 def temporary_path(target: Path, size: int = 0) -> Iterator[Path]:
-    """Reserve a name next to `target` for a file or folder, which is deleted when the block ends unless it was moved.
-
-    `remove_leftovers` recognises the name if the process is killed. Errors about it name `target` instead.
-    """
+    """Reserve a name next to `target`, deleted when the block ends unless it was moved; errors name `target`."""
     temporary = target.with_name(f"{target.name}.{_machine()}-{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         yield temporary
@@ -101,10 +96,7 @@ def temporary_path(target: Path, size: int = 0) -> Iterator[Path]:
 
 
 def full_disk(error: BaseException | None, target: Path, size: int = 0) -> OSError | None:
-    """Return an error that says which disk is full and what `target` needs, or None if it is not about that.
-
-    Libraries hide it behind errors of their own: torch.save, for one, behind a RuntimeError.
-    """
+    """Return an error that says which disk is full and what `target` needs, or None if it is not about that."""
     # torch's own writer says only that it failed, in words that depend on where.
     is_torch = any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream error"))
     failed_write = is_torch and shutil.disk_usage(target.parent).free < max(size, 2**20)
@@ -144,7 +136,6 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a name is one of `temporary_path`."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -161,10 +152,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a file until the block ends.
-
-    The operating system releases the lock when the process ends, so a killed process leaves no stale lock.
-    """
+    """Lock a file until the block ends; the operating system releases the lock of a killed process."""
     from filelock import lock_descriptor, unlock_descriptor
 
     with open(path, "ab") as file:

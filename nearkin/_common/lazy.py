@@ -1,7 +1,5 @@
 """Package exports that are imported on first use."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +7,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, exports: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Make `__getattr__` and `__dir__` for a package that imports its exports on first use.
-
-    Importing such a package costs nothing, so `nearkin --help` stays fast and the losses never import torchvision.
-    """
+    """Make `__getattr__` and `__dir__` for a package that imports its exports on first use, to start fast."""
     modules = {name: f"{package}.{module}" for module, names in exports.items() for name in names}
 
     def getattribute(name: str) -> Any:

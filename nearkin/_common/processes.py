@@ -1,7 +1,5 @@
 """Process control and limits that differ between POSIX and Windows."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import sys
@@ -71,10 +69,7 @@ def interrupt_after(wait: Callable[[], object]) -> None:
 
 
 def check_address_space(*, needed: int = 160 << 20, ample: int = 8 << 30) -> None:
-    """Refuse a limit on the address space (`ulimit -v`) in which torch cannot be loaded with `needed` bytes to spare.
-
-    Its libraries would abort this process without an exception, so a child tries first; not if the limit is `ample`.
-    """
+    """Refuse a `ulimit -v` in which torch's libraries would abort this process; unless it is `ample`, a child tries."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

@@ -1,7 +1,5 @@
 """Progress of long work: a bar with the remaining time on a terminal, a line every few seconds when piped."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -29,7 +27,6 @@ class ProgressBar:
         self._task: TaskID | None = progress.add_task(label, total=total, note="") if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Record completed units."""
         sys.audit("nearkin.step")  # where tests/torture may kill this process
         self.done, self.note = self.done + count, note
         if self._progress is not None and self._task is not None:
@@ -64,15 +61,12 @@ class ProgressBar:
 
 
 class Reporter:
-    """Prints messages and progress."""
-
     def __init__(self, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self.quiet = quiet
         self._out = out if out is not None else sys.stderr
         self._console = Console(file=self._out, highlight=False, soft_wrap=True)
 
     def info(self, line: str) -> None:
-        """Print a line."""
         if not self.quiet:
             self._console.print(escape_controls(line), markup=False)
 
@@ -106,13 +100,8 @@ class Pace:
         self.done, self.total = done, total
         self._initial, self._start = done, time.monotonic()
 
-    def update(self, done: int) -> None:
-        """Set the number of completed units."""
-        self.done = done
-
     @property
     def rate(self) -> float:
-        """Units per second since the start of this process."""
         return (self.done - self._initial) / max(time.monotonic() - self._start, 1e-9)
 
     @property

@@ -1,9 +1,6 @@
 """Registry of named components, and checks of their numeric settings."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from nearkin.errors import UnknownNameError, did_you_mean
@@ -11,7 +8,7 @@ from nearkin.errors import UnknownNameError, did_you_mean
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(dict[str, T], Generic[T]):
     """A mapping from names to components that rejects duplicates and suggests the nearest name on a miss.
 
     Example:
@@ -26,31 +23,18 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, category: str) -> None:
+        super().__init__()
         self.category = category
-        self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
-        """Register an item."""
-        if name in self._items:
+        if name in self:
             raise KeyError(f"a {self.category} named {name!r} is already registered")
-        self._items[name] = item
+        self[name] = item
         return item
 
-    def __getitem__(self, name: str) -> T:
-        try:
-            return self._items[name]
-        except KeyError:
-            hint = did_you_mean(name, self._items) or f" Available: {', '.join(sorted(self._items))}."
-            raise UnknownNameError(f"No {self.category} named '{name}'.{hint}") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._items
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+    def __missing__(self, name: str) -> T:
+        hint = did_you_mean(name, self) or f" Available: {', '.join(sorted(self))}."
+        raise UnknownNameError(f"No {self.category} named '{name}'.{hint}")
 
 
 def to_python_scalar(value: Any) -> Any:

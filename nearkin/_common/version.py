@@ -4,7 +4,6 @@ __version__ = "0.2.0.dev0"
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

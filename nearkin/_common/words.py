@@ -1,7 +1,5 @@
 """Numbers with their nouns, and titles that agree with a number."""
 
-from __future__ import annotations
-
 import re
 
 _SINGULAR = {"are": "is", "have": "has", "differ": "differs", "do": "does", "were": "was"}

@@ -1,13 +1,5 @@
 """Frozen, typed configuration of a training run."""
 
-from __future__ import annotations
-
 from nearkin.config.recipe import ComponentConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 
-__all__ = [
-    "ComponentConfig",
-    "DataConfig",
-    "ModelConfig",
-    "Recipe",
-    "TrainConfig",
-]
+__all__ = ["ComponentConfig", "DataConfig", "ModelConfig", "Recipe", "TrainConfig"]

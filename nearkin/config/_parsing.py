@@ -1,7 +1,5 @@
 """Frozen dataclasses to and from plain values (TOML, JSON): typed, and strict about unknown keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tomllib
@@ -18,7 +16,6 @@ T = TypeVar("T")
 
 
 def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Read a TOML file and parse its values."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,10 +31,7 @@ def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: Suggest | None = None) -> T:
-    """Build a frozen dataclass from plain values.
-
-    A nested dataclass with its own `from_dict(values, name)` is built by that method.
-    """
+    """Build a frozen dataclass from plain values; a nested one with a `from_dict(values, name)` by that method."""
     assert dataclasses.is_dataclass(cls)
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -54,7 +48,6 @@ def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: 
 
 
 def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
-    """Convert a plain value to the declared type of the field `name`."""
     if isinstance(hint, types.UnionType):  # X | None
         if value is None:
             return None
@@ -89,10 +82,7 @@ def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
 
 
 def to_plain_dict(config: Any, *, keyed_only: bool = False) -> dict[str, Any]:
-    """Turn a dataclass into nested plain values, as TOML and JSON hold them.
-
-    A nested dataclass with its own `to_dict()` is converted by that method.
-    """
+    """Turn a dataclass into nested plain values; a nested one with its own `to_dict()` by that method."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

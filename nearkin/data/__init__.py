@@ -1,7 +1,5 @@
 """Datasets, class-disjoint splits, samplers, transforms, the image cache and data validation."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports

@@ -15,10 +15,11 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ from nearkin._common.progress import Reporter
 from nearkin._common.words import counted
 from nearkin.data import reading
 from nearkin.data.cache_entries import cache_dir, mark_used
-from nearkin.data.images import FileImages, Images, Rows, file_digest, stack_squares
-from nearkin.data.loading import map_in_threads
+from nearkin.data.images import FileImages, Images, Rows, file_digest
+from nearkin.data.loading import map_with_progress
 from nearkin.errors import DataError
 
+T = TypeVar("T")
 OnBroken = Literal["stop", "skip"]
 _MAGIC = b"nearkin pixels 2"
 _SAMPLE_SIZE = 16  # images whose checksum is checked when a cache is opened
@@ -63,38 +65,31 @@ def open_images(
 ) -> Opened:
     """Open image files through a cache, which is built if missing."""
     reporter = reporter or Reporter(quiet=True)
-    images: FileImages | CachedImages = files
+    images: Images = files
     broken: dict[int, str] = {}
     if cache:
-        images = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
-        broken = images.broken
+        images = cached = _open_or_build(files, folder or cache_dir() / "images", limit_gb, reporter)
+        broken = cached.broken
     elif on_broken == "skip":
-        rows = range(len(files))
-        with reporter.track("looking for unreadable images", len(files), unit="img") as bar:
-            for chunk in map_in_threads(lambda row: (row, _read(files, row)[1]), rows, workers=files.workers):
-                broken |= {row: reason for row, reason in chunk if reason}
-                bar.advance(len(chunk))
+        problems = _map_rows(lambda row: _read(files, row)[1], files, reporter, "looking for unreadable images")
+        broken = {row: problem for row, problem in enumerate(problems) if problem}
     if broken:
-        _report_broken(files, broken, on_broken, reporter)
+        reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
+        reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
+        if on_broken == "stop":
+            raise DataError(
+                f"{len(broken):,} of {counted(len(files), 'image')} cannot be read:\n{reasons}\n"
+                "Fix or remove them, or skip them with --data.skip-broken."
+            )
+        if len(broken) == len(files):
+            raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
+        reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
     kept = np.delete(np.arange(len(files)), list(broken))
     digests = [images.digests[row] for row in kept] if isinstance(images, CachedImages) else None
     return Opened(images.take(kept) if broken else images, kept, broken, digests)
 
 
-def _report_broken(files: FileImages, broken: dict[int, str], on_broken: OnBroken, reporter: Reporter) -> None:
-    reasons = "\n".join(f"  {reason}" for reason in list(broken.values())[:3])
-    reasons += f"\n  and {len(broken) - 3:,} more" if len(broken) > 3 else ""
-    if on_broken == "stop":
-        raise DataError(
-            f"{len(broken):,} of {counted(len(files), 'image')} cannot be read:\n{reasons}\n"
-            "Fix or remove them, or skip them with --data.skip-broken."
-        )
-    if len(broken) == len(files):
-        raise DataError(f"none of the {len(files):,} images can be read:\n{reasons}")
-    reporter.info(f"data: skipping {len(broken):,} of {len(files):,} images that cannot be read:\n{reasons}")
-
-
-class CachedImages:
+class CachedImages(Images):
     """Images of a cache file; damaged ones are read from `files`."""
 
     def __init__(self, path: Path, files: FileImages, reporter: Reporter) -> None:
@@ -129,10 +124,6 @@ class CachedImages:
             self._verified[index] = True
         height, width = int(self.heights[index]), int(self.widths[index])
         return torch.from_numpy(self._pixels(index)).view(height, width, self.shape[0]).permute(2, 0, 1)
-
-    def read(self, rows: Rows) -> Tensor:
-        """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
-        return stack_squares(self, rows)
 
     def take(self, rows: Rows) -> CachedImages:
         """Return a view of these rows; it shares the memory map and the record of verified images."""
@@ -169,12 +160,8 @@ def cache_key(files: FileImages) -> str:
 
 
 def _common_folder(files: FileImages) -> Path:
-    """Return the folder that contains all the files."""
     folders = [os.path.dirname(os.path.abspath(path)) for path in files.paths]
     return Path(os.path.commonpath(folders)) if folders else Path()
-
-
-# --- opening and building --------------------------------------------------------------------------------------------
 
 
 def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: Reporter) -> CachedImages:
@@ -242,10 +229,7 @@ def _check_size(folder: Path, files: FileImages, limit_gb: float, reporter: Repo
 
 
 def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
-    """Size of the cache, estimated from the headers of the files.
-
-    Exact to a pixel or two per image, unless a box is cropped from a file that is stored rotated.
-    """
+    """Size by the headers of the files; off by a pixel or two per image, or more if a rotated file is cropped."""
 
     def num_pixels(row: int) -> int:
         try:
@@ -254,17 +238,11 @@ def _expected_bytes(files: FileImages, reporter: Reporter) -> int:
             return 0
         return height * width
 
-    total = 0
-    with reporter.track("reading the sizes of the images", len(files), unit="img") as bar:
-        for chunk in map_in_threads(num_pixels, range(len(files)), workers=files.workers):
-            total += sum(chunk)
-            bar.advance(len(chunk))
+    total = sum(_map_rows(num_pixels, files, reporter, "reading the sizes of the images"))
     return total * files.shape[0] + _INDEX_BYTES * len(files)
 
 
 def _write(out: BinaryIO, files: FileImages, reporter: Reporter) -> None:
-    """Decode all files and write their pixels and the index."""
-
     def read_and_hash(row: int) -> tuple[NDArray[np.uint8], str, bytes]:
         pixels, reason = _read(files, row)
         return pixels, reason, bytes(32) if reason else file_digest(files.paths[row])
@@ -272,19 +250,20 @@ def _write(out: BinaryIO, files: FileImages, reporter: Reporter) -> None:
     index: dict[str, Any] = {"heights": [], "widths": [], "crc": []}
     digests: list[bytes] = []
     broken: dict[int, str] = {}
-    with reporter.track("building the cache", len(files), unit="img") as bar:
-        for chunk in map_in_threads(read_and_hash, range(len(files)), workers=files.workers):
-            for pixels, reason, digest in chunk:
-                if reason:
-                    broken[len(digests)] = reason
-                for key, value in zip(index, (*pixels.shape[:2], zlib.crc32(pixels.data)), strict=True):
-                    index[key].append(value)
-                digests.append(digest)
-                out.write(pixels.data)
-            bar.advance(len(chunk))
+    for pixels, reason, digest in _map_rows(read_and_hash, files, reporter, "building the cache"):
+        if reason:
+            broken[len(digests)] = reason
+        for key, value in zip(index, (*pixels.shape[:2], zlib.crc32(pixels.data)), strict=True):
+            index[key].append(value)
+        digests.append(digest)
+        out.write(pixels.data)
     index |= {"sha256": b"".join(digests).hex(), "broken": broken, "bytes": out.tell()}
     encoded = json.dumps(index).encode()
     out.write(encoded + len(encoded).to_bytes(8) + zlib.crc32(encoded).to_bytes(8) + _MAGIC)
+
+
+def _map_rows(work: Callable[[int], T], files: FileImages, reporter: Reporter, label: str) -> Iterator[T]:
+    return map_with_progress(work, range(len(files)), reporter, label, workers=files.workers)
 
 
 def _read(files: FileImages, row: int) -> tuple[NDArray[np.uint8], str]:

@@ -1,7 +1,5 @@
 """What is in nearkin's cache folder: images, features and glyphs, with size, age and purpose; and its pruning."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict
@@ -30,8 +28,6 @@ def mark_used(path: Path, purpose: str) -> None:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """The files of one dataset in the cache."""
-
     kind: str  # "images", "features" or "glyphs"
     purpose: str  # what it was made for
     size: int  # bytes on the disk
@@ -58,22 +54,20 @@ def list_entries(folder: Path) -> list[CacheEntry]:
                 groups[kind, path.name.partition(".")[0]].append(path)
     for path in folder.glob("glyphs-*.npz"):
         groups["glyphs", path.stem].append(path)
-    entries = (_entry(kind, sorted(files)) for (kind, _), files in groups.items())
+    entries = []
+    for (kind, _), files in groups.items():
+        purpose = "the built-in glyphs" if kind == "glyphs" else "unknown: written by an earlier version"
+        size, last_used = 0, 0.0
+        for path in sorted(files):
+            with suppress(OSError):  # deleted meanwhile
+                status = path.stat()
+                # Features of rows that were never computed are holes in the file.
+                size += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+                last_used = max(last_used, status.st_mtime)
+                if path.suffix == ".txt":
+                    purpose = path.read_text(encoding="utf-8")
+        entries.append(CacheEntry(kind, purpose, size, last_used, tuple(sorted(files))))
     return sorted((entry for entry in entries if entry.size), key=lambda entry: entry.last_used)
-
-
-def _entry(kind: str, files: Sequence[Path]) -> CacheEntry:
-    purpose = "the built-in glyphs" if kind == "glyphs" else "unknown: written by an earlier version"
-    size, last_used = 0, 0.0
-    for path in files:
-        with suppress(OSError):  # deleted meanwhile
-            status = path.stat()
-            # Features of rows that were never computed are holes in the file.
-            size += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
-            last_used = max(last_used, status.st_mtime)
-            if path.suffix == ".txt":
-                purpose = path.read_text(encoding="utf-8")
-    return CacheEntry(kind, purpose, size, last_used, tuple(files))
 
 
 def choose_entries(
@@ -92,6 +86,5 @@ def choose_entries(
 
 
 def remove_temporary(folder: Path) -> None:
-    """Delete what killed processes left behind in a cache folder."""
     for path in (folder, *(folder / kind for kind in KINDS)):
         remove_leftovers(path)

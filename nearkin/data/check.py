@@ -1,7 +1,5 @@
 """Data validation: problems that would make a score wrong or a run fail, each with a fix, found before training."""
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata
@@ -17,12 +15,11 @@ from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS, require_target
 from nearkin.data.findings import CATALOGUE, Finding, Report
-from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, inspect_image
+from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, confirm_pairs, inspect_image, is_flat, near_pairs
+from nearkin.data.images import NoImages
 from nearkin.data.listing import Listing
-from nearkin.data.perceptual_hash import confirm_pairs, is_flat, near_pairs
 from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
 from nearkin.data.splits import EVAL_PARTS, make_split, merge_shared_parts
-from nearkin.data.table import NoImages
 from nearkin.errors import DataError
 
 Cases = Mapping[str, Iterable[str]]  # instances of each kind of finding
@@ -61,7 +58,7 @@ def check_target(target: str, root: Path, reporter: Reporter | None = None) -> R
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
-    """Read every file of a listing once and report all problems. Returns the findings."""
+    """Read every file of a listing once and report all problems."""
     infos = []
     with reporter.track(f"checking {listing.source}", len(listing), unit="img") as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about unusual metadata, one line per file
@@ -98,9 +95,6 @@ def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> 
         fingerprint=content_fingerprint,
         findings=tuple(finding for finding in findings if finding.cases),
     )
-
-
-# --- classes and parts -----------------------------------------------------------------------------------------------
 
 
 def _check_listing(listing: Listing) -> Cases:
@@ -187,12 +181,17 @@ def _check_files(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
     }
 
 
-# --- duplicates ------------------------------------------------------------------------------------------------------
-
-
 def _check_exact_duplicates(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
-    groups = _rows_by_content(infos).values()
-    return _sort_pairs(listing, [pair for rows in groups for pair in _duplicate_pairs(listing, rows)], "exact")
+    """One pair per extra copy: with the first copy of the same part and class, else with the first copy of all."""
+    pairs = []
+    for rows in _rows_by_content(infos).values():
+        first_of: dict[tuple[str, int], int] = {}
+        for row in rows:
+            key = ("" if listing.part is None else str(listing.part[row]), int(listing.labels[row]))
+            if row != rows[0]:
+                pairs.append((first_of.get(key, rows[0]), row))
+            first_of.setdefault(key, row)
+    return _sort_pairs(listing, pairs, "exact")
 
 
 def _check_near_duplicates(listing: Listing, infos: Sequence[ImageInfo]) -> Cases:
@@ -210,18 +209,6 @@ def _rows_by_content(infos: Sequence[ImageInfo]) -> dict[bytes, list[int]]:
         if not info.error:
             by_content[info.digest].append(row)
     return by_content
-
-
-def _duplicate_pairs(listing: Listing, rows: list[int]) -> list[tuple[int, int]]:
-    """One pair per extra copy: with the first copy of the same part and class, else with the first copy of all."""
-    first_of: dict[tuple[str, int], int] = {}
-    pairs = []
-    for row in rows:
-        key = ("" if listing.part is None else str(listing.part[row]), int(listing.labels[row]))
-        if row != rows[0]:
-            pairs.append((first_of.get(key, rows[0]), row))
-        first_of.setdefault(key, row)
-    return pairs
 
 
 def _sort_pairs(listing: Listing, pairs: list[tuple[int, int]], similarity: str) -> Cases:

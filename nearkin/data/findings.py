@@ -1,7 +1,5 @@
 """Findings of the data check: their catalogue, the report and its JSON form."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,10 +49,7 @@ _WARNINGS = {
         "query classes are not in the gallery",
         f"Add them to the gallery or remove the queries: {_NO_ANSWER}",
     ),
-    "loose": (
-        "images are outside any class folder",
-        "Move each into the folder of its class; training ignores them.",
-    ),
+    "loose": ("images are outside any class folder", "Move each into the folder of its class; training ignores them."),
     "listed_twice": ("files are listed more than once", "Remove the extra rows."),
     "huge": (
         f"images have more than {HUGE_PIXELS / 1e6:.0f} million pixels",
@@ -87,8 +82,6 @@ CATALOGUE: dict[Level, dict[str, tuple[str, str]]] = {"error": _ERRORS, "warning
 
 @dataclass(frozen=True)
 class Finding:
-    """One type of problem."""
-
     kind: str  # a key of `CATALOGUE[level]`
     level: Level  # how bad it is
     title: str  # what it is; reads after the number of cases
@@ -98,8 +91,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a check."""
-
     source: str  # name of the source
     root: str  # its folder
     images: int
@@ -120,7 +111,6 @@ class Report:
         return any(finding.level == "error" and finding.kind not in _ACCEPTED for finding in self.findings)
 
     def find(self, kind: str) -> Finding | None:
-        """Return the finding of this kind, or None."""
         return next((finding for finding in self.findings if finding.kind == kind), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,7 +120,6 @@ class Report:
 
 
 def write_json(report: Report, file: Path) -> None:
-    """Write a report as JSON."""
     text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

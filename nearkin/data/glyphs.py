@@ -4,8 +4,6 @@ A class is a character; an image is one drawing of it in one of 16 fonts, distor
 characters that look alike across scripts (Latin A, Greek Alpha, Cyrillic A), only the first is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -39,12 +37,19 @@ def load(*, seed: int = 0, cache: Path | None = None) -> Table:
     """Load the glyph images from the cache, or draw them, which takes about ten seconds."""
     import_extra("PIL.Image", extra="images")
     _font_folder()  # even a cache needs matplotlib: its key contains the version
-    target = (cache or cache_dir()) / f"glyphs-{_cache_key(seed)}.npz"
-    stored = _read_cache(target)
-    if stored is None:
-        stored = draw(seed)
-        _write_cache(target, *stored)
-    pixels, labels, names = stored
+    # Everything that could change a pixel: our version, the seed, and the libraries that draw.
+    parts = (VERSION, SIZE, IMAGES_PER_FONT, MAX_SIMILARITY, seed, version("pillow"), version("matplotlib"))
+    target = (cache or cache_dir()) / f"glyphs-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.npz"
+    try:
+        with target.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            # np.load checks each member's CRC while reading, so a damaged file raises here and is redrawn.
+            pixels, labels, names = stored["pixels"], stored["labels"], stored["names"]
+    except NPZ_ERRORS:
+        pixels, labels, names = draw(seed)
+        with contextlib.suppress(OSError):  # without the cache, the next load takes ten seconds longer
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(target) as temporary, open(temporary, "wb") as out:
+                np.savez_compressed(out, pixels=pixels, labels=labels, names=names)
     digest = hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest()
     return Table("glyphs", labels, tuple(str(name) for name in names), ArrayImages(pixels), digest[:16])
 
@@ -159,25 +164,3 @@ def _distort(stencil: Any, rng: np.random.Generator) -> NDArray[np.uint8]:
     pixels = background + rng.uniform(0.35, 0.75) * ink + rng.normal(0, rng.uniform(0.02, 0.10), ink.shape)
     drawing: NDArray[np.uint8] = (np.clip(pixels, 0, 1) * 255).round().astype(np.uint8)
     return drawing
-
-
-def _cache_key(seed: int) -> str:
-    """A hash of everything that could change a pixel: our version, the seed, and the libraries that draw."""
-    parts = (VERSION, SIZE, IMAGES_PER_FONT, MAX_SIMILARITY, seed, version("pillow"), version("matplotlib"))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def _read_cache(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.str_]] | None:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            # np.load checks each member's CRC while reading, so a damaged file raises here and is redrawn.
-            return stored["pixels"], stored["labels"], stored["names"]
-    except NPZ_ERRORS:
-        return None
-
-
-def _write_cache(path: Path, pixels: NDArray[Any], labels: NDArray[Any], names: NDArray[Any]) -> None:
-    with contextlib.suppress(OSError):  # without the cache, the next load takes ten seconds longer
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as temporary, open(temporary, "wb") as file:
-            np.savez_compressed(file, pixels=pixels, labels=labels, names=names)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,29 +20,55 @@ from nearkin.errors import DataError
 Rows = NDArray[np.int64]
 
 
-class Images(Protocol):
+class Images(ABC):
     """A store of uint8 images."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
+    workers = 0  # threads that read; 0: one per core
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def read(self, rows: Rows) -> Tensor:
-        """Return these rows as uint8 [len(rows), channels, height, width]."""
-        ...
-
+    @abstractmethod
     def whole(self, row: int) -> Tensor:
         """Return one image as uint8 [channels, h, w], uncropped, for random crops."""
-        ...
 
+    @abstractmethod
     def take(self, rows: Rows) -> Images:
         """Return a view of the store restricted to these rows."""
-        ...
+
+    def read(self, rows: Rows) -> Tensor:
+        """Return the center squares of these rows as uint8 [len(rows), channels, height, width]."""
+        squares = empty_batch(len(rows), *self.shape)
+
+        def fill(index: int) -> None:
+            squares[index] = square(self.whole(int(rows[index])), self.shape[1])
+
+        for _ in map_in_threads(fill, range(len(rows)), workers=self.workers):
+            pass
+        return squares
 
 
-class ArrayImages:
-    """Images in memory."""
+class NoImages(Images):
+    """Placeholder for the images of a table of features; reading from it raises a `DataError`."""
 
+    def __init__(self, source: str, count: int) -> None:
+        self.source, self.count, self.shape = source, count, (0, 0, 0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, rows: Rows) -> Tensor:
+        raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
+
+    def whole(self, row: int) -> Tensor:
+        return self.read(np.array([row]))
+
+    def take(self, rows: Rows) -> NoImages:
+        return NoImages(self.source, len(rows))
+
+
+class ArrayImages(Images):
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         assert pixels.dtype == np.uint8
         _, channels, height, width = pixels.shape
@@ -52,23 +79,17 @@ class ArrayImages:
         return len(self.pixels)
 
     def read(self, rows: Rows) -> Tensor:
-        """Return these rows as uint8 [len(rows), channels, height, width]."""
         return self.pixels[torch.from_numpy(rows)]
 
     def whole(self, row: int) -> Tensor:
-        """Return one image as uint8 [channels, height, width]."""
         return self.pixels[row]
 
     def take(self, rows: Rows) -> ArrayImages:
-        """Return a copy of these rows as a new store."""
         return ArrayImages(self.read(rows).numpy())
 
 
-class FileImages:
-    """Image files, decoded on every access.
-
-    A file that cannot be read raises a `DataError` that names it; `cache.open_images` can skip such files instead.
-    """
+class FileImages(Images):
+    """Image files, decoded on every access; one that cannot be read raises a `DataError` that names it."""
 
     def __init__(
         self,
@@ -88,19 +109,13 @@ class FileImages:
         return len(self.paths)
 
     def box(self, row: int) -> list[float] | None:
-        """Return the box to which an image is cropped."""
         return None if self.boxes is None else self.boxes[row].tolist()
 
     def whole(self, row: int) -> Tensor:
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
         return read_image(self.paths[row], self.side, box=self.box(row), channels=self.shape[0])
 
-    def read(self, rows: Rows) -> Tensor:
-        """Return the center squares of these rows as uint8 [len(rows), channels, side, side]."""
-        return stack_squares(self, rows)
-
     def take(self, rows: Rows) -> FileImages:
-        """Return a store of these rows."""
         paths = [self.paths[row] for row in rows]
         boxes = None if self.boxes is None else self.boxes[rows]
         return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
@@ -115,15 +130,3 @@ def file_digest(path: Path) -> bytes:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}). Fix or remove it, or skip it with --data.skip-broken."
         ) from None
-
-
-def stack_squares(images: Any, rows: Rows) -> Tensor:
-    """Stack the center squares of a store that defines `whole`. Returns uint8 [len(rows), channels, side, side]."""
-    squares = empty_batch(len(rows), *images.shape)
-
-    def fill(index: int) -> None:
-        squares[index] = square(images.whole(int(rows[index])), images.shape[1])
-
-    for _ in map_in_threads(fill, range(len(rows)), workers=images.workers):
-        pass
-    return squares

@@ -40,8 +40,6 @@ PART_ALIASES = {"training": "train", "valid": "val", "validation": "val", "dev":
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of images and classes."""
-
     images: int
     classes: int
 
@@ -93,7 +91,6 @@ class Listing:
         return replace(self, labels=labels.astype(np.int64), class_names=tuple(self.class_names[c] for c in present))
 
     def to_table(self, images: Images, fingerprint: str) -> Table:
-        """Return these rows as a table."""
         columns = ("source", "labels", "class_names", "paths", "part", "groups", "boxes", "notes")
         return Table(images=images, fingerprint=fingerprint, **{name: getattr(self, name) for name in columns})
 
@@ -132,9 +129,6 @@ def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
     if unknown:
         raise DataError(f"{path}: unknown part '{unknown[0]}'. Expected one of {', '.join(PARTS)}.")
     return np.array(parts)
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def list_folder(root: Path) -> Listing:
@@ -213,17 +207,10 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
     return images
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def list_table(
     path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
 ) -> Listing:
-    """List the rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (or one each in train/ and test/).
-
-    Columns: path and label; optionally part (or split), group, and x, y, w, h of a box in pixels. Paths are relative
-    to the file that lists them.
-    """
+    """List the rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (or one per part)."""
     files = metadata_files(path) if path.is_dir() else [path]
     if not files:
         raise DataError(
@@ -270,10 +257,7 @@ def metadata_files(root: Path) -> list[Path]:
 
 
 def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
-    """The known columns under our names, as text; path and label are required and must not have gaps.
-
-    An extra column "row" holds the row numbers that an editor shows.
-    """
+    """The known columns under our names, as text, and "row", the row numbers that an editor shows."""
     is_parquet = file.suffix.lower() == ".parquet"
     table, row_numbers = _read_parquet(file) if is_parquet else _read_csv(file)
     columns = {"row": row_numbers}

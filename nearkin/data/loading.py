@@ -4,8 +4,6 @@ Threads, because decoders and torch's interpolation release the GIL: as fast as 
 The work depends only on the row, so the number of threads does not affect the pixels.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +13,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from nearkin._common.progress import Reporter
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,31 +40,34 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int =
     yield from prefetch(([partial(run, chunk)] for chunk in chunks), workers=workers, depth=64)
 
 
+def map_with_progress(
+    work: Callable[[T], R], items: Sequence[T], reporter: Reporter, label: str, *, unit: str = "img", workers: int = 0
+) -> Iterator[R]:
+    """Apply a function to all items in threads and yield the results in order, while a progress bar is shown."""
+    with reporter.track(label, len(items), unit=unit) as bar:
+        for chunk in map_in_threads(work, items, workers=workers):
+            yield from chunk
+            bar.advance(len(chunk))
+
+
 def prefetch(jobs: Iterable[Sequence[Callable[[], R]]], *, workers: int = 0, depth: int = 2) -> Iterator[R]:
     """Run jobs ahead of their use in threads."""
     num_threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", initializer=_use_one_torch_thread)
+    # If each of our threads resized images with one torch thread per core, the cores would be oversubscribed.
+    pool = ThreadPoolExecutor(workers or available_cores(), "nearkin-loading", torch.set_num_threads, (1,))
     pending: deque[list[Future[R]]] = deque()
     try:
         for tasks in jobs:
             pending.append([pool.submit(task) for task in tasks])
             if len(pending) > depth:
-                yield _first_result(pending.popleft())
+                first, *_ = [future.result() for future in pending.popleft()]
+                yield first
         while pending:
-            yield _first_result(pending.popleft())
+            first, *_ = [future.result() for future in pending.popleft()]
+            yield first
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(num_threads)  # the initializer also lowered the default for threads created later
-
-
-def _first_result(futures: list[Future[R]]) -> R:
-    results = [future.result() for future in futures]
-    return results[0]
-
-
-def _use_one_torch_thread() -> None:
-    # If each of our threads resized images with one torch thread per core, the cores would be oversubscribed.
-    torch.set_num_threads(1)
 
 
 def empty_batch(*shape: int) -> Tensor:

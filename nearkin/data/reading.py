@@ -4,8 +4,6 @@ torchvision decodes JPEG (it crashes the process on a damaged PNG), Pillow every
 is missing. EXIF orientation is applied, transparency goes over white, 16-bit values keep their high byte.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io
@@ -53,7 +51,6 @@ class ImageData(io.BytesIO):
         self._reads_left = _FREE_READS + len(data) // _BYTES_PER_READ
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read as `io.BytesIO` does."""
         self._reads_left -= 1
         if self._reads_left < 0:
             raise ValueError("too many parts in the file")
@@ -61,22 +58,32 @@ class ImageData(io.BytesIO):
 
 
 def read_image(source: Any, side: int, *, box: Box | None = None, channels: int = 3) -> Tensor:
-    """Read an image and shrink it so that its shorter side is at most `side`.
-
-    A smaller image is not enlarged, which would only cost space.
-    """
+    """Read an image, shrunk so that its shorter side is at most `side`; a smaller one is not enlarged."""
     assert channels in (1, 3)
     try:
         pixels, reduction = _decode(source, side, box)
-        if box is not None:
-            pixels = _crop(pixels, [value / reduction for value in box])
+        height, width = pixels.shape[1:]
+        if box is not None:  # it may extend beyond the image but must overlap it
+            box = [value / reduction for value in box]
+            left, top, right, bottom = _clip_box(box, width, height)
+            if right <= left or bottom <= top:
+                corners = ", ".join(f"{value:g}" for value in box)
+                raise ValueError(f"the box ({corners}) contains no pixel of the {width} x {height} image")
+            pixels = pixels[:, top:bottom, left:right]
     except Exception as error:  # decoders may raise any exception on a damaged file
         raise _unreadable(source, error) from None
     height, width = pixels.shape[1:]
     new_height, new_width = _limit_aspect(height, width)
     top, left = (height - new_height) // 2, (width - new_width) // 2
     pixels = pixels[:, top : top + new_height, left : left + new_width]
-    return _to_channels(resize(pixels, *_resized_shape(new_height, new_width, side)), channels)
+    pixels = resize(pixels, *_resized_shape(new_height, new_width, side))
+    if len(pixels) == channels:
+        return pixels
+    if channels == 3:
+        return pixels.expand(3, -1, -1)
+    # Pillow's RGB weights (ITU-R 601) in fixed point.
+    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
+    return ((pixels.to(torch.int32) * weights).sum(dim=0, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
 
 
 def square(whole: Tensor, side: int) -> Tensor:
@@ -96,7 +103,6 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def read_size(path: Path | str) -> tuple[int, int]:
-    """Read the width and height of an image from its header."""
     try:
         with open_file(path) as file, open_header(file) as image:
             width, height = image.size
@@ -114,10 +120,7 @@ def stored_shape(width: int, height: int, side: int, *, box: Box | None = None) 
 
 
 def decoder_name() -> str:
-    """Return names and versions of the decoders in use.
-
-    It is part of the cache key, because decoders may differ in the last bit.
-    """
+    """Return names and versions of the decoders in use, for cache keys: they may differ in the last bit."""
     names = ["torchvision", "pillow"] if _torchvision_io() is not None else ["pillow"]
     return " ".join(f"{name}-{installed_version(name) or 'none'}" for name in names)
 
@@ -169,7 +172,6 @@ def check_pillow(image: Any) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why an image cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if "cannot identify image file" in str(error):  # Pillow's message names our buffer
@@ -181,9 +183,6 @@ def reason_of(error: Exception) -> str:
 
 def _unreadable(source: Any, error: Exception) -> DataError:
     return DataError(f"{name_of(source)}: cannot be read ({reason_of(error)}).")
-
-
-# --- decoding --------------------------------------------------------------------------------------------------------
 
 
 def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
@@ -252,27 +251,7 @@ def _over_white(rgba: Tensor) -> Tensor:
     return ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
 
-def _to_channels(pixels: Tensor, channels: int) -> Tensor:
-    if len(pixels) == channels:
-        return pixels
-    if channels == 3:
-        return pixels.expand(3, -1, -1)
-    # Pillow's RGB weights (ITU-R 601) in fixed point.
-    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
-    return ((pixels.to(torch.int32) * weights).sum(dim=0, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
-
-
-def _crop(pixels: Tensor, box: Box) -> Tensor:
-    """Crop to a box, which may extend beyond the image but must overlap it."""
-    left, top, right, bottom = _clip_box(box, pixels.shape[2], pixels.shape[1])
-    if right <= left or bottom <= top:
-        corners = ", ".join(f"{value:g}" for value in box)
-        raise ValueError(f"the box ({corners}) contains no pixel of the {pixels.shape[2]} x {pixels.shape[1]} image")
-    return pixels[:, top:bottom, left:right]
-
-
 def _clip_box(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a box, clipped to an image of this size."""
     x, y, box_width, box_height = box
     return max(0, round(x)), max(0, round(y)), min(width, round(x + box_width)), min(height, round(y + box_height))
 

@@ -1,7 +1,5 @@
 """Data sources: `load(recipe.data)` returns the images and labels of a recipe as one `Table`."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -18,7 +16,7 @@ from nearkin.config.recipe import DataConfig
 from nearkin.data import glyphs
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.cache import Opened, open_images
-from nearkin.data.images import FileImages, Rows, file_digest
+from nearkin.data.images import FileImages, NoImages, Rows, file_digest
 from nearkin.data.listing import (
     COLUMNS,
     TABLE_SUFFIXES,
@@ -29,9 +27,9 @@ from nearkin.data.listing import (
     metadata_files,
     parse_parts,
 )
-from nearkin.data.loading import map_in_threads
+from nearkin.data.loading import map_with_progress
 from nearkin.data.splits import check_parts, merge_shared_parts
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError, DataError, UserError, did_you_mean
 
@@ -55,7 +53,13 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         DataError: If the source is incomplete or unreadable.
     """
     reporter = reporter or Reporter(quiet=True)
-    _check_usable(data)
+    for name, given, sources in (
+        ("crop_to_boxes", data.crop_to_boxes, ("table", *BENCHMARKS)),
+        ("path_column", data.path_column, ("table",)),
+        ("label_column", data.label_column, ("table",)),
+    ):
+        if given and data.source not in sources:
+            raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
         limits = data.max_classes, data.max_per_class
@@ -76,17 +80,6 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
     return make_table(replace(listing, notes=notes), data, reporter)
 
 
-def _check_usable(data: DataConfig) -> None:
-    """Refuse settings that this source would ignore."""
-    for name, given, sources in (
-        ("crop_to_boxes", data.crop_to_boxes, ("table", *BENCHMARKS)),
-        ("path_column", data.path_column, ("table",)),
-        ("label_column", data.label_column, ("table",)),
-    ):
-        if given and data.source not in sources:
-            raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
-
-
 def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, ...]:
     """Report that parts which share classes were merged. Returns this as a note for the result, if there were any."""
     if not shared:
@@ -97,7 +90,7 @@ def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, .
 
 
 def list_source(data: DataConfig) -> Listing:
-    """List the files and labels of a source without decoding any image. Returns the listing."""
+    """List the files and labels of a source without decoding any image."""
     if data.source in BENCHMARKS:
         listing = BENCHMARKS[data.source].list(data.root, allow_missing=data.allow_missing)
     elif data.source == "folder":
@@ -162,11 +155,7 @@ def _root(data: DataConfig, expected: str) -> Path:
 
 
 def detect_source(path: Path) -> str:
-    """Detect the type of source at a path, for `--data PATH`.
-
-    A benchmark is recognised by its official files, a table by its suffix or its metadata.csv, features by their
-    suffix; everything else is a folder.
-    """
+    """Detect the type of source at a path: by its suffix, a benchmark's official files, or a metadata.csv."""
     if path.suffix.lower() in TABLE_SUFFIXES and not path.is_dir():
         return "table"
     if path.suffix.lower() in FEATURE_SUFFIXES and not path.is_dir():
@@ -178,7 +167,7 @@ def detect_source(path: Path) -> str:
 
 
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
-    """Open the listed images as a table. Returns the table, without classes that have no images."""
+    """Open the listed images as a table, without classes that have no images."""
     if listing.unopened and not data.skip_broken:
         raise DataError(
             f"{listing.root}: {counted(len(listing.unopened), 'folder')} cannot be opened, "
@@ -196,7 +185,7 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     if opened.broken:
         notes += (agreeing(len(opened.broken), "images could not be read and were skipped"),)
         listing = listing.take(opened.kept)
-    digests = opened.digests or _hash_files(listing.paths, reporter)
+    digests = opened.digests or map_with_progress(file_digest, listing.paths, reporter, "reading the files")
     listing = replace(listing.without_empty_classes(), notes=notes)
     content = fingerprint(digests, listing.labels, listing.class_names, listing.part, listing.boxes)
     return listing.to_table(opened.images, content)
@@ -213,15 +202,6 @@ def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
         on_broken="skip" if data.skip_broken else "stop",
         reporter=reporter,
     )
-
-
-def _hash_files(paths: Sequence[Path], reporter: Reporter) -> list[bytes]:
-    digests: list[bytes] = []
-    with reporter.track("reading the files", len(paths), unit="img") as bar:
-        for chunk in map_in_threads(file_digest, paths):
-            digests += chunk
-            bar.advance(len(chunk))
-    return digests
 
 
 def fingerprint(

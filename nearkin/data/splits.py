@@ -1,7 +1,5 @@
 """Class-disjoint splits: classes to train on, classes to select the epoch on, and sealed test classes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -97,20 +95,29 @@ def has_positives(table: Table) -> bool:
 
 
 def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout]:
-    _check_split_name(data.split)
+    if data.split in _CLOSED_SET_NAMES:
+        raise ConfigError(
+            f"data.split: the classification split '{data.split}' is not supported: {CLOSED_SET_REASON}.\n"
+            f"Use auto, half or by_class."
+        )
+    if data.split not in SPLITS:
+        hint = did_you_mean(data.split, SPLITS) or f" Available splits: {', '.join(SPLITS)}."
+        raise ConfigError(f"data.split: no split named '{data.split}'.{hint}")
     has_test = bool(set(table.parts) & set(EVAL_PARTS))
     if data.split == "by_class" or (data.split == "auto" and not has_test):
         test_fraction, seed = data.test_fraction, data.split_seed
         if not data.folds and data.val_fraction and data.select_on == "validation":
             return split_by_class(table, val_fraction=data.val_fraction, test_fraction=test_fraction, seed=seed)
-        training, holdout = hold_out(table, test_fraction=test_fraction, seed=seed)
+        test, rest = _draw(table, seed, "train and validate", 4, test=test_fraction)  # the rest: `kfold` or `fixed`
+        description = f"by class, seed {seed}"
+        training, holdout = _subset(table, rest, description), _holdout(table, test, description)
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
     if data.select_on == "test":
         # The papers' protocol, on request: the only case where the epoch is selected on the test classes. The
         # description of the split records it.
-        test = holdout.open()
-        return Split(training, replace(test, split=f"{test.split}; EPOCH SELECTED ON THE TEST CLASSES")), holdout
+        opened = holdout.open()
+        return Split(training, replace(opened, split=f"{opened.split}; EPOCH SELECTED ON THE TEST CLASSES")), holdout
     if not data.val_fraction and not data.folds:
         return Split(replace(training, split=f"{training.split}; no validation classes"), None), holdout
     if data.folds:
@@ -118,28 +125,10 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
     return fixed(training, ratio=1 - data.val_fraction, seed=data.split_seed), holdout
 
 
-def _check_split_name(name: str) -> None:
-    if name in _CLOSED_SET_NAMES:
-        raise ConfigError(
-            f"data.split: the classification split '{name}' is not supported: {CLOSED_SET_REASON}.\n"
-            f"Use auto, half or by_class."
-        )
-    if name not in SPLITS:
-        hint = did_you_mean(name, SPLITS) or f" Available splits: {', '.join(SPLITS)}."
-        raise ConfigError(f"data.split: no split named '{name}'.{hint}")
-
-
 def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
     """Assign whole classes at random to training, validation and test."""
     test, val, train = _draw(table, seed, "train", 2, test=test_fraction, val=val_fraction)
     return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
-
-
-def hold_out(table: Table, *, test_fraction: float, seed: int) -> tuple[Table, Holdout]:
-    """Seal a random fraction of the classes for testing; the rest is for `kfold` or `fixed`."""
-    test, training = _draw(table, seed, "train and validate", 4, test=test_fraction)
-    description = f"by class, seed {seed}"
-    return _subset(table, training, description), _holdout(table, test, description)
 
 
 def _draw(table: Table, seed: int, rest: str, min_rest: int, **fractions: float) -> list[NDArray[np.int64]]:
@@ -237,10 +226,7 @@ def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
 
 
 def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
-    """Split the training classes once at random, or use the source's validation part if it has one.
-
-    Validation scores of different ratios are not comparable: they search among different numbers of classes.
-    """
+    """Split the training classes once at random, or use the source's validation part if it has one."""
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio: expected a fraction between 0 and 1, got {ratio}.")
     if "val" in table.parts:
@@ -254,11 +240,7 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
 def merge_shared_parts(
     labels: NDArray[np.int64], part: NDArray[np.str_] | None
 ) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
-    """Merge parts that share most of their classes, as those for training a classifier do.
-
-    Returns the parts that are left, None if test classes were shared, and the shared classes. A few shared classes are
-    more likely a mistake: then nothing is merged, and splitting raises an error.
-    """
+    """Merge parts that share most of their classes; return the parts that are left and the shared classes."""
     none = np.empty(0, np.int64)
     if part is None:
         return None, none

@@ -12,34 +12,9 @@ from numpy.typing import NDArray
 from nearkin.errors import DataError
 
 if TYPE_CHECKING:  # without torch, so that a name or path that does not exist is reported at once
-    from torch import Tensor
-
     from nearkin.data.images import Images, Rows
 
 PARTS = ("train", "val", "test", "query", "gallery")  # the parts that a source may define, in display order
-
-
-class NoImages:
-    """Placeholder for the images of a table of features; reading from it raises a `DataError`."""
-
-    def __init__(self, source: str, count: int) -> None:
-        self.source, self.count = source, count
-        self.shape = (0, 0, 0)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, rows: Rows) -> Tensor:
-        """Raise a `DataError`."""
-        raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
-
-    def whole(self, row: int) -> Tensor:
-        """Raise a `DataError`."""
-        return self.read(np.array([row]))
-
-    def take(self, rows: Rows) -> NoImages:
-        """Return a placeholder for these rows."""
-        return NoImages(self.source, len(rows))
 
 
 @dataclass(frozen=True)

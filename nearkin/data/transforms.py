@@ -4,8 +4,6 @@ The draws depend only on (seed, epoch, step): resuming, threads and the cache ch
 stored image, resized in one interpolation even where a paper first squashes the image, which only moves the box.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,11 @@ import torch
 from torch import Tensor
 
 from nearkin._common.registry import Registry
+from nearkin.config.recipe import Recipe
 from nearkin.data.images import ArrayImages, Images, Rows
 from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import resize, square
+from nearkin.data.table import Table
 from nearkin.errors import import_extra
 
 Draws = Sequence[float]  # uniform random numbers in [0, 1) of one image
@@ -32,8 +32,6 @@ CropBox = tuple[int, int, int, int]  # top, left, height, width
 
 @dataclass(frozen=True)
 class Augment:
-    """Training and evaluation transforms of one recipe."""
-
     paper: str  # whose recipe it is
     resize_size: int  # shorter side at which images are stored for an input of `crop_size` (often 256)
     crop_size: int  # input size in the paper (often 224)
@@ -45,7 +43,6 @@ class Augment:
         return -(-side * self.resize_size // self.crop_size)
 
     def input_side(self, stored: int) -> int:
-        """Return the model input for images stored at this shorter side; the inverse of `stored_side`."""
         return stored * self.crop_size // self.resize_size
 
     def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -62,9 +59,6 @@ class Augment:
 
 
 AUGMENTS: Registry[Augment] = Registry("augmentation")
-
-
-# --- operations ------------------------------------------------------------------------------------------------------
 
 
 def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
@@ -116,15 +110,11 @@ def unsquash_box(box: CropBox, square_side: int, height: int, width: int) -> Cro
 
 
 def random_hflip(image: Tensor, draws: Draws) -> Tensor:
-    """Flip an image [C, h, w] horizontally with probability 0.5."""
     return image.flip(-1) if draws[22] < 0.5 else image
 
 
 def color_jitter(image: Tensor, draws: Draws, *, strength: float, hue: float = 0.0) -> Tensor:
-    """Jitter brightness, contrast, saturation and hue in random order: torchvision's ColorJitter.
-
-    Computed in float and rounded once; torchvision rounds down after each step.
-    """
+    """torchvision's ColorJitter, in float and rounded once; torchvision rounds down after each step."""
     pixels = image.float()
     brightness, contrast, saturation = (1 + strength * (2 * draws[27 + i] - 1) for i in range(3))
     for step in sorted(range(4), key=lambda i: draws[23 + i]):
@@ -148,9 +138,6 @@ def _to_grayscale(pixels: Tensor) -> Tensor:
     return (0.2989 * pixels[0]).add_(pixels[1], alpha=0.587).add_(pixels[2], alpha=0.114)
 
 
-# --- transforms ------------------------------------------------------------------------------------------------------
-
-
 def random_resized_crop(
     image: Tensor,
     draws: Draws,
@@ -162,10 +149,7 @@ def random_resized_crop(
     jitter: float = 0.0,
     hue: float = 0.0,
 ) -> Tensor:
-    """Random resized crop, random horizontal flip and optional color jitter. Returns uint8 [C, side, side].
-
-    With `squash`, the box is drawn in the image squashed to a square, to which `ratio` then refers.
-    """
+    """Random resized crop, flip and color jitter. With `squash` the box is drawn in the image squashed to a square."""
     height, width = image.shape[1:]
     if squash:
         box = random_crop_box(_SQUASH_SIZE, _SQUASH_SIZE, draws, scale=scale, ratio=ratio)
@@ -177,7 +161,6 @@ def random_resized_crop(
 
 
 def random_crop(image: Tensor, draws: Draws, side: int, *, resize_size: int, crop_size: int) -> Tensor:
-    """Random crop of fixed size from the squashed image, and random horizontal flip. Returns uint8 [C, side, side]."""
     height, width = image.shape[1:]
     top, left = (int((resize_size - crop_size + 1) * draws[i]) for i in (20, 21))
     box = unsquash_box((top, left, crop_size, crop_size), resize_size, height, width)
@@ -191,7 +174,6 @@ def center_crop(image: Tensor, side: int, *, resize_size: int, crop_size: int, s
 
 
 def no_augmentation(image: Tensor, draws: Draws, side: int) -> Tensor:
-    """Return the center square [C, side, side]; `draws` is unused."""
     return square(image, side)
 
 
@@ -206,9 +188,6 @@ def random_shift(image: Tensor, draws: Draws, side: int, *, max_shift: float = 1
 def _reflected_indices(side: int, shift: int) -> Tensor:
     indices = (torch.arange(side) + shift).abs()
     return torch.where(indices < side, indices, 2 * (side - 1) - indices)
-
-
-# --- the registry ----------------------------------------------------------------------------------------------------
 
 
 def _add(
@@ -238,9 +217,6 @@ _add("thesis", "Proxy-Anchor's code and the thesis after it", random_resized_cro
 _add("mpa", "Multi-Proxy Anchor", random_resized_crop, squash=True)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
-
-
 def random_draws(seed: int, epoch: int, step: int, count: int) -> Tensor:
     """Draw the random numbers of one batch; the same on every machine for the same arguments."""
     [state] = np.random.SeedSequence((seed, epoch, step)).generate_state(1, np.uint64)
@@ -259,11 +235,7 @@ def training_batches(
     workers: int = 0,
     first: int = 0,
 ) -> Iterator[Tensor]:
-    """Yield the augmented batches plan[start:] of an epoch, uint8 [B, C, side, side], prefetched in threads.
-
-    `first` is the index of this rank's first row in the global batch (`sampler.share.start`), so that an image is
-    augmented the same way on every rank.
-    """
+    """Yield the augmented batches plan[start:] of an epoch; `first` is this rank's first row in the global batch."""
     if augment.train is no_augmentation:
         yield from eval_batches(images, plan[start:], augment, workers=workers)
         return
@@ -301,3 +273,44 @@ def _batch_tasks(
         return batch
 
     return [partial(fill, range(s, min(s + _CHUNK_SIZE, len(rows)))) for s in range(0, len(rows), _CHUNK_SIZE)]
+
+
+def training_inputs(
+    table: Table,
+    plan: Sequence[Rows],
+    recipe: Recipe,
+    *,
+    epoch: int,
+    start: int = 0,
+    first: int = 0,
+    batch_size: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield the batches plan[start:] of an epoch; those of a rank begin at row `first` of `batch_size` global ones."""
+    if table.features is None:
+        order = {"seed": recipe.seed, "epoch": epoch, "start": start, "first": first}
+        augment = AUGMENTS[recipe.data.augment]
+        yield from training_batches(table.images, plan, augment, workers=recipe.data.num_workers, **order)
+        return
+    # Features are mixed with others of their class and with Gaussian noise as the recipe says.
+    features, labels = torch.from_numpy(table.features), table.labels
+    noise, mix = recipe.train.feature_noise, recipe.train.feature_mix
+    std = features.std(dim=0) if noise else torch.empty(0)
+    by_class = np.argsort(labels, kind="stable")
+    class_sizes = np.bincount(labels, minlength=table.num_classes)
+    class_starts = np.cumsum(class_sizes) - class_sizes
+    for step in range(start, len(plan)):
+        rows = plan[step]
+        batch = features[torch.from_numpy(rows)]
+        # Drawn for the global batch, so that an image does not depend on the number of ranks.
+        rng = np.random.default_rng((recipe.seed, epoch, step, 0))
+        size, share = batch_size or len(rows), slice(first, first + len(rows))
+        if mix:
+            classes = labels[rows]
+            within_class = (rng.random(size)[share] * class_sizes[classes]).astype(np.int64)
+            partners = by_class[class_starts[classes] + within_class]
+            weight = torch.from_numpy(rng.random((size, 1))[share] * mix).float()
+            batch = batch.lerp(features[torch.from_numpy(partners)], weight)
+        if noise:
+            draws = rng.standard_normal((size, batch.shape[1]))[share]
+            batch = batch + noise * std * torch.from_numpy(draws).float()
+        yield batch

@@ -1,7 +1,5 @@
 """Use trained models: search index, web server, export, external vector stores."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports
@@ -15,16 +13,7 @@ if TYPE_CHECKING:
     from nearkin.deploy.serve.service import Service
     from nearkin.deploy.stores import open_store
 
-__all__ = [
-    "Hit",
-    "Index",
-    "SearchResult",
-    "Service",
-    "export",
-    "export_run",
-    "make_app",
-    "open_store",
-]
+__all__ = ["Hit", "Index", "SearchResult", "Service", "export", "export_run", "make_app", "open_store"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -3,8 +3,6 @@
 Scaling, channel order and normalization are part of the file; how to crop an image is described in its metadata.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io
@@ -45,8 +43,6 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported file."""
-
     path: Path  # the file
     metadata_path: Path  # the JSON file next to it
     metadata: dict[str, Any]  # its content
@@ -115,7 +111,13 @@ def export(
 ) -> Exported:
     """Export a model, and write its metadata next to it. Nothing is saved if the file does not reproduce the model."""
     _check_takes_images(model)
-    _check_target(to, out)
+    suffixes = {"onnx": ".onnx", "torch": ".pt2"}
+    if to not in suffixes:
+        raise ConfigError(f"--to {to}: expected onnx or torch.")
+    if out.suffix != suffixes[to]:
+        raise ConfigError(f"-o {out}: expected a file name that ends in {suffixes[to]} for --to {to}.")
+    if out.is_dir():
+        raise ConfigError(f"-o {out}: is a folder. Expected a file name.")
     for module in ("onnxscript", "onnxruntime") if to == "onnx" else ():
         import_extra(module, extra="export")  # fail before the work, not after it
     reporter = reporter or Reporter(quiet=True)
@@ -152,6 +154,13 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
     channels, side, width = model.image_shape
     augment = AUGMENTS[model.augment]
+    trained_on = None
+    if run is not None:
+        try:
+            names = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names)
+        except (UserError, OSError):  # the run's data are gone or have changed
+            names = []
+        trained_on = {"source": run.recipe.data.source, "classes": names or None}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -186,7 +195,7 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
         },
         "model": model.config_dict()["model"],
         "fingerprint": model.fingerprint(),
-        "trained_on": None if run is None else _training_data(run, reporter or Reporter(quiet=True)),
+        "trained_on": trained_on,
     }
 
 
@@ -270,28 +279,9 @@ def _batch_sizes(count: int) -> list[int]:
     return sizes
 
 
-def _training_data(run: Run, reporter: Reporter) -> dict[str, Any]:
-    """Return the source, and the training classes if the run's data are still there and unchanged."""
-    try:
-        names = sorted(read_training_classes(run, reporter).names)
-    except (UserError, OSError):
-        names = []
-    return {"source": run.recipe.data.source, "classes": names or None}
-
-
 def _check_takes_images(model: Embedder) -> None:
     if model.backbone is None:
         raise ConfigError("export: this model takes precomputed features, not images. Export their backbone instead.")
-
-
-def _check_target(to: str, out: Path) -> None:
-    suffixes = {"onnx": ".onnx", "torch": ".pt2"}
-    if to not in suffixes:
-        raise ConfigError(f"--to {to}: expected onnx or torch.")
-    if out.suffix != suffixes[to]:
-        raise ConfigError(f"-o {out}: expected a file name that ends in {suffixes[to]} for --to {to}.")
-    if out.is_dir():
-        raise ConfigError(f"-o {out}: is a folder. Expected a file name.")
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Preprocess single images exactly as evaluation does, and choose images to check an exported file on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +24,7 @@ _MAX_IMAGES, _RANDOM_IMAGES = 64, 16
 
 
 def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
-    """Return the pixels that `model.embed` would pass to the network.
-
-    Runs in the calling thread, so several threads can preprocess images in parallel.
-    """
+    """Return the pixels that `model.embed` would pass to the network, computed in the calling thread."""
     channels, side, _ = model.image_shape
     augment = AUGMENTS[model.augment]
     return augment.evaluate(read_image(source, augment.stored_side(side), box=box, channels=channels), side)
@@ -37,15 +32,12 @@ def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckImages:
-    """Images to compare on."""
-
     pixels: Tensor  # uint8 [N, C, H, W]
     what: str  # description for the metadata of the exported file; names no path
     note: str = ""  # addition to it for the terminal
 
 
 def check_images_from_folder(model: Embedder, folder: Path) -> CheckImages:
-    """Read images of a folder, evenly spaced in its listing."""
     if not folder.is_dir():
         raise DataError(f"--images {folder}: no such folder.")
     paths = list_image_files(folder, [], [])
@@ -78,7 +70,6 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
 
 
 def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
-    """Generate images of random pixels."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (_RANDOM_IMAGES, *model.image_shape), dtype=torch.uint8, generator=generator)
     return CheckImages(pixels, f"{len(pixels)} random images", f" ({reason.rstrip('.')})" if reason else "")

@@ -10,8 +10,7 @@ import json
 import os
 import re
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -93,7 +92,7 @@ def _store_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {reason[:300]}") from None
 
 
-class Store(ABC):
+class Store:
     """A vector store; `name` is its URL without secrets. Subclasses implement the methods that start with _."""
 
     def __init__(self, client: Any, table: str, dim: int, model: str, name: str = "store") -> None:
@@ -102,7 +101,6 @@ class Store(ABC):
             self._open()
 
     def write(self, ids: Sequence[str], vectors: Vectors, labels: Sequence[Label]) -> None:
-        """Insert or replace items."""
         rows = check_vectors(vectors, self.dim, "vectors").tolist()
         with _store_errors(self.name):
             self._write(zip(_check_utf8(ids), rows, labels, strict=True))
@@ -120,12 +118,10 @@ class Store(ABC):
                 self._remove(_check_utf8(ids[start : start + _BATCH_SIZE]))
 
     def count(self) -> int:
-        """Return the number of items."""
         with _store_errors(self.name):
             return self._count()
 
     def close(self) -> None:
-        """Close the connection."""
         self.client.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +131,6 @@ class Store(ABC):
         self.close()
 
     def _check_compatible(self, dim: int, model: str | None) -> None:
-        """Check the dimension and model of the vectors that the store holds."""
         if dim != self.dim:
             problem = f"with {dim} dimensions, expected {self.dim}"
         elif model is not None and model != self.model:
@@ -144,26 +139,14 @@ class Store(ABC):
             return
         raise DataError(f"{self.name}: holds vectors {problem}. Use another collection or table.")
 
-    @staticmethod
-    @abstractmethod
-    def connect(url: str) -> tuple[Any, str]:
-        """Return a client, and the collection or table that the URL names."""
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Create the collection or table, or check that an existing one is compatible."""
-
-    @abstractmethod
-    def _write(self, items: Iterable[tuple[str, list[float], Label]]) -> None: ...
-
-    @abstractmethod
-    def _search(self, query: list[float], k: int) -> list[Hit]: ...
-
-    @abstractmethod
-    def _remove(self, ids: list[str]) -> None: ...
-
-    @abstractmethod
-    def _count(self) -> int: ...
+    # What the two stores implement: connect() returns a client and the collection or table that a URL names;
+    # _open() creates it, or checks that an existing one is compatible.
+    connect: Callable[[str], tuple[Any, str]]
+    _open: Callable[[], None]
+    _write: Callable[[Iterable[tuple[str, list[float], Label]]], None]
+    _search: Callable[[list[float], int], list[Hit]]
+    _remove: Callable[[list[str]], None]
+    _count: Callable[[], int]
 
 
 def _check_utf8(ids: Sequence[str]) -> list[str]:
@@ -176,11 +159,8 @@ def _check_utf8(ids: Sequence[str]) -> list[str]:
 
 
 class QdrantStore(Store):
-    """A Qdrant collection."""
-
     @staticmethod
     def connect(url: str) -> tuple[Any, str]:
-        """Connect to a server."""
         parts = urlsplit(url)
         collection = parts.path.strip("/")
         if not parts.hostname or not re.fullmatch(r"[\w.-]+", collection):
@@ -238,7 +218,6 @@ class PgvectorStore(Store):
 
     @staticmethod
     def connect(url: str) -> tuple[Any, str]:
-        """Connect to a database."""
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
         table = query.pop("table", "nearkin")

@@ -3,8 +3,6 @@
 They need scikit-learn (`pip install 'nearkin[bench]'`); nearkin.ops.whitening does not.
 """
 
-from __future__ import annotations
-
 from nearkin.linear.constraints import Constraints, draw_constraints
 from nearkin.linear.estimators import Mahalanobis, WithinClassWhitening
 from nearkin.linear.kernel import KernelMetricLearner, kernel_distance

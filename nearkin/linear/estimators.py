@@ -77,7 +77,6 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return len(self.weight_)
 
     def _columns(self, x: Array) -> Array:
-        """What the linear map applies to."""
         return x
 
     def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> tuple[Array, Any]:
@@ -103,7 +102,6 @@ def as_tensor(x: Array) -> Tensor:
 
 
 def as_codes(y: Any) -> Tensor:
-    """Encode labels of any type as 0, 1, ..."""
     check_classification_targets(y)
     return torch.from_numpy(np.unique(y, return_inverse=True)[1].astype(np.int64).reshape(-1))
 

@@ -16,8 +16,18 @@ from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, DataError, TrainingFailedError, did_you_mean
 from nearkin.linear.constraints import Constraints, Draw, draw_constraints, target_neighbours
 from nearkin.linear.estimators import Array, LinearMetric, as_codes, as_tensor
-from nearkin.linear.objective import Form, HingeObjective, NeighbourObjective, Objective, Regulariser, undo_basis
-from nearkin.linear.solver import Projection, project_psd, projected_gradient, stochastic_descent
+from nearkin.linear.objective import (
+    Form,
+    HingeObjective,
+    NeighbourObjective,
+    Objective,
+    Projection,
+    Regulariser,
+    project_psd,
+    projected_gradient,
+    stochastic_descent,
+    undo_basis,
+)
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
 from sklearn.utils import check_random_state  # isort: skip
@@ -157,11 +167,7 @@ class MetricLearner(LinearMetric):
         return Constraints(similar=targets)
 
     def _make_basis(self, x: Tensor, codes: Tensor | None, constraints: Constraints) -> Tensor:
-        """Coordinates in which the within-class covariance is isotropic: they precondition the search.
-
-        Without them batch steps hardly move in directions dominated by noise elsewhere. The solution does not depend
-        on them: regularisers apply to A itself.
-        """
+        """Coordinates with isotropic within-class covariance: they precondition the search, not change its solution."""
         # The fewer samples per feature, the less reliable their covariance.
         shrinkage = x.shape[1] / len(x) if self.shrinkage is None else self.shrinkage
         rows, classes = x, codes
@@ -246,7 +252,6 @@ def _full_batch_descent(
 
 
 def check_name(setting: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless a setting has one of its known values."""
     if value not in known:
         names = ", ".join(f"'{k}'" for k in known)
         raise ConfigError(f"{setting}: expected one of {names}, got {value!r}.{did_you_mean(str(value), known)}")

@@ -1,7 +1,5 @@
 """Embedding models: backbone, pooling and head; pretrained weights; cached features of a frozen backbone."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports
@@ -11,16 +9,9 @@ if TYPE_CHECKING:
     from nearkin.models.bn_inception import BNInception
     from nearkin.models.embedder import Embedder, load
     from nearkin.models.frozen import FrozenFeatures
-    from nearkin.models.pooling import POOLINGS
+    from nearkin.models.heads import POOLINGS
 
-__all__ = [
-    "BACKBONES",
-    "POOLINGS",
-    "BNInception",
-    "Embedder",
-    "FrozenFeatures",
-    "load",
-]
+__all__ = ["BACKBONES", "POOLINGS", "BNInception", "Embedder", "FrozenFeatures", "load"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -29,6 +20,6 @@ __getattr__, __dir__ = lazy_exports(
         "bn_inception": ("BNInception",),
         "embedder": ("Embedder", "load"),
         "frozen": ("FrozenFeatures",),
-        "pooling": ("POOLINGS",),
+        "heads": ("POOLINGS",),
     },
 )

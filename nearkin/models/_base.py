@@ -1,7 +1,5 @@
 """The interface of all backbones: feature maps, and the pixel normalisation they expect."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@
 every other name from timm. Each backbone carries the pixel normalisation of its published weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,6 @@ _RGB_ONLY = ("efficientnet_lite0", "googlenet", "resnet50", "bn_inception")
 
 
 def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build a backbone with random weights."""
     if model.backbone in _RGB_ONLY and in_channels != 3:
         raise ConfigError(
             f"model.backbone: {model.backbone} expects colour images (3 channels), got {in_channels} channels."
@@ -34,7 +31,6 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 def check_backbone(name: str) -> None:
-    """Check that a backbone exists, without building it."""
     if name in BACKBONES or name == "none":
         return
     timm = import_extra("timm", extra="images")
@@ -56,10 +52,7 @@ def check_backbone(name: str) -> None:
 
 
 class SmallConv(Backbone):
-    """Five convolutions for images of about 32 to 96 pixels: 160,000 parameters at width 24.
-
-    The first convolution has stride 2: at full resolution it would cost as much as all the others.
-    """
+    """Five convolutions for images of about 32 to 96 pixels; the first has stride 2, because it costs the most."""
 
     def __init__(self, in_channels: int, width: int) -> None:
         super().__init__()
@@ -115,7 +108,6 @@ class TorchvisionBackbone(Backbone):
 
 
 def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build torchvision's ResNet-50."""
     network = import_extra("torchvision.models", extra="images").resnet50()
     layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
     backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
@@ -124,7 +116,6 @@ def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
-    """Build torchvision's GoogLeNet."""
     network = import_extra("torchvision.models", extra="images").googlenet(aux_logits=False, init_weights=False)
     layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
     backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)

@@ -4,8 +4,6 @@ Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by R
 One table of widths builds the layers and runs them; docs/bn-inception.md lists the entries of a weights file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -38,10 +36,7 @@ class ConvSpec(NamedTuple):
 
 
 class BlockSpec(NamedTuple):
-    """Widths of one inception block.
-
-    A block with pool "halve" halves the resolution, has no 1x1 branch and does not project its pooled input.
-    """
+    """Widths of one inception block. With pool "halve" it has no 1x1 branch and does not project its pooled input."""
 
     name: str
     in_channels: int
@@ -54,10 +49,7 @@ class BlockSpec(NamedTuple):
     project: int  # 1x1 after the pooling
 
     def branches(self) -> list[list[ConvSpec]]:
-        """Return the parallel chains of convolutions, in the order in which their outputs are concatenated.
-
-        The last chain runs on the pooled input; it is empty if the pooled input is not projected.
-        """
+        """Return the parallel chains of convolutions in the order of their outputs; the last has the pooled input."""
         stride = 2 if self.pool == "halve" else 1
         chains = [
             [ConvSpec("1x1", self.in_channels, self.single, 1)],

@@ -27,8 +27,7 @@ from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models._base import Backbone, PixelNorm
 from nearkin.models.backbones import make_backbone
-from nearkin.models.heads import Head, unit
-from nearkin.models.pooling import Pool
+from nearkin.models.heads import Head, Pool, unit
 from nearkin.models.weights import fingerprint, load_checkpoint, load_weights
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
@@ -209,7 +208,16 @@ class Embedder(nn.Module):
         """Yield batches of model inputs from an image store, from arrays of inputs, or from files and PIL images."""
         plan = [np.arange(s, min(s + batch_size, len(images))) for s in range(0, len(images), batch_size)]
         if isinstance(images, Tensor | np.ndarray):
-            inputs = self._check_inputs(torch.as_tensor(images))
+            inputs = torch.as_tensor(images)
+            if inputs.ndim == 2 and inputs.is_floating_point() and inputs.shape[1] == self.num_features:
+                inputs = inputs.to(self.mean.dtype)
+            elif inputs.dtype != torch.uint8 or inputs.ndim != 4 or tuple(inputs.shape[1:]) != self.image_shape:
+                bytes_or = f"bytes of shape [N, {', '.join(map(str, self.image_shape))}] or " if self.backbone else ""
+                hint = " To have images resized, pass paths or PIL images." if self.backbone else ""
+                raise DataError(
+                    f"embed: expected {bytes_or}features of shape [N, {self.num_features}], "
+                    f"got {inputs.dtype} {list(inputs.shape)}.{hint}"
+                )
             yield from (inputs[rows[0] : rows[-1] + 1] for rows in plan)
             return
         channels, side, _ = self.image_shape
@@ -218,18 +226,6 @@ class Embedder(nn.Module):
         if not hasattr(images, "read"):
             store = FileImages(store, augment.stored_side(side), channels=channels)
         yield from eval_batches(store, plan, augment)
-
-    def _check_inputs(self, inputs: Tensor) -> Tensor:
-        if inputs.ndim == 2 and inputs.is_floating_point() and inputs.shape[1] == self.num_features:
-            return inputs.to(self.mean.dtype)
-        if inputs.dtype == torch.uint8 and inputs.ndim == 4 and tuple(inputs.shape[1:]) == self.image_shape:
-            return inputs
-        bytes_or = f"bytes of shape [N, {', '.join(map(str, self.image_shape))}] or " if self.backbone else ""
-        hint = " To have images resized, pass paths or PIL images." if self.backbone else ""
-        raise DataError(
-            f"embed: expected {bytes_or}features of shape [N, {self.num_features}], "
-            f"got {inputs.dtype} {list(inputs.shape)}.{hint}"
-        )
 
     def save(self, folder: str | Path) -> Path:
         """Write model.safetensors and model.json into a folder, for `nearkin.load`. Returns the folder."""

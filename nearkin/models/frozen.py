@@ -1,7 +1,5 @@
 """Features of a frozen backbone, computed once and cached on disk, so that a head trains in seconds per epoch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -51,20 +49,10 @@ class FrozenFeatures:
         self.path = cache_dir() / "features" / f"{_key(model, table, views)}.f32" if on_disk else None
 
     def add_to(self, part: Table) -> Table:
-        """Add the features to some rows of the source.
-
-        Args:
-            part: The rows.
-
-        Returns:
-            The same rows with `features`.
-
-        Raises:
-            DataError: The cache cannot be written, or a feature is not finite.
-        """
+        """Return the same rows with `features`, computed where the cache lacks them."""
         features = np.empty((len(part), self.width), np.float32)
         if self.path is None:
-            self._compute(part, np.arange(len(part)), features, None)
+            self._compute(part, np.arange(len(part)), features)
             return replace(part, features=features)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +67,7 @@ class FrozenFeatures:
                     self.reporter.info(
                         f"features: {len(missing):,} images to process; cache: up to {size} in {self.path}"
                     )
-                    self._compute(part, missing, features, self.path)
+                    self._compute(part, missing, features)
         except OSError as error:
             error = full_disk(error, self.path, 4 * self.width * self.total) or error
             raise DataError(
@@ -107,16 +95,16 @@ class FrozenFeatures:
                 missing.append(position)
         return np.array(missing, np.int64)
 
-    def _compute(self, part: Table, positions: Rows, features: NDArray[np.float32], path: Path | None) -> None:
-        """Compute the features at these positions of `part`, and write them to the cache if `path` is given."""
+    def _compute(self, part: Table, positions: Rows, features: NDArray[np.float32]) -> None:
+        """Compute the features at these positions of `part`, and write them to the cache if there is one."""
         images = part.images.take(positions)
         done, saved, saved_at = 0, 0, time.monotonic()
 
         def save() -> None:
             nonlocal saved, saved_at
-            if path is not None and done > saved:
+            if self.path is not None and done > saved:
                 chunk = positions[saved:done]
-                _write(path, part.row_numbers[chunk], features[chunk])
+                _write(self.path, part.row_numbers[chunk], features[chunk])
                 saved, saved_at = done, time.monotonic()
 
         with self.reporter.track("features", len(positions), unit="img") as bar:
@@ -162,7 +150,6 @@ def _checksum(raw: NDArray[np.uint8]) -> int:
 
 
 def _key(model: Embedder, table: Table, views: int) -> str:
-    """Return the hash of everything that can change a feature."""
     assert model.backbone is not None
     content = {
         "data": table.fingerprint,

@@ -1,22 +1,51 @@
-"""Heads: pooled features [B, F] to the embedding [B, dim]."""
+"""Pooling of feature maps [B, F, h, w] to features [B, F], and heads from these to the embedding [B, dim]."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nearkin._common.registry import Registry
 from nearkin.config.recipe import ModelConfig
 from nearkin.ops.whitening import within_class_whitening
 
 
-class Head(nn.Module):
-    """Normalisation, dropout and a map to the embedding, each as configured.
+def gem(maps: Tensor, p: Tensor | float = 3.0) -> Tensor:
+    """Generalised-mean pooling: (mean max(x, 1e-6)^p)^(1/p) over positions. Returns pooled features [B, F]."""
+    # Divided by the maximum first: x^p under- and overflows float32 for large p or large x.
+    positive = maps.clamp(min=1e-6)
+    largest = positive.amax(dim=(2, 3), keepdim=True).detach()
+    return (positive / largest).pow(p).mean(dim=(2, 3)).pow(1.0 / p) * largest[:, :, 0, 0]
 
-    Each feature level has its own map to an equal part of the embedding, so that depths are not mixed (the L/M/H
-    variant of the ICE paper). "mlp" maps by two layers with a ReLU between; "residual" adds a two-layer correction to
-    the linear map, which starts at zero.
-    """
+
+POOLINGS: Registry[Callable[[Tensor], Tensor]] = Registry("pooling")
+POOLINGS.add("average", lambda maps: maps.mean(dim=(2, 3)))
+POOLINGS.add("maximum", lambda maps: maps.amax(dim=(2, 3)))
+POOLINGS.add("average_maximum", lambda maps: maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3)))
+POOLINGS.add("gem", gem)
+# All positions, [B, F * h * w]: for very small images, where layout matters as much as texture.
+POOLINGS.add("grid", lambda maps: maps.flatten(1))
+
+
+class Pool(nn.Module):
+    """The pooling that a model configuration names."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.name = model.pool
+        POOLINGS[model.pool]  # raises on an unknown name
+        self.p: nn.Parameter | float = nn.Parameter(torch.tensor(model.gem_p)) if model.learn_gem_p else model.gem_p
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return gem(maps, self.p) if self.name == "gem" else POOLINGS[self.name](maps)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+class Head(nn.Module):
+    """Normalisation, dropout and a map of each feature level to its own part of the embedding (as in the ICE paper)."""
 
     def __init__(self, model: ModelConfig, parts: tuple[int, ...]) -> None:
         super().__init__()
@@ -51,11 +80,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def init_whitened(self, features: Tensor, labels: Tensor, shrinkage: float) -> None:
-        """Initialise the linear map with within-class whitening followed by PCA.
-
-        A random head discards much of what a pretrained backbone has learned, and a few training classes do not bring
-        it back for unseen ones. This initialisation keeps it and flattens the directions in which a class varies.
-        """
+        """Set the linear map to within-class whitening, then PCA, which keeps what a backbone has learned."""
         if isinstance(self.norm, nn.BatchNorm1d):
             # Evaluation uses the running statistics, so they must be those of the features.
             assert self.norm.running_mean is not None

@@ -1,7 +1,5 @@
 """Initial weights of a backbone: random, published, or from a file. Code in a file is never run."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,6 @@ _PREFIXES = ("module.", "model.", "backbone.", "network.", "encoder.")
 
 
 def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter) -> None:
-    """Load the initial weights of a backbone."""
     if weights == "none":
         return
     if weights != "default":
@@ -50,7 +47,6 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors or .pth file."""
     if not path.is_file():
         raise ConfigError(f"model.weights: {path}: no such file. Use none, default, or a .pth or .safetensors file.")
     if path.suffix == ".safetensors":
@@ -72,11 +68,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_checkpoint(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a checkpoint that `torch.save` wrote. Returns its content: tensors and plain values.
-
-    With `keys` it must be one of ours: with its checksum, because torch.load does not notice changed bits, and with
-    these entries.
-    """
+    """Read a file of `torch.save`. With `keys` it must be ours: these entries, and a checksum, which torch lacks."""
     try:
         verify_checksum(path, required=bool(keys))
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -98,10 +90,7 @@ def _reason(error: Exception) -> str:
 
 
 def load_by_name(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> list[str]:
-    """Copy tensors into a backbone by name.
-
-    Partly loaded weights would train without an error and give wrong results, so every tensor must be there.
-    """
+    """Copy tensors into a backbone by name. All must be there: partly loaded weights would train without an error."""
     network: nn.Module = backbone.network if isinstance(backbone, TimmBackbone) else backbone
     expected = network.state_dict()
     found = _strip_prefix(state, expected)

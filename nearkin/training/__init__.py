@@ -1,7 +1,5 @@
 """Recipes, the training loop, checkpoints, run folders, several processes and the final evaluation."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from nearkin._common.lazy import lazy_exports

@@ -1,7 +1,5 @@
 """Run keys: a recipe that gives the same numbers has the same key."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -37,13 +35,11 @@ def key_values(recipe: Recipe) -> dict[str, Any]:
     loss = LOSSES[recipe.loss.name].settings if recipe.loss.name in LOSSES else {}
     values["loss"] = _with_defaults(recipe.loss, loss)
     if recipe.miner is not None:
-        name = recipe.miner.name
-        values["miner"] = _with_defaults(recipe.miner, _keyword_defaults(MINERS[name]) if name in MINERS else {})
+        miner = MINERS.get(recipe.miner.name)
+        parameters = inspect.signature(miner).parameters if miner else {}
+        defaults = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        values["miner"] = _with_defaults(recipe.miner, defaults)
     return values
-
-
-def _keyword_defaults(function: Any) -> dict[str, Any]:
-    return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def _with_defaults(component: ComponentConfig, defaults: Mapping[str, Any]) -> dict[str, Scalar]:

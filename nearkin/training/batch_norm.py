@@ -4,8 +4,6 @@
 that every batch norm calls, so that subclasses (such as timm's) take part and checkpoints keep their names.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

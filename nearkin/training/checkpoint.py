@@ -1,7 +1,5 @@
 """What of a training run must survive an interruption, and how Ctrl-C is handled."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -28,11 +26,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 @dataclass
 class TrainingState:
-    """The weights, the optimiser and the progress of a run. `save` followed by `restore` changes no later number.
-
-    The order of the images and every random draw need no state: they are functions of the seed, the epoch and the step.
-    The previous checkpoint is kept as well, in case the last one is damaged.
-    """
+    """What a run must not lose. Random draws need no state: they are functions of the seed, the epoch and the step."""
 
     model: Embedder  # the network
     objective: Objective  # the loss with its class parameters and memory
@@ -56,20 +50,9 @@ class TrainingState:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss over the finished steps of this epoch."""
         return self.loss_sum / max(self.step, 1)
 
-    def record_step(self, loss: float) -> None:
-        """Count a finished step."""
-        self.step += 1
-        self.loss_sum += loss
-
-    def next_epoch(self) -> None:
-        """Count a finished epoch."""
-        self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
-
     def start_timer(self) -> None:
-        """Start counting training time, which `save` adds to `seconds`."""
         self._timer = time.monotonic()
 
     @property
@@ -81,7 +64,6 @@ class TrainingState:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def save(self, run: Run) -> None:
-        """Write last.pt, and keep the previous one."""
         now = time.monotonic()
         self.seconds, self._timer = self.seconds + now - self._timer, now
         state: dict[str, Any] = {name: getattr(self, name) for name in self._COUNTERS}
@@ -117,10 +99,7 @@ class TrainingState:
 
 @contextmanager
 def defer_sigint() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a flag that the loop reads between steps; a second one interrupts at once.
-
-    A KeyboardInterrupt in the middle of an optimiser step would leave half of the weights updated.
-    """
+    """Turn the first Ctrl-C into a flag: interrupted, an optimiser step would update half of the weights."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

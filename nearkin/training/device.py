@@ -1,7 +1,5 @@
 """Devices: choose one, seed its generator, and end a step on it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any
@@ -36,16 +34,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the default generator of a device."""
     if device.type != "cpu":
         _device_module(device).manual_seed(seed)
 
 
 def end_step(device: torch.device) -> None:
-    """Run the pending operations of a device that defers them (XLA); others have none.
-
-    Without it the parameters would stay unevaluated: every step would compile and run all steps before it again.
-    """
+    """Run the pending operations of a device that defers them (XLA): else every step would run all before it again."""
     module = _device_module(device)
     if module is not None and hasattr(module, "sync"):
         module.sync()

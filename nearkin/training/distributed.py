@@ -3,8 +3,6 @@
 Every rank computes the loss of the whole batch, on the embeddings gathered from all ranks in rank order.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -56,10 +54,7 @@ def _grouped() -> bool:
 def process_group(
     device: torch.device | str, *, timeout: float = 1800.0, meeting_file: Path | None = None
 ) -> Iterator[torch.device]:
-    """Join the process group that torchrun started, and leave it at the end.
-
-    Without torchrun, with one process, or inside an existing group, it does nothing.
-    """
+    """Join the process group that torchrun started, if there is one with several processes, and leave it at the end."""
     device = torch.device(device)
     if _grouped() or _environment("WORLD_SIZE", 1) == 1:
         yield device
@@ -124,10 +119,7 @@ def _environment(name: str, default: int | None = None) -> int:
 
 @contextmanager
 def _loopback_if_one_machine(ranks: int) -> Iterator[None]:
-    """Let gloo listen on the loopback interface only, if all processes are on this machine and the user has not chosen.
-
-    By default gloo uses the address of the host name: open to the network, and wrong or missing on many laptops.
-    """
+    """Let gloo listen on loopback only, if all processes are here: by default it is open to the network."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or sys.platform == "win32" or _environment("LOCAL_WORLD_SIZE", 0) != ranks:
         yield

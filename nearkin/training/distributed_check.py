@@ -3,8 +3,6 @@
 Each process runs the same small training steps alone and then with its share of the batches.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -60,12 +58,10 @@ class GradientCheck:
 
     @property
     def worst(self) -> float:
-        """The largest of the differences."""
         return max(self.embeddings, self.network, self.parameters or 0.0)
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within the tolerance."""
         return self.worst <= TOLERANCE
 
 
@@ -127,7 +123,6 @@ def cases() -> list[Case]:
 
 
 def own_rows(count: int, split: Split, rank: int, world_size: int) -> slice:
-    """Return the rows of a batch that a rank holds."""
     if world_size == 1 or split == "even shares":
         return rank_share(count, rank, world_size)
     if split == "one rank idle":
@@ -138,10 +133,7 @@ def own_rows(count: int, split: Split, rank: int, world_size: int) -> slice:
 
 
 def gradients(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return this rank's gradients by embeddings, network and class parameters after a batch (two with a memory).
-
-    Ranks start with different weights and random states, so that a missing broadcast shows.
-    """
+    """Return this rank's gradients; ranks start with different weights, so that a missing broadcast shows."""
     rank, world_size = distributed.rank(), distributed.world_size()
     torch.default_generator.manual_seed(rank)
     network = nn.Linear(PIXELS, DIM, dtype=dtype)

@@ -1,7 +1,5 @@
 """Evaluation: of the validation classes during training, and once of the sealed test classes."""
 
-from __future__ import annotations
-
 import io
 import re
 import zlib
@@ -80,11 +78,15 @@ def score_embeddings(
     table: Table, embeddings: Tensor, ks: Sequence[int] = DEFAULT_KS, similarity: str = "cosine"
 ) -> Scores:
     """Score a table's embeddings: among themselves, or its queries against its gallery if it has both (In-Shop)."""
-    query, gallery = query_and_gallery_rows(table)
-    options: dict[str, Any] = {"ks": ks, "similarity": "cosine" if similarity == "both" else similarity}
-    if query is None or gallery is None:
-        return score(embeddings, table.labels, **options)
-    return score(embeddings[query], table.labels[query], embeddings[gallery], table.labels[gallery], **options)
+    return _score_parts(embeddings, table.labels, table.part, ks, "cosine" if similarity == "both" else similarity)
+
+
+def _score_parts(vectors: Any, labels: Any, part: Any, ks: Sequence[int], similarity: str) -> Scores:
+    options: dict[str, Any] = {"ks": ks, "similarity": similarity}
+    query, gallery = (np.flatnonzero(np.asarray(part) == name) for name in ("query", "gallery"))
+    if not len(query) or not len(gallery):
+        return score(vectors, labels, **options)
+    return score(vectors[query], labels[query], vectors[gallery], labels[gallery], **options)
 
 
 def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None]:
@@ -96,12 +98,7 @@ def query_and_gallery_rows(table: Table) -> tuple[Rows, Rows] | tuple[None, None
 
 
 def evaluate_final(
-    run: Run,
-    holdout: Holdout,
-    *,
-    initial_model: Embedder,
-    frozen_features: FrozenFeatures | None,
-    reporter: Reporter,
+    run: Run, holdout: Holdout, *, initial_model: Embedder, frozen_features: FrozenFeatures | None, reporter: Reporter
 ) -> dict[str, Any]:
     """Open the sealed test classes and evaluate the run's best epoch together with its baselines.
 
@@ -213,20 +210,11 @@ def saved_embeddings(run: Run) -> tuple[Any, Any, Any]:
 
 def score_saved(run: Run, ks: Sequence[int], similarity: str) -> Scores:
     """Score the test embeddings that a run saved, without its data and its weights."""
-    vectors, labels, part = saved_embeddings(run)
-    rows = {name: np.flatnonzero(part == name) for name in ("query", "gallery")}
-    options: dict[str, Any] = {"ks": ks, "similarity": similarity}
-    if not all(map(len, rows.values())):
-        return score(vectors, labels, **options)
-    query, gallery = rows.values()
-    return score(vectors[query], labels[query], vectors[gallery], labels[gallery], **options)
+    return _score_parts(*saved_embeddings(run), ks, similarity)
 
 
 def raw_pixels(table: Table, max_side: int = 40) -> Tensor:
-    """Return the images themselves as vectors, at most `max_side` pixels a side, each minus its mean.
-
-    Without subtracting the mean, cosine similarity would mostly compare brightness and the baseline would be too weak.
-    """
+    """Return the images as vectors, each minus its mean: else cosine similarity would mostly compare brightness."""
     parts = []
     for rows in np.array_split(np.arange(len(table)), max(1, len(table) // 512)):
         images = table.images.read(rows).float()

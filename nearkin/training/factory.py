@@ -1,7 +1,5 @@
 """Build what a recipe names: model, objective, initial features."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 
@@ -21,7 +19,7 @@ from nearkin.metrics.retrieval import check_metric
 from nearkin.models.backbones import check_backbone
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
-from nearkin.models.pooling import POOLINGS
+from nearkin.models.heads import POOLINGS
 from nearkin.models.weights import fingerprint
 from nearkin.training.evaluation import MIN_VAL_CLASSES, selection_metrics
 
@@ -33,18 +31,14 @@ def validate_recipe(recipe: Recipe) -> None:
     check_backbone(recipe.model.backbone)
     for metric in recipe.eval.metrics:
         check_metric(metric)
-    _check_something_learns(recipe, objective)
-    is_frozen = recipe.model.backbone == "none" or recipe.model.freeze == "backbone"
-    for name in ("feature_noise", "feature_mix"):
-        if getattr(recipe.train, name) and not is_frozen:
-            raise ConfigError(f"train.{name}: only with a frozen backbone. Use 0, or --freeze backbone.")
-
-
-def _check_something_learns(recipe: Recipe, objective: Objective) -> None:
     model, config = recipe.model, recipe.train
-    frozen = model.backbone == "none" or model.freeze == "backbone" or config.frozen_epochs > 0
-    micro_batches = 0 < config.micro_batch_size < config.batch_size  # their gradient goes through the network alone
-    if config.epochs and model.dim == 0 and frozen and (micro_batches or not list(objective.parameters())):
+    is_frozen = model.backbone == "none" or model.freeze == "backbone"
+    for name in ("feature_noise", "feature_mix"):
+        if getattr(config, name) and not is_frozen:
+            raise ConfigError(f"train.{name}: only with a frozen backbone. Use 0, or --freeze backbone.")
+    # The gradient of micro-batches goes through the network alone.
+    learns = list(objective.parameters()) and not 0 < config.micro_batch_size < config.batch_size
+    if config.epochs and model.dim == 0 and (is_frozen or config.frozen_epochs > 0) and not learns:
         raise ConfigError(
             "model.dim: 0 means no head, and with a frozen backbone nothing is left to train. "
             "Use --model.dim 128, or train the backbone: --model.freeze none --train.frozen-epochs 0."

@@ -1,7 +1,5 @@
 """Features of all images of a source by a pretrained backbone: in an .npz file, or in the cache that trials share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,7 @@ _MARK = "backbone"  # an array that only files written here have
 
 
 def write_features(recipe: Recipe, out: Path, *, views: int = 1, device: str = "auto", reporter: Reporter) -> Table:
-    """Compute the features of all images of a recipe's data and save them with labels, paths and parts.
-
-    They are cached on disk as they are computed: after an interruption the same call resumes.
-
-    Args:
-        recipe: Its data and its model, of which the head is not used.
-        out: The .npz file to write.
-        views: As in `FrozenFeatures`.
-        device: As in `fit`.
-        reporter: Shows the progress.
-
-    Returns:
-        The table with its features.
-    """
+    """Save the features of all images of a recipe's data; an interrupted call resumes."""
     table = sources.load(recipe.data, reporter)
     model = factory.make_model(recipe, table, reporter)
     model.fit_pixel_norm(table.images)
@@ -64,14 +49,7 @@ def check_overwritten(out: Path) -> None:
 
 
 def cache_features(recipe: Recipe, *, test: bool, device: str, reporter: Reporter) -> None:
-    """Compute the features that trials with this frozen backbone share, once and with progress.
-
-    Args:
-        recipe: The recipe of the trials; without a frozen backbone or without a cache nothing is done.
-        test: Also compute those of the test classes, which a study evaluates and a search must not.
-        device: As in `fit`.
-        reporter: Shows the progress.
-    """
+    """Compute the features that trials with a frozen backbone share; of the test classes only if `test`."""
     if recipe.model.freeze != "backbone" or recipe.model.backbone == "none" or not recipe.data.cache:
         return
     table = sources.load(recipe.data, reporter)

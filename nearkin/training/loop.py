@@ -1,7 +1,5 @@
 """The training loop: `fit` calls `prepare`, then `train_epoch` and `evaluate_epoch` in turn, then `finish`."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time
@@ -18,12 +16,11 @@ from nearkin._common.words import counted
 from nearkin.analysis.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.config.recipe import Recipe
 from nearkin.data import sources
-from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import Sampler, make_sampler
 from nearkin.data.splits import Holdout, Split, make_split
 from nearkin.data.table import Table
+from nearkin.data.transforms import training_inputs
 from nearkin.errors import TrainingFailedError, TrainingStoppedError
-from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.training import distributed as dist
@@ -39,9 +36,17 @@ from nearkin.training.evaluation import (
     score_embeddings,
     selection_metrics,
 )
-from nearkin.training.optimizer import make_optimizer, set_learning_rate, total_steps
 from nearkin.training.run import Run, refuse_if_busy
-from nearkin.training.step import NonFiniteError, backward, check_train_config, optimizer_step, update_ema
+from nearkin.training.step import (
+    NonFiniteError,
+    backward,
+    check_train_config,
+    make_optimizer,
+    optimizer_step,
+    set_learning_rate,
+    total_steps,
+    update_ema,
+)
 from nearkin.training.trackers import Log, open_trackers
 
 EpochCallback = Callable[[int, float], bool]
@@ -65,23 +70,9 @@ class Session:
     reporter: Reporter
 
     @property
-    def eval_model(self) -> Embedder:
-        return self.state.ema_model or self.state.model
-
-    @property
     def selected_by(self) -> tuple[str, str]:
         """The metric that selects the epoch, and the one that breaks its ties."""
         return selection_metrics(self.val.num_classes if self.val else 0)
-
-    @property
-    def latest(self) -> float:
-        """The value of the metric that selects the epoch, at the latest epoch."""
-        return self.state.latest[self.selected_by[0]]
-
-    @property
-    def best(self) -> float:
-        """The value of that metric at the best epoch so far."""
-        return self.state.best[self.selected_by[0]]
 
 
 def fit(
@@ -181,7 +172,12 @@ def prepare(
         train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
     objective = factory.make_objective(recipe, model.dim, train.num_classes).to(device)
     if recipe.model.head_init == "whitened":
-        init_whitened(model, initial_model, objective, split.train, frozen_features, recipe.model.shrinkage)
+        features = (frozen_features.add_to(split.train) if frozen_features else split.train).features
+        assert features is not None
+        x, labels = torch.from_numpy(features).to(device), torch.from_numpy(split.train.labels).to(device)
+        model.head.init_whitened(x, labels, recipe.model.shrinkage)
+        initial_model.head.load_state_dict(model.head.state_dict())
+        objective.init_proxies(initial_model.embed(x), labels)  # at the class means
     dist.broadcast_state(model)
     dist.broadcast_state(objective)
     if config.compile:
@@ -197,39 +193,13 @@ def prepare(
         rank=dist.rank(),
         world_size=dist.world_size(),
     )
+    forward = torch.compile(model) if config.compile else model
+    state = TrainingState(model, objective, optimizer, scaler, copy.deepcopy(model) if config.ema else None)
     session = Session(
-        recipe=recipe,
-        run=run,
-        device=device,
-        train=train,
-        val=val,
-        initial_model=initial_model,
-        frozen_features=frozen_features,
-        forward=torch.compile(model) if config.compile else model,
-        sampler=sampler,
-        state=TrainingState(model, objective, optimizer, scaler, copy.deepcopy(model) if config.ema else None),
-        log=log,
-        reporter=reporter,
+        recipe, run, device, train, val, initial_model, frozen_features, forward, sampler, state, log, reporter
     )
     resume_or_start(session)
     return session
-
-
-def init_whitened(
-    model: Embedder,
-    initial_model: Embedder,
-    objective: Objective,
-    train: Table,
-    frozen_features: FrozenFeatures | None,
-    shrinkage: float,
-) -> None:
-    """Start from a head that whitens the training features, and from proxies at the class means."""
-    features = (frozen_features.add_to(train) if frozen_features else train).features
-    assert features is not None
-    x, labels = torch.from_numpy(features).to(model.mean.device), torch.from_numpy(train.labels).to(model.mean.device)
-    model.head.init_whitened(x, labels, shrinkage)
-    initial_model.head.load_state_dict(model.head.state_dict())
-    objective.init_proxies(initial_model.embed(x), labels)
 
 
 def resume_or_start(s: Session) -> None:
@@ -272,33 +242,29 @@ def train(s: Session, on_epoch_end: EpochCallback | None = None) -> None:
                 break
             train_epoch(s, epoch, sigint_received)
             metrics = evaluate_epoch(s, epoch=epoch + 1)
-            pace.update(min((epoch + 1) * steps, total))
+            pace.done = min((epoch + 1) * steps, total)
             s.reporter.info(
                 f"epoch {epoch + 1}/{epochs}  loss {state.mean_loss:.2f}  {metrics}"
                 f"{format_rate(s.sampler.batch_size * pace.rate, 'img')}  {pace.eta} left"
             )
-            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, s.latest)):
+            latest = state.latest.get(s.selected_by[0], math.nan)
+            if on_epoch_end and s.val and dist.any_rank(dist.is_main_process() and on_epoch_end(epoch + 1, latest)):
                 s.run.log(event="stopped", epoch=epoch + 1)
                 raise TrainingStoppedError(s.run.path, f"stopped after epoch {epoch + 1} of {epochs} by on_epoch_end.")
-            state.next_epoch()
+            state.epoch, state.step, state.loss_sum = epoch + 1, 0, 0.0
             state.save(s.run)
             if dist.any_rank(sigint_received()):
                 raise TrainingInterrupted(f"stopped after epoch {epoch + 1} of {epochs}")
-
-
-def refresh_objective(s: Session) -> None:
-    """Recompute what the loss stores about the training set, at the start of an epoch."""
-    state, inputs = s.state, s.state.objective.loss.inputs
-    if inputs.refresh is not None and state.step == 0:
-        emb = embed_table(state.model, s.train, raw=True).to(s.device) if inputs.refresh_embeddings else None
-        state.objective.refresh(torch.from_numpy(s.train.labels).to(s.device), emb)
 
 
 def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> None:
     """Train one epoch, or what is left of it after a checkpoint within it."""
     config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
     model, objective, optimizer, scaler = state.model, state.objective, state.optimizer, state.scaler
-    refresh_objective(s)
+    inputs = objective.loss.inputs
+    if inputs.refresh is not None and state.step == 0:  # recompute what the loss stores about the training set
+        emb = embed_table(model, s.train, raw=True).to(s.device) if inputs.refresh_embeddings else None
+        objective.refresh(torch.from_numpy(s.train.labels).to(s.device), emb)
     model.train()
     model.freeze_backbone(epoch < config.frozen_epochs)
     state.start_timer()
@@ -307,10 +273,10 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
     total = total_steps(config, steps)
     batches = s.sampler.epoch(epoch)[: total - epoch * steps]
     place = {"first": s.sampler.share.start, "batch_size": s.sampler.batch_size}
-    inputs = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, **place)
+    stream = training_inputs(s.train, batches, s.recipe, epoch=epoch, start=state.step, **place)
     title = f"epoch {epoch + 1}/{math.ceil(total / steps)}"
     with s.reporter.track(title, len(batches) - state.step, unit="step") as bar:
-        for rows, batch in zip(batches[state.step :], inputs, strict=True):
+        for rows, batch in zip(batches[state.step :], stream, strict=True):
             step = epoch * steps + state.step
             set_learning_rate(optimizer, config, step, steps)
             optimizer.zero_grad(set_to_none=True)
@@ -324,7 +290,7 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
             if state.ema_model is not None:
                 update_ema(state.ema_model, model, config.ema, step)
             end_step(s.device)
-            state.record_step(loss)
+            state.step, state.loss_sum = state.step + 1, state.loss_sum + loss
             bar.advance(note=f"loss {state.mean_loss:.3f}")
 
             interrupted = dist.any_rank(sigint_received())
@@ -339,11 +305,8 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
 
 
 def evaluate_epoch(s: Session, *, epoch: int) -> str:
-    """Score the validation classes, save the weights if they are the best so far, diagnose the embeddings and log both.
-
-    Without validation classes every epoch replaces the one before, and a sample of training images is diagnosed.
-    """
-    state, model = s.state, s.eval_model
+    """Score the validation classes (or diagnose training images), save the weights if they are the best, and log."""
+    state, model = s.state, s.state.ema_model or s.state.model
     table = s.val or s.train.sample(1000)
     emb = embed_table(model, table, raw=True, reporter=s.reporter)
     if not bool(torch.isfinite(emb).all()):  # the last step went too far, though its loss was still finite
@@ -368,21 +331,16 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     }
     s.run.log(event="epoch", **event)
     s.log(event)
-    for alarm in new_alarms(s.run):
-        s.run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
-        s.reporter.info(f"ALARM at epoch {epoch}: {alarm}")
+    events = s.run.events()
+    raised = {event["kind"] for event in events if event["event"] == "alarm"}
+    for alarm in alarms([Diagnosis.from_dict(event["diagnosis"]) for event in events if event["event"] == "epoch"]):
+        if alarm.name not in raised:
+            s.run.log(event="alarm", epoch=epoch, kind=alarm.name, text=str(alarm))
+            s.reporter.info(f"ALARM at epoch {epoch}: {alarm}")
     if not metrics:
         return ""
     name = s.selected_by[0]
-    return f"val {name} {100 * metrics[name]:.1f} (best {100 * s.best:.1f} at {state.best_epoch})  "
-
-
-def new_alarms(run: Run) -> list[Any]:
-    """Return the alarms of the last epoch that this run has not raised before."""
-    events = run.events()
-    history = [Diagnosis.from_dict(event["diagnosis"]) for event in events if event["event"] == "epoch"]
-    raised = {event["kind"] for event in events if event["event"] == "alarm"}
-    return [alarm for alarm in alarms(history) if alarm.name not in raised]
+    return f"val {name} {100 * metrics[name]:.1f} (best {100 * state.best[name]:.1f} at {state.best_epoch})  "
 
 
 def failed_step(s: Session, rows: Any, error: NonFiniteError, *, epoch: int) -> TrainingFailedError:

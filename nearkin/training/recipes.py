@@ -3,8 +3,6 @@
 The papers' recipes follow their texts and published code (docs/recipes.md), but select the epoch on validation classes.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -61,14 +61,9 @@ class Run:
         try:
             self.recipe = Recipe.from_toml(self.path / "recipe.toml")
         except ConfigError:
-            self._check_version()
-            raise
-
-    def _check_version(self) -> None:
-        """Report a recipe that cannot be parsed because another version wrote it."""
-        packages = self.stored_environment.get("packages", {})
-        written_by = packages.get("nearkin")
-        if written_by not in (None, __version__):
+            written_by = self.stored_environment.get("packages", {}).get("nearkin")
+            if written_by in (None, __version__):
+                raise
             raise RunError(
                 f"{self.path}: written by nearkin {written_by}, which {__version__} cannot read. "
                 f"Train it again, or install nearkin=={written_by}."
@@ -76,10 +71,7 @@ class Run:
 
     @classmethod
     def create(cls, runs: str | Path, key: str, recipe: Recipe) -> Run:
-        """Open the run with this key, creating its folder if necessary.
-
-        A recipe with the same key gives the same numbers, but its data may have moved: the newest paths are stored.
-        """
+        """Open the run with this key, or create its folder. Its data may have moved: the newest paths are stored."""
         path = Path(runs) / key
         recipe = _with_full_paths(recipe)
         try:
@@ -128,19 +120,19 @@ class Run:
             return []
         except UnicodeDecodeError as error:
             raise RunError(f"{self.path / 'events.jsonl'}: damaged ({error}).") from None
-        return [self._parse_event(n, line) for n, line in enumerate(lines, 1) if line.endswith("\n")]
-
-    def _parse_event(self, number: int, line: str) -> dict[str, Any]:
+        events: list[dict[str, Any]] = []
         try:
-            event: dict[str, Any] = json.loads(line)
-            if not _EVENT_KEYS.get(event["event"], set()) <= event.keys():
-                raise ValueError("incomplete")
+            for line in lines:
+                if line.endswith("\n"):
+                    events.append(json.loads(line))
+                    if not _EVENT_KEYS.get(events[-1]["event"], set()) <= events[-1].keys():
+                        raise ValueError("incomplete")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(
-                f"{self.path / 'events.jsonl'}: line {number} is damaged ({type(error).__name__}: {error}). "
-                "Delete the file to go on without the history."
+                f"{self.path / 'events.jsonl'}: line {lines.index(line) + 1} is damaged ({type(error).__name__}: "
+                f"{error}). Delete the file to go on without the history."
             ) from None
-        return event
+        return events
 
     def embedder(self) -> Embedder:
         """Load the model of the best epoch."""
@@ -260,7 +252,6 @@ def _busy(path: Path) -> RunBusyError:
 
 
 def _check_result(result: dict[str, Any]) -> None:
-    """Raise an exception if a result lacks what its readers expect."""
     protocol, test = result["protocol"], result["test"]
     numbers = [protocol["epoch"], *protocol["classes"].values()]
     numbers += [result[name] or 0 for name in ("val_R@1", "val_MAP@R")]
@@ -299,7 +290,6 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command, for env.json."""
     from nearkin.training.distributed import world_size
 
     packages = ("nearkin", "torch", "numpy", "torchvision", "timm", "pillow")

@@ -1,7 +1,5 @@
 """Experiment trackers besides events.jsonl: TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

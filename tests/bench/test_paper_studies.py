@@ -122,13 +122,13 @@ def test_methods_to_come_are_counted_and_fill_in_when_their_loss_is_registered(t
     missing = ["Struct Clust", "Spectral Clust", "RLL"]
     assert paper_studies()["ice-table3"].not_yet == []
     for name in ("facility_location", "spectral_clustering", "ranked_list"):
-        monkeypatch.delitem(LOSSES._items, name)
+        monkeypatch.delitem(LOSSES, name)
     assert paper_studies()["ice-table3"].not_yet == missing
     cells = cells_of(find_study("ice-table3"), tmp_path)
     assert {cell.row for cell in cells if cell.status == "not yet"} == set(missing)
     main(["papers"])
     assert "RLL" in capsys.readouterr().out
-    monkeypatch.setitem(LOSSES._items, "ranked_list", replace(LOSSES["triplet"], name="ranked_list"))
+    monkeypatch.setitem(LOSSES, "ranked_list", replace(LOSSES["triplet"], name="ranked_list"))
     assert paper_studies()["ice-table3"].not_yet == missing[:2]
     assert "ranked_list" in find_study("ice-table3").method_names
 

@@ -64,7 +64,7 @@ def make_cub(root: Path, boxes: bool = False) -> Path:
 
 @pytest.fixture
 def small_cub(monkeypatch):
-    monkeypatch.setitem(BENCHMARKS._items, "cub", small("cub", train=(6, 3), test=(6, 3)))
+    monkeypatch.setitem(BENCHMARKS, "cub", small("cub", train=(6, 3), test=(6, 3)))
 
 
 def test_cub_loads_by_name_and_splits_officially(tmp_path, small_cub, quiet):
@@ -204,7 +204,7 @@ def test_inshop(tmp_path, image_root, quiet, monkeypatch):
     file.write_text(f"{len(rows)}\nimage_name item_id evaluation_status\n" + "\n".join(rows) + "\n")
     source = small("inshop", train=(10, 5), query=(3, 3), gallery=(3, 3))
     assert source.total == Counts(16, 8)
-    monkeypatch.setitem(BENCHMARKS._items, "inshop", source)
+    monkeypatch.setitem(BENCHMARKS, "inshop", source)
     table = load(DataConfig(source="inshop", root=tmp_path, image_size=8), quiet)
     assert table.parts == ("train", "query", "gallery")
     assert set(table.groups) == {"WOMEN/Dresses"}

@@ -16,8 +16,8 @@ from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
 from nearkin.data.check import check, check_target, normalize_class_name
 from nearkin.data.findings import LEVELS
+from nearkin.data.image_info import confirm_pairs, hash_image, near_pairs
 from nearkin.data.listing import list_folder
-from nearkin.data.perceptual_hash import confirm_pairs, hash_image, near_pairs
 from nearkin.data.sources import load
 from nearkin.errors import DataError
 from nearkin.report.data_check import render

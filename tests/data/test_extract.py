@@ -6,7 +6,7 @@ import stat
 import pytest
 from helpers.archives import left_over, make_tar, make_zip
 
-from nearkin.data.extract import extract
+from nearkin.data.get import extract
 from nearkin.errors import DataError
 
 

@@ -17,13 +17,12 @@ from PIL import Image
 from nearkin import cli
 from nearkin._common.progress import Reporter
 from nearkin.data.benchmarks import BENCHMARKS, Archive, Counts
-from nearkin.data.download import Checksums, download
-from nearkin.data.get import get_benchmark
+from nearkin.data.get import download, get_benchmark
 from nearkin.errors import DataError
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 700_000, np.uint8).tobytes()
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-KNOWN = Checksums(sha256=SHA256)
+KNOWN = {"sha256": SHA256}
 
 
 class Server(ThreadingHTTPServer):
@@ -99,7 +98,7 @@ def server():
         thread.join()
 
 
-def fetch(server: Server, target: Path, *paths: str, checksums: Checksums = KNOWN) -> None:
+def fetch(server: Server, target: Path, *paths: str, checksums: dict[str, str] = KNOWN) -> None:
     download(
         [server.url(p) for p in paths], target, checksums=checksums, reporter=Reporter(quiet=True), retry_delay=0.0
     )
@@ -121,7 +120,7 @@ def test_an_interrupted_connection_is_resumed(server, tmp_path):
 
 
 def test_an_interrupted_reply_of_unknown_length_is_not_mistaken_for_complete(server, tmp_path):
-    fetch(server, tmp_path / "data.bin", "chunked/data.bin", checksums=Checksums())
+    fetch(server, tmp_path / "data.bin", "chunked/data.bin", checksums={})
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
     assert [wanted for _, wanted in server.requests] == [None, "bytes=65536-"]
 
@@ -151,7 +150,7 @@ def test_a_partial_file_that_is_too_long_or_of_another_file_is_discarded(server,
 
 def test_a_partial_file_is_not_resumed_if_no_checksum_would_tell_that_it_is_of_another_file(server, tmp_path):
     (tmp_path / "data.bin.part").write_bytes(CONTENT[::-1][:1000])
-    fetch(server, tmp_path / "data.bin", "data.bin", checksums=Checksums())
+    fetch(server, tmp_path / "data.bin", "data.bin", checksums={})
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
 
 
@@ -162,16 +161,16 @@ def test_a_server_without_range_support_restarts(server, tmp_path):
 
 
 def test_a_file_that_changed_in_between_is_restarted(server, tmp_path):
-    fetch(server, tmp_path / "data.bin", "changed/data.bin", checksums=Checksums())
+    fetch(server, tmp_path / "data.bin", "changed/data.bin", checksums={})
     assert (tmp_path / "data.bin").read_bytes() == CONTENT[::-1]
 
 
 def test_a_wrong_checksum_is_an_error_and_leaves_nothing_behind(server, tmp_path):
     with pytest.raises(DataError, match="wrong sha256: expected 00, got") as error:
-        fetch(server, tmp_path / "data.bin", "data.bin", checksums=Checksums(sha256="00"))
+        fetch(server, tmp_path / "data.bin", "data.bin", checksums={"sha256": "00"})
     assert "--from FILE" in str(error.value)
     with pytest.raises(DataError, match="wrong md5"):
-        fetch(server, tmp_path / "data.bin", "data.bin", checksums=Checksums(md5="00"))
+        fetch(server, tmp_path / "data.bin", "data.bin", checksums={"md5": "00"})
     assert left_over(tmp_path) == []
 
 
@@ -307,7 +306,7 @@ def test_a_full_disk_during_a_download_is_an_error(server, tmp_path, quiet):
 
 
 def test_the_command(packed_cub, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(BENCHMARKS._items, "cub", small_cub())
+    monkeypatch.setitem(BENCHMARKS, "cub", small_cub())
     cli.main(["data", "get", "cub", "--root", str(tmp_path / "data"), "--from", str(packed_cub)])
     assert "cub: 4 images of 4 classes" in capsys.readouterr().out
     with pytest.raises(SystemExit):

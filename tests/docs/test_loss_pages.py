@@ -60,7 +60,7 @@ def test_add_a_loss_in_five_minutes() -> None:
         assert not {row.name for row in ROWS} & added
     finally:
         for name in set(LOSSES) - known:
-            del LOSSES._items[name]
+            del LOSSES[name]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.data import sources
-from nearkin.data.batches import training_inputs
 from nearkin.data.samplers import make_sampler
 from nearkin.data.splits import make_split
+from nearkin.data.transforms import training_inputs
 from nearkin.errors import DataError, ProcessLostError, UserError
 from nearkin.training import distributed as nd
 from nearkin.training.batch_norm import sync_batch_norm

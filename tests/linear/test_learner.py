@@ -25,8 +25,7 @@ from nearkin.linear import (
     WithinClassWhitening,
     draw_constraints,
 )
-from nearkin.linear.objective import HingeObjective
-from nearkin.linear.solver import project_psd, projected_gradient, stochastic_descent
+from nearkin.linear.objective import HingeObjective, project_psd, projected_gradient, stochastic_descent
 from nearkin.models.embedder import Embedder
 
 

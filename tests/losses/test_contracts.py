@@ -318,7 +318,7 @@ def test_a_new_loss_fails_only_for_its_missing_row() -> None:
                 failed.append((contract.__name__, error))
         assert [name for name, _ in failed] == ["has_a_row"], failed
     finally:
-        del LOSSES._items["toy"], toy_module.toy
+        del LOSSES["toy"], toy_module.toy
 
 
 def test_names_and_default_settings_are_stable() -> None:

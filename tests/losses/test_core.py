@@ -80,7 +80,7 @@ def test_waiting_operators_and_graph_breaks_are_found(capsys: pytest.CaptureFixt
         assert report_core(["contrastive"], n=24) is True
         assert "passed: 1 losses without synchronisations or graph breaks on cpu" in capsys.readouterr().out
     finally:
-        del LOSSES._items["waits"]
+        del LOSSES["waits"]
 
 
 @pytest.mark.slow

@@ -353,7 +353,7 @@ def registered() -> Iterator[None]:
     known = set(LOSSES)
     yield
     for name in set(LOSSES) - known:
-        del LOSSES._items[name]
+        del LOSSES[name]
 
 
 @pytest.mark.usefixtures("registered")

@@ -10,8 +10,8 @@ from helpers.limits import max_file_size
 import nearkin as nk
 from nearkin.config.recipe import ComponentConfig
 from nearkin.data import sources
-from nearkin.data.batches import training_inputs
 from nearkin.data.splits import make_split
+from nearkin.data.transforms import training_inputs
 from nearkin.errors import ConfigError, DataError
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.report.baselines import comparison_lines

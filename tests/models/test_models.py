@@ -15,7 +15,7 @@ from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, DataError, RunError, UserError
 from nearkin.models.backbones import BACKBONES, check_backbone
 from nearkin.models.embedder import Embedder
-from nearkin.models.pooling import POOLINGS, Pool, gem
+from nearkin.models.heads import POOLINGS, Pool, gem
 
 # Backbones without classifiers: published totals minus the last layer.
 PARAMETERS = {

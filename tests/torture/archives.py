@@ -63,7 +63,7 @@ def attack_extraction(folder: Path, damaged: int, seed: int) -> list[Row]:
 
 def _unpack(arena: Path, data: bytes) -> str:
     from nearkin._common.progress import Reporter
-    from nearkin.data.extract import extract
+    from nearkin.data.get import extract
     from nearkin.errors import UserError
 
     shutil.rmtree(arena, ignore_errors=True)

@@ -19,7 +19,7 @@ from nearkin.training import recipes
 from nearkin.training._run_key import run_key
 from nearkin.training.evaluation import reported_metrics
 from nearkin.training.factory import validate_recipe
-from nearkin.training.optimizer import learning_rate_factor
+from nearkin.training.step import learning_rate_factor
 
 
 @pytest.fixture(scope="module")

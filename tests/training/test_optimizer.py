@@ -8,7 +8,7 @@ import torch
 from nearkin.config.recipe import ModelConfig, TrainConfig
 from nearkin.losses.objective import Objective
 from nearkin.models.embedder import Embedder
-from nearkin.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+from nearkin.training.step import learning_rate_factor, make_optimizer, set_learning_rate
 
 
 @pytest.mark.parametrize("lr_schedule", ["one_cycle", "cosine", "constant", "step"])

@@ -78,7 +78,7 @@ evaluate_epoch, save = loop.evaluate_epoch, Run.save
 
 def recording(session, **kwargs):
     with open(Path(sys.argv[2]).with_name(f"evaluated-{rank()}"), "a") as file:
-        print(fingerprint(session.eval_model), file=file)
+        print(fingerprint(session.state.ema_model or session.state.model), file=file)
     return evaluate_epoch(session, **kwargs)
 
 def slowly(run, name, *args, **kwargs):

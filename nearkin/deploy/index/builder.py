@@ -3,8 +3,6 @@
 Each embedded batch is appended to the journal (and written to the store, if any), so that a killed process can resume.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ import numpy as np
 
 from nearkin._common.progress import Reporter
 from nearkin._common.words import agreeing, counted
-from nearkin.data.loading import map_in_threads
+from nearkin.data.loading import map_in_threads, map_with_progress
 from nearkin.data.reading import open_file, read_image
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.items import EmbeddingModel, FileStamp, check_model, get_model_info
@@ -32,8 +30,6 @@ _MAX_ERRORS_SHOWN = 10
 
 @dataclass
 class UpdateSummary:
-    """What an update did."""
-
     embedded: int = 0  # images embedded
     unchanged: int = 0  # images whose vectors were reused
     relabelled: int = 0  # items whose label changed
@@ -44,7 +40,6 @@ class UpdateSummary:
     notes: list[str] = field(default_factory=list)  # messages for the user
 
     def lines(self) -> list[str]:
-        """Return the summary as lines for the terminal."""
         parts = [f"{self.embedded:,} embedded", f"{self.unchanged:,} unchanged"]
         parts += [f"{self.resumed:,} resumed from the interrupted run"] if self.resumed else []
         parts += [f"{self.relabelled:,} relabelled"] if self.relabelled else []
@@ -71,11 +66,7 @@ def update_index(
     store: Store | None = None,
     reporter: Reporter,
 ) -> tuple[Index, UpdateSummary]:
-    """Embed new and changed images and write the index. Call inside `storage.lock_index(out)`.
-
-    Items are ordered as listed, followed by items that are no longer listed, so the result does not depend on
-    interruptions.
-    """
+    """Embed new and changed images and write the index, in an order that no interruption changes, under its lock."""
     model_info = get_model_info(model, run)
     old = _open_existing(out, model_info.fingerprint, images)
     journal = Journal(out, model_info.fingerprint, model.embed([]).shape[1])
@@ -168,11 +159,7 @@ class _Update:
     def find_unchanged(self) -> set[str]:
         """Find the images that need no embedding, and record the current stamp of every file."""
         names = list(self.images.labels)
-        found: list[FileStamp | OSError] = []
-        with self.reporter.track("checking files", len(names), unit="file") as bar:
-            for part in map_in_threads(self._read_stamp, names):
-                found += part
-                bar.advance(len(part))
+        found = list(map_with_progress(self._read_stamp, names, self.reporter, "checking files", unit="file"))
         unchanged = set()
         for name, stamp in zip(names, found, strict=True):
             if isinstance(stamp, OSError):
@@ -200,7 +187,6 @@ class _Update:
             return error
 
     def embed(self, todo: Sequence[str], batch_size: int) -> None:
-        """Embed images, and record each batch in the store and the journal."""
         try:
             with self.reporter.track("embedding", len(todo), unit="img") as bar:
                 for start in range(0, len(todo), batch_size):

@@ -32,8 +32,6 @@ MAX_EF_SEARCH = 1024
 
 @dataclass(frozen=True)
 class GraphStats:
-    """Parameters of a graph, and its recall against exact search."""
-
     m: int  # links per item (faiss: M)
     ef_search: int  # candidates examined per query (faiss: efSearch)
     recall: float  # recall@k with stored items as queries; an item does not count as its own neighbour
@@ -52,8 +50,6 @@ class GraphStats:
 
 
 class HNSWGraph:
-    """An HNSW graph over the unit vectors of an index."""
-
     def __init__(self, graph: Any, stats: GraphStats) -> None:
         self._graph, self.stats = graph, stats
         self._lock = threading.Lock()
@@ -80,7 +76,9 @@ class HNSWGraph:
             ef_search *= 2
             candidate = cls(graph, GraphStats(LINKS, ef_search, 0.0, 0.0, 0.0, k, len(rows), 0.0))
             results = [exclude_row(row, *candidate.search(query, vectors, k + 1)) for query, row in queries]
-            recalls = np.array([_recall(result, cosines) for result, cosines in zip(results, truth, strict=True)])
+            pairs = zip((cosines[:k] for _, cosines in results), truth, strict=True)
+            # An item as near as the k-th true neighbour counts as found.
+            recalls = np.array([(found >= exact_k[-1] - 1e-12).sum() / len(exact_k) for found, exact_k in pairs])
             stored, random_recall = recalls[: len(rows)], float(recalls[len(rows) :].mean())
             if min(float(stored.mean()), random_recall) >= recall or ef_search >= MAX_EF_SEARCH:
                 break
@@ -102,7 +100,6 @@ class HNSWGraph:
         return nearest_among(query, items, candidates, min(k, len(items)))
 
     def to_bytes(self) -> bytes:
-        """Return the graph as serialized by faiss."""
         if isinstance(self._graph, bytes):
             return self._graph
         serialized: NDArray[np.uint8] = import_extra("faiss", extra="stores").serialize_index(self._graph)
@@ -127,8 +124,3 @@ def _random_queries(vectors: Vectors, count: int) -> Vectors:
     mean = units.mean(axis=0)
     queries = mean + rng.normal(size=(count, len(units))) @ (units - mean) / math.sqrt(len(units))
     return np.asarray(queries, np.float32)
-
-
-def _recall(result: tuple[Ints, Floats], truth: Floats) -> float:
-    """Return the recall@k of one result; an item as near as the k-th true neighbour counts as found."""
-    return float((result[1][: len(truth)] >= truth[-1] - 1e-12).sum() / len(truth))

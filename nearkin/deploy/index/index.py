@@ -93,25 +93,13 @@ class Index:
         return cls(vectors, names, labels, model=model, model_info=items.get_model_info(model, run), root=Path.cwd())
 
     def add(self, images: Sequence[Any], labels: Sequence[Label] | None = None, *, ids: Any = None) -> None:
-        """Embed images and append them.
-
-        Args:
-            images: As for `build`.
-            labels: Class per image, None where unknown.
-            ids: New item names; by default the paths, made relative to the folder in which the index was built.
-        """
+        """Embed images and append them; ids are by default their paths, relative to the folder of the index."""
         names = list(ids) if ids is not None else [items.relative_id(path, self.root) for path in items.ids_of(images)]
         self._check_new_ids(names)
         self.add_vectors(items.embed_images(self.model(), images, names), names, labels)
 
     def add_vectors(self, vectors: Any, ids: Sequence[str], labels: Sequence[Label] | None = None) -> None:
-        """Append precomputed vectors of the same model.
-
-        Args:
-            vectors: [n, D].
-            ids: New item names.
-            labels: Class per item, None where unknown.
-        """
+        """Append precomputed vectors [n, D] of the same model, with new ids and a label (or None) for each."""
         self._check_new_ids(ids)
         new = search.check_vectors(vectors, self.dim, "vectors")
         items.check_count("ids", len(ids), "vector", len(new))
@@ -123,11 +111,7 @@ class Index:
         )
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove items.
-
-        Args:
-            ids: Names of existing items; a single string is one name.
-        """
+        """Remove existing items by name; a single string is one name."""
         removed = {self.row_of(id) for id in ([ids] if isinstance(ids, str) else ids)}
         rows = [row for row in range(len(self)) if row not in removed]
         self._set_items(
@@ -139,8 +123,7 @@ class Index:
 
     def _set_items(self, vectors: Vectors, ids: list[str], labels: list[Label], stamps: list[FileStamp | None]) -> None:
         """Replace all items, or raise and change nothing. Drops the graph; keeps threshold and re-ranking."""
-        rows = items.row_by_id(ids, len(vectors))
-        items.check_label_types(labels)
+        rows = items.row_by_id(ids, labels, len(vectors))
         self.vectors, self.ids, self.labels, self.stamps, self._rows = vectors, ids, labels, stamps, rows
         self.graph: HNSWGraph | None = None
         self._inv_norms: Vectors | None = None
@@ -185,31 +168,12 @@ class Index:
         return list(self.answer(query, k, exact=exact).hits)
 
     def search_item(self, id: str, k: int = 10, *, exact: bool = False) -> list[Hit]:
-        """Find the nearest other items of an item.
-
-        Args:
-            id: The item.
-            k: Number of neighbours; all other items if there are fewer.
-            exact: Ignore the graph and the re-ranking, if any.
-
-        Returns:
-            The nearest items, nearest first.
-        """
+        """Find the nearest other items of an item, nearest first; `exact` as for `search`."""
         row = self.row_of(id)
         return list(self.answer(self.vectors[row], k, exclude=row, exact=exact).hits)
 
     def answer(self, query: Any, k: int = 10, *, exclude: int | None = None, exact: bool = False) -> SearchResult:
-        """Search as `search` does, and tell whether the query's class is known.
-
-        Args:
-            query: As for `search`.
-            k: Number of neighbours.
-            exclude: Row of an item to leave out.
-            exact: Ignore the graph and the re-ranking, if any.
-
-        Returns:
-            Hits, highest similarity, and whether it exceeds the threshold.
-        """
+        """Search as `search` does, without the row `exclude`, and tell whether the query's class is known."""
         vector = self.vector_of(query)
         rows, cosines = self._nearest(vector, k, exclude, exact)
         top = float(cosines[0]) if len(cosines) else -1.0
@@ -228,15 +192,7 @@ class Index:
         return None if self.threshold is None else self.threshold.accepts(similarity)
 
     def search_many(self, queries: Any, k: int = 10) -> tuple[Ints, Floats]:
-        """Find the nearest items of many vectors; always exact.
-
-        Args:
-            queries: [Q, D].
-            k: Number of neighbours.
-
-        Returns:
-            Rows and cosines, both [Q, min(k, N)], nearest first.
-        """
+        """Find the nearest items of vectors [Q, D], always exactly. Returns rows and cosines, both [Q, min(k, N)]."""
         if self._inv_norms is None:
             self._inv_norms = search.inverse_norms(self.vectors)
         return search.nearest(search.check_vectors(queries, self.dim, "queries"), self.vectors, k, self._inv_norms)
@@ -267,26 +223,12 @@ class Index:
         return np.array(search.check_vectors(query[None], self.dim, "query")[0])
 
     def duplicates(self, min_similarity: float = 0.99) -> tuple[list[tuple[str, str, float]], int]:
-        """Find pairs of near-duplicate items.
-
-        Args:
-            min_similarity: Lowest cosine of a pair.
-
-        Returns:
-            Pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found.
-        """
+        """Find pairs (id, id, cosine), most similar first (at most 10,000), and the number of all pairs found."""
         pairs, count = search.near_pairs(self.vectors, min_similarity)
         return [(self.ids[i], self.ids[j], cosine) for i, j, cosine in pairs], count
 
     def build_graph(self, *, recall: float = 0.99) -> GraphStats:
-        """Build an HNSW graph for approximate search (needs faiss).
-
-        Args:
-            recall: Target recall@10.
-
-        Returns:
-            Its parameters and measured recall.
-        """
+        """Build an HNSW graph for approximate search with a target recall@10 (needs faiss), and measure its recall."""
         self.graph = HNSWGraph.build(self.vectors, recall=recall)
         return self.graph.stats
 
@@ -304,14 +246,7 @@ class Index:
         return self.threshold
 
     def choose_rerank(self, *, trained: Iterable[Label] = ()) -> RerankChoice:
-        """Select a re-ranking method if one significantly helps the labelled items (see rerank.py).
-
-        Args:
-            trained: Classes the model was trained on, not used as queries.
-
-        Returns:
-            The selected method and the gain of each.
-        """
+        """Select a re-ranking method if one significantly helps the labelled items of classes not in `trained`."""
         choice = choose_rerank(self.vectors, self.labels, queries=self._query_rows(trained).tolist())
         self.rerank = choice.option
         return choice
@@ -338,11 +273,7 @@ class Index:
         self._model = model
 
     def save(self, folder: str | Path) -> None:
-        """Write the index atomically: a failure leaves the previous state intact.
-
-        Args:
-            folder: Created if needed.
-        """
+        """Write the index atomically into a folder, created if needed: a failure leaves the previous state intact."""
         with storage.lock_index(Path(folder)):
             self.write(Path(folder))
 
@@ -368,15 +299,7 @@ class Index:
 
     @classmethod
     def load(cls, folder: str | Path, model: EmbeddingModel | None = None) -> Index:
-        """Open an index. Its vectors are memory-mapped; damaged files raise `DataError`.
-
-        Args:
-            folder: The index.
-            model: The model that made the vectors; by default loaded from its run folder when needed.
-
-        Returns:
-            The index.
-        """
+        """Open an index, its vectors memory-mapped; without `model`, its run folder gives the model when needed."""
         path = Path(folder)
         index = storage.read_consistent(path, lambda state: cls._read(path, state))
         if model is not None:

@@ -1,7 +1,5 @@
 """What an index is made of: the model that made its vectors, file stamps, and checks of ids and labels."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,19 +29,15 @@ class EmbeddingModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that made the vectors."""
-
     fingerprint: str  # hash of its weights
     run: str | None = None  # run folder it was loaded from, if any
 
 
 def get_model_info(model: EmbeddingModel, run: str | Path | None = None) -> ModelInfo:
-    """Describe a model, with the absolute path of its run."""
     return ModelInfo(model.fingerprint(), None if run is None else str(Path(run).resolve()))
 
 
 def check_model(model_info: ModelInfo | None, fingerprint: str, what: str) -> None:
-    """Check that a model made the vectors it is to be used with."""
     if model_info is not None and model_info.fingerprint != fingerprint:
         raise DataError(
             f"{what}: built with a different model (weights {model_info.fingerprint[:12]}, got {fingerprint[:12]}).\n"
@@ -67,7 +61,6 @@ def embed_images(model: EmbeddingModel, images: Any, ids: Sequence[str]) -> Vect
 
 
 def ids_of(images: Sequence[Any]) -> list[str]:
-    """Return the paths of images."""
     if isinstance(images, str | os.PathLike):
         raise DataError(f"{images}: expected a list of images, got a single path. Wrap it in a list.")
     if not all(isinstance(image, str | os.PathLike) for image in images):
@@ -92,16 +85,12 @@ def as_labels(labels: Any, count: int) -> list[Label]:
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
 
-def check_label_types(labels: Sequence[Label]) -> None:
-    """Check that all labels are strings, or all integers (or None)."""
+def row_by_id(ids: Sequence[str], labels: Sequence[Label], count: int) -> dict[str, int]:
+    """Map ids to rows, after checking that there are `count` distinct strings, and the types of the labels."""
     types = {type(label) for label in labels} - {type(None)}
     if types not in (set(), {str}, {int}):
         names = ", ".join(sorted(cls.__name__ for cls in types))
         raise DataError(f"labels: expected all strings or all integers (or None), got {names}.")
-
-
-def row_by_id(ids: Sequence[str], count: int) -> dict[str, int]:
-    """Map ids to rows, after checking that they are distinct strings and match the number of vectors."""
     check_count("ids", len(ids), "vector", count)
     rows: dict[str, int] = {}
     for row, id in enumerate(ids):
@@ -113,6 +102,5 @@ def row_by_id(ids: Sequence[str], count: int) -> dict[str, int]:
 
 
 def check_count(what: str, given: int, of: str, count: int) -> None:
-    """Check that there is one id or label per item."""
     if given != count:
         raise DataError(f"{what}: expected one per {of}, got {given} for {count}.")

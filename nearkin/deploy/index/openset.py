@@ -4,8 +4,6 @@ A query is *known* if the similarity of its nearest item exceeds the threshold. 
 missing from the index that is called known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Threshold:
-    """A calibrated threshold."""
-
     value: float  # a query is known if the cosine of its nearest item is above this
     false_accept: float  # target false-accept rate
     # 95 % interval of the rate on classes that did not set the threshold; None for one class
@@ -38,7 +34,6 @@ class Threshold:
     unknown_classes: int  # number of classes of those
 
     def accepts(self, similarity: float) -> bool:
-        """Return whether a query whose nearest item has this cosine is known."""
         return similarity > self.value
 
     def __str__(self) -> str:
@@ -62,7 +57,6 @@ def _format_interval(interval: Interval | None, suffix: str = "") -> str:
 
 
 def check_rate(false_accept: float, name: str = "false_accept") -> None:
-    """Check a false-accept rate."""
     if not 0 <= false_accept < 1:
         raise ConfigError(f"{name}: expected a fraction from 0 to below 1, for example 0.01; got {false_accept}.")
 
@@ -121,13 +115,7 @@ def leave_class_out(vectors: Vectors, labels: Sequence[Any], queries: Ints) -> t
 
 
 def calibrate_items(vectors: Vectors, labels: Sequence[Any], queries: Ints, false_accept: float = 0.01) -> Threshold:
-    """Calibrate a threshold with labelled items of the index as queries.
-
-    As a known query, an item is compared with all other items. As an unknown query, it is compared with all items of
-    other classes, including those without a label: if one of these is of its class after all, that only raises the
-    threshold. The result estimates how often an image of a class missing from this index is called known, provided that
-    missing classes resemble the query classes and are photographed under similar conditions.
-    """
+    """Calibrate with labelled items as queries: known among all others, unknown among those of other or no class."""
     if len(queries) > MAX_QUERIES:
         queries = np.sort(np.random.default_rng(0).choice(queries, MAX_QUERIES, replace=False))
     known, unknown = leave_class_out(vectors, labels, queries)

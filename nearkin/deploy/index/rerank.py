@@ -3,8 +3,6 @@
 Both methods can hurt: wrong neighbours pull the query towards the wrong class. `choose_rerank` measures the gain.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,10 +34,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """Promote items that have the query among their own neighbours (k-reciprocal encoding, Zhong et al. 2017).
-
-    Computed among the query and its nearest items only, so that the cost does not depend on the size of the index.
-    """
+    """Promote items that have the query among their own neighbours (k-reciprocal encoding, Zhong et al. 2017)."""
 
     k1: int = 20  # size of the neighbourhood that must be mutual
     k2: int = 6  # number of neighbours over which encodings are averaged
@@ -58,7 +53,6 @@ RERANKERS.add("reciprocal", Reciprocal)
 
 
 def rerank_name(option: Rerank) -> str:
-    """Return the name of a method in `RERANKERS`."""
     return type(option).__name__.lower()
 
 
@@ -116,8 +110,6 @@ def apply_rerank(query: Vectors, vectors: Vectors, k: int, option: Rerank, searc
 
 @dataclass(frozen=True)
 class RerankChoice:
-    """Outcome of `choose_rerank`."""
-
     option: Rerank | None  # the selected method, or None if no gain is significant
     gains: tuple[tuple[Rerank, Difference], ...]  # every method with its gain over plain search
 
@@ -135,12 +127,7 @@ def choose_rerank(
     queries: Sequence[int] | None = None,
     metric: str = "MAP@R",
 ) -> RerankChoice:
-    """Evaluate re-ranking methods with labelled items as queries, and select the best one with a significant gain.
-
-    A gain is significant if its interval, over classes, lies above 0. With several methods the intervals are widened so
-    that all of them hold jointly (Bonferroni). `queries` are rows, preferably of classes that were not trained on;
-    by default all. `metric` is "MAP@R" or "R@1".
-    """
+    """Select the method with the best significant gain (over classes, Bonferroni) on labelled items as queries."""
     if metric not in ("MAP@R", "R@1"):
         raise ConfigError(f"metric: expected 'MAP@R' or 'R@1', got {metric!r}.")
     labels = list(labels)
@@ -191,10 +178,7 @@ def _evaluate(vectors: Vectors, labels: list[Any], rows: Ints, options: Sequence
     scores = np.empty((1 + len(options), len(rows)))
     for n, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         for m, ranking in enumerate(rankings(row, length, exclude_row(row, found[0][n], found[1][n]))):
-            scores[m, n] = _average_precision(np.array([labels[other] == labels[row] for other in ranking.tolist()]))
+            # MAP@R of a ranking of length R (R@1 if R is 1): the mean precision at the correct positions.
+            correct = np.array([labels[other] == labels[row] for other in ranking.tolist()])
+            scores[m, n] = (correct * np.cumsum(correct) / np.arange(1, len(correct) + 1)).sum() / len(correct)
     return scores
-
-
-def _average_precision(correct: Any) -> float:
-    """Return MAP@R of one ranking of length R (R@1 if R is 1): the mean precision at the correct positions."""
-    return float((correct * np.cumsum(correct) / np.arange(1, len(correct) + 1)).sum() / len(correct))

@@ -5,8 +5,6 @@ queries it first computes float32 products straight from the memory-mapped file,
 candidates that the error bound of those products cannot rule out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +61,6 @@ class SearchResult:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Convert an array, tensor or nested list to numpy."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() and values.element_size() < 4 else values).numpy()
@@ -71,13 +68,12 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def check_k(k: Any) -> None:
-    """Check a number of neighbours."""
     if not isinstance(k, int | np.integer) or k < 1:
         raise ConfigError(f"k: expected an integer of at least 1, got {k!r}.")
 
 
 def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
-    """Convert to float32 rows and check them. Returns finite float32 [N, D]."""
+    """Convert to finite float32 rows [N, D]."""
     try:
         array = as_array(values)
         if array.dtype.kind not in "fiu":
@@ -118,7 +114,6 @@ def normalize_rows(vectors: Vectors | Floats) -> Floats:
 
 
 def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None = None) -> tuple[Ints, Floats]:
-    """Find the nearest items of each query."""
     check_k(k)
     k = min(int(k), len(items))
     if k == 0 or len(queries) == 0:
@@ -131,7 +126,6 @@ def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None 
 
 
 def nearest_among(query: Vectors, items: Vectors, candidates: Ints, k: int) -> tuple[Ints, Floats]:
-    """Find the nearest of some candidate items."""
     rows, cosines = neighbours(query[None], np.asarray(items[candidates]), min(k, len(candidates)))
     return candidates[rows[0]], cosines[0]
 
@@ -163,9 +157,6 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
         yield start, np.asarray(vectors[start : start + step])
 
 
-# --- near-duplicates -------------------------------------------------------------------------------------------------
-
-
 def near_pairs(
     vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000
 ) -> tuple[list[tuple[int, int, float]], int]:
@@ -182,7 +173,9 @@ def near_pairs(
         first, second = np.nonzero(np.triu(product >= min_similarity - slack, k=1))
         for a in range(0, len(first), _PAIR_BLOCK):  # in a collapsed model every pair is a match
             i, j = start + first[a : a + _PAIR_BLOCK], start + second[a : a + _PAIR_BLOCK]
-            cosines = _pair_cosines(vectors, i, j)
+            x, y = normalize_rows(vectors[i]), normalize_rows(vectors[j])
+            # From the difference of the unit vectors: exactly 1 for a copy, where a rounded product may not be.
+            cosines = np.where(x.any(axis=1) & y.any(axis=1), 1 - np.square(x - y).sum(axis=1) / 2, 0.0)
             near = cosines >= min_similarity
             count += int(near.sum())
             pairs += zip(i[near].tolist(), j[near].tolist(), cosines[near].tolist(), strict=True)
@@ -193,9 +186,3 @@ def near_pairs(
 
 def _most_similar_first(pair: tuple[int, int, float]) -> tuple[float, int, int]:
     return -pair[2], pair[0], pair[1]
-
-
-def _pair_cosines(vectors: Vectors, i: Ints, j: Ints) -> Floats:
-    a, b = normalize_rows(vectors[i]), normalize_rows(vectors[j])
-    # From the difference of the unit vectors: exactly 1 for a copy, where a rounded product may not be.
-    return np.where(a.any(axis=1) & b.any(axis=1), 1 - np.square(a - b).sum(axis=1) / 2, 0.0)

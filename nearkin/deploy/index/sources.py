@@ -1,7 +1,5 @@
 """List the images to index: of a folder, a table or a benchmark dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +15,6 @@ from nearkin.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class ImageList:
-    """Images to index."""
-
     root: Path  # the folder that names are relative to
     # label (or None) by image name; names outside `root` are absolute paths
     labels: dict[str, Label] = field(repr=False)

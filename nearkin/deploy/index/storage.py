@@ -3,8 +3,6 @@
 Data files are named by their content, so they never overwrite those in use; renaming the manifest commits a new state.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -36,7 +34,6 @@ _MAX_READS = 50  # before a file that stays missing is reported
 
 
 def read_state(folder: Path) -> State:
-    """Read the manifest of an index folder."""
     path = folder / _MANIFEST
     try:
         content = path.read_bytes()
@@ -88,7 +85,6 @@ def read_consistent(folder: Path, read: Callable[[State], T]) -> T:
 
 
 def find_file(folder: Path, state: State, role: str) -> Path:
-    """Return the path of a data file, after checking its hash."""
     if not re.fullmatch("[0-9a-f]{64}", str(state["files"].get(role))):  # it becomes part of a file name
         raise DataError(f"{folder / _MANIFEST}: not a valid index (files.{role}). {_RESTORE_HINT}")
     path = _data_path(folder, role, state["files"][role])
@@ -168,10 +164,7 @@ def _fsync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Lock an index folder, created if needed, for writing while the block runs.
-
-    The operating system releases the lock of a killed process.
-    """
+    """Lock an index folder, created if needed; the operating system releases the lock of a killed process."""
     with ExitStack() as stack:
         with write_errors(folder):  # including file systems without locks, such as some network drives
             folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +183,6 @@ def lock_index(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a `DataError` for the user."""
     try:
         yield
     except OSError as error:
@@ -220,7 +212,6 @@ class Journal:
                 os.truncate(self.path, end)
 
     def append(self, names: Sequence[str], stamps: Sequence[FileStamp], vectors: Vectors) -> None:
-        """Append one batch and flush it to disk."""
         encoded = base64.b64encode(np.asarray(vectors, "<f4").tobytes()).decode()
         with write_errors(self.folder), open(self.path, "ab") as file:
             file.write(_journal_line([names, stamps, encoded]))
@@ -229,7 +220,6 @@ class Journal:
         self.entries |= zip(names, zip(stamps, vectors, strict=True), strict=True)
 
     def remove(self) -> None:
-        """Delete the journal."""
         self.path.unlink(missing_ok=True)
 
     def _recover(self, header: bytes) -> int:

@@ -1,16 +1,14 @@
 """Find the indexed classes that a run was trained on. They must not calibrate a threshold or select a re-ranking."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
-from nearkin.data.images import file_digest
-from nearkin.data.loading import map_in_threads
+from nearkin.data.images import NoImages, file_digest
+from nearkin.data.loading import map_with_progress
 from nearkin.data.sources import fingerprint, images_of, list_source
 from nearkin.data.splits import make_split
-from nearkin.data.table import NoImages, Table
+from nearkin.data.table import Table
 from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.search import Label
 from nearkin.errors import ConfigError, DataError, UserError
@@ -19,17 +17,11 @@ from nearkin.training.run import Run
 
 @dataclass(frozen=True)
 class TrainingClasses:
-    """The classes a run was trained on, without those used for validation."""
-
     names: frozenset[str] = frozenset()  # class names
     digests: frozenset[str] = frozenset()  # SHA-256 of every training image, in hexadecimal
 
     def labels_in(self, index: Index) -> set[Label]:
-        """Find the labels of an index that may have been trained on.
-
-        A label counts if the index holds a training image of it (the same bytes under any name), or if it equals the
-        name of a training class. Too many labels are harmless: those left over have never been seen.
-        """
+        """Find the labels of which the name or an image was trained on; too many of them are harmless."""
         stamped = zip(index.labels, index.stamps, strict=True)
         seen: set[Label] = {label for label, stamp in stamped if stamp is not None and stamp.sha256 in self.digests}
         return (seen | {label for label in index.labels if label in self.names}) - {None}
@@ -47,16 +39,11 @@ def training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
 
 
 def read_training_classes(run: Run, reporter: Reporter) -> TrainingClasses:
-    """Determine the training classes of a run from its data on disk."""
     data = run.recipe.data
     if data.source == "glyphs":
         return TrainingClasses()  # generated, not files
     table = list_training_data(data, reporter)
-    digests: list[bytes] = []
-    with reporter.track("hashing the training images", len(table), unit="img") as bar:
-        for part in map_in_threads(file_digest, table.paths):
-            digests += part
-            bar.advance(len(part))
+    digests = list(map_with_progress(file_digest, table.paths, reporter, "hashing the training images"))
     current = fingerprint(digests, table.labels, table.class_names, table.part, table.boxes)
     recorded = ((run.result or {}).get("protocol") or {}).get("fingerprint", current)
     if recorded != current:  # other classes would be split differently by the same seed

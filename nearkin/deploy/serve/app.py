@@ -3,8 +3,6 @@
 Images are read and embedded in worker threads, so that the server stays responsive.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 
@@ -20,8 +18,17 @@ from starlette.types import ASGIApp
 from nearkin._common.version import __version__
 from nearkin.deploy.serve.middleware import SecurityMiddleware, content_security_policy, error_response
 from nearkin.deploy.serve.request_limits import FORM_TYPE, TYPES
-from nearkin.deploy.serve.responses import Error, Health, Id, Info, Items, ItemSearchResponse, SearchResponse
-from nearkin.deploy.serve.service import Service, shorten
+from nearkin.deploy.serve.service import (
+    Error,
+    Health,
+    Id,
+    Info,
+    Items,
+    ItemSearchResponse,
+    SearchResponse,
+    Service,
+    shorten,
+)
 from nearkin.errors import did_you_mean
 
 __all__ = ["Service", "make_app"]

@@ -1,7 +1,5 @@
 """ASGI middleware of `nearkin serve`: host and token checks, and security headers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib
@@ -31,7 +29,6 @@ class SecurityMiddleware:
         self.app, self.hosts, self.token = app, hosts, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request as ASGI prescribes."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -93,7 +90,6 @@ async def drain(receive: Receive) -> None:
 
 
 def error_response(error: HTTPException) -> Response:
-    """Convert a rejection to a JSON response."""
     return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
 
 

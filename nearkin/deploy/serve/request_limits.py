@@ -3,8 +3,6 @@
 Requests are rejected as early as possible, with a status code and one sentence without paths of this machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator
@@ -28,8 +26,6 @@ MAX_JPEG_SCANS, MAX_JPEG_SCANS_LARGEST = 100, 16  # of any image, of one with `m
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request, and on all concurrent requests together."""
-
     max_upload_bytes: int = 20_000_000  # largest upload
     max_pixels: int = 50_000_000  # largest JPEG, width times height; other formats half of it
     upload_timeout: float = 20.0  # for an upload to arrive
@@ -49,16 +45,11 @@ class RequestLimits:
 
 
 def too_busy() -> HTTPException:
-    """Return the rejection of a request that exceeds the limits on concurrent requests."""
     return HTTPException(503, "Too many concurrent requests. Try again later.", {"Retry-After": "1"})
 
 
 class UploadReader:
-    """Read uploads within the limits.
-
-    Uploads that are still arriving take no worker. Only their bytes in memory count, and when these exceed the limit,
-    the upload that has been arriving for longest is rejected: stalled uploads make room for quick ones.
-    """
+    """Read uploads within the limits; when all together exceed the memory, the one arriving for longest is rejected."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits, self.buffered_bytes = limits, 0

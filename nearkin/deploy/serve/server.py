@@ -1,7 +1,5 @@
 """The HTTP server of `nearkin serve`: bind a socket, serve until Ctrl-C, shut down gracefully."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
@@ -32,7 +30,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 

@@ -3,8 +3,6 @@
 No response contains a path of this machine, and no file is sent as it is on disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -13,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
@@ -27,9 +26,63 @@ from nearkin.deploy.index.index import Index
 from nearkin.deploy.index.search import SearchResult
 from nearkin.deploy.serve.middleware import host_name
 from nearkin.deploy.serve.request_limits import RequestLimits, UploadReader, check_image, too_busy
-from nearkin.deploy.serve.responses import Hit, Info, Item, Items, ItemSearchResponse, Limits, SearchResponse
 from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.models.embedder import Embedder
+
+Id = Annotated[str, Field(description="Name of the item: its path below the indexed folder.")]
+Label = Annotated[str | int | None, Field(description="Class of the item, if known.")]
+
+
+class Response(BaseModel, extra="forbid"):
+    """Base of all responses: no further fields."""
+
+
+class Error(Response):
+    error: str = Field(description="The problem, in one sentence.")
+
+
+class Health(Response):
+    status: Literal["ok"] = "ok"
+
+
+class Item(Response):
+    id: Id
+    label: Label
+
+
+class Hit(Item):
+    similarity: float = Field(description="Cosine similarity, from -1 to 1.")
+
+
+class Items(Response):
+    total: int
+    items: list[Item]
+
+
+class SearchResponse(Response):
+    hits: list[Hit] = Field(description="The nearest items, nearest first.")
+    nearest: float = Field(description="Highest cosine similarity of any item, before re-ranking; -1 if there is none.")
+    known: bool | None = Field(description="Whether `nearest` exceeds the threshold; null without calibration.")
+
+
+class ItemSearchResponse(Item, SearchResponse):
+    pass
+
+
+class Limits(Response):
+    max_upload_bytes: int
+    max_pixels: int
+    neighbours: int
+
+
+class Info(Response):
+    version: str
+    items: int
+    classes: int
+    dim: int = Field(description="Dimensions per vector.")
+    threshold: float | None = Field(description="Similarity above which a query is known; null without calibration.")
+    limits: Limits
+
 
 T = TypeVar("T")
 THUMBNAIL_SIZE = 192  # pixels
@@ -213,6 +266,5 @@ def utf8_safe(text: str) -> str:
 
 
 def shorten(text: str, max_length: int = 80) -> str:
-    """Shorten client input for an error message."""
     text = utf8_safe(text)
     return text if len(text) <= max_length else f"{text[:max_length]}…"
