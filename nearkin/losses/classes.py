@@ -16,7 +16,6 @@ from nearkin.losses.registry import Inputs, Param
 from nearkin.ops.checks import check_range, squared_norms
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.pairs import as_batch
-from nearkin.ops.reductions import log_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +76,6 @@ HEAD = Inputs(
     builder_docs={"dropout": "Dropout probability on the embeddings before the head, in training only."},
     dropout="dropout",
 )
-
-
-def own_and_others(sim: Tensor, labels: Tensor, scale: float | Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0)."""
-    index = labels[:, None]
-    own = sim.gather(1, index).squeeze(1)
-    return own, log_sum((sim * scale).scatter_(1, index, float("-inf")), dim)
 
 
 def log1p_sum_exp_per_class(x: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.losses._masked import EMPTY, require_square
 from nearkin.losses.ranges import log
 from nearkin.losses.registry import Inputs, loss
 from nearkin.ops.geometry import full_precision, unit
@@ -52,7 +51,7 @@ def spectral_clustering(p: Pairs) -> Tensor:
         >>> abs(round(float(spectral_clustering(projector_pairs(emb, torch.tensor([0, 0, 1])))), 4))
         0.0
     """
-    require_square(p, "spectral_clustering")
+    p.require_square("spectral_clustering")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
     return (same / same.sum(1, keepdim=True) - p.sim).square().sum(1)
 
@@ -172,12 +171,12 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
         >>> float(facility_location(pair_up(emb, torch.tensor([0, 1, 0, 1]))))
         0.3819...
     """
-    require_square(p, "facility_location")
+    p.require_square("facility_location")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
     distance = p.distance()
     within = torch.where(same, distance, 0.0).sum(0)  # of each sample as the medoid of its class
-    best = torch.where(same, within, -EMPTY).amin(1) / same.sum(1)
+    best = torch.where(same, within, 1e30).amin(1) / same.sum(1)
     find_medoids = _compiled_find_medoids if torch.compiler.is_compiling() else _find_medoids
     medoids, gap = find_medoids(distance.detach(), same, gamma)
-    nearest = torch.where(medoids, distance, -EMPTY).amin(1)
+    nearest = torch.where(medoids, distance, 1e30).amin(1)
     return torch.relu(best.sum() - nearest.sum() + gamma * gap) / len(p.sim)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import log_sum_exp, masked_mean, masked_sum, require_square, row_mean
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
-from nearkin.ops import softplus
 from nearkin.ops.pairs import Pairs, pair_up
+from nearkin.ops.reductions import log_sum_exp, masked_mean, masked_sum, row_mean, softplus
+from nearkin.ops.row_blocks import by_rows, per_row
 
 
 @loss(
@@ -37,9 +38,12 @@ def supcon(p: Pairs, *, temperature: float = 0.1) -> tuple[Tensor, Tensor]:
         >>> float(supcon(pair_up(emb, torch.tensor([0, 0, 1])), temperature=0.5))
         0.3711...
     """
-    logits = p.sim / temperature
-    total = log_sum_exp(logits, p.pos | p.neg)
-    return row_mean(total[:, None] - logits, p.pos), p.pos.any(1).sum()
+
+    def values(q: Pairs) -> Tensor:
+        total = log_sum_exp(q.sim, q.pos | q.neg, 1 / temperature)
+        return torch.where(q.pos.any(1), total - row_mean(q.sim, q.pos) / temperature, 0.0)
+
+    return p.per_anchor(values), p.pos.any(1).sum()
 
 
 @loss(
@@ -64,9 +68,21 @@ def nt_xent(p: Pairs, *, temperature: float = 0.07) -> tuple[Tensor, Tensor]:
         >>> float(nt_xent(pair_up(emb, torch.tensor([0, 0, 1])), temperature=0.5))
         0.3711...
     """
-    logits = p.sim / temperature
-    negatives = log_sum_exp(logits, p.neg)
-    return masked_sum(softplus(negatives[:, None] - logits), p.pos), p.pos.sum()
+    return positives_among_negatives(p, 1 / temperature), p.pos.sum()
+
+
+def positives_among_negatives(
+    p: Pairs, scale: float, of_positive: Callable[[Tensor], Tensor] = lambda sim: sim
+) -> Tensor:
+    """Return, per anchor, the sum over its positives of log(1 + sum_neg exp(scale (s_n - of_positive(s_p))))."""
+
+    def values(q: Pairs) -> Tensor:
+        columns, is_positive = q.positive_columns()
+        negatives = log_sum_exp(q.sim, q.neg, scale)[:, None]
+        terms = softplus(negatives - scale * of_positive(q.sim.gather(1, columns)))
+        return terms.masked_fill(~is_positive, 0.0).sum(1)
+
+    return p.per_anchor(values)
 
 
 _TEMPERATURE = Inputs(
@@ -104,10 +120,18 @@ def info_nce(p: Pairs, *, temperature: float | Tensor = 0.07) -> tuple[Tensor, T
         >>> float(info_nce(pair_up(a, labels, b, labels), temperature=0.5))
         0.4540...
     """
-    temperature = torch.as_tensor(temperature, dtype=p.sim.dtype, device=p.sim.device).clamp(min=0.01)
-    logits, used = p.sim / temperature, p.pos | p.neg
-    both = log_sum_exp(logits, used)[:, None] + log_sum_exp(logits, used, dim=0)
-    return masked_sum(both / 2 - logits, p.pos), p.pos.sum()
+    scale = 1 / torch.as_tensor(temperature, dtype=p.sim.dtype, device=p.sim.device).clamp(min=0.01)
+
+    def log_sums(sim: Tensor, used: Tensor, scale: Tensor) -> Tensor:
+        return log_sum_exp(sim * scale[:, None], used)
+
+    def values(q: Pairs, scale: Tensor, of_columns: Tensor) -> Tensor:
+        columns, is_positive = q.positive_columns()
+        both = log_sums(q.sim, q.pos | q.neg, scale)[:, None] + of_columns[columns]
+        return (both / 2 - q.sim.gather(1, columns) * scale[:, None]).masked_fill(~is_positive, 0.0).sum(1)
+
+    of_columns = by_rows(log_sums, p.sim.t(), (p.pos | p.neg).t(), per_row(scale, p.sim.t()))
+    return p.per_anchor(values, per_row(scale, p.sim), shared=(of_columns,)), p.pos.sum()
 
 
 @loss(
@@ -144,8 +168,12 @@ def siglip(p: Pairs, *, scale: float | Tensor = 10.0, bias: float | Tensor = -10
         >>> float(siglip(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.4862...
     """
-    logits = scale * p.sim + bias
-    return masked_sum(softplus(torch.where(p.pos, -logits, logits)), p.pos | p.neg)
+
+    def values(q: Pairs, scale: Tensor, bias: Tensor) -> Tensor:
+        logits = scale[:, None] * q.sim + bias[:, None]
+        return masked_sum(softplus(torch.where(q.pos, -logits, logits)), q.pos | q.neg)
+
+    return p.per_anchor(values, per_row(scale, p.sim), per_row(bias, p.sim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +251,6 @@ def _spread_and_correlation(x: Tensor) -> tuple[Tensor, Tensor]:
         learned_scalars=(LearnedScalar("scale", lr=100.0, switch="learn_scale"),),
         pairs=True,
     ),
-    cost="N^2 D + N^3",
 )
 def prototypical(p: Pairs, *, scale: float | Tensor = 10.0) -> tuple[Tensor, Tensor]:
     """Classify each sample by its distance to the mean of every class in the batch, itself left out of its own.
@@ -240,15 +267,16 @@ def prototypical(p: Pairs, *, scale: float | Tensor = 10.0) -> tuple[Tensor, Ten
         >>> float(prototypical(pair_up(emb, torch.tensor([0, 0, 1])), scale=1.0))
         0.3711...
     """
-    require_square(p, "prototypical")
+    p.require_square("prototypical")
     length, _ = p.squared_norms()
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
+    first = same.to(torch.uint8).argmax(1)  # the first sample of the class, in whose place its mean is computed
     size = same.sum(1).to(p.sim.dtype)
-    share = same / size[:, None]
-    to_mean = p.sim @ share.t()  # [i, j]: sample i times the mean of the class of j
-    mean_sq = (share * to_mean.t()).sum(1)
-    # A class of n samples occurs in n columns: log n turns their sum into one term.
-    others = log_sum_exp(scale * (2 * to_mean - mean_sq) - size.log(), p.neg)
-    own, n = to_mean.diagonal(), size.clamp(min=2)
-    rest, rest_sq = (n * own - length) / (n - 1), (n.square() * mean_sq - 2 * n * own + length) / (n - 1).square()
+    to_mean = torch.zeros_like(p.sim).index_add(1, first, p.sim / size)  # [i, c]: sample i times the mean of class c
+    own = to_mean.gather(1, first[:, None]).squeeze(1)
+    mean_sq = torch.zeros_like(own).index_add(0, first, own / size)
+    is_class = torch.arange(len(first), device=first.device) == first
+    others = log_sum_exp(scale * (2 * to_mean - mean_sq), p.neg & is_class)
+    n, own_sq = size.clamp(min=2), mean_sq[first]
+    rest, rest_sq = (n * own - length) / (n - 1), (n.square() * own_sq - 2 * n * own + length) / (n - 1).square()
     return torch.where(p.pos.any(1), softplus(others - scale * (2 * rest - rest_sq)), 0.0), p.pos.any(1).sum()

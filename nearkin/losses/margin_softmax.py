@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import is_own, log_sum_exp, own_and_others, sine
 from nearkin.losses.classes import PROXIES, ToClasses, proxy_similarities
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, Param, loss
-from nearkin.ops import softplus
+from nearkin.ops.reductions import own_and_others, sine, softplus
+from nearkin.ops.row_blocks import by_rows
 
 _SCALE = log(8, 256)
 
@@ -95,9 +95,8 @@ def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
         0.3132...
     """
     assert c.own is not None
-    own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
-    length = scale * c.own
-    others = log_sum_exp(length[:, None] * c.sim, ~is_own(c.sim, c.labels))
+    length, own = scale * c.own, c.sim.gather(1, c.labels[:, None]).squeeze(1)
+    _, others = own_and_others(length[:, None] * c.sim, c.labels)
     return softplus(others - length * _multiple_angle(own, margin))
 
 
@@ -133,10 +132,14 @@ def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -
     """
     assert c.own is not None
     assert c.proxies is not None
-    size = scale * c.own[:, None] * torch.linalg.vector_norm(c.proxies, dim=1)
-    own, own_size = (x.gather(1, c.labels[:, None]).squeeze(1) for x in (c.sim, size))
-    others = log_sum_exp(size * c.sim, ~is_own(c.sim, c.labels))
-    return softplus(others - own_size * _multiple_angle(own, margin))
+    weight_length = torch.linalg.vector_norm(c.proxies, dim=1)
+
+    def values(sim: Tensor, labels: Tensor, length: Tensor, weight_length: Tensor) -> Tensor:
+        _, others = own_and_others(sim * weight_length * length[:, None], labels)
+        own = sim.gather(1, labels[:, None]).squeeze(1)
+        return softplus(others - length * weight_length[labels] * _multiple_angle(own, margin))
+
+    return by_rows(values, c.sim, c.labels, scale * c.own, shared=(weight_length,))
 
 
 @loss(
@@ -337,11 +340,15 @@ def curricularface(
         >>> float(curricularface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), margin_degrees=60.0, scale=2.0))
         0.3132...
     """
-    own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
-    target = _rotate(own, math.radians(margin_degrees))
-    hard = c.sim * (c.sim + (0.0 if own_mean is None else own_mean))
-    logits = scale * torch.where(c.sim > target[:, None], hard, c.sim)
-    return softplus(log_sum_exp(logits, ~is_own(c.sim, c.labels)) - scale * target)
+    mean = c.sim.new_zeros(()) if own_mean is None else own_mean
+
+    def values(sim: Tensor, labels: Tensor) -> Tensor:
+        own = sim.gather(1, labels[:, None]).squeeze(1)
+        target = _rotate(own, math.radians(margin_degrees))
+        _, others = own_and_others(torch.where(sim > target[:, None], sim * (sim + mean), sim), labels, scale)
+        return softplus(others - scale * target)
+
+    return by_rows(values, c.sim, c.labels)
 
 
 @loss(
@@ -405,7 +412,8 @@ def p2sgrad(c: ToClasses) -> Tensor:
         >>> float(p2sgrad(torch.eye(2), torch.tensor([0, 0]), torch.eye(2)))
         0.5
     """
-    return (c.sim - is_own(c.sim, c.labels).to(c.sim.dtype)).square().mean(1)
+    difference = c.sim.scatter_add(1, c.labels[:, None], -torch.ones_like(c.sim[:, :1]))
+    return torch.linalg.vector_norm(difference, dim=1).square() / c.sim.shape[1]
 
 
 @loss(
