@@ -271,12 +271,15 @@ def prototypical(p: Pairs, *, scale: float | Tensor = 10.0) -> tuple[Tensor, Ten
     length, _ = p.squared_norms()
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
     first = same.to(torch.uint8).argmax(1)  # the first sample of the class, in whose place its mean is computed
-    size = same.sum(1).to(p.sim.dtype)
-    to_mean = torch.zeros_like(p.sim).index_add(1, first, p.sim / size)  # [i, c]: sample i times the mean of class c
-    own = to_mean.gather(1, first[:, None]).squeeze(1)
-    mean_sq = torch.zeros_like(own).index_add(0, first, own / size)
     is_class = torch.arange(len(first), device=first.device) == first
-    others = log_sum_exp(scale * (2 * to_mean - mean_sq), p.neg & is_class)
+    size, own = same.sum(1).to(p.sim.dtype), row_mean(p.sim, same)  # of a sample with the mean of its class
+    mean_sq = torch.zeros_like(own).index_add(0, first, own / size)
+
+    def log_sums(q: Pairs, scale: Tensor, mean_sq: Tensor) -> Tensor:
+        to_mean = torch.zeros_like(q.sim).index_add(1, first, q.sim / size)  # [i, c]: sample i with the mean of class c
+        return log_sum_exp(scale[:, None] * (2 * to_mean - mean_sq), q.neg & is_class)
+
+    others = p.per_anchor(log_sums, per_row(scale, p.sim), shared=(mean_sq,))
     n, own_sq = size.clamp(min=2), mean_sq[first]
     rest, rest_sq = (n * own - length) / (n - 1), (n.square() * own_sq - 2 * n * own + length) / (n - 1).square()
     return torch.where(p.pos.any(1), softplus(others - scale * (2 * rest - rest_sq)), 0.0), p.pos.any(1).sum()

@@ -14,9 +14,10 @@ from nearkin.losses.contrastive import positives_among_negatives
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, loss
 from nearkin.ops.checks import on_host
-from nearkin.ops.geometry import gram, unit, where_float64_exists, zero_or_root
+from nearkin.ops.geometry import gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
 from nearkin.ops.reductions import log_sum_exp, sine, softplus, sum_of_violations
+from nearkin.ops.row_blocks import per_row
 
 
 @loss(
@@ -84,7 +85,8 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     """
     p.require_square("angular")
     t = math.tan(math.radians(angle_degrees)) ** 2
-    has_negatives = p.neg.any(1, keepdim=True)
+    columns, is_positive = p.positive_columns()
+    positive, has_negatives = p.sim.gather(1, columns), p.neg.any(1, keepdim=True)
     top = (4 * t * p.sim.detach()).masked_fill_(~p.neg, -1e30).amax(1, keepdim=True).masked_fill_(~has_negatives, 0.0)
     logits = (4 * t * p.sim).sub_(top)
     if on_host(p.sim) and int(p.pos.sum() + p.neg.sum()) == p.sim.numel() - len(p.sim):
@@ -93,10 +95,9 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     else:
         weight = logits.exp_()
         total = weight.masked_fill(~p.neg, 0.0) @ weight.t()
-    columns, is_positive = p.positive_columns()
     rows = torch.arange(len(columns), device=columns.device)[:, None]
     negatives = total[rows, columns].clamp(min=torch.finfo(total.dtype).tiny).log() + top + top.squeeze(1)[columns]
-    values = softplus(negatives - 2 * (1 + t) * p.sim.gather(1, columns))
+    values = softplus(negatives - 2 * (1 + t) * positive)
     return values.masked_fill(~(is_positive & has_negatives), 0.0).sum(1), p.pos.sum()
 
 
@@ -129,29 +130,18 @@ def tuplet_margin(p: Pairs, *, margin_degrees: float = 5.73, scale: float = 64.0
 
 
 def _hardest_gap(p: Pairs) -> tuple[Tensor, Tensor]:
-    """Return d_ij minus the distance to the nearest negative of i or of j, for positive pairs [N, K] and which exist.
+    """Return d_ij less the distance to the nearest negative of i or j, for positive pairs [N, K]; and which exist."""
 
-    Only these distances are computed with a gradient: three for every positive pair.
-    """
+    def nearest(q: Pairs) -> Tensor:
+        return q.distance().masked_fill(~q.neg, 1e30).amin(1)
+
     columns, is_positive = p.positive_columns()
+    distance = p.per_anchor(lambda q, columns: q.distance().gather(1, columns), columns, lengths=True)
     anchor_sq, ref_sq = p.squared_norms()
-    with torch.no_grad():
-        far = p.distance().masked_fill_(~p.neg, float("inf"))
-        of_row, of_column = far.argmin(1)[:, None], far.argmin(0)
-        has_row, has_column = (far.amin(dim) < float("inf") for dim in (1, 0))
-    own = torch.arange(len(columns), device=columns.device)[:, None].expand_as(columns)
-
-    def distance(row: Tensor, column: Tensor) -> Tensor:
-        sums = anchor_sq[row] + ref_sq[column]
-        product = p.sim.reshape(-1)[row * p.sim.shape[1] + column]
-        return zero_or_root(sums - 2 * product, 4 * torch.finfo(sums.dtype).eps * sums.detach())
-
-    near = torch.minimum(
-        distance(own[:, :1], of_row).masked_fill(~has_row[:, None], 1e30),
-        distance(of_column[columns], columns).masked_fill(~has_column[columns], 1e30),
-    )
-    used = is_positive & (has_row[:, None] | has_column[columns])
-    return (distance(own, columns) - near).masked_fill(~used, 0.0), used
+    of_refs = Pairs(p.sim.t(), p.pos.t(), p.neg.t(), ref_sq, anchor_sq).per_anchor(nearest, lengths=True)
+    near = torch.minimum(p.per_anchor(nearest, lengths=True)[:, None], of_refs[columns])
+    used = is_positive & (near < 1e3)
+    return (distance - near).masked_fill(~used, 0.0), used
 
 
 def _gap_histogram(gap: Tensor, used: Tensor, edges: int) -> Tensor:
@@ -211,7 +201,7 @@ def dynamic_soft_margin(
         0.0440...
     """
     gap, used = _hardest_gap(p)
-    fixed = gap.detach().nan_to_num()
+    fixed = gap.detach()
     edges = 11 if gap_histogram is None else len(gap_histogram)
     density = _gap_histogram(fixed, used, edges)
     if gap_histogram is not None:  # all zero before the first step of training
@@ -312,7 +302,7 @@ def hierarchical_triplet(p: Pairs, *, margin: float = 0.1, class_gaps: Tensor | 
         >>> float(hierarchical_triplet(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.2))
         0.1300...
     """
-    gaps = p.sim.new_zeros(len(p.sim), 1)
-    if class_gaps is not None and isinstance(p, LabelledPairs) and p.labels is not None and p.ref_labels is not None:
-        gaps = class_gaps.to(p.sim.dtype)[p.labels[:, None], p.ref_labels]
-    return sum_of_violations(p, (gaps + margin) / 2), (p.pos.sum(1) * p.neg.sum(1)).sum()
+    count = (p.pos.sum(1) * p.neg.sum(1)).sum()
+    if class_gaps is None or not isinstance(p, LabelledPairs) or p.labels is None or p.ref_labels is None:
+        return sum_of_violations(p, per_row(margin / 2, p.sim)[:, None]), count
+    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.labels] + margin) / 2, p.ref_labels), count

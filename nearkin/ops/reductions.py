@@ -129,8 +129,10 @@ def sine(cosine: Tensor) -> Tensor:
     return (1 - cosine.square()).clamp(min=1e-12).sqrt()
 
 
-def sum_of_violations(p: Pairs, margin: Tensor) -> Tensor:
-    """Sum max(0, s_n - s_p + margin) over all triplets of each anchor, for margins [N, 1], or of every negative [N, M].
+def sum_of_violations(p: Pairs, margin: Tensor, column: Tensor | None = None) -> Tensor:
+    """Sum max(0, s_n - s_p + margin) over all triplets of each anchor.
+
+    The margins are [N, 1], or [N, C] with the column [M] of each reference.
 
     By sorting the positives of each anchor: a negative n violates the margin against those below s_n + margin, the
     first c of them, and a positive of rank r is violated by the negatives with c > r. Exact, in time N M log P.
@@ -138,6 +140,7 @@ def sum_of_violations(p: Pairs, margin: Tensor) -> Tensor:
 
     def values(q: Pairs, margin: Tensor) -> Tensor:
         with torch.no_grad():
+            margin = margin if column is None else margin[:, column]
             columns, is_positive = q.positive_columns()
             ranked, order = q.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
             reach = (q.sim + margin).masked_fill_(~q.neg, float("-inf"))

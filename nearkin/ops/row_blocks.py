@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def by_rows(function: Function, *rows: Tensor, shared: Sequence[Tensor] = (), wi
     tensors = (*rows, *shared)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _ByRows.apply(function, size, len(rows), *tensors)  # type: ignore[no-any-return]
-    return torch.cat([function(*(t[i : i + size] for t in rows), *shared) for i in range(0, n, size)])
+    return _values(function, size, len(rows), tensors)
 
 
 def per_row(value: float | Tensor, like: Tensor) -> Tensor:
@@ -56,6 +56,43 @@ def _rows_per_block(x: Tensor, width: int) -> int:
     return max(1, min(_CPU_BLOCK // width, -(-len(x) // 8)), _SMALL_BLOCK // width)
 
 
+def _blocks(size: int, n_rows: int, tensors: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+    for start in range(0, len(tensors[0]), size):
+        rows = slice(start, start + size)
+        yield rows, [*(t[rows] for t in tensors[:n_rows]), *tensors[n_rows:]]
+
+
+def _values(function: Function, size: int, n_rows: int, tensors: Sequence[Tensor]) -> Tensor:
+    result = None
+    for rows, block in _blocks(size, n_rows, tensors):
+        values = function(*block)
+        if result is None:
+            result = values.new_empty(len(tensors[0]), *values.shape[1:])
+        result[rows] = values
+    assert result is not None
+    return result
+
+
+def _gradients(
+    function: Function, size: int, n_rows: int, tensors: Sequence[Tensor], needed: Sequence[bool], g: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of the needed tensors, for the gradient g of the values; for 1, and the values, if None."""
+    wanted = [i for i, need in enumerate(needed) if need]
+    grads, values = [torch.zeros_like(tensors[i]) for i in wanted], []
+    for rows, block in _blocks(size, n_rows, tensors):
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(block, needed, strict=True)]
+        with torch.enable_grad():
+            out = function(*leaves)
+        if g is None:
+            values.append(out.detach())
+        outer = torch.ones_like(out) if g is None else g[rows]
+        of_block = torch.autograd.grad(out, [leaves[i] for i in wanted], outer, allow_unused=True)
+        for i, total, grad in zip(wanted, grads, of_block, strict=True):
+            if grad is not None:
+                (total[rows] if i < n_rows else total).add_(grad)
+    return grads, values
+
+
 class _ByRows(torch.autograd.Function):
     """One value per row has its gradient computed at once, in the forward pass; else blocks are computed again."""
 
@@ -63,49 +100,23 @@ class _ByRows(torch.autograd.Function):
     def forward(ctx: Any, function: Function, size: int, n_rows: int, *tensors: Tensor) -> Tensor:
         ctx.function, ctx.size, ctx.n_rows = function, size, n_rows
         needed = ctx.needs_input_grad[3:]
-        first = function(*(t[:size] for t in tensors[:n_rows]), *tensors[n_rows:])
-        ctx.early = first.dim() == 1 and not any(needed[n_rows:])
-        if ctx.early:
-            out, grads = _value_and_grads(function, size, n_rows, tensors, needed, None)
-            ctx.save_for_backward(*tensors, *grads)
-            return out
-        ctx.save_for_backward(*tensors)
-        blocks = (
-            function(*(t[i : i + size] for t in tensors[:n_rows]), *tensors[n_rows:])
-            for i in range(size, len(tensors[0]), size)
-        )
-        return torch.cat([first, *blocks])
+        _, block = next(_blocks(1, n_rows, tensors))
+        if any(needed[n_rows:]) or function(*block).dim() > 1:
+            ctx.save_for_backward(*tensors)
+            return _values(function, size, n_rows, tensors)
+        grads, values = _gradients(function, size, n_rows, tensors, needed, None)
+        ctx.save_for_backward(*tensors, *grads)
+        return torch.cat(values)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[3:]
-        tensors, grads = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
+        tensors, ready = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
         if torch.is_grad_enabled():
             return None, None, None, *differentiable(ctx.function, g, *tensors)
-        if ctx.early:
-            scaled = iter([grad * g.view(-1, *[1] * (grad.dim() - 1)) for grad in grads])
+        if ready:
+            grads = [grad * g.view(-1, *[1] * (grad.dim() - 1)) for grad in ready]
         else:
-            scaled = iter(_value_and_grads(ctx.function, ctx.size, ctx.n_rows, tensors, needed, g)[1])
-        return None, None, None, *(next(scaled) if need else None for need in needed)
-
-
-def _value_and_grads(
-    function: Function, size: int, n_rows: int, tensors: Sequence[Tensor], needed: Sequence[bool], g: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the values, and the gradients of the needed tensors for the gradient g of the values; 1 if None."""
-    n = len(tensors[0])
-    grads = [torch.zeros_like(t) for t, need in zip(tensors, needed, strict=True) if need]
-    values = []
-    for i in range(0, n, size):
-        block = [*(t[i : i + size] for t in tensors[:n_rows]), *tensors[n_rows:]]
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(block, needed, strict=True)]
-        with torch.enable_grad():
-            out = function(*leaves)
-        values.append(out.detach())
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        outer = torch.ones_like(out) if g is None else g[i : i + size]
-        for position, grad in enumerate(torch.autograd.grad(out, wanted, outer, allow_unused=True)):
-            if grad is not None:
-                is_row = sum(needed[:n_rows]) > position
-                (grads[position][i : i + size] if is_row else grads[position]).add_(grad)
-    return torch.cat(values), grads
+            grads, _ = _gradients(ctx.function, ctx.size, ctx.n_rows, tensors, needed, g)
+        remaining = iter(grads)
+        return None, None, None, *(next(remaining) if need else None for need in needed)
