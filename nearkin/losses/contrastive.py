@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
+from nearkin.ops.checks import squared_norms
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import log_sum_exp, masked_mean, masked_sum, row_mean, softplus
 from nearkin.ops.row_blocks import by_rows, per_row
@@ -189,6 +190,8 @@ def views(emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: T
     p = pair_up(emb, labels, refs, ref_labels, metric="dot")
     anchors = emb.to(p.sim.dtype)
     refs = anchors if refs is None else refs.to(p.sim.dtype)
+    for x in (anchors, refs):
+        squared_norms(x, degree=4)  # of which the covariances are squares
     return Views(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, anchors=anchors, refs=refs)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from nearkin.losses.classes import PROXIES, ToClasses, proxy_similarities
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, Param, loss
+from nearkin.ops.checks import squared_norms
 from nearkin.ops.reductions import own_and_others, sine, softplus
 from nearkin.ops.row_blocks import by_rows
 
@@ -61,6 +62,14 @@ def _lengths(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> To
 _LENGTHS = Inputs(_lengths, params=PROXIES.params)
 
 
+def _lengths_and_weights(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    """Return as `_lengths`, for lengths that are factors of the logits, with the proxies as they are."""
+    c = _lengths(emb, labels, proxies)
+    for x in (emb.to(c.sim.dtype), proxies.to(c.sim.dtype)):
+        squared_norms(x)
+    return replace(c, proxies=proxies.to(c.sim.dtype))
+
+
 def _multiple_angle(own: Tensor, m: int) -> Tensor:
     """Return (-1)^k cos(m t) - 2 k with k = floor(m t / pi), which falls monotonically from t = 0 to pi."""
     before, cosine = torch.ones_like(own), own
@@ -77,7 +86,7 @@ def _multiple_angle(own: Tensor, m: int) -> Tensor:
     "psi(t) = (-1)^k cos(margin t) - 2 k,  k = floor(margin t / pi)",
     use="To compare with the original angular margin; arcface and cosface are easier to train.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=_LENGTHS,
+    inputs=Inputs(_lengths_and_weights, params=PROXIES.params),
 )
 def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy with a multiplied angle to the own class; the length of the embedding is the inverse temperature.
@@ -98,12 +107,6 @@ def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     length, own = scale * c.own, c.sim.gather(1, c.labels[:, None]).squeeze(1)
     _, others = own_and_others(length[:, None] * c.sim, c.labels)
     return softplus(others - length * _multiple_angle(own, margin))
-
-
-def _lengths_and_weights(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    """Return as `_lengths`, with the proxies as they are, not normalised."""
-    c = _lengths(emb, labels, proxies)
-    return replace(c, proxies=proxies.to(c.sim.dtype))
 
 
 @loss(

@@ -10,7 +10,7 @@ from torch import Tensor
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import hinge_sums, log1p_sum_exp, masked_sum
+from nearkin.ops.reductions import hinge_sums, log1p_sum_exp, masked_sum, signed_sum
 from nearkin.ops.row_blocks import per_row
 
 
@@ -39,8 +39,7 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
         -0.2666...
     """
     active = p.neg & (p.sim > margin)
-    weight = active.to(p.sim.dtype).masked_fill_(p.pos, -1.0)
-    return (weight * p.sim).sum(1) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
+    return signed_sum(p.sim, active, p.pos) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
 
 
 def _l2_pairs(*args: Any, normalize: bool = True, **kwargs: Any) -> Pairs:

@@ -186,11 +186,11 @@ def hyperbolic_pairs(
         p = pair_up(to_ball(emb), labels, refs, ref_labels, metric="dot", **kwargs)
 
         def similarities(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
-            ratio = distances(products, anchor_sq, ref_sq) / ((1 - anchor_sq)[:, None] * (1 - ref_sq)).sqrt()
-            return torch.asinh(ratio) * (-2 / root)
+            distance = distances(products, anchor_sq, ref_sq)
+            return torch.asinh(distance * (1 - anchor_sq).rsqrt()[:, None] * (1 - ref_sq).rsqrt()) * (-2 / root)
 
         anchor_sq, ref_sq = p.squared_norms()
-        return replace(p, sim=by_rows(similarities, p.sim, anchor_sq, shared=(ref_sq,)))
+        return replace(p, sim=by_rows(similarities, p.sim, anchor_sq, shared=(ref_sq,), width=4 * len(ref_sq)))
 
 
 @loss(

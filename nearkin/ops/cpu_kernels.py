@@ -164,6 +164,33 @@ class _OwnAndOthers(torch.autograd.Function):
         return (weight * factor.unsqueeze(ctx.dim)).scatter_(1, index, g_own[:, None]), None, None, None, None
 
 
+def signed_sum(x: Tensor, plus: Tensor, minus: Tensor, plain: Plain) -> Tensor:
+    """Sum each row over the pairs `plus`, less the sum over the pairs `minus`."""
+    used = plus | minus
+    if int(used.count_nonzero()) * 16 > used.numel():
+        return plain(x)  # type: ignore[no-any-return]
+    row, column = used.nonzero(as_tuple=True)
+    sign = plus[row, column].to(x.dtype).mul_(2).sub_(1)
+    return _SparseSum.apply(x, row, column, sign, plain)  # type: ignore[no-any-return]
+
+
+class _SparseSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor, sign: Tensor, plain: Plain) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(x, row, column, sign)
+        return x.new_zeros(len(x)).index_add_(0, row, x[row, column] * sign)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, row, column, sign = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *differentiable(ctx.plain, g, x), None, None, None, None
+        grad = torch.zeros_like(x)
+        grad[row, column] = sign * g[row]
+        return grad, None, None, None, None
+
+
 def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor, plain: Plain) -> Tensor:
     """Compute Euclidean distances, 0 where the square is within rounding of 0."""
     return _Distances.apply(products, anchor_sq, ref_sq, plain)  # type: ignore[no-any-return]

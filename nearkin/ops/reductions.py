@@ -70,9 +70,18 @@ def hinge_sums(x: Tensor, up: Tensor, low: float | Tensor, down: Tensor, high: f
         Sums [N], and the number of terms above 0.
     """
     above, below = up & (x > low), down & (x < high)
-    weight = above.to(x.dtype).masked_fill_(below, -1.0)  # the sums are linear in x where the hinges are open
     n_above, n_below = above.sum(1).to(x.dtype), below.sum(1).to(x.dtype)
-    return (weight * x).sum(1) - low * n_above + high * n_below, (n_above + n_below).sum()
+    # Where the hinges are open the sums are linear in x.
+    return signed_sum(x, above, below) - low * n_above + high * n_below, (n_above + n_below).sum()
+
+
+def signed_sum(x: Tensor, plus: Tensor, minus: Tensor) -> Tensor:
+    """Sum each row over the pairs `plus`, less the sum over the pairs `minus`."""
+
+    def in_plain_torch(x: Tensor) -> Tensor:
+        return (plus.to(x.dtype).masked_fill_(minus, -1.0) * x).sum(1)
+
+    return cpu_kernels.signed_sum(x, plus, minus, in_plain_torch) if on_host(x) else in_plain_torch(x)
 
 
 def softplus(x: Tensor) -> Tensor:
