@@ -29,11 +29,12 @@ class ToClasses:
     # [N] a further term of each sample and its own class (center: squared distance; pce: product with the class sum)
     own: Tensor | None = None
     probs: Tensor | None = None  # [N, C] class probabilities without gradient (pce)
+    products: Tensor | None = None  # [N, C] dot products, for losses on the lengths as well; `sim` has no gradient then
 
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
     """Compute the cosines between embeddings and proxies."""
-    emb, labels = _class_batch(emb, labels, proxies, "proxies")
+    emb, labels = class_batch(emb, labels, proxies, "proxies")
     with full_precision(emb):
         f, w = unit(emb), unit(proxies.to(emb.dtype))
         if w.dim() == 2:
@@ -47,13 +48,13 @@ def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Ten
 
 def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
     """Compute the logits of a linear head on embeddings that are not normalised. Returns logits [N, C]."""
-    emb, labels = _class_batch(emb, labels, weight, "weight")
+    emb, labels = class_batch(emb, labels, weight, "weight")
     squared_norms(emb)
     with full_precision(emb):
         return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
 
 
-def _class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Validate a batch against the parameters of its classes, [C, ..., D]."""
     emb, labels = as_batch(emb, labels)
     if params.shape[-1] != emb.shape[1]:

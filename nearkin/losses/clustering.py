@@ -160,6 +160,8 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     """Keep the clustering by the true classes better than the best other clustering, by a margin of their difference.
 
     The best other medoids are found by greedy addition and five rounds of swaps; the gradient takes them as constants.
+    The search runs in NumPy, on an accelerator as well, which waits for it: swaps try the members of one cluster only,
+    and with static shapes each would try the whole batch.
 
     Args:
         p: Cosines [N, N] with masks.

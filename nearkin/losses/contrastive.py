@@ -39,12 +39,8 @@ def supcon(p: Pairs, *, temperature: float = 0.1) -> tuple[Tensor, Tensor]:
         >>> float(supcon(pair_up(emb, torch.tensor([0, 0, 1])), temperature=0.5))
         0.3711...
     """
-
-    def values(q: Pairs) -> Tensor:
-        total = log_sum_exp(q.sim, q.pos | q.neg, 1 / temperature)
-        return torch.where(q.pos.any(1), total - row_mean(q.sim, q.pos) / temperature, 0.0)
-
-    return p.per_anchor(values), p.pos.any(1).sum()
+    total, has_positives = log_sum_exp(p.sim, p.pos | p.neg, 1 / temperature), p.pos.any(1)
+    return torch.where(has_positives, total - row_mean(p.sim, p.pos) / temperature, 0.0), has_positives.sum()
 
 
 @loss(
@@ -76,14 +72,10 @@ def positives_among_negatives(
     p: Pairs, scale: float, of_positive: Callable[[Tensor], Tensor] = lambda sim: sim
 ) -> Tensor:
     """Return, per anchor, the sum over its positives of log(1 + sum_neg exp(scale (s_n - of_positive(s_p))))."""
-
-    def values(q: Pairs) -> Tensor:
-        columns, is_positive = q.positive_columns()
-        negatives = log_sum_exp(q.sim, q.neg, scale)[:, None]
-        terms = softplus(negatives - scale * of_positive(q.sim.gather(1, columns)))
-        return terms.masked_fill(~is_positive, 0.0).sum(1)
-
-    return p.per_anchor(values)
+    columns, is_positive = p.positive_columns()
+    negatives = log_sum_exp(p.sim, p.neg, scale)[:, None]
+    terms = softplus(negatives - scale * of_positive(p.sim.gather(1, columns)))
+    return terms.masked_fill(~is_positive, 0.0).sum(1)
 
 
 _TEMPERATURE = Inputs(
@@ -132,7 +124,7 @@ def info_nce(p: Pairs, *, temperature: float | Tensor = 0.07) -> tuple[Tensor, T
         return (both / 2 - q.sim.gather(1, columns) * scale[:, None]).masked_fill(~is_positive, 0.0).sum(1)
 
     of_columns = by_rows(log_sums, p.sim.t(), (p.pos | p.neg).t(), per_row(scale, p.sim.t()))
-    return p.per_anchor(values, per_row(scale, p.sim), shared=(of_columns,)), p.pos.sum()
+    return p.per_anchor(values, per_row(scale, p.sim), shared=(of_columns,), width=2 * p.sim.shape[1]), p.pos.sum()
 
 
 @loss(

@@ -157,7 +157,7 @@ def snr_contrastive(p: Pairs, *, pos_margin: float = 0.0, neg_margin: float = 1.
         counts = (far.sum(1).to(ratio.dtype), near.sum(1).to(ratio.dtype))
         return torch.stack([masked_sum(ratio - pos_margin, far), masked_sum(neg_margin - ratio, near), *counts], 1)
 
-    pull, push, n_pull, n_push = p.per_anchor(sums_and_counts, lengths=True).sum(0)
+    pull, push, n_pull, n_push = p.per_anchor(sums_and_counts, lengths=True).sum(0).unbind()
     return pull / n_pull.clamp(min=1) + push / n_push.clamp(min=1)
 
 

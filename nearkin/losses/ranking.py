@@ -279,7 +279,7 @@ def fast_ap(p: Pairs, *, bins: int = 10) -> tuple[Tensor, Tensor]:
         found = q.pos.any(1)
         return torch.where(found, 1 - (positives * precision).sum(1) / q.pos.sum(1).clamp(min=1), 0.0)
 
-    return p.per_anchor(value, lengths=True), p.pos.any(1).sum()
+    return p.per_anchor(value, lengths=True, width=2 * p.sim.shape[1]), p.pos.any(1).sum()  # int64 takes two
 
 
 @loss(
@@ -310,7 +310,10 @@ def histogram(p: Pairs, *, bins: int = 100) -> Tensor:
     def counts(sim: Tensor, mask: Tensor) -> Tensor:
         return _soft_histogram((sim.clamp(-1.0, 1.0) + 1) * (bins / 2), mask, bins)
 
-    positives, negatives = (by_rows(counts, p.sim, mask).sum(0) / mask.sum().clamp(min=1) for mask in (p.pos, p.neg))
+    positives, negatives = (
+        by_rows(counts, p.sim, mask, width=3 * p.sim.shape[1]).sum(0) / mask.sum().clamp(min=1)
+        for mask in (p.pos, p.neg)
+    )
     return (negatives * positives.cumsum(0)).sum()
 
 

@@ -230,7 +230,7 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     """
     assert c.own is not None
     assert c.probs is not None
-    soft = torch.linalg.vecdot(c.probs, c.sim)
+    soft = (c.probs * c.sim).sum(1)
     own, others = own_and_others(c.sim, c.labels, 1 / lam)
     return torch.logaddexp(own / lam, others) - (c.own + soft) / (2 * lam)
 

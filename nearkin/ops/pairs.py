@@ -90,8 +90,7 @@ class Pairs:
         def of_block(sim: Tensor, pos: Tensor, neg: Tensor, *others: Tensor) -> Tensor:
             if not lengths:
                 return function(Pairs(sim, pos, neg, dim=self.dim), *others)
-            anchor, *others, ref = others
-            return function(Pairs(sim, pos, neg, anchor, ref, dim=self.dim), *others)
+            return function(Pairs(sim, pos, neg, others[0], others[-1], dim=self.dim), *others[1:-1])
 
         last = () if ref_sq is None else (ref_sq,)
         return by_rows(of_block, self.sim, self.pos, self.neg, *extra, *rows, shared=(*shared, *last), width=width)

@@ -14,7 +14,7 @@ from nearkin.ops.cpu_kernels import differentiable
 Function = Callable[..., Tensor]
 
 # Elements of a buffer of one block. On the CPU it fits into the cache; a GPU needs large blocks to be busy.
-_CPU_BLOCK, _SMALL_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 13, 1 << 24
+_CPU_BLOCK, _SMALL_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 14, 1 << 24
 
 
 def by_rows(function: Function, *rows: Tensor, shared: Sequence[Tensor] = (), width: int | None = None) -> Tensor:
@@ -52,8 +52,8 @@ def per_row(value: float | Tensor, like: Tensor) -> Tensor:
 def _rows_per_block(x: Tensor, width: int) -> int:
     if not on_host(x):
         return max(1, _GPU_BLOCK // width)
-    # At least eight blocks, unless they would be too small to be worth a call.
-    return max(1, min(_CPU_BLOCK // width, -(-len(x) // 8)), _SMALL_BLOCK // width)
+    # At least four blocks, unless they would be too small to be worth a call.
+    return max(1, min(_CPU_BLOCK // width, -(-len(x) // 4)), _SMALL_BLOCK // width)
 
 
 def _blocks(size: int, n_rows: int, tensors: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
