@@ -16,7 +16,6 @@ from nearkin.losses.registry import Inputs, Param
 from nearkin.ops.checks import check_range, squared_norms
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.pairs import as_batch
-from nearkin.ops.reductions import log_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +29,12 @@ class ToClasses:
     # [N] a further term of each sample and its own class (center: squared distance; pce: product with the class sum)
     own: Tensor | None = None
     probs: Tensor | None = None  # [N, C] class probabilities without gradient (pce)
+    products: Tensor | None = None  # [N, C] dot products, for losses on the lengths as well; `sim` has no gradient then
 
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
     """Compute the cosines between embeddings and proxies."""
-    emb, labels = _class_batch(emb, labels, proxies, "proxies")
+    emb, labels = class_batch(emb, labels, proxies, "proxies")
     with full_precision(emb):
         f, w = unit(emb), unit(proxies.to(emb.dtype))
         if w.dim() == 2:
@@ -48,13 +48,13 @@ def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Ten
 
 def linear_logits(emb: Tensor, labels: Tensor | Sequence[int], weight: Tensor, bias: Tensor) -> ToClasses:
     """Compute the logits of a linear head on embeddings that are not normalised. Returns logits [N, C]."""
-    emb, labels = _class_batch(emb, labels, weight, "weight")
+    emb, labels = class_batch(emb, labels, weight, "weight")
     squared_norms(emb)
     with full_precision(emb):
         return ToClasses(torch.addmm(bias.to(emb.dtype), emb, weight.to(emb.dtype).t()), labels)
 
 
-def _class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Validate a batch against the parameters of its classes, [C, ..., D]."""
     emb, labels = as_batch(emb, labels)
     if params.shape[-1] != emb.shape[1]:
@@ -77,13 +77,6 @@ HEAD = Inputs(
     builder_docs={"dropout": "Dropout probability on the embeddings before the head, in training only."},
     dropout="dropout",
 )
-
-
-def own_and_others(sim: Tensor, labels: Tensor, scale: float | Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0)."""
-    index = labels[:, None]
-    own = sim.gather(1, index).squeeze(1)
-    return own, log_sum((sim * scale).scatter_(1, index, float("-inf")), dim)
 
 
 def log1p_sum_exp_per_class(x: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.losses._masked import EMPTY, require_square
 from nearkin.losses.ranges import log
 from nearkin.losses.registry import Inputs, loss
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.pairs import Pairs, as_batch, pair_up
+from nearkin.ops.reductions import masked_sum
+from nearkin.ops.row_blocks import by_rows
 
 _RIDGE = 1e-6  # relative to embeddings of length 1: keeps directions that the batch does not use out of the projection
 
@@ -52,7 +53,7 @@ def spectral_clustering(p: Pairs) -> Tensor:
         >>> abs(round(float(spectral_clustering(projector_pairs(emb, torch.tensor([0, 0, 1])))), 4))
         0.0
     """
-    require_square(p, "spectral_clustering")
+    p.require_square("spectral_clustering")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
     return (same / same.sum(1, keepdim=True) - p.sim).square().sum(1)
 
@@ -159,6 +160,8 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     """Keep the clustering by the true classes better than the best other clustering, by a margin of their difference.
 
     The best other medoids are found by greedy addition and five rounds of swaps; the gradient takes them as constants.
+    The search runs in NumPy, on an accelerator as well, which waits for it: swaps try the members of one cluster only,
+    and with static shapes each would try the whole batch.
 
     Args:
         p: Cosines [N, N] with masks.
@@ -172,12 +175,12 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
         >>> float(facility_location(pair_up(emb, torch.tensor([0, 1, 0, 1]))))
         0.3819...
     """
-    require_square(p, "facility_location")
+    p.require_square("facility_location")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
-    distance = p.distance()
-    within = torch.where(same, distance, 0.0).sum(0)  # of each sample as the medoid of its class
-    best = torch.where(same, within, -EMPTY).amin(1) / same.sum(1)
+    # Of each sample as the medoid of its class: a sum over its column, which is its row in a symmetric matrix.
+    within = p.per_anchor(lambda q, same: masked_sum(q.distance(), same), same.t(), lengths=True)
+    best = by_rows(lambda same, within: torch.where(same, within, 1e30).amin(1), same, shared=(within,)) / same.sum(1)
     find_medoids = _compiled_find_medoids if torch.compiler.is_compiling() else _find_medoids
-    medoids, gap = find_medoids(distance.detach(), same, gamma)
-    nearest = torch.where(medoids, distance, -EMPTY).amin(1)
+    medoids, gap = find_medoids(p.distance().detach(), same, gamma)
+    nearest = p.per_anchor(lambda q: q.distance().masked_fill(~medoids, 1e30).amin(1), lengths=True)
     return torch.relu(best.sum() - nearest.sum() + gamma * gap) / len(p.sim)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import log_sum_exp, masked_mean, masked_sum, require_square, row_mean
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
-from nearkin.ops import softplus
+from nearkin.ops.checks import squared_norms
 from nearkin.ops.pairs import Pairs, pair_up
+from nearkin.ops.reductions import log_sum_exp, masked_mean, masked_sum, row_mean, softplus
+from nearkin.ops.row_blocks import by_rows, per_row
 
 
 @loss(
@@ -37,9 +39,8 @@ def supcon(p: Pairs, *, temperature: float = 0.1) -> tuple[Tensor, Tensor]:
         >>> float(supcon(pair_up(emb, torch.tensor([0, 0, 1])), temperature=0.5))
         0.3711...
     """
-    logits = p.sim / temperature
-    total = log_sum_exp(logits, p.pos | p.neg)
-    return row_mean(total[:, None] - logits, p.pos), p.pos.any(1).sum()
+    total, has_positives = log_sum_exp(p.sim, p.pos | p.neg, 1 / temperature), p.pos.any(1)
+    return torch.where(has_positives, total - row_mean(p.sim, p.pos) / temperature, 0.0), has_positives.sum()
 
 
 @loss(
@@ -64,9 +65,17 @@ def nt_xent(p: Pairs, *, temperature: float = 0.07) -> tuple[Tensor, Tensor]:
         >>> float(nt_xent(pair_up(emb, torch.tensor([0, 0, 1])), temperature=0.5))
         0.3711...
     """
-    logits = p.sim / temperature
-    negatives = log_sum_exp(logits, p.neg)
-    return masked_sum(softplus(negatives[:, None] - logits), p.pos), p.pos.sum()
+    return positives_among_negatives(p, 1 / temperature), p.pos.sum()
+
+
+def positives_among_negatives(
+    p: Pairs, scale: float, of_positive: Callable[[Tensor], Tensor] = lambda sim: sim
+) -> Tensor:
+    """Return, per anchor, the sum over its positives of log(1 + sum_neg exp(scale (s_n - of_positive(s_p))))."""
+    columns, is_positive = p.positive_columns()
+    negatives = log_sum_exp(p.sim, p.neg, scale)[:, None]
+    terms = softplus(negatives - scale * of_positive(p.sim.gather(1, columns)))
+    return terms.masked_fill(~is_positive, 0.0).sum(1)
 
 
 _TEMPERATURE = Inputs(
@@ -104,10 +113,18 @@ def info_nce(p: Pairs, *, temperature: float | Tensor = 0.07) -> tuple[Tensor, T
         >>> float(info_nce(pair_up(a, labels, b, labels), temperature=0.5))
         0.4540...
     """
-    temperature = torch.as_tensor(temperature, dtype=p.sim.dtype, device=p.sim.device).clamp(min=0.01)
-    logits, used = p.sim / temperature, p.pos | p.neg
-    both = log_sum_exp(logits, used)[:, None] + log_sum_exp(logits, used, dim=0)
-    return masked_sum(both / 2 - logits, p.pos), p.pos.sum()
+    scale = 1 / torch.as_tensor(temperature, dtype=p.sim.dtype, device=p.sim.device).clamp(min=0.01)
+
+    def log_sums(sim: Tensor, used: Tensor, scale: Tensor) -> Tensor:
+        return log_sum_exp(sim * scale[:, None], used)
+
+    def values(q: Pairs, scale: Tensor, of_columns: Tensor) -> Tensor:
+        columns, is_positive = q.positive_columns()
+        both = log_sums(q.sim, q.pos | q.neg, scale)[:, None] + of_columns[columns]
+        return (both / 2 - q.sim.gather(1, columns) * scale[:, None]).masked_fill(~is_positive, 0.0).sum(1)
+
+    of_columns = by_rows(log_sums, p.sim.t(), (p.pos | p.neg).t(), per_row(scale, p.sim.t()))
+    return p.per_anchor(values, per_row(scale, p.sim), shared=(of_columns,), width=2 * p.sim.shape[1]), p.pos.sum()
 
 
 @loss(
@@ -144,8 +161,12 @@ def siglip(p: Pairs, *, scale: float | Tensor = 10.0, bias: float | Tensor = -10
         >>> float(siglip(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.4862...
     """
-    logits = scale * p.sim + bias
-    return masked_sum(softplus(torch.where(p.pos, -logits, logits)), p.pos | p.neg)
+
+    def values(q: Pairs, scale: Tensor, bias: Tensor) -> Tensor:
+        logits = scale[:, None] * q.sim + bias[:, None]
+        return masked_sum(softplus(torch.where(q.pos, -logits, logits)), q.pos | q.neg)
+
+    return p.per_anchor(values, per_row(scale, p.sim), per_row(bias, p.sim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +182,8 @@ def views(emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: T
     p = pair_up(emb, labels, refs, ref_labels, metric="dot")
     anchors = emb.to(p.sim.dtype)
     refs = anchors if refs is None else refs.to(p.sim.dtype)
+    for x in (anchors, refs):
+        squared_norms(x, degree=4)  # of which the covariances are squares
     return Views(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, anchors=anchors, refs=refs)
 
 
@@ -223,7 +246,6 @@ def _spread_and_correlation(x: Tensor) -> tuple[Tensor, Tensor]:
         learned_scalars=(LearnedScalar("scale", lr=100.0, switch="learn_scale"),),
         pairs=True,
     ),
-    cost="N^2 D + N^3",
 )
 def prototypical(p: Pairs, *, scale: float | Tensor = 10.0) -> tuple[Tensor, Tensor]:
     """Classify each sample by its distance to the mean of every class in the batch, itself left out of its own.
@@ -240,15 +262,19 @@ def prototypical(p: Pairs, *, scale: float | Tensor = 10.0) -> tuple[Tensor, Ten
         >>> float(prototypical(pair_up(emb, torch.tensor([0, 0, 1])), scale=1.0))
         0.3711...
     """
-    require_square(p, "prototypical")
+    p.require_square("prototypical")
     length, _ = p.squared_norms()
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
-    size = same.sum(1).to(p.sim.dtype)
-    share = same / size[:, None]
-    to_mean = p.sim @ share.t()  # [i, j]: sample i times the mean of the class of j
-    mean_sq = (share * to_mean.t()).sum(1)
-    # A class of n samples occurs in n columns: log n turns their sum into one term.
-    others = log_sum_exp(scale * (2 * to_mean - mean_sq) - size.log(), p.neg)
-    own, n = to_mean.diagonal(), size.clamp(min=2)
-    rest, rest_sq = (n * own - length) / (n - 1), (n.square() * mean_sq - 2 * n * own + length) / (n - 1).square()
+    first = same.to(torch.uint8).argmax(1)  # the first sample of the class, in whose place its mean is computed
+    is_class = torch.arange(len(first), device=first.device) == first
+    size, own = same.sum(1).to(p.sim.dtype), row_mean(p.sim, same)  # of a sample with the mean of its class
+    mean_sq = torch.zeros_like(own).index_add(0, first, own / size)
+
+    def log_sums(q: Pairs, scale: Tensor, mean_sq: Tensor) -> Tensor:
+        to_mean = torch.zeros_like(q.sim).index_add(1, first, q.sim / size)  # [i, c]: sample i with the mean of class c
+        return log_sum_exp(scale[:, None] * (2 * to_mean - mean_sq), q.neg & is_class)
+
+    others = p.per_anchor(log_sums, per_row(scale, p.sim), shared=(mean_sq,))
+    n, own_sq = size.clamp(min=2), mean_sq[first]
+    rest, rest_sq = (n * own - length) / (n - 1), (n.square() * own_sq - 2 * n * own + length) / (n - 1).square()
     return torch.where(p.pos.any(1), softplus(others - scale * (2 * rest - rest_sq)), 0.0), p.pos.any(1).sum()

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import is_own, log_sum_exp, own_and_others, sine
-from nearkin.losses.classes import PROXIES, ToClasses, proxy_similarities
+from nearkin.losses.classes import PROXIES, ToClasses, class_batch, proxy_similarities
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, Param, loss
-from nearkin.ops import softplus
+from nearkin.ops.checks import squared_norms
+from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.reductions import own_and_others, sine, softplus
+from nearkin.ops.row_blocks import by_rows
 
 _SCALE = log(8, 256)
 
@@ -61,6 +63,24 @@ def _lengths(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> To
 _LENGTHS = Inputs(_lengths, params=PROXIES.params)
 
 
+def _products(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    """Return dot products with the proxies, and the product of both lengths for the own class as `own`."""
+    emb, labels = class_batch(emb, labels, proxies, "proxies")
+    weight = proxies.to(emb.dtype)
+    squared_norms(weight)
+    squared_norms(emb)
+    with full_precision(emb):
+        length, weight_length = (torch.linalg.vector_norm(x, dim=1) for x in (emb, weight))
+        products = emb @ weight.t()
+        with torch.no_grad():
+            cosines = products / (length[:, None] * weight_length).clamp_(min=torch.finfo(emb.dtype).tiny)
+        return ToClasses(cosines, labels, own=length * weight_length[labels], products=products)
+
+
+def _products_with_directions(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    return _products(emb, labels, unit(proxies))
+
+
 def _multiple_angle(own: Tensor, m: int) -> Tensor:
     """Return (-1)^k cos(m t) - 2 k with k = floor(m t / pi), which falls monotonically from t = 0 to pi."""
     before, cosine = torch.ones_like(own), own
@@ -70,6 +90,14 @@ def _multiple_angle(own: Tensor, m: int) -> Tensor:
     return (1 - 2 * (k % 2)) * cosine - 2 * k
 
 
+def _multiplied_angle_loss(c: ToClasses, margin: int, scale: float) -> Tensor:
+    assert c.own is not None
+    assert c.products is not None
+    product, others = own_and_others(c.products, c.labels, scale)
+    cosine = torch.where(c.own > 0, product / c.own.clamp(min=torch.finfo(c.own.dtype).tiny), 0.0)
+    return softplus(others - scale * c.own * _multiple_angle(cosine, margin))
+
+
 @loss(
     family="margin_softmax",
     paper="Liu et al. 2017 (SphereFace)",
@@ -77,13 +105,13 @@ def _multiple_angle(own: Tensor, m: int) -> Tensor:
     "psi(t) = (-1)^k cos(margin t) - 2 k,  k = floor(margin t / pi)",
     use="To compare with the original angular margin; arcface and cosface are easier to train.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=_LENGTHS,
+    inputs=Inputs(_products_with_directions, params=PROXIES.params),
 )
 def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy with a multiplied angle to the own class; the length of the embedding is the inverse temperature.
 
     Args:
-        c: Cosines [N, C] and lengths [N].
+        c: Products with the unit proxies [N, C], and lengths [N].
         margin: Factor on the angle; 1 is no margin.
         scale: Further factor on the logits.
 
@@ -94,17 +122,7 @@ def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
         >>> float(sphereface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2)))
         0.3132...
     """
-    assert c.own is not None
-    own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
-    length = scale * c.own
-    others = log_sum_exp(length[:, None] * c.sim, ~is_own(c.sim, c.labels))
-    return softplus(others - length * _multiple_angle(own, margin))
-
-
-def _lengths_and_weights(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    """Return as `_lengths`, with the proxies as they are, not normalised."""
-    c = _lengths(emb, labels, proxies)
-    return replace(c, proxies=proxies.to(c.sim.dtype))
+    return _multiplied_angle_loss(c, margin, scale)
 
 
 @loss(
@@ -114,13 +132,13 @@ def _lengths_and_weights(emb: Tensor, labels: Tensor | Sequence[int], proxies: T
     "g = psi(t_iy) as in sphereface (own), cos t_ic (others)",
     use="To compare with the original: a softmax head whose own angle is multiplied.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=Inputs(_lengths_and_weights, params=PROXIES.params),
+    inputs=Inputs(_products, params=PROXIES.params),
 )
 def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy of a linear head without bias, with a multiplied angle to the own class.
 
     Args:
-        c: Cosines [N, C], lengths [N] and the weights [C, D], whose lengths count.
+        c: Products with the weights [N, C], and the product of both lengths for the own class [N].
         margin: As in `sphereface`.
         scale: As in `sphereface`.
 
@@ -131,12 +149,7 @@ def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -
         >>> float(large_margin_softmax(torch.eye(2), torch.tensor([0, 1]), 2 * torch.eye(2)))
         0.1269...
     """
-    assert c.own is not None
-    assert c.proxies is not None
-    size = scale * c.own[:, None] * torch.linalg.vector_norm(c.proxies, dim=1)
-    own, own_size = (x.gather(1, c.labels[:, None]).squeeze(1) for x in (c.sim, size))
-    others = log_sum_exp(size * c.sim, ~is_own(c.sim, c.labels))
-    return softplus(others - own_size * _multiple_angle(own, margin))
+    return _multiplied_angle_loss(c, margin, scale)
 
 
 @loss(
@@ -337,11 +350,15 @@ def curricularface(
         >>> float(curricularface(torch.eye(2), torch.tensor([0, 1]), torch.eye(2), margin_degrees=60.0, scale=2.0))
         0.3132...
     """
-    own = c.sim.gather(1, c.labels[:, None]).squeeze(1)
-    target = _rotate(own, math.radians(margin_degrees))
-    hard = c.sim * (c.sim + (0.0 if own_mean is None else own_mean))
-    logits = scale * torch.where(c.sim > target[:, None], hard, c.sim)
-    return softplus(log_sum_exp(logits, ~is_own(c.sim, c.labels)) - scale * target)
+    mean = c.sim.new_zeros(()) if own_mean is None else own_mean
+
+    def values(sim: Tensor, labels: Tensor) -> Tensor:
+        own = sim.gather(1, labels[:, None]).squeeze(1)
+        target = _rotate(own, math.radians(margin_degrees))
+        _, others = own_and_others(torch.where(sim > target[:, None], sim * (sim + mean), sim), labels, scale)
+        return softplus(others - scale * target)
+
+    return by_rows(values, c.sim, c.labels)
 
 
 @loss(
@@ -405,7 +422,8 @@ def p2sgrad(c: ToClasses) -> Tensor:
         >>> float(p2sgrad(torch.eye(2), torch.tensor([0, 0]), torch.eye(2)))
         0.5
     """
-    return (c.sim - is_own(c.sim, c.labels).to(c.sim.dtype)).square().mean(1)
+    difference = c.sim.scatter_add(1, c.labels[:, None], -torch.ones_like(c.sim[:, :1]))
+    return (difference * difference).mean(1)
 
 
 @loss(

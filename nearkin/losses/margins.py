@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import EMPTY, log_sum_exp, masked_sum, require_square, sine, sum_of_violations
+from nearkin.losses.contrastive import positives_among_negatives
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import Buffer, Inputs, loss
-from nearkin.ops import softplus
-from nearkin.ops.geometry import unit, where_float64_exists
+from nearkin.ops.checks import on_host
+from nearkin.ops.geometry import gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
+from nearkin.ops.reductions import log_sum_exp, sine, softplus, sum_of_violations
+from nearkin.ops.row_blocks import per_row
 
 
 @loss(
@@ -45,11 +47,14 @@ def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tenso
         >>> float(circle(pair_up(emb, torch.tensor([0, 0, 1])), scale=10.0))
         0.9130...
     """
-    fixed = p.sim.detach()
-    pull = -scale * torch.relu(1 + margin - fixed) * (p.sim - (1 - margin))
-    push = scale * torch.relu(fixed + margin) * (p.sim - margin)
-    used = p.pos.any(1) & p.neg.any(1)
-    return softplus(log_sum_exp(pull, p.pos) + log_sum_exp(push, p.neg)), used.sum()
+
+    def values(q: Pairs) -> Tensor:
+        fixed = q.sim.detach()
+        pull = torch.relu(1 + margin - fixed) * (q.sim - (1 - margin))
+        push = torch.relu(fixed + margin) * (q.sim - margin)
+        return softplus(log_sum_exp(pull, q.pos, -scale) + log_sum_exp(push, q.neg, scale))
+
+    return p.per_anchor(values), (p.pos.any(1) & p.neg.any(1)).sum()
 
 
 @loss(
@@ -78,15 +83,22 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
         >>> float(angular(pair_up(emb, torch.tensor([0, 0, 1])), angle_degrees=45.0))
         1.1711...
     """
-    require_square(p, "angular")
+    p.require_square("angular")
     t = math.tan(math.radians(angle_degrees)) ** 2
-    top = torch.where(p.neg, 4 * t * p.sim.detach(), EMPTY).amax(1, keepdim=True)
-    top = torch.where(p.neg.any(1, keepdim=True), top, 0.0)
-    weight = (4 * t * p.sim - top).exp()
-    total = torch.where(p.neg, weight, 0.0) @ weight.t()
-    negatives = total.clamp(min=torch.finfo(p.sim.dtype).tiny).log() + top + top.t()
-    values = softplus(negatives - 2 * (1 + t) * p.sim)
-    return masked_sum(values, p.pos & p.neg.any(1, keepdim=True)), p.pos.sum()
+    columns, is_positive = p.positive_columns()
+    positive, has_negatives = p.sim.gather(1, columns), p.neg.any(1, keepdim=True)
+    top = (4 * t * p.sim.detach()).masked_fill_(~p.neg, -1e30).amax(1, keepdim=True).masked_fill_(~has_negatives, 0.0)
+    logits = (4 * t * p.sim).sub_(top)
+    if on_host(p.sim) and int(p.pos.sum() + p.neg.sum()) == p.sim.numel() - len(p.sim):
+        # All pairs are used, so a and p have the same negatives: half a product, and a sparse gradient.
+        total = gram(logits.masked_fill_(~p.neg, float("-inf")).exp_())
+    else:
+        weight = logits.exp_()
+        total = weight.masked_fill(~p.neg, 0.0) @ weight.t()
+    rows = torch.arange(len(columns), device=columns.device)[:, None]
+    negatives = total[rows, columns].clamp(min=torch.finfo(total.dtype).tiny).log() + top + top.squeeze(1)[columns]
+    values = softplus(negatives - 2 * (1 + t) * positive)
+    return values.masked_fill(~(is_positive & has_negatives), 0.0).sum(1), p.pos.sum()
 
 
 @loss(
@@ -113,18 +125,23 @@ def tuplet_margin(p: Pairs, *, margin_degrees: float = 5.73, scale: float = 64.0
         0.6361...
     """
     m = math.radians(margin_degrees)
-    slack = p.sim * math.cos(m) + sine(p.sim) * math.sin(m)
-    negatives = log_sum_exp(scale * p.sim, p.neg)
-    return masked_sum(softplus(negatives[:, None] - scale * slack), p.pos), p.pos.sum()
+    values = positives_among_negatives(p, scale, lambda sim: sim * math.cos(m) + sine(sim) * math.sin(m))
+    return values, p.pos.sum()
 
 
 def _hardest_gap(p: Pairs) -> tuple[Tensor, Tensor]:
-    """Return d_ij minus the distance to the nearest negative of i or of j [N, M], and which pairs have both."""
-    distance = p.distance()
-    far = torch.where(p.neg, distance, -EMPTY)
-    nearest = torch.minimum(far.amin(1, keepdim=True), far.amin(0, keepdim=True))
-    used = p.pos & (nearest < 1e3)
-    return torch.where(used, distance - nearest, 0.0), used
+    """Return d_ij less the distance to the nearest negative of i or j, for positive pairs [N, K]; and which exist."""
+
+    def nearest(q: Pairs) -> Tensor:
+        return q.distance().masked_fill(~q.neg, 1e30).amin(1)
+
+    columns, is_positive = p.positive_columns()
+    distance = p.per_anchor(lambda q, columns: q.distance().gather(1, columns), columns, lengths=True)
+    anchor_sq, ref_sq = p.squared_norms()
+    of_refs = Pairs(p.sim.t(), p.pos.t(), p.neg.t(), ref_sq, anchor_sq).per_anchor(nearest, lengths=True)
+    near = torch.minimum(p.per_anchor(nearest, lengths=True)[:, None], of_refs[columns])
+    used = is_positive & (near < 1e3)
+    return (distance - near).masked_fill(~used, 0.0), used
 
 
 def _gap_histogram(gap: Tensor, used: Tensor, edges: int) -> Tensor:
@@ -191,7 +208,7 @@ def dynamic_soft_margin(
         density = torch.where(gap_histogram.sum() > 0, gap_histogram.to(density.dtype), density)
     index = ((fixed + 2) * ((edges - 1) / 4)).floor().clamp(0, edges - 1).long()
     weight = density.cumsum(0)[index]
-    return masked_sum(weight * gap, used), used.sum()
+    return (weight * gap).sum(1), used.sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +302,7 @@ def hierarchical_triplet(p: Pairs, *, margin: float = 0.1, class_gaps: Tensor | 
         >>> float(hierarchical_triplet(pair_up(emb, torch.tensor([0, 0, 1])), margin=0.2))
         0.1300...
     """
-    reach = p.sim + margin / 2
-    if class_gaps is not None and isinstance(p, LabelledPairs) and p.labels is not None and p.ref_labels is not None:
-        reach = reach + class_gaps.to(p.sim.dtype)[p.labels[:, None], p.ref_labels] / 2
-    return sum_of_violations(p.sim, reach, p), (p.pos.sum(1) * p.neg.sum(1)).sum()
+    count = (p.pos.sum(1) * p.neg.sum(1)).sum()
+    if class_gaps is None or not isinstance(p, LabelledPairs) or p.labels is None or p.ref_labels is None:
+        return sum_of_violations(p, per_row(margin / 2, p.sim)[:, None]), count
+    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.labels] + margin) / 2, p.ref_labels), count

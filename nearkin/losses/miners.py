@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.losses._masked import first_max, require_square
 from nearkin.losses.registry import check_known
 from nearkin.ops.geometry import distances
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import by_rows
+from nearkin.ops.row_blocks import by_rows
 
 Miner = Callable[..., Pairs]
 MINERS: Registry[Miner] = Registry("miner")
@@ -183,11 +183,11 @@ def easy_positive(p: Pairs, *, negatives: Negatives = "semihard") -> Pairs:
 
     Xuan et al. 2020: with semihard negatives it is EPSHN. An anchor without such a negative is skipped.
     """
-    pos = first_max(p.sim, p.pos)
+    pos = _first_max(p.sim, p.pos)
     allowed = p.neg
     if negatives == "semihard":
         allowed = allowed & (p.sim < (p.sim * pos).sum(1, keepdim=True))
-    neg = first_max(p.sim, allowed)
+    neg = _first_max(p.sim, allowed)
     return _keep_complete(p, pos, neg)
 
 
@@ -200,7 +200,10 @@ def n_hardest(p: Pairs, *, positives: int = 1, negatives: int = 10) -> Pairs:
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
         return mask & (rank < count)
 
-    return _keep_complete(p, first(p.sim, p.pos, positives), first(-p.sim, p.neg, negatives))
+    def select(sim: Tensor, pos: Tensor, neg: Tensor) -> Tensor:
+        return torch.stack([first(sim, pos, positives), first(-sim, neg, negatives)], 2)
+
+    return _keep_complete(p, *by_rows(select, p.sim, p.pos, p.neg).unbind(2))
 
 
 @miner
@@ -240,23 +243,25 @@ def angular(p: Pairs, *, angle_degrees: float = 20.0) -> Pairs:
 
     The angle is atan(|a - p| / (2 |n - (a + p) / 2|)), so n must be nearer to the middle of a and p than a radius.
     """
-    require_square(p, "miner angular")
-    s, inf = p.sim.detach(), float("inf")
+    p.require_square("miner angular")
     sq, _ = p.squared_norms()
     # |n - m|^2 < |a - p|^2 / (4 tan^2) with m = (a + p) / 2, solved for the products with n.
-    tan = torch.tan(torch.deg2rad(s.new_tensor(angle_degrees)))
-    sums = sq[:, None] + sq
-    bound = (sums + 2 * s) / 4 - (sums - 2 * s) / (4 * tan.square())  # [a, p]: what a.n + p.n - |n|^2 must exceed
-    bound = torch.where(p.pos, bound, inf)
-    with_n = torch.where(p.neg, s - sq / 2, -inf)  # [a, n]
-    pos, neg = [], []
-    rows = max(1, (1 << 23) // s.numel())
-    for first, own_bound, is_neg in zip(*(torch.split(x, rows) for x in (with_n, bound, p.neg)), strict=True):
-        both = first[:, None] + with_n  # [a, p, n]: both classes are the same, so both masks are
-        found = both > own_bound[..., None]
-        pos.append(found.any(2))
-        neg.append(found.any(1) & is_neg)
-    return _keep_complete(p, p.pos & torch.cat(pos), torch.cat(neg))
+    tan_sq = math.tan(math.radians(angle_degrees)) ** 2
+
+    def select(sim: Tensor, neg: Tensor, columns: Tensor, is_positive: Tensor, own_sq: Tensor, refs: Tensor) -> Tensor:
+        """Return the masks of the selected positives and negatives [n, 2, M]."""
+        sums, product = own_sq[:, None] + sq[columns], sim.gather(1, columns)
+        bound = (sums + 2 * product) / 4 - (sums - 2 * product) / (4 * tan_sq)  # what a.n + p.n - |n|^2 must exceed
+        found = (sim - sq)[:, None] + refs[columns] > bound[..., None]  # [a, p, n]
+        found &= is_positive[..., None] & neg[:, None]
+        none = torch.zeros_like(neg, dtype=torch.uint8)
+        pos = none.scatter_reduce(1, columns, found.any(2).to(torch.uint8), "amax").bool()
+        return torch.stack([pos, found.any(1)], 1)
+
+    columns, is_positive = p.positive_columns()
+    width = max(1, columns.shape[1]) * len(sq)
+    masks = by_rows(select, p.sim, p.neg, columns, is_positive, sq, shared=(p.sim,), width=width)
+    return _keep_complete(p, *masks.unbind(1))
 
 
 @miner
@@ -303,6 +308,12 @@ def uniform_histogram(
         return mask & (rank < count).view_as(mask)
 
     return replace(p, pos=draw(p.pos, pos_per_bin), neg=draw(p.neg, neg_per_bin), triplets=None)
+
+
+def _first_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the mask of each row's largest entry in a mask, the first of equal ones; an empty row stays empty."""
+    index = x.masked_fill(~mask, float("-inf")).argmax(1, keepdim=True)
+    return torch.zeros_like(mask).scatter(1, index, True) & mask
 
 
 def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, LearnedScalar, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import hinge_sums, log1p_sum_exp
+from nearkin.ops.reductions import hinge_sums, log1p_sum_exp, masked_sum, signed_sum
+from nearkin.ops.row_blocks import per_row
 
 
 @loss(
@@ -37,8 +39,7 @@ def contrastive(p: Pairs, *, margin: float | Tensor = 0.5) -> tuple[Tensor, Tens
         -0.2666...
     """
     active = p.neg & (p.sim > margin)
-    weight = active.to(p.sim.dtype).masked_fill_(p.pos, -1.0)
-    return (weight * p.sim).sum(1) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
+    return signed_sum(p.sim, active, p.pos) - margin * active.sum(1).to(p.sim.dtype), p.pos.sum() + p.neg.sum()
 
 
 def _l2_pairs(*args: Any, normalize: bool = True, **kwargs: Any) -> Pairs:
@@ -74,9 +75,12 @@ def contrastive_l2(p: Pairs, *, margin: float | Tensor = 1.0) -> Tensor:
         >>> float(contrastive_l2(pair_up(emb, torch.tensor([0, 0, 1])), margin=1.0))
         0.0148...
     """
-    pull = p.sq_distance().masked_fill_(~p.pos, 0.0).sum(1)
-    violation = (margin - p.distance()).masked_fill_(~p.neg, 0.0).relu_()
-    return pull + violation.square().sum(1)
+
+    def values(q: Pairs, margin: Tensor) -> Tensor:
+        violation = torch.relu(margin[:, None] - q.distance())
+        return masked_sum(q.sq_distance(), q.pos) + masked_sum(violation.square(), q.neg)
+
+    return p.per_anchor(values, per_row(margin, p.sim), lengths=True)
 
 
 @loss(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import log_sum_exp, masked_mean, masked_sum
+from nearkin.losses.contrastive import positives_among_negatives
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import WHOLE_BATCH, Inputs, loss
-from nearkin.ops import softplus
-from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.geometry import distances, full_precision, unit
 from nearkin.ops.pairs import Pairs, as_batch, pair_up
+from nearkin.ops.reductions import masked_mean, masked_sum
+from nearkin.ops.row_blocks import by_rows
 
 
 @loss(
@@ -43,9 +44,14 @@ def intra_pair_variance(p: Pairs, *, pos_epsilon: float = 0.01, neg_epsilon: flo
         >>> float(intra_pair_variance(pair_up(emb, torch.tensor([0, 0, 1, 1]))))
         0.0482...
     """
-    pull = torch.relu((1 - pos_epsilon) * masked_mean(p.sim, p.pos) - p.sim).square()
-    push = torch.relu(p.sim - (1 + neg_epsilon) * masked_mean(p.sim, p.neg)).square()
-    return masked_mean(pull, p.pos) + masked_mean(push, p.neg)
+
+    def values(q: Pairs, low: Tensor, high: Tensor) -> Tensor:
+        pull, push = torch.relu(low - q.sim), torch.relu(q.sim - high)
+        return masked_sum(pull.square(), q.pos) / n_pos + masked_sum(push.square(), q.neg) / n_neg
+
+    n_pos, n_neg = (mask.sum().clamp(min=1) for mask in (p.pos, p.neg))
+    low, high = (1 - pos_epsilon) * masked_mean(p.sim, p.pos), (1 + neg_epsilon) * masked_mean(p.sim, p.neg)
+    return p.per_anchor(values, shared=(low, high)).sum()
 
 
 @loss(
@@ -142,12 +148,17 @@ def snr_contrastive(p: Pairs, *, pos_margin: float = 0.0, neg_margin: float = 1.
         >>> round(float(snr_contrastive(centred_pairs(emb, torch.tensor([0, 0, 1])), neg_margin=4.0)), 4)
         1.0
     """
-    variance = p.squared_norms()[0][:, None]
-    # A constant embedding has no signal: its pairs count as infinitely far, without gradient.
-    ratio = torch.where(variance > 1e-12, p.distance().square() / variance.clamp(min=1e-12), 1e6)
-    pull, push = ratio - pos_margin, neg_margin - ratio
-    usable = variance > 1e-12
-    return masked_mean(pull, p.pos & usable & (pull > 0)) + masked_mean(push, p.neg & usable & (push > 0))
+
+    def sums_and_counts(q: Pairs) -> Tensor:
+        variance = q.squared_norms()[0][:, None]
+        usable = variance > 1e-12  # a constant embedding has no signal: it has no pairs
+        ratio = q.distance().square() / variance.clamp(min=1e-12)
+        far, near = q.pos & usable & (ratio > pos_margin), q.neg & usable & (ratio < neg_margin)
+        counts = (far.sum(1).to(ratio.dtype), near.sum(1).to(ratio.dtype))
+        return torch.stack([masked_sum(ratio - pos_margin, far), masked_sum(neg_margin - ratio, near), *counts], 1)
+
+    pull, push, n_pull, n_push = p.per_anchor(sums_and_counts, lengths=True).sum(0).unbind()
+    return pull / n_pull.clamp(min=1) + push / n_push.clamp(min=1)
 
 
 def hyperbolic_pairs(
@@ -173,9 +184,13 @@ def hyperbolic_pairs(
         refs = to_ball(refs)
     with full_precision(emb):
         p = pair_up(to_ball(emb), labels, refs, ref_labels, metric="dot", **kwargs)
-        anchor, ref = p.squared_norms()
-        ratio = p.distance() / ((1 - anchor)[:, None] * (1 - ref)).sqrt()
-        return replace(p, sim=torch.asinh(ratio) * (-2 / root))
+
+        def similarities(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor) -> Tensor:
+            distance = distances(products, anchor_sq, ref_sq)
+            return torch.asinh(distance * (1 - anchor_sq).rsqrt()[:, None] * (1 - ref_sq).rsqrt()) * (-2 / root)
+
+        anchor_sq, ref_sq = p.squared_norms()
+        return replace(p, sim=by_rows(similarities, p.sim, anchor_sq, shared=(ref_sq,), width=4 * len(ref_sq)))
 
 
 @loss(
@@ -216,6 +231,4 @@ def hyperbolic(p: Pairs, *, temperature: float = 0.2) -> tuple[Tensor, Tensor]:
         >>> float(hyperbolic(hyperbolic_pairs(emb, torch.tensor([0, 0, 1])), temperature=1.0))
         0.1416...
     """
-    logits = p.sim / temperature
-    negatives = log_sum_exp(logits, p.neg)
-    return masked_sum(softplus(negatives[:, None] - logits), p.pos), p.pos.sum()
+    return positives_among_negatives(p, 1 / temperature), p.pos.sum()

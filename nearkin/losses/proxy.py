@@ -11,12 +11,11 @@ from nearkin.losses.classes import (
     ToClasses,
     class_similarity,
     log1p_sum_exp_per_class,
-    own_and_others,
 )
 from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import loss
 from nearkin.ops.geometry import gram, unit, zero_or_root
-from nearkin.ops.reductions import log1p_sum_exp, softplus
+from nearkin.ops.reductions import log1p_sum_exp, own_and_others, softplus
 
 
 def proxy_regulariser(proxies: Tensor) -> Tensor:

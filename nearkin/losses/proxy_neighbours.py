@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import EMPTY, is_own, own_and_others
 from nearkin.losses.classes import PROXIES, ToClasses, proxy_similarities
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, loss
-from nearkin.ops import softplus
 from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.reductions import log_sum, own_and_others, softplus
 
 
 @loss(
@@ -98,4 +97,5 @@ def manifold(c: ToClasses, *, margin: float = 5e-4, context: float = 1.0) -> Ten
 
 def _violations(sim: Tensor, labels: Tensor, margin: float) -> Tensor:
     excess = sim - sim.gather(1, labels[:, None]) + margin
-    return softplus(torch.where((excess >= 0) & ~is_own(sim, labels), excess, EMPTY).logsumexp(1))
+    violated = (excess >= 0).scatter(1, labels[:, None], False)
+    return softplus(log_sum(excess.masked_fill(~violated, float("-inf"))))

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nearkin.losses._masked import EMPTY, masked_sum, positive_values, row_mean, sum_over_references
 from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import WHOLE_BATCH, loss
+from nearkin.ops.checks import on_host
 from nearkin.ops.pairs import Pairs
+from nearkin.ops.reductions import masked_sum, row_mean
+from nearkin.ops.row_blocks import by_rows
 
 _RANK_COST = "N^2 D + N^2 P"
 
 
-def _positives(p: Pairs, with_query: bool) -> tuple[Tensor, Tensor]:
+def _per_query(p: Pairs, value: Callable[[Pairs], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a value for each query, 0 without positives, and the number of queries with positives.
+
+    The largest buffers are [n, P, M]: every positive of a query is compared with all references.
+    """
+    most = int(p.pos.sum(1).max()) if on_host(p.sim) else p.sim.shape[1]
+
+    def values(q: Pairs) -> Tensor:
+        return value(q).masked_fill(~q.pos.any(1), 0.0)
+
+    return p.per_anchor(values, width=max(1, most) * p.sim.shape[1]), p.pos.any(1).sum()
+
+
+def _positives(p: Pairs, with_query: bool = False) -> tuple[Tensor, Tensor]:
     """Return the positives' similarities [N, P] and which exist; the query itself, with cosine 1, as one more."""
-    values, valid = positive_values(p)
+    columns, valid = p.positive_columns()
+    values = p.sim.gather(1, columns).masked_fill(~valid, 0.0)
     if with_query:
         values = torch.nn.functional.pad(values, (1, 0), value=1.0)
-        valid = torch.cat([valid[:, :1], valid], 1)  # the first exists if any does
+        valid = torch.cat([p.pos.any(1, keepdim=True), valid], 1)
     return values, valid
+
+
+def _count(step: Callable[[Tensor], Tensor], values: Tensor, sim: Tensor, mask: Tensor) -> Tensor:
+    """Compute sum_k step(sim[i, k] - values[i, a]) over a mask of references k. Returns [N, P]."""
+    steps = step(sim[:, None] - values[:, :, None])
+    return (steps @ mask.to(steps.dtype)[:, :, None]).squeeze(2)
+
+
+def _sigmoid(temperature: float) -> Callable[[Tensor], Tensor]:
+    return lambda difference: difference.div_(temperature).sigmoid_()
 
 
 def _ranks(p: Pairs, values: Tensor, valid: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the smooth number of positives, and of negatives, that are ranked before each positive [N, P]."""
-
-    def step(difference: Tensor) -> Tensor:
-        return torch.sigmoid(difference / temperature)
-
-    before = sum_over_references(step, values, values, valid) - 0.5  # itself: a sigmoid of 0
-    return before, sum_over_references(step, values, p.sim, p.neg)
+    step = _sigmoid(temperature)
+    before = _count(step, values, values, valid) - 0.5  # itself: a sigmoid of 0
+    return before, _count(step, values, p.sim, p.neg)
 
 
 @loss(
@@ -59,11 +83,13 @@ def smooth_ap(p: Pairs, *, temperature: float = 0.01, with_query: bool = False) 
         >>> round(float(smooth_ap(pair_up(emb, torch.tensor([0, 0, 1])))), 4)
         0.25
     """
-    values, valid = _positives(p, with_query)
-    positives, negatives = _ranks(p, values, valid, temperature)
-    precision = (1 + positives) / (1 + positives + negatives)
-    found = p.pos.any(1)
-    return torch.where(found, 1 - row_mean(precision, valid), 0.0), found.sum()
+
+    def value(q: Pairs) -> Tensor:
+        similarities, valid = _positives(q, with_query)
+        positives, negatives = _ranks(q, similarities, valid, temperature)
+        return 1 - row_mean((1 + positives) / (1 + positives + negatives), valid)
+
+    return _per_query(p, value)
 
 
 @loss(
@@ -94,12 +120,16 @@ def recall_surrogate(
         >>> float(recall_surrogate(pair_up(emb, torch.tensor([0, 0, 1])), k_max=1))
         0.6155...
     """
-    values, valid = positive_values(p)
-    before = sum(_ranks(p, values, valid, temperature))
     powers = [2**i for i in range(k_max.bit_length())]
-    recall = sum(row_mean(torch.sigmoid((k - 1 - before) / rank_width), valid) for k in powers) / len(powers)
-    found = p.pos.any(1)
-    return torch.where(found, 1 - recall, 0.0), found.sum()
+
+    def value(q: Pairs) -> Tensor:
+        similarities, valid = _positives(q)
+        positives, negatives = _ranks(q, similarities, valid, temperature)
+        before = positives + negatives
+        recall = [row_mean(torch.sigmoid((k - 1 - before) / rank_width), valid) for k in powers]
+        return 1 - torch.stack(recall).mean(0)
+
+    return _per_query(p, value)
 
 
 @loss(
@@ -141,12 +171,14 @@ def sup_ap(p: Pairs, *, temperature: float = 0.01, slope: float = 100.0, weight:
         near = torch.sigmoid(t.clamp(max=delta) / temperature) + 0.5 * (t >= 0)
         return near + slope * torch.relu(t - delta)
 
-    values, valid = positive_values(p)
-    rank = 1 + sum_over_references(lambda t: (t > 0).to(t.dtype), values, values, valid)
-    bound = 1 - row_mean(rank / (rank + sum_over_references(upper_step, values, p.sim, p.neg)), valid)
-    calibration = row_mean(torch.relu(0.9 - p.sim), p.pos) + row_mean(torch.relu(p.sim - 0.6), p.neg)
-    found = p.pos.any(1)
-    return torch.where(found, (1 - weight) * bound + weight * calibration, 0.0), found.sum()
+    def value(q: Pairs) -> Tensor:
+        similarities, valid = _positives(q)
+        rank = 1 + _count(lambda t: (t > 0).to(t.dtype), similarities, similarities, valid)
+        bound = 1 - row_mean(rank / (rank + _count(upper_step, similarities, q.sim, q.neg)), valid)
+        calibration = row_mean(torch.relu(0.9 - q.sim), q.pos) + row_mean(torch.relu(q.sim - 0.6), q.neg)
+        return (1 - weight) * bound + weight * calibration
+
+    return _per_query(p, value)
 
 
 @loss(
@@ -191,16 +223,19 @@ def pnp(
         >>> round(float(pnp(pair_up(emb, torch.tensor([0, 0, 1])), variant="O")), 4)
         0.5
     """
-    values, valid = _positives(p, with_query)
-    r = sum_over_references(lambda t: torch.sigmoid(t / temperature), values, p.sim, p.neg)
-    penalty = {
-        "O": lambda: r,
-        "Ds": lambda: torch.log1p(r),
-        "Dq": lambda: 1 - (1 + r) ** -alpha,
-        "Iu": lambda: (1 + r) * torch.log1p(r),
-        "Ib": lambda: (b * r - torch.log1p(b * r)) / b**2,
-    }[variant]()
-    return row_mean(penalty, valid), valid.any(1).sum()
+    penalty: dict[str, Callable[[Tensor], Tensor]] = {
+        "O": lambda r: r,
+        "Ds": torch.log1p,
+        "Dq": lambda r: 1 - (1 + r) ** -alpha,
+        "Iu": lambda r: (1 + r) * torch.log1p(r),
+        "Ib": lambda r: (b * r - torch.log1p(b * r)) / b**2,
+    }
+
+    def value(q: Pairs) -> Tensor:
+        similarities, valid = _positives(q, with_query)
+        return row_mean(penalty[variant](_count(_sigmoid(temperature), similarities, q.sim, q.neg)), valid)
+
+    return _per_query(p, value)
 
 
 def _soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
@@ -234,14 +269,17 @@ def fast_ap(p: Pairs, *, bins: int = 10) -> tuple[Tensor, Tensor]:
         >>> round(float(fast_ap(pair_up(emb, torch.tensor([0, 0, 1])))), 4)
         0.25
     """
-    position = p.sq_distance().clamp(0.0, 4.0) * (bins / 4)
-    positives, negatives = (_soft_histogram(position, mask, bins) for mask in (p.pos, p.neg))
-    hits = positives.cumsum(1)
-    total = hits + negatives.cumsum(1)
-    precision = torch.where(hits > 0, hits, 0.0) / torch.where(hits > 0, total, 1.0)
-    found = p.pos.any(1)
-    value = 1 - (positives * precision).sum(1) / p.pos.sum(1).clamp(min=1)
-    return torch.where(found, value, 0.0), found.sum()
+
+    def value(q: Pairs) -> Tensor:
+        position = q.sq_distance().clamp(0.0, 4.0) * (bins / 4)
+        positives, negatives = (_soft_histogram(position, mask, bins) for mask in (q.pos, q.neg))
+        hits = positives.cumsum(1)
+        total = hits + negatives.cumsum(1)
+        precision = torch.where(hits > 0, hits, 0.0) / torch.where(hits > 0, total, 1.0)
+        found = q.pos.any(1)
+        return torch.where(found, 1 - (positives * precision).sum(1) / q.pos.sum(1).clamp(min=1), 0.0)
+
+    return p.per_anchor(value, lengths=True, width=2 * p.sim.shape[1]), p.pos.any(1).sum()  # int64 takes two
 
 
 @loss(
@@ -268,9 +306,13 @@ def histogram(p: Pairs, *, bins: int = 100) -> Tensor:
         >>> round(float(histogram(pair_up(emb, torch.tensor([0, 0, 1])), bins=20)), 4)
         0.5
     """
-    position = (p.sim.clamp(-1.0, 1.0) + 1) * (bins / 2)
+
+    def counts(sim: Tensor, mask: Tensor) -> Tensor:
+        return _soft_histogram((sim.clamp(-1.0, 1.0) + 1) * (bins / 2), mask, bins)
+
     positives, negatives = (
-        _soft_histogram(position, mask, bins).sum(0) / mask.sum().clamp(min=1) for mask in (p.pos, p.neg)
+        by_rows(counts, p.sim, mask, width=3 * p.sim.shape[1]).sum(0) / mask.sum().clamp(min=1)
+        for mask in (p.pos, p.neg)
     )
     return (negatives * positives.cumsum(0)).sum()
 
@@ -308,8 +350,12 @@ def ranked_list(
         >>> float(ranked_list(pair_up(emb, torch.tensor([0, 0, 1]))))
         0.3564...
     """
-    distance = p.distance()
-    pull, push = distance - (alpha - margin), alpha - distance
-    near = p.neg & (push > 0)
-    weight = torch.softmax(torch.where(near, temperature * push, EMPTY), dim=1)
-    return (1 - balance) * row_mean(pull, p.pos & (pull > 0)) + balance * masked_sum(weight * push, near)
+
+    def values(q: Pairs) -> Tensor:
+        distance = q.distance()
+        pull, push = distance - (alpha - margin), alpha - distance
+        near = q.neg & (push > 0)
+        weight = torch.softmax(torch.where(near, temperature * push, -1e30), dim=1)
+        return (1 - balance) * row_mean(pull, q.pos & (pull > 0)) + balance * masked_sum(weight * push, near)
+
+    return p.per_anchor(values, lengths=True)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from nearkin.errors import DataError
-from nearkin.losses.classes import HEAD, PROXIES, ToClasses, linear_logits, own_and_others
+from nearkin.losses.classes import HEAD, PROXIES, ToClasses, linear_logits
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import Inputs, Param, loss
 from nearkin.ops.checks import check_range, on_host, squared_norms
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import as_batch
-from nearkin.ops.reductions import softplus
+from nearkin.ops.reductions import own_and_others, softplus
 
 
 @loss(
@@ -230,9 +230,9 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
     """
     assert c.own is not None
     assert c.probs is not None
+    soft = (c.probs * c.sim).sum(1)
     own, others = own_and_others(c.sim, c.labels, 1 / lam)
-    log_sum = torch.logaddexp(own / lam, others)
-    return log_sum - (c.own + (c.probs * c.sim).sum(1)) / (2 * lam)
+    return torch.logaddexp(own / lam, others) - (c.own + soft) / (2 * lam)
 
 
 @loss(

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearkin.errors import ConfigError
 from nearkin.losses.ranges import linear, log
 from nearkin.losses.registry import ONE_PER_CLASS, Inputs, loss
 from nearkin.ops.pairs import Pairs, pair_up
-from nearkin.ops.reductions import by_rows, log_sum_exp, softplus
+from nearkin.ops.reductions import log_sum_exp, softplus, sum_of_violations
+from nearkin.ops.row_blocks import per_row
 
 
 @loss(
@@ -43,31 +43,7 @@ def triplet(p: Pairs, *, margin: float = 0.1) -> tuple[Tensor, Tensor]:
         sim = p.sim.gather(1, p.triplets.clamp(min=0).flatten(1)).view(p.triplets.shape)
         terms = torch.relu(sim[..., 1] - sim[..., 0] + margin).masked_fill(~selected, 0.0)
         return terms.sum(1), selected.sum()
-    weight = _violations(p, margin)
-    # Each violated triplet adds s_n - s_p + margin: a sum of similarities with fixed weights.
-    total = (weight * p.sim).sum(1) + margin * torch.where(p.neg, weight, 0.0).sum(1)
-    return total, (p.pos.sum(1) * p.neg.sum(1)).sum()
-
-
-@torch.no_grad()
-def _violations(p: Pairs, margin: float) -> Tensor:
-    """Count, for every negative, the positives that it violates the margin against; minus the converse for positives.
-
-    By sorting the positives of each anchor: a negative n violates the margin against those below s_n + margin, the
-    first c of them, and a positive of rank r is violated by the negatives with c > r. Exact, in time N M log P.
-    """
-
-    def count(sim: Tensor, neg: Tensor, columns: Tensor, is_positive: Tensor) -> Tensor:
-        ranked, order = sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
-        reach = (sim + margin).masked_fill_(~neg, float("-inf"))
-        below = torch.searchsorted(ranked, reach)  # [n, M] number of positives
-        zeros = reach.new_zeros(len(reach), ranked.shape[1] + 1)
-        histogram = zeros.scatter_add(1, below, torch.ones_like(reach))
-        above = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # [n, K] number of negatives, by rank
-        violated = torch.where(ranked < float("inf"), above, 0.0)
-        return below.to(reach.dtype).scatter_add_(1, columns.gather(1, order), -violated)
-
-    return by_rows(count, p.sim, p.neg, *p.positive_columns())
+    return sum_of_violations(p, per_row(margin, p.sim)[:, None]), (p.pos.sum(1) * p.neg.sum(1)).sum()
 
 
 @loss(
@@ -119,15 +95,20 @@ def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tens
         >>> float(lifted_song(pair_up(emb, torch.tensor([0, 0, 1]))))
         1.5895...
     """
-    if p.sim.shape[0] != p.sim.shape[1]:
-        raise ConfigError(f"lifted_song takes Pairs [N, N], a batch with itself, got {list(p.sim.shape)}.")
-    distance = p.distance()
-    # Anchors without negatives have -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
-    push = (margin + log_sum_exp(distance, p.neg, -1.0)).clamp(min=-1e30)
-    columns, is_positive = p.positive_columns()
-    violation = torch.relu(distance.gather(1, columns) + torch.logaddexp(push[:, None], push[columns])).square()
+    p.require_square("lifted_song")
+
+    def soft_nearest(q: Pairs, margin: Tensor) -> Tensor:
+        # Anchors without negatives have -inf, whose sums have no gradient: a finite stand-in closes the hinge as well.
+        return (margin + log_sum_exp(q.distance(), q.neg, -1.0)).clamp(min=-1e30)
+
+    def values(q: Pairs, push: Tensor, of_refs: Tensor) -> Tensor:
+        columns, is_positive = q.positive_columns()
+        bound = torch.logaddexp(push[:, None], of_refs[columns])
+        return torch.relu(q.distance().gather(1, columns) + bound).square().masked_fill(~is_positive, 0.0).sum(1)
+
+    push = p.per_anchor(soft_nearest, per_row(margin, p.sim), lengths=True)
     # Every unordered pair occurs twice, once from each side; one that a miner left on one side only counts half.
-    return violation.masked_fill(~is_positive, 0.0).sum(1) / 4, p.pos.sum() / 2
+    return p.per_anchor(values, push, shared=(push,), lengths=True) / 4, p.pos.sum() / 2
 
 
 @loss(

@@ -56,10 +56,13 @@ def raise_if_not_finite(x: Tensor) -> None:
         )
 
 
-def squared_norms(x: Tensor) -> Tensor:
-    """Return the squared lengths of rows [N]; DataError if they are not finite, or too large for sums of products."""
+def squared_norms(x: Tensor, degree: int = 2) -> Tensor:
+    """Return the squared lengths of rows [N]; DataError if they are not finite, or too large for sums of products.
+
+    Products have two factors from x, or as many as the degree.
+    """
     square = x.square().sum(1)
-    limit = torch.finfo(x.dtype).max ** 0.8
+    limit = torch.finfo(x.dtype).max ** (1.6 / degree)
     if on_host(x) and not (longest := float(square.detach().max())) <= limit:
         raise_if_not_finite(x)
         raise DataError(

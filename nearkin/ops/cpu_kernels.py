@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Plain = Callable[..., Tensor]
+Plain = Callable[..., Any]
 
 
 def unit(x: Tensor, inverse: Tensor, plain: Plain) -> Tensor:
@@ -32,15 +32,15 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, f, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(ctx.plain, g, x), None, None
+            return *differentiable(ctx.plain, g, x), None, None
         radial = (f * g).sum(-1, keepdim=True)
         return torch.addcmul(g, f, radial, value=-1).mul_(inverse), None, None
 
 
-def _differentiable(plain: Plain, g: Tensor, *inputs: Tensor) -> list[Tensor | None]:
+def differentiable(plain: Plain, g: Any, *inputs: Tensor) -> list[Tensor | None]:
     """Return the gradients of the plain path with a graph of their own, for second derivatives."""
     wanted = [x for x in inputs if x.requires_grad]
-    grads = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    grads = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True, allow_unused=True))
     return [next(grads) if x.requires_grad else None for x in inputs]
 
 
@@ -91,16 +91,21 @@ def log_sum_exp(x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
     return (_SparseLSE if few else _DenseLSE).apply(x, mask, scale, plain)  # type: ignore[no-any-return]
 
 
+def _exp_and_sum(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Replace logits by their exponentials over the largest along a dimension; return the largest, and the sum."""
+    top = logits.amax(dim)
+    top.masked_fill_(top == float("-inf"), 0.0)
+    # Denormal numbers are slow: what is below 1e-30 becomes 0.
+    floor, smallest = (-70.0, 1e-30) if logits.dtype == torch.float32 else (-700.0, 1e-300)
+    torch.threshold_(logits.sub_(top.unsqueeze(dim)).clamp_(min=floor).exp_(), smallest, 0.0)
+    return top, logits.sum(dim)
+
+
 class _DenseLSE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float, plain: Plain) -> Tensor:
         weight = (x * scale).masked_fill_(~mask, float("-inf"))
-        top = weight.amax(1)
-        top.masked_fill_(top == float("-inf"), 0.0)
-        # Denormal numbers are slow: what is below 1e-30 becomes 0.
-        floor, smallest = (-70.0, 1e-30) if x.dtype == torch.float32 else (-700.0, 1e-300)
-        torch.threshold_(weight.sub_(top[:, None]).clamp_(min=floor).exp_(), smallest, 0.0)
-        total = weight.sum(1)
+        top, total = _exp_and_sum(weight, 1)
         ctx.scale, ctx.plain = scale, plain
         ctx.save_for_backward(x, weight, total)
         return top + total.log()
@@ -109,7 +114,7 @@ class _DenseLSE(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(ctx.plain, g, x), None, None, None
+            return *differentiable(ctx.plain, g, x), None, None, None
         factor = (ctx.scale * g / total).masked_fill_(total == 0, 0.0)
         return weight * factor[:, None], None, None, None
 
@@ -130,10 +135,60 @@ class _SparseLSE(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, row, column, weight, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(ctx.plain, g, x), None, None, None
+            return *differentiable(ctx.plain, g, x), None, None, None
         grad = torch.zeros_like(x)
         grad[row, column] = weight * (ctx.scale * g / total)[row]
         return grad, None, None, None
+
+
+def own_and_others(x: Tensor, index: Tensor, scale: float, dim: int, plain: Plain) -> tuple[Tensor, Tensor]:
+    """Compute the column index [N, 1] of each row, and log sum exp(scale * x) along a dimension without it."""
+    return _OwnAndOthers.apply(x, index, scale, dim, plain)  # type: ignore[no-any-return]
+
+
+class _OwnAndOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, scale: float, dim: int, plain: Plain) -> tuple[Tensor, Tensor]:
+        weight = (x * scale).scatter_(1, index, float("-inf"))
+        top, total = _exp_and_sum(weight, dim)
+        ctx.scale, ctx.dim, ctx.plain = scale, dim, plain
+        ctx.save_for_backward(x, index, weight, total)
+        return x.gather(1, index).squeeze(1), top + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, g_own: Tensor, g_others: Tensor) -> tuple[Tensor | None, ...]:
+        x, index, weight, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *differentiable(ctx.plain, (g_own, g_others), x), None, None, None, None
+        factor = (ctx.scale * g_others / total).masked_fill_(total == 0, 0.0)
+        return (weight * factor.unsqueeze(ctx.dim)).scatter_(1, index, g_own[:, None]), None, None, None, None
+
+
+def signed_sum(x: Tensor, plus: Tensor, minus: Tensor, plain: Plain) -> Tensor:
+    """Sum each row over the pairs `plus`, less the sum over the pairs `minus`."""
+    used = plus | minus
+    if int(used.count_nonzero()) * 16 > used.numel():
+        return plain(x)  # type: ignore[no-any-return]
+    row, column = used.nonzero(as_tuple=True)
+    sign = plus[row, column].to(x.dtype).mul_(2).sub_(1)
+    return _SparseSum.apply(x, row, column, sign, plain)  # type: ignore[no-any-return]
+
+
+class _SparseSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, column: Tensor, sign: Tensor, plain: Plain) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(x, row, column, sign)
+        return x.new_zeros(len(x)).index_add_(0, row, x[row, column] * sign)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, row, column, sign = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *differentiable(ctx.plain, g, x), None, None, None, None
+        grad = torch.zeros_like(x)
+        grad[row, column] = sign * g[row]
+        return grad, None, None, None, None
 
 
 def distances(products: Tensor, anchor_sq: Tensor, ref_sq: Tensor, plain: Plain) -> Tensor:
@@ -158,7 +213,7 @@ class _Distances(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, root = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_differentiable(ctx.plain, g, *inputs), None
+            return *differentiable(ctx.plain, g, *inputs), None
         # Where the distance is 0, g / inf = 0; a mask would cost one more pass.
         safe = torch.nn.functional.threshold(root, 0.0, float("-inf")).neg_()
         grad = torch.div(g, safe, out=safe)

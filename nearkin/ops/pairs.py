@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from nearkin.errors import ConfigError, DataError
 from nearkin.ops.checks import on_host, squared_norms
 from nearkin.ops.geometry import distances, full_precision, gram, unit_and_squares
+from nearkin.ops.row_blocks import by_rows
 
 Metric = Literal["cosine", "dot"]
 
@@ -70,6 +71,34 @@ class Pairs:
         columns = torch.zeros(n, int(size.max()), dtype=torch.int64)
         columns[row, slot] = column
         return columns, torch.arange(columns.shape[1]) < size[:, None]
+
+    def per_anchor(
+        self,
+        function: Callable[..., Tensor],
+        *rows: Tensor,
+        shared: Sequence[Tensor] = (),
+        lengths: bool = False,
+        width: int | None = None,
+    ) -> Tensor:
+        """Compute `function(pairs, *rows, *shared)`, which treats every anchor alone, by blocks of anchors: `by_rows`.
+
+        With `lengths` the blocks have the squared lengths, which Euclidean distances need.
+        """
+        anchor_sq, ref_sq = self.squared_norms() if lengths else (None, None)
+        extra = () if anchor_sq is None else (anchor_sq,)
+
+        def of_block(sim: Tensor, pos: Tensor, neg: Tensor, *others: Tensor) -> Tensor:
+            if not lengths:
+                return function(Pairs(sim, pos, neg, dim=self.dim), *others)
+            return function(Pairs(sim, pos, neg, others[0], others[-1], dim=self.dim), *others[1:-1])
+
+        last = () if ref_sq is None else (ref_sq,)
+        return by_rows(of_block, self.sim, self.pos, self.neg, *extra, *rows, shared=(*shared, *last), width=width)
+
+    def require_square(self, name: str) -> None:
+        """Raise a ConfigError unless the pairs compare a batch with itself."""
+        if self.sim.shape[0] != self.sim.shape[1]:
+            raise ConfigError(f"{name} takes Pairs [N, N], a batch with itself, got {list(self.sim.shape)}.")
 
 
 def pair_up(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from nearkin.ops import cpu_kernels
 from nearkin.ops.checks import on_host
+from nearkin.ops.pairs import Pairs
 
 
 def log_sum_exp(x: Tensor, mask: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -71,9 +70,18 @@ def hinge_sums(x: Tensor, up: Tensor, low: float | Tensor, down: Tensor, high: f
         Sums [N], and the number of terms above 0.
     """
     above, below = up & (x > low), down & (x < high)
-    weight = above.to(x.dtype).masked_fill_(below, -1.0)  # the sums are linear in x where the hinges are open
     n_above, n_below = above.sum(1).to(x.dtype), below.sum(1).to(x.dtype)
-    return (weight * x).sum(1) - low * n_above + high * n_below, (n_above + n_below).sum()
+    # Where the hinges are open the sums are linear in x.
+    return signed_sum(x, above, below) - low * n_above + high * n_below, (n_above + n_below).sum()
+
+
+def signed_sum(x: Tensor, plus: Tensor, minus: Tensor) -> Tensor:
+    """Sum each row over the pairs `plus`, less the sum over the pairs `minus`."""
+
+    def in_plain_torch(x: Tensor) -> Tensor:
+        return (plus.to(x.dtype).masked_fill_(minus, -1.0) * x).sum(1)
+
+    return cpu_kernels.signed_sum(x, plus, minus, in_plain_torch) if on_host(x) else in_plain_torch(x)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -89,8 +97,71 @@ def softplus(x: Tensor) -> Tensor:
     return torch.nn.functional.softplus(x, threshold=40.0)
 
 
-def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply a function to rows of tensors; on the host by blocks of rows, so that its buffers stay small."""
-    if not on_host(tensors[0]):
-        return function(*tensors)
-    return torch.cat([function(*rows) for rows in zip(*(torch.split(t, 128) for t in tensors), strict=True)])
+def own_and_others(sim: Tensor, labels: Tensor, scale: float = 1.0, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0).
+
+    Args:
+        sim: [N, C].
+        labels: [N] the columns of the own classes.
+        scale: Factor on the similarities in the log-sum-exp.
+        dim: The dimension to sum over.
+
+    Returns:
+        [N], and [N] or [C]: -inf with zero gradient where there are no others.
+    """
+    index = labels[:, None]
+
+    def in_plain_torch(sim: Tensor) -> tuple[Tensor, Tensor]:
+        own = sim.gather(1, index).squeeze(1)
+        return own, log_sum((sim * scale).scatter_(1, index, float("-inf")), dim)
+
+    return cpu_kernels.own_and_others(sim, index, scale, dim, in_plain_torch) if on_host(sim) else in_plain_torch(sim)
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum each row over a mask; entries outside may be infinite."""
+    return torch.where(mask, x, 0.0).sum(1)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Compute the mean of all entries in a mask, as a 0-dim tensor; 0 if there are none."""
+    return masked_sum(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Compute the mean of each row over a mask; 0 for an empty row."""
+    return masked_sum(x, mask) / mask.sum(1).clamp(min=1)
+
+
+def sine(cosine: Tensor) -> Tensor:
+    """Return the sine of an angle in [0, pi] from its cosine, with zero gradient at |cosine| = 1."""
+    return (1 - cosine.square()).clamp(min=1e-12).sqrt()
+
+
+def sum_of_violations(p: Pairs, margin: Tensor, column: Tensor | None = None) -> Tensor:
+    """Sum max(0, s_n - s_p + margin) over all triplets of each anchor.
+
+    The margins are [N, 1], or [N, C] with the column [M] of each reference.
+
+    By sorting the positives of each anchor: a negative n violates the margin against those below s_n + margin, the
+    first c of them, and a positive of rank r is violated by the negatives with c > r. Exact, in time N M log P.
+    """
+
+    def values(q: Pairs, margin: Tensor) -> Tensor:
+        with torch.no_grad():
+            margin = margin if column is None else margin[:, column]
+            columns, is_positive = q.positive_columns()
+            ranked, order = q.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1)
+            reach = (q.sim + margin).masked_fill_(~q.neg, float("-inf"))
+            below = torch.searchsorted(ranked, reach)  # [n, M] number of positives
+            zeros = reach.new_zeros(len(reach), ranked.shape[1] + 1)
+            histogram = zeros.scatter_add(1, below, torch.ones_like(reach))
+            above = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # [n, K] number of negatives, by rank
+            violated = torch.where(ranked < float("inf"), above, 0.0)
+            weight = below.to(reach.dtype)
+            offset = (weight * margin).sum(1)
+            weight.scatter_add_(1, columns.gather(1, order), -violated)
+        # Each violated triplet adds s_n - s_p + margin: a sum of similarities with fixed weights.
+        return (weight * q.sim).sum(1) + offset
+
+    return p.per_anchor(values, margin)
