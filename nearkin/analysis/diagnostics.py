@@ -212,10 +212,7 @@ def effective_rank(rows: Tensor) -> float:
 
 
 def _draw_sample(labels: Tensor, sample: int, seed: int) -> Tensor:
-    """Draw rows of every class, or of fewer classes where there would be too few of each.
-
-    A uniform sample of many small classes would contain no positive pair.
-    """
+    """Draw rows of every class, or of fewer: a uniform sample of many small classes would contain no positive pair."""
     _, code, count = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
     usable = count > 1 if bool((count > 1).any()) else count > 0
     g = torch.Generator().manual_seed(seed)

@@ -205,14 +205,7 @@ def mutual_information(emb: Tensor, labels: Tensor | Sequence[int], *, neighbour
 
 
 def count_neighbours(distance: Tensor, same: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Count the neighbours of the same class, and of any class, up to each row's k-th neighbour of the same class.
-
-    Args:
-        distance: [n, N] from some rows to all samples; any increasing function of the distance will do.
-        same: [n, N] whether the classes are equal.
-        rows: [n] the columns of the rows themselves.
-        k: Neighbours of the same class wanted; a small class has fewer, and ties add some.
-    """
+    """Count the neighbours of the same and of any class up to each row's k-th of the same class; ties add some."""
     is_self = rows[:, None] == torch.arange(distance.shape[1], device=rows.device)
     distance = distance.masked_fill(is_self, math.inf)
     own = distance.masked_fill(~same, math.inf)

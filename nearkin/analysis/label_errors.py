@@ -247,10 +247,7 @@ def _within_class_covariance(data: _FoldedData) -> Tensor:
 def _similarities(
     data: _FoldedData, chosen: Tensor, sums: Tensor, within: Tensor, shrinkage: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the chosen rows in parts, fold by fold, and their cosines [n, C] to the whitened class means.
-
-    That of the own class is without the row itself.
-    """
+    """Yield the chosen rows by fold, and their cosines [n, C] to the whitened class means without the row itself."""
 
     def whiten(x: Tensor) -> Tensor:
         whitened: Tensor = torch.linalg.solve_triangular(whitener, x.T, upper=False)

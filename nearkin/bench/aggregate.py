@@ -21,10 +21,7 @@ from nearkin.metrics.scores import Scores, compare
 
 
 def available_results(folder: StudyFolder, **only: str | None) -> list[Result]:
-    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others.
-
-    `only` narrows them as in `StudyFolder.results`.
-    """
+    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others."""
     results = folder.results(**only)
     methods = {result.method for result in results if result.value is not None}
     return [result for result in results if result.method in methods]
@@ -50,7 +47,6 @@ class Aggregate:
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     def short(self) -> str:
-        """Format as a table cell."""
         if not self.values:
             return f"{self.failed} failed"
         spread = f" ± {self.std:.1f}" if len(self.values) > 1 else ""
@@ -101,10 +97,7 @@ def baseline_differences(folder: StudyFolder, method: str) -> dict[str, dict[str
 
 
 def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
-    """Second minus first on the same test queries, with an interval over classes.
-
-    The values of a query are averaged over the seeds and folds that both methods have finished.
-    """
+    """Second minus first on the same test queries, averaged over the seeds and folds that both have, by classes."""
     known = folder.study.method_names
     for name in (first, second):
         if name not in known:

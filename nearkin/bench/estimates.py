@@ -54,11 +54,9 @@ class Estimate:
         self._seconds = {id: seconds * scale for id, seconds in raw.items()}
 
     def seconds(self, trial: Trial) -> float:
-        """Return the estimated run time of a trial in seconds."""
         return self._seconds[trial.id]
 
     def bytes(self, trial: Trial, *, keep_models: bool) -> float:
-        """Estimate the disk space that a finished trial takes."""
         size = dataset_size(trial.recipe.data)
         weights = 4 * count_parameters(trial.recipe.model, size.shape)
         per_query = 40 * size.num_images / 2  # compressed, about 20 metrics
@@ -129,7 +127,6 @@ def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float,
 
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
-    """Count the parameters of a model, frozen ones included."""
     return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 
@@ -140,7 +137,6 @@ def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
 
 @functools.lru_cache(maxsize=1)
 def measure_speed(workers: int) -> float:
-    """Measure the speed of a plain matrix product on this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side = 4096 if device == "cuda" else 768
     a = torch.randn(side, side, device=device)

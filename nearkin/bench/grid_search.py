@@ -59,7 +59,6 @@ def grid_points(loss: str, coarse: bool = False) -> list[GridPoint]:
 
 
 def grid_recipe(recipe: Recipe, loss: str) -> Recipe:
-    """Return the base recipe of the grid search of a loss."""
     base = recipe_for_loss(recipe, loss)
     if loss != "multi_similarity":
         return base

@@ -61,7 +61,6 @@ class PaperStudy:
 
     @property
     def paper(self) -> str:
-        """The paper, as in `nearkin.bench.papers`."""
         return PAPERS[self.name.partition("-")[0]]
 
     @property
@@ -103,7 +102,6 @@ class PaperStudy:
 
 @cache
 def paper_studies() -> dict[str, PaperStudy]:
-    """Return every table and figure by name."""
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in papers.study_entries().items():
         base = entries.get(entry.pop("like", ""), {})

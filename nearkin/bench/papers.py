@@ -126,7 +126,6 @@ def papers() -> dict[str, SimpleNamespace]:
 
 @cache
 def all_values() -> tuple[Published, ...]:
-    """Return every published value, in the order of papers.toml."""
     values = [value for table in _read()["table"] for value in _table_values(table)]
     for remark in _read()["remark"]:
         values = _apply_remark(values, remark)
@@ -134,10 +133,7 @@ def all_values() -> tuple[Published, ...]:
 
 
 def table_11() -> list[SimpleNamespace]:
-    """Return the thesis's tournament as printed (method, loss, total, mean and std of its ranks), best first.
-
-    `corrected_mean` and `corrected_std` differ where `note` says that the row is misprinted.
-    """
+    """Return the thesis's tournament as printed, best first; the corrected_ values differ where a `note` says so."""
     rows = [
         {"corrected_mean": row["mean"], "corrected_std": row["std"], "note": ""} | row for row in _rows("standings")
     ]
@@ -145,11 +141,7 @@ def table_11() -> list[SimpleNamespace]:
 
 
 def table_15() -> list[SimpleNamespace]:
-    """Return the settings that the thesis searched on fixed validation classes: range, step and best value.
-
-    `printed` is the setting as printed, `setting` our name: of the loss, of the miner of the same name (epsilon), or of
-    training (class_lr).
-    """
+    """Return the settings that the thesis searched, with range, step and best value, as `printed` and by our name."""
     return [SimpleNamespace(**row) for row in _rows("search")]
 
 

@@ -332,7 +332,6 @@ def rehearse(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested values."""
     result = dict(values)
     for key, value in change.items():
         old = result.get(key)

@@ -32,7 +32,6 @@ def summarize(tournament: Tournament, *, most: int = MAX_PAIRS) -> str:
 
 
 def sentence(pair: Pair, tournament: Tournament) -> str:
-    """Summarize one pair in one sentence."""
     compared = pair.wins + pair.losses + pair.ties
     if not compared:
         return f"{pair.first} vs {pair.second}: not compared, no experiment has a value for both."
@@ -75,7 +74,6 @@ def notes(table: Table) -> list[str]:
 
 
 def format_p(p: float) -> str:
-    """Format a p-value."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 

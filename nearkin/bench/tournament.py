@@ -74,7 +74,6 @@ class Pair:
 
     @property
     def trailer(self) -> str:
-        """The other method."""
         return self.second if self.lean >= 0 else self.first
 
 

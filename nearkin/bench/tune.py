@@ -116,7 +116,6 @@ def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, dev
 
 
 def _load_trial(search: Search, loss: str, number: int, shared: SharedStorage) -> tuple[Study, Trial]:
-    """Load a trial and mark it as running."""
     import optuna
     from optuna.trial import Trial, TrialState
 

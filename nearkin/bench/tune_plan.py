@@ -45,12 +45,10 @@ class Search:
     address: str  # address of the shared storage
 
     def budget(self, loss: str) -> int:
-        """Return the number of trials of a loss."""
         return len(self.points(loss)) if self.is_grid else self.trials
 
     @property
     def total(self) -> int:
-        """Number of trials of all losses."""
         return sum(map(self.budget, self.losses))
 
     def base(self, loss: str) -> Recipe:
@@ -63,11 +61,9 @@ class Search:
         return self.mode != "optuna"
 
     def points(self, loss: str) -> list[grid_search.GridPoint]:
-        """Return the grid points of a loss."""
         return grid_search.grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
 
     def study(self, loss: str) -> str:
-        """Return the name of a loss's Optuna study."""
         return f"{self.name}/{loss}"
 
 
@@ -89,7 +85,6 @@ class Standing:
 
     @property
     def budget(self) -> int:
-        """Number of trials of this loss."""
         return self.done + self.pruned + self.failed + self.left
 
 
@@ -246,13 +241,11 @@ def _num_trials(studies: Mapping[str, Study], trials: int | None) -> int:
 
 
 def load_trials(search: Search, loss: str, shared: SharedStorage) -> list[FrozenTrial]:
-    """Load the Optuna trials of a loss, up to its budget."""
     study = shared.storage.get_study_id_from_name(search.study(loss))
     return shared.storage.get_all_trials(study, deepcopy=False)[: search.budget(loss)]
 
 
 def standings(search: Search) -> list[Standing]:
-    """Return progress and best trial of each loss."""
     with open_storage(search.address) as shared:
         unsorted = [_standing(loss, load_trials(search, loss, shared)) for loss in search.losses]
     return sorted(unsorted, key=lambda standing: -1.0 if standing.best is None else standing.best, reverse=True)

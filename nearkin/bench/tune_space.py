@@ -22,14 +22,12 @@ LR_FACTOR = 10.0  # learning rates are searched from a tenth of the recipe's to 
 
 
 def recipe_for_loss(recipe: Recipe, loss: str) -> Recipe:
-    """Return the recipe with another loss."""
     if loss == recipe.loss.name:
         return recipe
     return replace(recipe, loss=ComponentConfig(LOSSES[loss].name), miner=None, memory=0)
 
 
 def space(recipe: Recipe, loss: str) -> dict[str, Range]:
-    """Return the search space of a loss."""
     values = defaults(recipe, loss)
     ranges = {
         f"loss.{name}": _widen(range_, values[f"loss.{name}"], f"{loss}.{name}")
@@ -40,7 +38,6 @@ def space(recipe: Recipe, loss: str) -> dict[str, Range]:
 
 
 def defaults(recipe: Recipe, loss: str) -> Settings:
-    """Return the settings of the first trial."""
     known = {**LOSSES[loss].settings, **recipe_for_loss(recipe, loss).loss.settings}
     values: Settings = {f"loss.{name}": known[name] for name in LOSSES[loss].space}
     values["train.lr"] = recipe.train.lr
@@ -59,7 +56,6 @@ def _widen(range_: Range, value: Scalar, name: str) -> Range:
 
 
 def apply(recipe: Recipe, loss: str, settings: Mapping[str, Scalar]) -> Recipe:
-    """Build the recipe of a trial."""
     base = recipe_for_loss(recipe, loss)
     sections: dict[str, Settings] = {"loss": {}, "miner": {}, "train": {}}
     for name, value in settings.items():

@@ -9,13 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nearkin._common.words import counted
-from nearkin.cli._arguments import command_line, leading, parse, require_names, require_path, show
-from nearkin.errors import ConfigError, did_you_mean, require_extra
+from nearkin.cli._arguments import (
+    Device,
+    Quiet,
+    Runs,
+    command_line,
+    leading,
+    parse,
+    require_names,
+    require_path,
+    run_action,
+    show,
+)
+from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
 
 T = TypeVar("T")
+USAGE = """\
+usage: nearkin bench plan STUDY | run STUDY | status FOLDER | work FOLDER   (each has --help)
+
+STUDY is a .toml file, the folder of an existing study, a table or figure of a paper (nearkin papers
+lists them), or a preset:"""
 
 
 @dataclass(frozen=True)
@@ -85,16 +101,13 @@ class RunArgs(StudyArgs):
     nearkin bench run mpa-table7 --rehearse   (the same with tiny data and network, in less than a minute)
     """
 
-    runs: Path = Path("runs")
-    """Folder that contains the run folders; studies share it."""
+    runs: Runs = Path("runs")
     workers: int = 0
     """Worker processes; 0: one per GPU, or one per core without a GPU."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
+    device: Device = "auto"
     retry_failed: bool = False
     """Run failed trials again."""
-    quiet: bool = False
-    """Print the final table only."""
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True)
@@ -105,10 +118,8 @@ class WorkArgs:
     nearkin bench work studies/tiny
     """
 
-    runs: Path = Path("runs")
-    """Folder that contains the run folders; the same for all workers."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
+    runs: Runs = Path("runs")
+    device: Device = "auto"
     detached: bool = False
     """Continue when standard input closes. Otherwise a worker stops with the process that started it."""
 
@@ -122,25 +133,14 @@ class StatusArgs:
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin bench plan|run|status|work`."""
-    actions = {"plan": plan, "run": run_study, "status": status, "work": work}
-    if argv[:1] in ([], ["-h"], ["--help"]):
-        from nearkin.bench.presets import PRESETS
+    from nearkin.bench.presets import PRESETS
 
-        print("usage: nearkin bench plan STUDY | run STUDY | status FOLDER | work FOLDER   (each has --help)\n")
-        print("STUDY is a .toml file, the folder of an existing study, a table or figure of a paper (nearkin papers")
-        print("lists them), or a preset:")
-        for name, build in PRESETS.items():
-            print(f"  {name:10} {build.__doc__}")
-        return
-    if argv[0] not in actions:
-        hint = did_you_mean(argv[0], actions) or f" Available: {', '.join(actions)}."
-        raise ConfigError(f"nearkin bench: no action named '{argv[0]}'.{hint}")
-    actions[argv[0]](argv[1:])
+    actions = {"plan": plan, "run": run_study, "status": status, "work": work}
+    presets = [f"  {name:10} {build.__doc__}" for name, build in PRESETS.items()]
+    run_action("bench", actions, argv, "\n".join([USAGE, *presets]))
 
 
 def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
-    """Split off the study or folder, and parse the flags."""
     prog = f"nearkin bench {action}"
     what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
     target, flags = leading(argv, what, prog, args_type, must_exist=action.endswith("FOLDER"))
@@ -168,7 +168,6 @@ def _join_repeated(words: list[str], *names: str) -> list[str]:
 
 
 def plan(argv: list[str]) -> None:
-    """`nearkin bench plan STUDY`."""
     target, args = _parse("plan STUDY", PlanArgs, argv)
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
@@ -193,7 +192,6 @@ def plan(argv: list[str]) -> None:
 
 
 def run_study(argv: list[str]) -> None:
-    """`nearkin bench run STUDY`."""
     target, args = _parse("run STUDY", RunArgs, argv)
     study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin._common.progress import Reporter
@@ -257,7 +255,6 @@ def run_study(argv: list[str]) -> None:
 
 
 def work(argv: list[str]) -> None:
-    """`nearkin bench work FOLDER`."""
     target, args = _parse("work FOLDER", WorkArgs, argv)
     from nearkin._common.progress import Reporter
     from nearkin.bench import executor, trials
@@ -275,7 +272,6 @@ def _wait_for_parent() -> None:
 
 
 def status(argv: list[str]) -> None:
-    """`nearkin bench status FOLDER`."""
     target, _ = _parse("status FOLDER", StatusArgs, argv)
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import status_grid, status_lines

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from nearkin._common.words import agreeing, counted
-from nearkin.cli._arguments import leading, parse
-from nearkin.cli._models import load_model
+from nearkin.cli._arguments import Device, Quiet, leading, load_model, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
@@ -74,18 +73,14 @@ class IndexArgs:
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
     batch_size: int = 128
     """Images embedded at a time; an interruption loses at most one batch."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
-    quiet: bool = False
-    """Print only the summary."""
+    device: Device = "auto"
+    quiet: Quiet = False
     data: Columns = field(default_factory=Columns)
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin index`."""
     run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs, must_exist=True)
-    source, flags = leading(rest, "a folder of images or a .csv file", INDEX, IndexArgs, must_exist=True)
-    args = parse(IndexArgs, flags, INDEX)
+    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file", must_exist=True)
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     require_extra("stores" if args.store else "images", "PIL")

@@ -37,7 +37,6 @@ class PapersArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin papers [NAME [PATH ...]]`."""
     words = []
     while argv and not argv[0].startswith("-"):
         words.append(argv[0])
@@ -80,7 +79,6 @@ def _list() -> None:
 
 
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
-    """Print what a study varies, its published values, what it needs and costs, and the commands."""
     from nearkin.report.tables import rich_table
 
     print(paper.title)

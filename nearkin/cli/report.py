@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from nearkin.cli._arguments import leading, parse, require_path
+from nearkin.cli._arguments import Quiet, leading, parse, require_path
 from nearkin.errors import ConfigError, RunError, require_extra
 
 
@@ -39,12 +39,10 @@ class ReportArgs:
     """Write the results as Markdown and LaTeX tables to this folder."""
     json: Path | None = None
     """Write the data behind the page to this file."""
-    quiet: bool = False
-    """Print only the paths of the written files."""
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin report`."""
     prog = "nearkin report RUN [RUN ...]"
     if any(word == "--study" or word.startswith("--study=") for word in argv):
         _report_study(parse(ReportArgs, argv, "nearkin report --study STUDY"))

@@ -11,8 +11,7 @@ import tyro
 
 from nearkin._common.files import NPZ_ERRORS
 from nearkin._common.words import counted
-from nearkin.cli._arguments import leading, parse, require_path, show
-from nearkin.cli._models import INDEX_FOLDER, load_model, run_of
+from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_target, require_path, show
 from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
@@ -58,25 +57,18 @@ class SearchArgs:
     """Search in this vector store instead of the index folder."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
+    device: Device = "auto"
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin search`."""
-    folder, flags = leading(argv, INDEX_FOLDER, SEARCH, SearchArgs, must_exist=True)
-    args = parse(SearchArgs, flags, SEARCH)
+    folder, args = parse_target(SearchArgs, argv, SEARCH, INDEX_FOLDER, must_exist=True)
     _check_flags(args)
     if args.images or args.sheet is not None:
         require_extra("stores" if args.store else "images", "PIL")
-    from nearkin.deploy.index.index import Index
-
-    index = Index.load(folder)
+    index = load_index(folder, run=args.run, device=args.device, model=bool(args.images))
     if args.duplicates:
         show(*_duplicates(index, folder, args))
         return
-    if args.images:
-        index.set_model(load_model(args.run or run_of(index), args.device))
     queries = _queries(index, args)
     results = _search(index, queries, args)
     if args.sheet is not None:
@@ -137,7 +129,6 @@ def _queries(index: Index, args: SearchArgs) -> list[Query]:
 
 
 def label_of(index: Index, path: Path) -> Any:
-    """Guess the class of a query image."""
     if index.root is not None:
         resolved = path.resolve()
         name = resolved.relative_to(index.root).as_posix() if resolved.is_relative_to(index.root) else str(resolved)

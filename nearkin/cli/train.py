@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nearkin.cli._arguments import command_line, parse, require_names, require_path, show
+from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, EvalConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
 
@@ -47,12 +47,9 @@ class TrainArgs:
     --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
     """
 
-    runs: Path = Path("runs")
-    """Folder in which run folders are created."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
-    quiet: bool = False
-    """Print only the final table."""
+    runs: Runs = Path("runs")
+    device: Device = "auto"
+    quiet: Quiet = False
     show: bool = False
     """Print the recipe with all settings, as a .toml file, instead of training."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -72,7 +69,6 @@ class TrainArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin train`."""
     recipe, args = parse_train(argv)
     if args.show:
         print(recipe.to_toml(), end="")
@@ -183,7 +179,6 @@ def _split_arguments(argv: list[str]) -> _Arguments:
 
 
 def _base_recipe(arguments: _Arguments) -> Recipe:
-    """Return the recipe before the flags: the given one, or one chosen for the data."""
     from nearkin.training import recipes
 
     root = arguments.data
@@ -202,7 +197,6 @@ def _base_recipe(arguments: _Arguments) -> Recipe:
 
 
 def _choose_recipe(source: str, root: Path, flags: list[str]) -> tuple[Recipe, str]:
-    """Choose a recipe for the data and the device, and say why."""
     from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.device import choose_device
 

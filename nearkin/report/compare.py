@@ -20,7 +20,6 @@ MAX_CHANGED = 120  # queries listed as fixed, and as broken
 
 
 def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None:
-    """Check that all runs were evaluated on the same images."""
     first = datasets[0]
     for run, data in zip(runs[1:], datasets[1:], strict=True):
         if data.split != first.split:
@@ -48,7 +47,6 @@ def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
 
 
 def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
-    """Compare two runs on the same queries."""
     metrics = []
     for name in first.scores.shown():
         if name in second.scores.per_query and name not in ("RP", "MRR"):
@@ -96,7 +94,6 @@ def comparison_headline(metrics: Sequence[Mapping[str, Any]], first: str, second
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """List the recipe settings in which runs differ."""
     recipes = [_flatten(run.recipe.to_dict()) for run in runs]
     names = dict.fromkeys(name for recipe in recipes for name in recipe)
     rows = [(name, [str(recipe.get(name, "-")) for recipe in recipes]) for name in names if name != "data.root"]

@@ -45,7 +45,6 @@ class PageItems:
 
     @staticmethod
     def from_rows(rows: Rows, total: int) -> PageItems:
-        """Number the rows of a page."""
         item_of_row = np.full(total, -1, np.int64)
         item_of_row[rows] = np.arange(len(rows))
         return PageItems(rows, item_of_row)
@@ -61,10 +60,7 @@ def round_or_none(value: float, digits: int = 4) -> float | None:
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
-    """Collect result, epochs, alarms, recipe and environment of a finished run.
-
-    Paths and the command line are left out, because pages are shared.
-    """
+    """Collect what a page says about a finished run, without paths and the command line: pages are shared."""
     result = run.result
     assert result is not None
     events = run.events()
@@ -118,7 +114,6 @@ class Highlights:
 
 
 def find_highlights(data: EvalData) -> Highlights:
-    """Find the rows that the page of a run lists."""
     labels, queries = data.table.labels, data.queries
     near = (data.neighbours[queries], labels[queries], labels)
     nearest = labels[data.neighbours[queries, 0]]
@@ -153,7 +148,6 @@ def _find_duplicates(data: EvalData) -> tuple[list[Duplicate] | None, float | No
 
 
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
-    """Describe the images on a page, which all of its runs share."""
     return {
         "split": data.split,
         "total": len(data),

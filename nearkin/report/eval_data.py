@@ -57,11 +57,7 @@ class EvalData:
         return values
 
     def row_name(self, row: int) -> str:
-        """Return a name that identifies a row: its path relative to the data folder, or its row number.
-
-        Files outside the data folder are named by their parent folder only: pages are shared, and the folders above
-        belong to this machine.
-        """
+        """Name a row by its number, or its path without the folders above the data: pages are shared."""
         if not self.table.paths:
             return f"row {self.table.row_numbers[row]}"
         path = self.table.paths[row]

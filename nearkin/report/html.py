@@ -43,7 +43,6 @@ def render_template(
 
 
 def write_html(text: str, out: Path) -> Path:
-    """Write a page atomically."""
     with writing("page", out, " Choose another path with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Class names may come from file names that are not valid Unicode.

@@ -155,7 +155,6 @@ def write_report(report: Report, out: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Render the contents of a page."""
     comparison_headlines = [
         compare.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
@@ -243,7 +242,6 @@ DIAGNOSTIC_CHARTS = (
 
 
 def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the training curves of a run."""
     epochs = summary["epochs"]
     x = [event["epoch"] for event in epochs]
     selected = summary["result"]["protocol"]["epoch"]
@@ -262,7 +260,6 @@ def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the similarities of pairs and the recall by embedding size."""
     pairs, sizes = analysis["similarity_histogram"], analysis["recall_by_size"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
     title = "Cosine similarity of pairs, share of pairs"
@@ -275,7 +272,6 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shared_chart(report: Report) -> str:
-    """Draw the validation R@1 of all runs in one chart."""
     series = []
     for name, summary in zip(report.names, report.summaries, strict=True):
         epochs = [event for event in summary["epochs"] if event["val"] is not None]

@@ -37,7 +37,6 @@ class Cell:
 
     @property
     def difference(self) -> float:
-        """Ours minus the published value."""
         return self.ours - self.published
 
     def text(self) -> str:

@@ -150,7 +150,6 @@ def _draw_similarity(figure: Any, report: Report) -> bool:
 
 
 def _draw_size(figure: Any, report: Report) -> bool:
-    """R@1 of truncated embeddings."""
     sizes = zip(report.names, (analysis["recall_by_size"] for analysis in report.analyses), strict=False)
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)

@@ -63,12 +63,10 @@ class StudyReport:
     setups: dict[str, tuple[str, str, int]]  # experiment -> (dataset, network, embedding size)
 
     def mean(self, experiment: str, method: str) -> float:
-        """Return the mean result of a method, NaN without any."""
         cell = self.cells.get((experiment, method))
         return math.nan if cell is None else cell.mean
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         cells = [
             {"experiment": e, "method": m, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
             | {"values": list(c.values), "failed": c.failed}
@@ -164,11 +162,7 @@ def _published_values(
 
 
 def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
-    """Compare the leader with each other method on the same test queries, over all seeds and folds that both have.
-
-    This is much more sensitive than ranks if there are few experiments, but it is a statement about these experiments
-    only.
-    """
+    """Compare the leader with the others on the same test queries: sensitive, but about these experiments only."""
     if tournament is None:
         return []
     leader, *others = [standing.method for standing in tournament.standings]
@@ -194,7 +188,6 @@ def write_study_page(report: StudyReport, out: Path) -> Path:
 
 
 def render_study(report: StudyReport) -> str:
-    """Render the page of a study."""
     means = {e: [mean for m in report.methods if not math.isnan(mean := report.mean(e, m))] for e in report.experiments}
     values = {
         "report": report,
@@ -255,7 +248,6 @@ def _of_others(count: int, others: int) -> str:
 
 
 def diagram(tournament: Tournament | None) -> str | None:
-    """Draw the critical-difference diagram."""
     if tournament is None or tournament.friedman is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +287,6 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Write every figure that the study has data for, each as .png and .svg."""
     # Sizes and networks: the metric of every method, one plot for each setting of the rest.
     drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
         "losses": _draw_losses,

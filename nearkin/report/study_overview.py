@@ -23,7 +23,6 @@ from nearkin.report.tournament import standings_grid, write_files
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
-    """Build the table of the plan."""
     if full:
         rows = [
             (t.experiment, t.method, str(t.seed), str(t.part), _time(estimate, estimate.seconds(t)), t.id)
@@ -106,7 +105,6 @@ def status_lines(folder: StudyFolder) -> str:
 
 
 def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
-    """Build the table of scores, methods by experiments."""
     experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
     cells = {cell: result.short() for cell, result in aggregate(folder).items()}
     rows = [(method, *(cells.get((name, method), "-") for name in experiments)) for method in methods]
@@ -138,7 +136,6 @@ def failure_line(folder: StudyFolder) -> str:
 
 
 def terminal_report(folder: StudyFolder) -> list[Any]:
-    """Build the report for the terminal."""
     tournament, methods = rank_methods(folder)
     parts: list[Any] = [rich_table(results_grid(folder, methods))]
     if tournament is not None:
@@ -192,5 +189,4 @@ def results_csv(folder: StudyFolder) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(size / 1e6 - 0.5)} MB"

@@ -26,7 +26,6 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The points that have a value."""
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None and math.isfinite(y)]
 
 
@@ -132,7 +131,6 @@ def _legend(names: Sequence[str]) -> tuple[str, int]:
 
 
 def _ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
-    """Return round numbers that cover low to high."""
     if not high > low:
         pad = abs(low) / 10 or 1.0
         low, high = low - pad, high + pad

@@ -34,7 +34,6 @@ class Grid:
 
 
 def rich_table(grid: Grid) -> RichTable:
-    """Convert a table for the terminal."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -50,7 +49,6 @@ def rich_table(grid: Grid) -> RichTable:
 
 
 def markdown(grid: Grid) -> str:
-    """Convert a table to Markdown."""
     escapes = str.maketrans({c: f"\\{c}" for c in "\\|_"})
     rule = ["---" if column < grid.names else "--:" for column in range(len(grid.head))]
     head, *rows = [[cell.translate(escapes) for cell in row] for row in (grid.head, *grid.rows)]
