@@ -105,50 +105,9 @@ def plan(
     reporter: Reporter | None = None,
 ) -> Search:
     """Validate a search and enqueue its trials, or join an existing one; the arguments are flags of `nearkin tune`."""
-    optuna: Any = import_extra("optuna", extra="bench")
-    search = _unnamed_search(recipe, Path(out), losses, trials, mode, storage, prune, shorten)
-    search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))
-    missing = ConfigError(f"--workers 0: no such search in {out} yet. Start it with --workers 1.")
-    if not begin and not is_database(search.address) and not Path(search.address).exists():
-        raise missing
-    with open_storage(search.address) as shared, shared.lock(f"{search.name}/plan", True):
-        if not begin:
-            existing = {study.study_name for study in shared.storage.get_all_studies()}
-            search = replace(search, losses=tuple(loss for loss in search.losses if search.study(loss) in existing))
-            trials = None
-        if not search.losses:
-            raise missing
-        _claim_folder(search)
-        studies = {
-            loss: optuna.create_study(
-                study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
-            )
-            for loss in search.losses
-        }
-        if mode == "optuna":
-            search = replace(search, trials=_num_trials(studies, trials))
-        for loss, study in studies.items() if begin else ():
-            # Idempotent: after a kill, the next worker completes it.
-            study.set_user_attr("trials", search.trials)
-            for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
-                first = mode == "optuna" and number == 0
-                study.enqueue_trial(defaults(search.recipe, loss) if first else {})
-    return search
-
-
-def _unnamed_search(
-    recipe: Recipe,
-    out: Path,
-    losses: Sequence[str],
-    trials: int | None,
-    mode: Mode,
-    storage: str | None,
-    prune: bool,
-    shorten: float | None,
-) -> Search:
-    """Validate everything that does not need the data."""
     from nearkin.training.factory import validate_recipe
 
+    optuna: Any = import_extra("optuna", extra="bench")
     grid = mode != "optuna"
     if grid and trials is not None:
         raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
@@ -175,8 +134,8 @@ def _unnamed_search(
         mode=mode,
         prune=prune and not grid,
         full_epochs=recipe.train.epochs,
-        out=out,
-        address=storage_address(storage, out),
+        out=Path(out),
+        address=storage_address(storage, Path(out)),
     )
     for loss in names:
         if grid:
@@ -184,6 +143,32 @@ def _unnamed_search(
         else:
             space(search.recipe, LOSSES[loss].name)
         validate_recipe(search.base(loss))
+    search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))
+    missing = ConfigError(f"--workers 0: no such search in {out} yet. Start it with --workers 1.")
+    if not begin and not is_database(search.address) and not Path(search.address).exists():
+        raise missing
+    with open_storage(search.address) as shared, shared.lock(f"{search.name}/plan", True):
+        if not begin:
+            existing = {study.study_name for study in shared.storage.get_all_studies()}
+            search = replace(search, losses=tuple(loss for loss in search.losses if search.study(loss) in existing))
+            trials = None
+        if not search.losses:
+            raise missing
+        _claim_folder(search)
+        studies = {
+            loss: optuna.create_study(
+                study_name=search.study(loss), storage=shared.storage, direction="maximize", load_if_exists=True
+            )
+            for loss in search.losses
+        }
+        if mode == "optuna":
+            search = replace(search, trials=_num_trials(studies, trials))
+        for loss, study in studies.items() if begin else ():
+            # Idempotent: after a kill, the next worker completes it.
+            study.set_user_attr("trials", search.trials)
+            for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
+                first = mode == "optuna" and number == 0
+                study.enqueue_trial(defaults(search.recipe, loss) if first else {})
     return search
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import tyro
+from typing_extensions import Doc
 
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from nearkin.models.embedder import Embedder
 
 T = TypeVar("T")
-Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
-Quiet = Annotated[bool, tyro.conf.arg(help="Print only the result.")]
-Runs = Annotated[Path, tyro.conf.arg(help="Folder of the run folders, which other commands share.")]
+Device = Annotated[str, Doc("cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
+Quiet = Annotated[bool, Doc("Print only the result.")]
+Runs = Annotated[Path, Doc("Folder of the run folders, which other commands share.")]
 INDEX_FOLDER = "an index folder (made with: nearkin index RUN FOLDER -o DIR)"
 
 
 def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
     """Parse flags into a dataclass."""
+    import tyro
+
     defaults = {} if default is None else {"default": default}
     parsed, unknown = tyro.cli(args_type, args=argv, prog=prog, return_unknown_args=True, **defaults)  # type: ignore[call-overload]
     if unknown:
@@ -97,7 +99,7 @@ def load_index(folder: str, *, run: Path | None, device: str, model: bool) -> In
     index = Index.load(folder)
     if not model:
         return index
-    path = run or (index.model_info and index.model_info.run)
+    path = run if run is not None or index.model_info is None else index.model_info.run
     if path is None:
         raise ConfigError("the index records no run folder. Pass it with --run RUN.")
     if run is None and not Path(path).exists():

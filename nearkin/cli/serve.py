@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -68,13 +68,7 @@ def run(argv: list[str]) -> None:
         index = load_index(folder, run=args.run, device=args.device, model=True)
         service = Service(
             index,
-            limits=RequestLimits(
-                max_upload_bytes=args.max_upload_bytes,
-                max_pixels=args.max_pixels,
-                upload_timeout=args.upload_timeout,
-                timeout=args.timeout,
-                max_requests=args.max_requests,
-            ),
+            limits=RequestLimits(**{limit.name: getattr(args, limit.name) for limit in fields(RequestLimits)}),
             workers=args.workers,
             token=token,
             hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,

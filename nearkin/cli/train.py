@@ -116,30 +116,19 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         if name not in (None, "none"):
             require_names(kind, [str(name)])
     base = _base_recipe(arguments)
-    defaults = TrainArgs(
-        loss=base.loss.name,
-        miner=base.miner.name if base.miner else None,
-        memory=base.memory,
-        seed=base.seed,
-        data=base.data,
-        model=base.model,
-        train=_length(base.train, arguments.flags),
-        eval=base.eval,
-    )
+    shared = {name: getattr(base, name) for name in ("memory", "seed", "data", "model", "eval")}
+    miner_name = base.miner.name if base.miner else None
+    train = _length(base.train, arguments.flags)
+    defaults = TrainArgs(loss=base.loss.name, miner=miner_name, train=train, **shared)
     args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
     loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
     miner = _miner_name(args, base, arguments.flags)
     if miner_settings and miner is None:
         raise ConfigError(f"--miner.{next(iter(miner_settings))}: no miner is selected. Select one with --miner NAME.")
     recipe = Recipe(
-        data=args.data,
-        model=args.model,
         loss=_override(args.loss, base.loss, loss_settings),
         miner=_override(miner, base.miner, miner_settings) if miner else None,
-        train=args.train,
-        memory=args.memory,
-        seed=args.seed,
-        eval=args.eval,
+        **{name: getattr(args, name) for name in (*shared, "train")},
     )
     return recipe, args
 

@@ -179,7 +179,7 @@ def render(report: Report) -> str:
         "num_neighbours": NEIGHBOURS,
         "data": safe_json(script_data),
     }
-    return render_template("page.html", "page.js", ["page.css"], values, percent=percent)
+    return render_template("page.html", "page.js", ["page.css"], values)
 
 
 def result_grid(report: Report) -> Grid:

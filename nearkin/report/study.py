@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from nearkin._common.files import nan_to_none
 from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
+from nearkin._common.words import joined
 from nearkin.bench.aggregate import (
     Aggregate,
     aggregate,
@@ -32,7 +32,7 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.baselines import compare_study, study_lines
 from nearkin.report.html import render_template, write_html
-from nearkin.report.print_figures import COLOURS, HEIGHT, WIDTH, plot_lines, write_drawings
+from nearkin.report.print_figures import COLOURS, WIDTH, Lines, draw_over, group_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
 from nearkin.report.tournament import draw_critical_difference, write_critical_difference
@@ -221,7 +221,7 @@ def _rank_sentence(report: StudyReport, tournament: Tournament) -> str:
     leader, *others = tournament.standings
     tied = [s.method for s in others if math.isclose(s.mean, leader.mean)]
     if tied:
-        return f"{', '.join([leader.method, *tied[:-1]])} and {tied[-1]} share the best mean rank."
+        return f"{joined([leader.method, *tied])} share the best mean rank."
     pairs = [pair for pair in tournament.pairs if leader.method in (pair.first, pair.second)]
     beaten = sum(pair.significant and pair.leader == leader.method for pair in pairs)
     if not report.leader_comparisons:
@@ -258,15 +258,10 @@ def diagram(tournament: Tournament | None) -> str | None:
 def charts(report: StudyReport) -> list[tuple[str, str]]:
     """Draw the metric of the leading methods by embedding size, for every dataset and network."""
     drawn = []
-    for dataset, network in dict.fromkeys(setup[:2] for setup in report.setups.values()):
-        by_size = sorted((size, name) for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network))
-        if len(by_size) > 1:
-            series = [
-                Series(method, [size for size, _ in by_size], [report.mean(name, method) for _, name in by_size])
-                for method in report.methods[:MAX_LINES]
-            ]
-            title = f"{report.metric} by embedding size: {dataset}{f', {network}' if network != 'none' else ''}"
-            drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
+    for panel, lines in _by_setting(report, 2, MAX_LINES).items():
+        title = f"{report.metric} by embedding size: {panel}"
+        series = [Series(method, list(line), list(line.values())) for method, line in lines.items()]
+        drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
@@ -287,11 +282,11 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    # Sizes and networks: the metric of every method, one plot for each setting of the rest.
+    y_label = f"{report.metric}, %"
     drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
         "losses": _draw_losses,
-        "sizes": partial(_draw_lines, field=2, rest=(0, 1), x_label="embedding size"),
-        "networks": partial(_draw_lines, field=1, rest=(0, 2), x_label="network"),
+        "sizes": lambda figure, _: draw_over(figure, _by_setting(report, 2), "embedding size", y_label),
+        "networks": lambda figure, _: draw_over(figure, _by_setting(report, 1), "network", y_label),
     }
     written = write_drawings(drawings, report, folder)
     return written + ([] if report.tournament is None else write_critical_difference(report.tournament, folder))
@@ -312,25 +307,10 @@ def _draw_losses(figure: Any, report: StudyReport) -> bool:
     return bool(rows)
 
 
-def _draw_lines(figure: Any, report: StudyReport, field: int, rest: tuple[int, int], x_label: str) -> bool:
-    panels: dict[str, dict[Any, str]] = {}  # the other settings -> value of the field -> experiment
-    for experiment, setup in report.setups.items():
-        name = ", ".join(str(setup[i]) for i in rest if setup[i] != "none")
-        panels.setdefault(name, {})[setup[field]] = experiment
-    panels = {name: by_value for name, by_value in panels.items() if len(by_value) > 1}
-    if not panels:
-        return False
-    figure.set_size_inches(1.4 * WIDTH, 0.4 + HEIGHT * len(panels))
-    for axes, (name, by_value) in zip(
-        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
-    ):
-        values = sorted(by_value) if field == 2 else list(by_value)
-        x = values if field == 2 else list(range(len(values)))
-        curves = [(m, x, [report.mean(by_value[value], m) for value in values]) for m in report.methods]
-        axes.set_title(name, fontsize=9, loc="left")
-        if field == 2:
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [str(value) for value in values])
-        axes.minorticks_off()
-        plot_lines(axes, curves, x_label, f"{report.metric}, %", outside=True)
-    return True
+def _by_setting(report: StudyReport, field: int, methods: int | None = None) -> Lines:
+    """Lines of the methods over the networks (field 1) or sizes (2); a panel for each setting of the rest."""
+    points = []
+    for experiment, setup in sorted(report.setups.items(), key=lambda item: item[1][2]):  # by size
+        panel = ", ".join(str(s) for i, s in enumerate(setup) if i != field and s != "none")
+        points += [(panel, m, setup[field], report.mean(experiment, m)) for m in report.methods[:methods]]
+    return group_lines(points)
