@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin._common.progress import Reporter
-from nearkin.bench import executor, grid_search
+from nearkin.bench import executor
 from nearkin.bench.tune_plan import Mode, Search, Standing, load_trials, plan, standings, write_recipes
-from nearkin.bench.tune_space import Settings, apply, space, suggest
+from nearkin.bench.tune_space import Settings, apply, space, suggest, trial_settings
 from nearkin.bench.tune_storage import SharedStorage, open_storage
 from nearkin.errors import TrainingStoppedError
 from nearkin.training.evaluation import selection_metrics
@@ -158,7 +158,7 @@ def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedSto
     if search.is_grid:
         scores = [t.values[0] if t.state == TrialState.COMPLETE else None for t in load_trials(search, loss, shared)]
         coarse = search.mode == "thesis_grid_coarse"
-        settings = grid_search.trial_settings(search.recipe, loss, trial.number, scores, coarse)
+        settings = trial_settings(search.recipe, loss, trial.number, scores, coarse)
     else:
         for name, range_ in space(search.recipe, loss).items():
             # A seed per setting and trial: a single worker gets the same settings even if it is killed in between.

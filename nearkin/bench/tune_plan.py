@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin._common.files import atomic_write, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
-from nearkin.bench import grid_search
-from nearkin.bench.tune_space import Settings, apply, defaults, recipe_for_loss, space
+from nearkin.bench.tune_space import (
+    GRIDS,
+    GridPoint,
+    Settings,
+    apply,
+    defaults,
+    grid_points,
+    grid_recipe,
+    recipe_for_loss,
+    space,
+)
 from nearkin.bench.tune_storage import SharedStorage, is_database, open_storage, storage_address
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunError, import_extra
@@ -53,15 +62,15 @@ class Search:
 
     def base(self, loss: str) -> Recipe:
         """Return the recipe that the trials of a loss start from."""
-        return grid_search.grid_recipe(self.recipe, loss) if self.is_grid else recipe_for_loss(self.recipe, loss)
+        return grid_recipe(self.recipe, loss) if self.is_grid else recipe_for_loss(self.recipe, loss)
 
     @property
     def is_grid(self) -> bool:
         """Whether the search walks the grids of the thesis."""
         return self.mode != "optuna"
 
-    def points(self, loss: str) -> list[grid_search.GridPoint]:
-        return grid_search.grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
+    def points(self, loss: str) -> list[GridPoint]:
+        return grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
 
     def study(self, loss: str) -> str:
         return f"{self.name}/{loss}"
@@ -122,7 +131,7 @@ def plan(
         raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
     names = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
     if names == ("all",):
-        names = tuple(grid_search.GRIDS) if grid else tuple(LOSSES)
+        names = tuple(GRIDS) if grid else tuple(LOSSES)
     epochs = max(1, round(share * recipe.train.epochs))
     steps = None if recipe.train.steps is None else max(1, round(share * recipe.train.steps))
     train = replace(recipe.train, epochs=epochs, steps=steps, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
@@ -139,7 +148,7 @@ def plan(
     )
     for loss in names:
         if grid:
-            grid_search.grid_points(loss)
+            grid_points(loss)
         else:
             space(search.recipe, LOSSES[loss].name)
         validate_recipe(search.base(loss))

@@ -105,8 +105,8 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
 def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
     from nearkin._common.progress import format_duration
     from nearkin.bench.estimates import Estimate
-    from nearkin.bench.grid_search import grid_points
     from nearkin.bench.narrow import requirements
+    from nearkin.bench.tune_space import grid_points
 
     trials = study.trials()
     count, what = len(trials), "models"

@@ -16,11 +16,10 @@ from nearkin._common.files import nan_to_none
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
-from nearkin.report import compare, gallery
+from nearkin.report import contents, gallery
 from nearkin.report.baselines import comparison_lines, headline
 from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
-from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
-from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
+from nearkin.report.gallery import NEIGHBOURS, EvalData, SpriteSheet, load_eval_data, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
 from nearkin.report.tables import Grid, latex, markdown, percent, write_texts
@@ -98,7 +97,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             raise
         reporter.info(f"no images on the page: {error}")
         return Report(names, summaries, no_images_reason=_hide_folders(str(error), runs[0]))
-    compare.check_same_images(runs, datasets)
+    contents.check_same_images(runs, datasets)
     highlights = [find_highlights(data) for data in datasets]
     page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
@@ -111,8 +110,8 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
             for data, listed in zip(datasets, highlights, strict=True)
         ],
-        comparisons=[compare.compare_runs(first, data, page_items) for data in others],
-        differing_settings=compare.differing_settings(runs),
+        comparisons=[contents.compare_runs(first, data, page_items) for data in others],
+        differing_settings=contents.differing_settings(runs),
         sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.shape[0] else None,
     )
 
@@ -130,7 +129,7 @@ def _letters() -> Sequence[str]:
 
 def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highlights]) -> PageItems:
     changed = [
-        rows[: compare.MAX_CHANGED] for data in datasets[1:] for rows in compare.changed_queries(datasets[0], data)
+        rows[: contents.MAX_CHANGED] for data in datasets[1:] for rows in contents.changed_queries(datasets[0], data)
     ]
     first = np.concatenate([*changed, *(listed.rows for listed in highlights)])
     rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
@@ -156,7 +155,7 @@ def write_report(report: Report, out: Path) -> Path:
 
 def render(report: Report) -> str:
     comparison_headlines = [
-        compare.comparison_headline(comparison["metrics"], report.names[0], name)
+        contents.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
     script_data = {

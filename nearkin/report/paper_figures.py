@@ -155,8 +155,7 @@ def _draw_training(figure: Any, folder: StudyFolder) -> bool:
 
 def _draw_tsne(figure: Any, folder: StudyFolder) -> bool:
     """A t-SNE map of the test embeddings of the first finished trial, drawn with thumbnails."""
-    from nearkin.report.eval_data import load_eval_data
-    from nearkin.report.gallery import sample, tsne
+    from nearkin.report.gallery import load_eval_data, sample, tsne
 
     run = next((Run(o.run) for t in folder.trials if (o := folder.outcome(t)) and o.run), None)
     if run is None:
