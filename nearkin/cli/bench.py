@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -200,19 +200,17 @@ def run_study(argv: list[str]) -> None:
     from nearkin.bench.executor import default_workers, run_workers
     from nearkin.bench.narrow import requirements
     from nearkin.bench.paper_studies import paper_studies
-    from nearkin.cli.papers import compute_paper
+    from nearkin.cli.papers import compute_paper, write_computed
     from nearkin.data import sources
     from nearkin.report.paper_computed import grid_search_table
-    from nearkin.report.paper_tables import write_grid
     from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
-    from nearkin.report.tables import rich_table
     from nearkin.training.device import choose_device
     from nearkin.training.features import cache_features
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     if study is None:
-        compute_paper(target, args, reporter)
+        compute_paper(target, args)
         return
     if needed := requirements(study, study.trials()):
         raise ConfigError("\n".join([f"{study.name}: cannot run yet.", *needed]))
@@ -227,10 +225,7 @@ def run_study(argv: list[str]) -> None:
     for recipe in {(trial.dataset, trial.backbone): trial.recipe for trial in folder.unfinished()}.values():
         cache_features(recipe, test=True, device=args.device, reporter=reporter)
     if study.paper and paper_studies()[study.paper].computed == "grid_search":
-        grid = grid_search_table(folder, device=args.device, reporter=reporter)
-        written = write_grid(grid, folder.path)
-        show(rich_table(grid))
-        print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
+        write_computed(grid_search_table(folder, device=args.device, reporter=reporter), folder.path)
         return
     if done := len(folder.outcomes()):
         reporter.info(f"{done} of {counted(total, 'trial')} already complete")
@@ -296,23 +291,18 @@ def _study(target: str, args: StudyArgs) -> Study | None:
 
     if target in paper_studies() and not paper_studies()[target].study:
         return None
-    flags = {name: getattr(args, name) for name in ("losses", "sizes", "seeds", "backbones", "protocol", "weights")}
-    flags |= {name: getattr(args, name) for name in ("datasets", "change", "rehearse")}
+    flags = {flag.name: getattr(args, flag.name) for flag in fields(StudyArgs) if flag.name not in ("data", "out")}
     if target in PRESETS:
-        return narrow(find_study(target, _preset_data(target, args)), **flags)
+        data = args.data
+        if target == "features" and data is not None:  # the features of images are computed first
+            from nearkin._common.progress import Reporter
+            from nearkin.cli.features import features_of
+
+            quiet, device = getattr(args, "quiet", False), getattr(args, "device", "auto")
+            data = features_of(data, device=device, reporter=Reporter(quiet=quiet))
+        return narrow(find_study(target, data), **flags)
     study = narrow(find_study(target), **flags)  # narrowed first: --data need only contain the datasets that are left
     return study if args.data is None else with_data(study, args.data.resolve())
-
-
-def _preset_data(target: str, args: StudyArgs) -> Path | None:
-    """Return the data of a preset: for `features` the features of your images, computed first."""
-    if target != "features" or args.data is None:
-        return args.data
-    from nearkin._common.progress import Reporter
-    from nearkin.cli.features import features_of
-
-    reporter = Reporter(quiet=getattr(args, "quiet", False))
-    return features_of(args.data, device=getattr(args, "device", "auto"), reporter=reporter)
 
 
 def _study_path(target: str, study: Study) -> Path:

@@ -10,7 +10,6 @@ from nearkin.cli._arguments import parse, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
-    from nearkin._common.progress import Reporter
     from nearkin.bench.paper_studies import PaperStudy
     from nearkin.bench.study import Study
     from nearkin.report.tables import Grid
@@ -165,20 +164,21 @@ def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
     show(*map(rich_table, grids))
 
 
-def compute_paper(name: str, args: Any, reporter: Reporter) -> None:
+def compute_paper(name: str, args: Any) -> None:
     """Compute a table that nothing is trained for, and write it to studies/NAME."""
     from nearkin.bench.paper_studies import paper_studies
     from nearkin.report.paper_computed import WITHOUT_TRAINING
+
+    flags = ("data", "weights", "protocol", "datasets", "losses", "sizes", "seeds")
+    if given := [flag for flag in flags if getattr(args, flag)]:
+        raise ConfigError(f"--{given[0]}: nothing is trained for {name}. Remove the flag.")
+    write_computed(WITHOUT_TRAINING[paper_studies()[name].computed](), args.out or Path("studies") / name)
+
+
+def write_computed(grid: Grid, folder: Path) -> None:
+    """Write a computed table to a folder and show it."""
     from nearkin.report.paper_tables import write_grid
     from nearkin.report.tables import rich_table
 
-    given = [
-        flag for flag in ("data", "weights", "protocol", "datasets", "losses", "sizes", "seeds") if getattr(args, flag)
-    ]
-    if given:
-        raise ConfigError(f"--{given[0]}: nothing is trained for {name}. Remove the flag.")
-    grid = WITHOUT_TRAINING[paper_studies()[name].computed]()
-    folder = args.out or Path("studies") / name
     written = write_grid(grid, folder)
-    show(rich_table(grid))
-    reporter.info(f"files: {folder}/  ({', '.join(path.name for path in written)})")
+    show(rich_table(grid), f"files: {folder}/  ({', '.join(path.name for path in written)})")

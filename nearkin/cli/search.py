@@ -212,12 +212,7 @@ def _as_json(index: Index, folder: str, queries: list[Query], results: list[Sear
                 "nearest": result.nearest,
                 "known": result.known,
                 "hits": [
-                    {
-                        "id": hit.id,
-                        "label": hit.label,
-                        "similarity": hit.similarity,
-                        "path": str(index.path_of(hit.id)),
-                    }
+                    {"id": hit.id, "label": hit.label, "similarity": hit.similarity, "path": str(index.path_of(hit.id))}
                     for hit in result.hits
                 ],
             }

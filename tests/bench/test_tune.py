@@ -126,8 +126,7 @@ def test_grids_match_table_15(loss, recipe):
 def test_grid_of_gamma_starts_at_the_recipes_value():
     """Table 4 prints 10 and the grid starts there: the temperature 0.1 of the recipe."""
     assert (
-        nk.recipes.find("thesis_soft_triple").loss.settings["gamma"]
-        == tune_space.GRIDS["soft_triple"]["loss.gamma"][0]
+        nk.recipes.find("thesis_soft_triple").loss.settings["gamma"] == tune_space.GRIDS["soft_triple"]["loss.gamma"][0]
     )
 
 
