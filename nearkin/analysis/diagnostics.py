@@ -141,10 +141,6 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     rows = _draw_sample(labels, sample, seed)
     # On the CPU in float64: float32 rounding would dominate the log distances of nearly coincident points.
     emb, labels = emb[rows].cpu().double(), labels[rows].cpu()
-    return _diagnose_sample(emb, labels, non_finite)
-
-
-def _diagnose_sample(emb: Tensor, labels: Tensor, non_finite: int) -> Diagnosis:
     norms = torch.linalg.vector_norm(emb, dim=1)
     pairs = pair_up(emb, labels)
     upper = torch.ones_like(pairs.pos).triu_(1)

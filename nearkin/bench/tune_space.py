@@ -145,7 +145,11 @@ def trial_settings(
 ) -> Settings:
     """Return the settings of a trial: its grid point, and the best value of each setting searched before."""
     points = grid_points(loss, coarse)
-    best = _initial_settings(recipe, loss)
+    base = grid_recipe(recipe, loss)
+    known: Settings = {f"loss.{name}": value for name, value in {**LOSSES[loss].settings, **base.loss.settings}.items()}
+    known["train.class_lr"] = defaults(recipe, loss).get("train.class_lr", base.train.lr)
+    known["miner.epsilon"] = base.miner.settings.get("epsilon", 0.1) if base.miner is not None else 0.1
+    best = {setting: known[setting] for setting in GRIDS[loss]}
     for setting in GRIDS[loss]:
         if setting == points[number].setting:
             break
@@ -157,13 +161,3 @@ def trial_settings(
         if scored:  # if every trial failed, the setting keeps its value
             best[setting] = max(scored)[-1]
     return {**best, points[number].setting: points[number].value}
-
-
-def _initial_settings(recipe: Recipe, loss: str) -> Settings:
-    base = grid_recipe(recipe, loss)
-    loss_settings: Settings = {**LOSSES[loss].settings, **base.loss.settings}
-    values: Settings = {f"loss.{name}": value for name, value in loss_settings.items()}
-    values["train.class_lr"] = defaults(recipe, loss).get("train.class_lr", base.train.lr)
-    if base.miner is not None:
-        values["miner.epsilon"] = base.miner.settings.get("epsilon", 0.1)
-    return {setting: values[setting] for setting in GRIDS[loss]}

@@ -92,7 +92,10 @@ def run(argv: list[str]) -> None:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
         command = ["nearkin", "tune", *argv]
-        reporter.info(f"{left} of {counted(search.total, 'trial')} to run: {_budget(search)}")
+        budget = ", ".join(f"{loss} {search.budget(loss)}" for loss in search.losses)
+        if search.mode == "optuna":
+            budget = f"{search.trials} per loss ({', '.join(search.losses)})"
+        reporter.info(f"{left} of {counted(search.total, 'trial')} to run: {budget}")
         if args.storage is not None and is_database(search.address):
             command = [word.replace(args.storage, without_password(search.address)) for word in command]
             reporter.info(f"to add another machine, run there:\n  {shlex.join(command)}")
@@ -154,12 +157,6 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     require_names("loss", [name for name in args.losses if name != "all"])
     recipe, _ = parse_train([*recipe_name, *rest, *(["--quiet"] if args.quiet else [])])
     return recipe, args
-
-
-def _budget(search: Search) -> str:
-    if search.mode == "optuna":
-        return f"{search.trials} per loss ({', '.join(search.losses)})"
-    return ", ".join(f"{loss} {search.budget(loss)}" for loss in search.losses)
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

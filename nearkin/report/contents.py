@@ -76,13 +76,17 @@ def summarize_run(run: Run) -> dict[str, Any]:
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
     recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
-    environment = run.stored_environment
-    environment.pop("command", None)
+    environment = {name: value for name, value in run.stored_environment.items() if name != "command"}
     return {
         "key": run.path.resolve().name,
         "loss": recipe.loss.name,
         "result": result,
-        "epochs": [_summarize_epoch(event) for event in events if event["event"] == "epoch"],
+        "epochs": [
+            {name: event[name] for name in ("epoch", "loss", "val")}
+            | {"diagnosis": {name: (event.get("diagnosis") or {}).get(name) for name in DIAGNOSTICS}}
+            for event in events
+            if event["event"] == "epoch"
+        ],
         "alarms": [{"epoch": e["epoch"], "text": e["text"]} for e in events if e["event"] == "alarm"],
         "recipe": recipe.to_toml(),
         "environment": environment,
@@ -94,12 +98,6 @@ DIAGNOSTICS = (
     *("label_entropy", "information", "information_bound", "effective_rank"),
     *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
 )
-
-
-def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
-    diagnosis = event.get("diagnosis") or {}
-    kept = {name: event[name] for name in ("epoch", "loss", "val")}
-    return {**kept, "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS}}
 
 
 @dataclass(frozen=True)

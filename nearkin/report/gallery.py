@@ -97,26 +97,22 @@ def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
         emb = F.normalize(emb, dim=1)
     stored = run.path / "per_query.npz"
     scores = Scores.load(stored) if tested and stored.exists() else score_embeddings(part, emb)
-    queries, _ = query_and_gallery_rows(part)
-    queries = np.arange(len(part)) if queries is None else queries
+    queries, gallery = query_and_gallery_rows(part)
+    if queries is None or gallery is None:
+        queries = np.arange(len(part))
+        nearest, similarities = neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))
+    else:
+        k = min(NEIGHBOURS, len(gallery) - 1)
+        nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+        nearest[queries], similarities[queries] = neighbours(emb[queries], emb[gallery], k=k)
+        # Gallery rows too: on the page, any neighbour can become the query.
+        nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)
+        nearest = gallery[nearest]
     if not np.array_equal(scores.labels, part.labels[queries]):
         raise DataError(f"{stored}: the stored values belong to other images.")
-    nearest, similarities = _nearest(part, emb)
     root = recipe.data.root
     folder = root.parent if root is not None and root.is_file() else root
     return EvalData(name, part, emb, queries, scores, nearest, similarities, folder)
-
-
-def _nearest(part: Table, emb: Tensor) -> tuple[Rows, Floats]:
-    queries, gallery = query_and_gallery_rows(part)
-    if queries is None or gallery is None:
-        return neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))
-    k = min(NEIGHBOURS, len(gallery) - 1)
-    nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
-    nearest[queries], similarities[queries] = neighbours(emb[queries], emb[gallery], k=k)
-    # Gallery rows too: on the page, any neighbour can become the query.
-    nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)
-    return gallery[nearest], similarities
 
 
 MAX_QUERIES = 120  # of each selection

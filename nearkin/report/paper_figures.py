@@ -131,12 +131,10 @@ def _number(cell: Cell) -> float:
 
 def _draw_training(figure: Any, folder: StudyFolder) -> bool:
     """Training loss and validation R@1 of every method by epoch, from the runs of the first seed and dataset."""
-    outcomes = folder.outcomes()
     curves: dict[str, list[tuple[str, list[int], list[float]]]] = {"training loss": [], "validation R@1, %": []}
     first = folder.trials[0]
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        if trial.dataset != first.dataset or trial.seed != first.seed or outcome is None or outcome.run is None:
+    for trial, outcome in folder.finished():
+        if trial.dataset != first.dataset or trial.seed != first.seed or outcome.run is None:
             continue
         epochs = [event for event in Run(outcome.run).events() if event["event"] == "epoch"]
         x = [event["epoch"] for event in epochs]
@@ -157,7 +155,7 @@ def _draw_tsne(figure: Any, folder: StudyFolder) -> bool:
     """A t-SNE map of the test embeddings of the first finished trial, drawn with thumbnails."""
     from nearkin.report.gallery import load_eval_data, sample, tsne
 
-    run = next((Run(o.run) for t in folder.trials if (o := folder.outcome(t)) and o.run), None)
+    run = next((Run(outcome.run) for _, outcome in folder.finished() if outcome.run), None)
     if run is None:
         return False
     data = load_eval_data(run, reporter=Reporter(quiet=True))

@@ -192,7 +192,7 @@ def paper_notes(paper: PaperStudy, folder: StudyFolder) -> list[str]:
     """Return what a reader of the table must know."""
     study = folder.study
     notes = ["Percent: ours ± sample deviation over runs (published value, difference); 95 % interval over classes."]
-    notes += [f"Protocol: {label}." for label in dict.fromkeys(trial.label for trial in folder.trials)]
+    notes += [f"Protocol: {label}." for label in folder.labels]
     setups = dict.fromkeys(p.setup for p in paper.published if p.own)
     notes += [f"Protocol of the published values: {setup}." for setup in setups]
     if study.change:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,29 +103,35 @@ def build_study_report(path: str | Path) -> StudyReport:
         RunError: No trial is finished.
     """
     folder = StudyFolder.open(path)
-    outcomes = folder.outcomes()
-    if not outcomes:
+    if not folder.finished():
         raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
     tournament, methods = rank_methods(folder)
     setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
     trials, failures = _finished_trials(folder)
+    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
+    losses = {t.method: t.recipe.loss.name for t in folder.trials}
     # Without the folders of this machine: pages are shared.
     datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
     return StudyReport(
         name=folder.study.name,
         metric=folder.study.metric,
-        protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
+        protocol_labels=folder.labels,
         experiments=list(setups),
         methods=methods,
         cells=aggregate(folder),
-        published=_published_values(folder, setups, methods),
+        published={
+            (experiment, method): values
+            for experiment, (dataset, network, size) in setups.items()
+            for method in methods
+            if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
+        },
         tournament=tournament,
         baselines=baseline_scores(folder),
         baseline_lines=study_lines(methods[0], baseline_differences(folder, methods[0])),
         leader_comparisons=compare_leader(folder, tournament),
         failures=failures,
         trials=trials,
-        remaining=len(folder.trials) - len(outcomes),
+        remaining=len(folder.trials) - len(trials),
         toml=replace(folder.study, datasets=datasets).to_toml(),
         setups=setups,
     )
@@ -133,12 +139,8 @@ def build_study_report(path: str | Path) -> StudyReport:
 
 def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the finished trials, and the failed ones among them with their reasons."""
-    outcomes = folder.outcomes()
     trials, failures = [], []
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        if outcome is None:
-            continue
+    for trial, outcome in folder.finished():
         row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
@@ -146,19 +148,6 @@ def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[di
         cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
         trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
     return trials, failures
-
-
-def _published_values(
-    folder: StudyFolder, setups: dict[str, tuple[str, str, int]], methods: Sequence[str]
-) -> dict[tuple[str, str], list[Published]]:
-    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
-    losses = {t.method: t.recipe.loss.name for t in folder.trials}
-    return {
-        (experiment, method): values
-        for experiment, (dataset, network, size) in setups.items()
-        for method in methods
-        if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
-    }
 
 
 def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
