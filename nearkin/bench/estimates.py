@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -82,32 +81,30 @@ class Estimate:
 
 def dataset_size(data: DataConfig) -> DatasetSize:
     """Return the size of a recipe's data without decoding any image."""
-    size = _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
+    same = ("source", "root", "image_size", "path_column", "label_column")
+    size = _dataset_size(DataConfig(**{name: getattr(data, name) for name in same}, allow_missing=True))
     limit = (data.max_classes or size.num_images) * (data.max_per_class or size.num_images)
     return size._replace(num_images=min(size.num_images, limit))
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset_size(
-    source: str, root: Path | None, side: int, path_column: str | None, label_column: str | None
-) -> DatasetSize:
+def _dataset_size(data: DataConfig) -> DatasetSize:
     from nearkin.data import glyphs, sources
 
-    if source == "glyphs":
+    if data.source == "glyphs":
         table = glyphs.load()
         channels, height, width = table.images.shape
         return DatasetSize(len(table), (channels, height, width))
-    if source == "features" and root is not None:
-        features = sources.load_features(root).features
+    if data.source == "features" and data.root is not None:
+        features = sources.load_features(data.root).features
         assert features is not None
         return DatasetSize(len(features), (features.shape[1], 1, 1))
-    if source in BENCHMARKS:
-        return DatasetSize(BENCHMARKS[source].total.images, (3, side, side))
-    data = DataConfig(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
+    if data.source in BENCHMARKS:
+        return DatasetSize(BENCHMARKS[data.source].total.images, (3, data.image_size, data.image_size))
     listing = sources.list_source(data)
     if not len(listing):
-        raise DataError(f"{root}: no images found.")
-    return DatasetSize(len(listing), (3, side, side))
+        raise DataError(f"{data.root}: no images found.")
+    return DatasetSize(len(listing), (3, data.image_size, data.image_size))
 
 
 @functools.lru_cache(maxsize=256)

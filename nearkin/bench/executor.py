@@ -118,11 +118,6 @@ def threads_for(workers: int) -> int:
     return max(1, _num_cores() // workers)
 
 
-def _worker_device(device: str, worker: int) -> str:
-    count = _num_gpus() if device in ("auto", "cuda") else 0
-    return f"cuda:{worker % count}" if count else device
-
-
 def _num_cores() -> int:
     from nearkin.data.loading import available_cores
 
@@ -164,8 +159,9 @@ def run_workers(
     running: list[_Worker] = []
     restarts = 0
     try:
+        gpus = _num_gpus() if device in ("auto", "cuda") else 0
         for index in range(min(workers, unfinished())):
-            running.append(_start(task, _worker_device(device, index)))
+            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
         while running:
             time.sleep(POLL_INTERVAL)
             for worker in list(running):

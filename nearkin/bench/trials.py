@@ -18,9 +18,9 @@ from nearkin._common.files import atomic_write, file_lock, is_locked, read_json,
 from nearkin._common.progress import Reporter
 from nearkin.bench import executor
 from nearkin.bench.results import Result
-from nearkin.bench.study import Study, Trial
+from nearkin.bench.study import Study, Trial, check_known
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, RunBusyError, RunError, did_you_mean
+from nearkin.errors import ConfigError, RunBusyError, RunError
 from nearkin.training.run import Run
 
 
@@ -172,19 +172,12 @@ class StudyFolder:
     def results(
         self, *, dataset: str | None = None, backbone: str | None = None, metric: str | None = None
     ) -> list[Result]:
-        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent.
-
-        Args:
-            dataset: Only trials on this dataset.
-            backbone: Only trials with this backbone.
-            metric: Default: that of the study.
-        """
+        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
         metric = metric or self.study.metric
         for flag, wanted in (("dataset", dataset), ("backbone", backbone)):
             known = list(dict.fromkeys(getattr(trial, flag) for trial in self.trials))
-            if wanted is not None and wanted not in known:
-                hint = did_you_mean(wanted, known) or f" Available: {', '.join(known)}."
-                raise ConfigError(f"--{flag}: the study has no {flag} '{wanted}'.{hint}")
+            if wanted is not None:
+                check_known(flag, flag, wanted, known)
         rows = []
         for trial, outcome in self.finished():
             if dataset in (None, trial.dataset) and backbone in (None, trial.backbone):

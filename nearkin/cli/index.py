@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.index.trained import TrainingClasses
-    from nearkin.models.embedder import Embedder
-    from nearkin.training.run import Run
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
 FALSE_ACCEPT = 0.01
@@ -95,7 +93,16 @@ def run(argv: list[str]) -> None:
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
 
-    model = _load_image_model(run, args)
+    if run.recipe.data.crop_to_boxes and not args.already_cropped:
+        raise ConfigError(
+            f"{run.path}: trained on images cropped to boxes, and nearkin index does not crop.\n"
+            "Crop the images yourself, queries included, and pass --already-cropped."
+        )
+    model = load_model(run.path, args.device)
+    if model.backbone is None:
+        raise ConfigError(
+            f"{run.path}: takes precomputed features, not images. Index its vectors in Python: nk.Index(...)."
+        )
     images = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     _check_flags(args, len(images.labels))
     needs_unseen = (args.calibrate or args.choose_rerank) and not args.assume_unseen
@@ -120,21 +127,6 @@ def run(argv: list[str]) -> None:
         print(f"index: {counted(len(index), 'item')}{classes}, {index.dim} dimensions, in {args.out}")
         for line in _tune_search(index, trained, args, reporter):
             print(line, flush=True)
-
-
-def _load_image_model(run: Run, args: IndexArgs) -> Embedder:
-    """Load the run's model, or explain why it cannot embed these images."""
-    if run.recipe.data.crop_to_boxes and not args.already_cropped:
-        raise ConfigError(
-            f"{run.path}: trained on images cropped to boxes, and nearkin index does not crop.\n"
-            "Crop the images yourself, queries included, and pass --already-cropped."
-        )
-    model = load_model(run.path, args.device)
-    if model.backbone is None:
-        raise ConfigError(
-            f"{run.path}: takes precomputed features, not images. Index its vectors in Python: nk.Index(...)."
-        )
-    return model
 
 
 def _check_flags(args: IndexArgs, items: int) -> None:

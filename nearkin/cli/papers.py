@@ -11,7 +11,6 @@ from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.paper_studies import PaperStudy
-    from nearkin.bench.study import Study
     from nearkin.report.tables import Grid
 
 
@@ -78,6 +77,10 @@ def _list() -> None:
 
 
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
+    from nearkin._common.progress import format_duration
+    from nearkin.bench.estimates import Estimate
+    from nearkin.bench.narrow import requirements
+    from nearkin.bench.tune_space import grid_points
     from nearkin.report.tables import rich_table
 
     print(paper.title)
@@ -98,16 +101,6 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
         print(f"note:      {note}")
     if paper.published:
         show(rich_table(_published_grid(paper)))
-    _print_costs(paper, study, args)
-
-
-def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
-    from nearkin._common.progress import format_duration
-    from nearkin.bench.estimates import Estimate
-    from nearkin.bench.narrow import requirements
-    from nearkin.bench.tune_space import grid_points
-
-    trials = study.trials()
     count, what = len(trials), "models"
     if paper.computed == "grid_search":
         count, what = sum(len(grid_points(t.method)) for t in trials), "models for a quarter of the epochs"

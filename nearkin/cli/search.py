@@ -72,7 +72,13 @@ def run(argv: list[str]) -> None:
     queries = _queries(index, args)
     results = _search(index, queries, args)
     if args.sheet is not None:
-        _draw_sheet(index, queries, results, args.sheet)
+        from nearkin.report.contact_sheet import SheetRow, contact_sheet
+
+        rows = [
+            SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
+            for query, result in zip(queries, results, strict=True)
+        ]
+        contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], args.sheet)
     if args.json:
         print(json.dumps(_as_json(index, folder, queries, results), indent=1))
         return
@@ -219,16 +225,6 @@ def _as_json(index: Index, folder: str, queries: list[Query], results: list[Sear
             for query, result in zip(queries, results, strict=True)
         ],
     }
-
-
-def _draw_sheet(index: Index, queries: list[Query], results: list[SearchResult], out: Path) -> None:
-    from nearkin.report.contact_sheet import SheetRow, contact_sheet
-
-    rows = [
-        SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
-        for query, result in zip(queries, results, strict=True)
-    ]
-    contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], out)
 
 
 def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:

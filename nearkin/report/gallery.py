@@ -125,11 +125,7 @@ MAP_SIZE = 1000  # coordinates of points on the map are integers from 0 to this
 
 
 def example_queries(data: EvalData, *, max_queries: int, seed: int = 0) -> dict[str, Rows]:
-    """Select the queries of the retrieval examples, by selection; a page is reproducible.
-
-    confident_errors: the nearest neighbour is of another class, by the widest margin over the nearest of the same
-    class; hardest: the lowest MAP@R; random: seeded.
-    """
+    """Select the queries of the retrieval examples; confident errors have the widest margin over a positive."""
     labels, rows = data.table.labels, data.queries
     wrong = labels[data.neighbours[rows, 0]] != labels[rows]
     same_class = labels[data.neighbours[rows]] == labels[rows, None]
@@ -147,11 +143,7 @@ def example_queries(data: EvalData, *, max_queries: int, seed: int = 0) -> dict[
 
 
 def choose_rows(neighbours: Sequence[Rows], first: Rows, *, max_rows: int) -> Rows:
-    """Choose the rows that a page holds: all if they fit, else the first ones and their neighbours.
-
-    A query is shown with all of its neighbours, so whole neighbour lists are added: those of `first`, then repeatedly
-    those of the rows that miss the fewest.
-    """
+    """Choose the rows that a page holds: all if they fit, else the first ones and their neighbours, list by list."""
     nearby = np.concatenate(neighbours, axis=1)
     if len(nearby) <= max_rows:
         return np.arange(len(nearby))
@@ -159,7 +151,7 @@ def choose_rows(neighbours: Sequence[Rows], first: Rows, *, max_rows: int) -> Ro
     chosen = np.zeros(len(nearby), dtype=bool)
     chosen[rows] = True
     remaining = max_rows - len(rows)
-    while len(rows):
+    while len(rows):  # whole neighbour lists: those of `first`, then repeatedly those of the rows that miss the fewest
         for row in rows:
             missing = np.unique(nearby[row][~chosen[nearby[row]]])
             if len(missing) <= remaining:

@@ -243,8 +243,7 @@ def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for title, series in DIAGNOSTIC_CHARTS:
         charts.append((title, [Series(name, x, [e["diagnosis"][key] for e in epochs]) for name, key in series]))
-    drawn = [(title, line_chart(series, f"{title}, by epoch", mark=selected)) for title, series in charts]
-    return [(title, svg) for title, svg in drawn if svg]
+    return [(title, line_chart(series, f"{title}, by epoch", mark=selected)) for title, series in charts]
 
 
 def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
@@ -256,7 +255,7 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
         series = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
         title = "R@1 of the first dimensions, %"
         drawn.append((title, line_chart([series], title, x_name="size", logarithmic=True)))
-    return [(title, svg) for title, svg in drawn if svg]
+    return drawn
 
 
 def shared_chart(report: Report) -> str:

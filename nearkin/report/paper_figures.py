@@ -92,15 +92,9 @@ def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], fiel
 
 def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
-    parts = _by([cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)], "part")
-    if not parts:
-        return False
-    plots = panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
-    for axes, own in zip(plots, parts.values(), strict=True):
-        rows = _by(own, "row").items()
-        curves = [(row, *_curve(c, lambda cell: cell.metric.removeprefix("R@"))) for row, c in rows]
-        plot_lines(axes, curves, "k", "R@k, %", outside=True)
-    return True
+    known = [cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)]
+    lines = group_lines((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
+    return draw_over(figure, lines, "k", "R@k, %", rehearsal=folder.study.rehearsal)
 
 
 def _draw_variants(figure: Any, folder: StudyFolder, cells: Sequence[Cell], x_label: str) -> bool:

@@ -144,7 +144,7 @@ def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str, *, rehears
             axes.set_xscale("log", base=2)
         axes.set_xticks(x, [str(value) for value in values])
         axes.minorticks_off()
-        curves = [(name, x, list(line.values())) for name, line in lines.items()]
+        curves = [(name, x, y) for name, line in lines.items() if np.isfinite(y := list(line.values())).any()]
         plot_lines(axes, curves, x_label, y_label, outside=True)
     return bool(groups)
 
