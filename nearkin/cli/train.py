@@ -175,28 +175,19 @@ def _base_recipe(arguments: _Arguments) -> Recipe:
         return recipes.find(arguments.recipe or "glyphs_small")
     from nearkin.data.sources import detect_source
 
-    source = detect_source(root)
+    source, flags = detect_source(root), arguments.flags
     if arguments.recipe:
         recipe = recipes.find(arguments.recipe)
         return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=root))
-    recipe, reason = _choose_recipe(source, root, arguments.flags)
-    if "--quiet" not in arguments.flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
-        print(f"recipe: {reason}", file=sys.stderr)
-    return recipe
-
-
-def _choose_recipe(source: str, root: Path, flags: list[str]) -> tuple[Recipe, str]:
     from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.device import choose_device
 
-    data = DataConfig(
-        source=source,
-        root=root,
-        allow_missing=True,
-        path_column=_flag_value("--data.path-column", flags),
-        label_column=_flag_value("--data.label-column", flags),
-    )
-    return choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
+    path, label = (_flag_value(f"--data.{name}-column", flags) for name in ("path", "label"))
+    data = DataConfig(source=source, root=root, allow_missing=True, path_column=path, label_column=label)
+    recipe, reason = choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
+    if "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
+        print(f"recipe: {reason}", file=sys.stderr)
+    return recipe
 
 
 def _flag_value(flag: str, flags: list[str]) -> str | None:
