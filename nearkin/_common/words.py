@@ -1,6 +1,7 @@
 """Numbers with their nouns, and titles that agree with a number."""
 
 import re
+from collections.abc import Sequence
 
 _SINGULAR = {"are": "is", "have": "has", "differ": "differs", "do": "does", "were": "was"}
 
@@ -14,6 +15,11 @@ def counted(number: int, noun: str) -> str:
     """
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def joined(names: Sequence[str]) -> str:
+    """List names: "a", "a and b", "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def agreeing(number: int, phrase: str) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from nearkin.analysis.bounds import Bound, lemma_1, pce_lambda
 from nearkin.analysis.diagnostics import Alarm, Diagnosis, alarms, diagnose, effective_rank
-from nearkin.analysis.duplicates import find_duplicates
-from nearkin.analysis.hardness import class_table, confused_pairs, hardest, hubness, hubs
+from nearkin.analysis.hardness import class_table, confused_pairs, find_duplicates, hardest, hubness, hubs
 from nearkin.analysis.information import (
+    Bound,
     conditional_entropy,
     decompose,
     feature_entropy,
     label_entropy,
+    lemma_1,
     mutual_information,
     mutual_information_bound,
+    pce_lambda,
 )
 from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 

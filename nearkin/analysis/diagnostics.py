@@ -141,10 +141,6 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     rows = _draw_sample(labels, sample, seed)
     # On the CPU in float64: float32 rounding would dominate the log distances of nearly coincident points.
     emb, labels = emb[rows].cpu().double(), labels[rows].cpu()
-    return _diagnose_sample(emb, labels, non_finite)
-
-
-def _diagnose_sample(emb: Tensor, labels: Tensor, non_finite: int) -> Diagnosis:
     norms = torch.linalg.vector_norm(emb, dim=1)
     pairs = pair_up(emb, labels)
     upper = torch.ones_like(pairs.pos).triu_(1)
@@ -212,10 +208,7 @@ def effective_rank(rows: Tensor) -> float:
 
 
 def _draw_sample(labels: Tensor, sample: int, seed: int) -> Tensor:
-    """Draw rows of every class, or of fewer classes where there would be too few of each.
-
-    A uniform sample of many small classes would contain no positive pair.
-    """
+    """Draw rows of every class, or of fewer: a uniform sample of many small classes would contain no positive pair."""
     _, code, count = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
     usable = count > 1 if bool((count > 1).any()) else count > 0
     g = torch.Generator().manual_seed(seed)

@@ -170,7 +170,18 @@ def find_label_errors(
     y = torch.as_tensor(codes, device=x.device)
     fold = torch.as_tensor(np.random.default_rng(seed).permutation(len(x)) % folds, device=x.device)
     data = _FoldedData(x, y, len(classes), fold, folds, parse_bytes(memory))
-    log_odds, suggested = _score_rows(data, progress)
+    every = torch.arange(len(x), device=x.device)
+    exact_sums, count = _class_sums(data, every)
+    sums, within = exact_sums.float(), _within_class_covariance(data)
+    shrinkage, temperature = _choose_hyperparameters(data, sums, count, within)
+    log_odds, suggested, done = np.empty(len(x)), np.empty(len(x), dtype=np.int64), 0
+    for rows, sim in _similarities(data, every, sums, within, shrinkage):
+        index, own = rows.cpu().numpy(), y[rows, None]
+        suggested[index] = sim.scatter(1, own, -math.inf).argmax(1).cpu().numpy()
+        log_odds[index] = _log_odds(sim, own, temperature)
+        done += len(rows)
+        if progress:
+            progress(done / len(x))
     log_odds[~scorable] = math.nan
     # At least half a row: at 0 all scores would be equal.
     error_rate = max(_fit_error_rate(log_odds[scorable], len(classes)), 0.5 / len(x))
@@ -193,25 +204,6 @@ class _FoldedData:
     def step(self) -> int:
         """Rows whose similarities to all classes, with temporaries, fit the budget."""
         return max(1, min(4096, self.budget // 2 // (16 * self.classes)))
-
-
-def _score_rows(data: _FoldedData, progress: Progress | None) -> tuple[Floats, Ints]:
-    """[N] log odds that each row is of another class than its own, and the most similar other class."""
-    every = torch.arange(len(data.x), device=data.x.device)
-    exact_sums, count = _class_sums(data, every)
-    sums, within = exact_sums.float(), _within_class_covariance(data)
-    shrinkage, temperature = _choose_hyperparameters(data, sums, count, within)
-    log_odds = np.empty(len(data.x))
-    suggested = np.empty(len(data.x), dtype=np.int64)
-    done = 0
-    for rows, sim in _similarities(data, every, sums, within, shrinkage):
-        index, own = rows.cpu().numpy(), data.y[rows, None]
-        suggested[index] = sim.scatter(1, own, -math.inf).argmax(1).cpu().numpy()
-        log_odds[index] = _log_odds(sim, own, temperature)
-        done += len(rows)
-        if progress:
-            progress(done / len(data.x))
-    return log_odds, suggested
 
 
 def _class_sums(data: _FoldedData, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,10 +239,7 @@ def _within_class_covariance(data: _FoldedData) -> Tensor:
 def _similarities(
     data: _FoldedData, chosen: Tensor, sums: Tensor, within: Tensor, shrinkage: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the chosen rows in parts, fold by fold, and their cosines [n, C] to the whitened class means.
-
-    That of the own class is without the row itself.
-    """
+    """Yield the chosen rows by fold, and their cosines [n, C] to the whitened class means without the row itself."""
 
     def whiten(x: Tensor) -> Tensor:
         whitened: Tensor = torch.linalg.solve_triangular(whitener, x.T, upper=False)

@@ -21,10 +21,7 @@ from nearkin.metrics.scores import Scores, compare
 
 
 def available_results(folder: StudyFolder, **only: str | None) -> list[Result]:
-    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others.
-
-    `only` narrows them as in `StudyFolder.results`.
-    """
+    """Results of the methods that have any value: one that failed everywhere would prevent ranking the others."""
     results = folder.results(**only)
     methods = {result.method for result in results if result.value is not None}
     return [result for result in results if result.method in methods]
@@ -50,7 +47,6 @@ class Aggregate:
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     def short(self) -> str:
-        """Format as a table cell."""
         if not self.values:
             return f"{self.failed} failed"
         spread = f" ± {self.std:.1f}" if len(self.values) > 1 else ""
@@ -59,13 +55,11 @@ class Aggregate:
 
 def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
     """(experiment, method) -> outcomes of a study over seeds and folds; cells without any outcome yet are absent."""
-    outcomes, metric = folder.outcomes(), folder.study.metric
+    metric = folder.study.metric
     scores: dict[tuple[str, str], list[list[float]]] = {}  # score, low, high
     failed: Counter[tuple[str, str]] = Counter()
-    for trial in folder.trials:
-        outcome, cell = outcomes.get(trial.id), (trial.experiment, trial.method)
-        if outcome is None:
-            continue
+    for trial, outcome in folder.finished():
+        cell = (trial.experiment, trial.method)
         rows = scores.setdefault(cell, [])
         if outcome.test is None:
             failed[cell] += 1
@@ -81,19 +75,16 @@ def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
 
 def baseline_scores(folder: StudyFolder) -> dict[str, dict[str, float]]:
     """Baseline -> experiment -> score in percent, the mean over all trials."""
-    outcomes, metric = folder.outcomes(), folder.study.metric
     values: dict[str, dict[str, list[float]]] = {}
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        for name, scores in (outcome.baselines or {} if outcome else {}).items():
-            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * scores[metric])
+    for trial, outcome in folder.finished():
+        for name, scores in (outcome.baselines or {}).items():
+            values.setdefault(name, {}).setdefault(trial.experiment, []).append(100 * scores[folder.study.metric])
     return {name: {e: float(np.mean(v)) for e, v in scores.items()} for name, scores in values.items()}
 
 
 def baseline_differences(folder: StudyFolder, method: str) -> dict[str, dict[str, list[float]]]:
     """Baseline -> metric -> difference of a method and the ends of its interval, averaged over its trials."""
-    outcomes = [folder.outcome(trial) for trial in folder.trials if trial.method == method]
-    found = [outcome.differences for outcome in outcomes if outcome is not None and outcome.differences]
+    found = [o.differences for trial, o in folder.finished() if trial.method == method and o.differences]
     return {
         name: {metric: np.mean([differences[name][metric] for differences in found], axis=0).tolist() for metric in m}
         for name, m in (found[0] if found else {}).items()
@@ -101,30 +92,22 @@ def baseline_differences(folder: StudyFolder, method: str) -> dict[str, dict[str
 
 
 def paired_difference(folder: StudyFolder, first: str, second: str, experiment: str | None = None) -> Difference:
-    """Second minus first on the same test queries, with an interval over classes.
-
-    The values of a query are averaged over the seeds and folds that both methods have finished.
-    """
+    """Second minus first on the same test queries, averaged over the seeds and folds that both have, by classes."""
     known = folder.study.method_names
     for name in (first, second):
         if name not in known:
             raise DataError(f"The study has no method '{name}'.{did_you_mean(name, known)}")
-    outcomes, metric = folder.outcomes(), folder.study.metric
+    metric = folder.study.metric
     runs: dict[str, dict[tuple[str, int], Path]] = {first: {}, second: {}}
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        wanted = trial.method in runs and experiment in (None, trial.experiment)
-        if wanted and outcome is not None and outcome.run is not None:
+    for trial, outcome in folder.finished():
+        if trial.method in runs and experiment in (None, trial.experiment) and outcome.run is not None:
             runs[trial.method][trial.experiment, trial.replicate] = Path(outcome.run)
     common = sorted(runs[first].keys() & runs[second].keys())
     if not common:
         raise DataError(f"{first} and {second} have no finished trial with the same experiment, seed and fold.")
-    means = [_mean_scores([runs[name][key] for key in common], metric) for name in (first, second)]
-    return compare(means[0], means[1], metric)
-
-
-def _mean_scores(paths: list[Path], metric: str) -> Scores:
-    scores = [Scores.load(path / "per_query.npz") for path in paths]
-    if any(not np.array_equal(other.labels, scores[0].labels) for other in scores):
+    scores = [[Scores.load(runs[name][key] / "per_query.npz") for key in common] for name in (first, second)]
+    labels = scores[0][0].labels
+    if any(not np.array_equal(one.labels, labels) for both in scores for one in both):
         raise DataError("The trials were evaluated on different test classes, so queries cannot be averaged over them.")
-    return Scores({metric: np.mean([s.per_query[metric] for s in scores], axis=0)}, scores[0].labels)
+    means = [Scores({metric: np.mean([s.per_query[metric] for s in one], axis=0)}, labels) for one in scores]
+    return compare(means[0], means[1], metric)

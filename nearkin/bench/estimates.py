@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -54,11 +53,9 @@ class Estimate:
         self._seconds = {id: seconds * scale for id, seconds in raw.items()}
 
     def seconds(self, trial: Trial) -> float:
-        """Return the estimated run time of a trial in seconds."""
         return self._seconds[trial.id]
 
     def bytes(self, trial: Trial, *, keep_models: bool) -> float:
-        """Estimate the disk space that a finished trial takes."""
         size = dataset_size(trial.recipe.data)
         weights = 4 * count_parameters(trial.recipe.model, size.shape)
         per_query = 40 * size.num_images / 2  # compressed, about 20 metrics
@@ -84,32 +81,30 @@ class Estimate:
 
 def dataset_size(data: DataConfig) -> DatasetSize:
     """Return the size of a recipe's data without decoding any image."""
-    size = _dataset_size(data.source, data.root, data.image_size, data.path_column, data.label_column)
+    same = ("source", "root", "image_size", "path_column", "label_column")
+    size = _dataset_size(DataConfig(**{name: getattr(data, name) for name in same}, allow_missing=True))
     limit = (data.max_classes or size.num_images) * (data.max_per_class or size.num_images)
     return size._replace(num_images=min(size.num_images, limit))
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset_size(
-    source: str, root: Path | None, side: int, path_column: str | None, label_column: str | None
-) -> DatasetSize:
+def _dataset_size(data: DataConfig) -> DatasetSize:
     from nearkin.data import glyphs, sources
 
-    if source == "glyphs":
+    if data.source == "glyphs":
         table = glyphs.load()
         channels, height, width = table.images.shape
         return DatasetSize(len(table), (channels, height, width))
-    if source == "features" and root is not None:
-        features = sources.load_features(root).features
+    if data.source == "features" and data.root is not None:
+        features = sources.load_features(data.root).features
         assert features is not None
         return DatasetSize(len(features), (features.shape[1], 1, 1))
-    if source in BENCHMARKS:
-        return DatasetSize(BENCHMARKS[source].total.images, (3, side, side))
-    data = DataConfig(source=source, root=root, path_column=path_column, label_column=label_column, allow_missing=True)
+    if data.source in BENCHMARKS:
+        return DatasetSize(BENCHMARKS[data.source].total.images, (3, data.image_size, data.image_size))
     listing = sources.list_source(data)
     if not len(listing):
-        raise DataError(f"{root}: no images found.")
-    return DatasetSize(len(listing), (3, side, side))
+        raise DataError(f"{data.root}: no images found.")
+    return DatasetSize(len(listing), (3, data.image_size, data.image_size))
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,7 +124,6 @@ def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float,
 
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
-    """Count the parameters of a model, frozen ones included."""
     return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 
@@ -140,7 +134,6 @@ def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
 
 @functools.lru_cache(maxsize=1)
 def measure_speed(workers: int) -> float:
-    """Measure the speed of a plain matrix product on this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side = 4096 if device == "cuda" else 768
     a = torch.randn(side, side, device=device)

@@ -57,17 +57,7 @@ def work(
     device: str,
     reporter: Reporter,
 ) -> int:
-    """Run the trials of a study or a search until none is left; return how many.
-
-    Args:
-        unfinished: Lists the trials without an outcome, in the order in which to run them.
-        claim: Locks a trial; yields whether to run it: it is locked, unfinished and ready.
-        run: Runs a trial on `device` and records its outcome. Returns a message; None if the trial cannot run now.
-        total: Number of all trials.
-        cost: Relative time that a trial takes.
-        device: Device of this worker.
-        reporter: Where progress is reported.
-    """
+    """Run every trial that can be claimed until none is unfinished; `run` returns None for one that cannot run now."""
     from nearkin.training.device import choose_device
 
     choose_device(device)  # fail here rather than in every trial
@@ -114,7 +104,6 @@ def failure_reason(error: Exception, folder: Path, log: str) -> str:
 
 
 def default_workers(workers: int, device: str) -> int:
-    """Return the number of training runs at a time."""
     if workers < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
     if workers:
@@ -127,11 +116,6 @@ def default_workers(workers: int, device: str) -> int:
 def threads_for(workers: int) -> int:
     """Return the number of threads per worker when `workers` share this machine's cores."""
     return max(1, _num_cores() // workers)
-
-
-def _worker_device(device: str, worker: int) -> str:
-    count = _num_gpus() if device in ("auto", "cuda") else 0
-    return f"cuda:{worker % count}" if count else device
 
 
 def _num_cores() -> int:
@@ -175,8 +159,9 @@ def run_workers(
     running: list[_Worker] = []
     restarts = 0
     try:
+        gpus = _num_gpus() if device in ("auto", "cuda") else 0
         for index in range(min(workers, unfinished())):
-            running.append(_start(task, _worker_device(device, index)))
+            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
         while running:
             time.sleep(POLL_INTERVAL)
             for worker in list(running):
@@ -296,7 +281,6 @@ class ClusterJob:
         self.task()
 
     def checkpoint(self) -> Any:
-        """Return what submitit requeues."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nearkin.bench.protocols import Protocol
-from nearkin.bench.study import Dataset, Study, Trial, merge
+from nearkin.bench.study import Dataset, Study, Trial, check_known, merge
 from nearkin.data.benchmarks import BENCHMARKS
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
 
 PROTOCOLS = {
@@ -38,7 +38,7 @@ def narrow(
         study = replace(study, datasets=tuple(_dataset(study, name) for name in datasets))
     if losses:
         for name in losses:
-            _check_known("losses", "method", name, study.method_names)
+            check_known("losses", "method", name, study.method_names)
         methods = {name: values for name, values in study.methods.items() if name in losses}
         study = replace(study, losses=tuple(n for n in losses if n not in methods or n in LOSSES), methods=methods)
     if protocol is not None:
@@ -55,19 +55,13 @@ def narrow(
     )
 
 
-def _check_known(flag: str, what: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        hint = did_you_mean(name, known) or f" Available: {', '.join(known)}."
-        raise ConfigError(f"--{flag}: the study has no {what} '{name}'.{hint}")
-
-
 def _dataset(study: Study, name: str) -> Dataset:
     """Find a dataset of the study, or transfer the study to another benchmark that its recipes support."""
     known = {dataset.name: dataset for dataset in study.datasets}
     if name in known:
         return known[name]
     if "{dataset}" not in study.base or name not in BENCHMARKS:
-        _check_known("datasets", "dataset", name, known)
+        check_known("datasets", "dataset", name, known)
     return Dataset(name, name, next((dataset.root for dataset in study.datasets), None))
 
 

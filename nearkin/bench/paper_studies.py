@@ -29,39 +29,24 @@ TO_COME = {
 
 @dataclass(frozen=True)
 class PaperStudy:
-    """A table or figure of a paper.
+    """A table or figure of a paper."""
 
-    Attributes:
-        name: What a user types.
-        title: Paper, number and contents.
-        varies: What differs between its rows.
-        table: Numbers of the tables with its published values, separated by spaces.
-        rows: Printed name of each row -> method of the study, in the printed order.
-        rows_are: What the rows are: methods, or the folds or validation fractions of a single method.
-        columns: Metrics, "val:R@1" for the validation classes; by default R@k and what the recipe names.
-        figures: What is drawn: bars, sizes, networks, recall (over k), variants, ratios, training, tsne.
-        x_label: What numbers in the names of the rows mean.
-        computed: How the table is computed, if it is more than the results of trials.
-        notes: What a reader of the table must know.
-        study: Keys of a study file; datasets are names.
-    """
-
-    name: str
-    title: str
-    varies: str = ""
-    table: str = ""
-    rows: Mapping[str, str] = field(default_factory=dict)
-    rows_are: Literal["methods", "folds", "val_fractions"] = "methods"
-    columns: tuple[str, ...] = ()
-    figures: tuple[str, ...] = ()
-    x_label: str = ""
+    name: str  # what a user types
+    title: str  # paper, number and contents
+    varies: str = ""  # what differs between its rows
+    table: str = ""  # numbers of the tables with its published values, separated by spaces
+    rows: Mapping[str, str] = field(default_factory=dict)  # printed name -> method of the study, in the printed order
+    rows_are: Literal["methods", "folds", "val_fractions"] = "methods"  # the last two: of a single method
+    columns: tuple[str, ...] = ()  # "val:R@1" for the validation classes; by default R@k and what the recipe names
+    figures: tuple[str, ...] = ()  # bars, sizes, networks, recall (over k), variants, ratios, training, tsne
+    x_label: str = ""  # what numbers in the names of the rows mean
+    # how the table is computed, if it is more than the results of trials
     computed: Literal["", "decomposition", "tournament", "grid_search", "gradient_factors", "toy_rankings"] = ""
-    notes: tuple[str, ...] = ()
-    study: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a reader of the table must know
+    study: Mapping[str, Any] = field(default_factory=dict)  # keys of a study file; datasets are names
 
     @property
     def paper(self) -> str:
-        """The paper, as in `nearkin.bench.papers`."""
         return PAPERS[self.name.partition("-")[0]]
 
     @property
@@ -103,7 +88,6 @@ class PaperStudy:
 
 @cache
 def paper_studies() -> dict[str, PaperStudy]:
-    """Return every table and figure by name."""
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in papers.study_entries().items():
         base = entries.get(entry.pop("like", ""), {})

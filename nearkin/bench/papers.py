@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -94,19 +94,6 @@ def published(
     return [p for p in all_values() if matches(p)]
 
 
-def as_results(values: Iterable[Published]) -> list[Result]:
-    """Convert published values to results of a tournament; an unusable value counts as failed, its note the reason."""
-    return [
-        Result(
-            experiment=f"{p.source}: {p.dataset} {p.network} {p.dim}",
-            method=p.loss or p.method,
-            value=p.percent,
-            reason=None if p.percent is not None else f"{p.source}: {p.note}",
-        )
-        for p in values
-    ]
-
-
 def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
     """Return the results of the thesis's ten losses over all its backbones and embedding sizes on cub, cars or sop."""
     # Its tables of ten losses at four embedding sizes have parts a to d.
@@ -116,7 +103,13 @@ def thesis_results(dataset: str = "cub", metric: str = "R@1") -> list[Result]:
     values = [p for p in values if p.dataset == dataset]
     if metric not in (metrics := list(dict.fromkeys(p.metric for p in values))):
         raise ConfigError(f"metric: the thesis has no {metric} for {dataset}. Available: {', '.join(metrics)}.")
-    return as_results(p for p in values if p.metric == metric)
+    results = []
+    for p in values:
+        if p.metric == metric:  # an unusable value counts as failed, its note is the reason
+            reason = None if p.percent is not None else f"{p.source}: {p.note}"
+            experiment = f"{p.source}: {p.dataset} {p.network} {p.dim}"
+            results.append(Result(experiment, p.loss or p.method, value=p.percent, reason=reason))
+    return results
 
 
 def papers() -> dict[str, SimpleNamespace]:
@@ -126,7 +119,6 @@ def papers() -> dict[str, SimpleNamespace]:
 
 @cache
 def all_values() -> tuple[Published, ...]:
-    """Return every published value, in the order of papers.toml."""
     values = [value for table in _read()["table"] for value in _table_values(table)]
     for remark in _read()["remark"]:
         values = _apply_remark(values, remark)
@@ -134,10 +126,7 @@ def all_values() -> tuple[Published, ...]:
 
 
 def table_11() -> list[SimpleNamespace]:
-    """Return the thesis's tournament as printed (method, loss, total, mean and std of its ranks), best first.
-
-    `corrected_mean` and `corrected_std` differ where `note` says that the row is misprinted.
-    """
+    """Return the thesis's tournament as printed, best first; the corrected_ values differ where a `note` says so."""
     rows = [
         {"corrected_mean": row["mean"], "corrected_std": row["std"], "note": ""} | row for row in _rows("standings")
     ]
@@ -145,11 +134,7 @@ def table_11() -> list[SimpleNamespace]:
 
 
 def table_15() -> list[SimpleNamespace]:
-    """Return the settings that the thesis searched on fixed validation classes: range, step and best value.
-
-    `printed` is the setting as printed, `setting` our name: of the loss, of the miner of the same name (epsilon), or of
-    training (class_lr).
-    """
+    """Return the settings that the thesis searched, with range, step and best value, as `printed` and by our name."""
     return [SimpleNamespace(**row) for row in _rows("search")]
 
 

@@ -84,7 +84,6 @@ class Table:
 
 
 def tabulate(results: Iterable[Result]) -> Table:
-    """Arrange results in a table."""
     results = list(results)
     if not results:
         raise DataError("A tournament needs results; got none.")

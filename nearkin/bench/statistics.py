@@ -41,10 +41,7 @@ class Friedman:
 
 
 def friedman(ranks: Floats) -> Friedman:
-    """Test whether any methods differ (Friedman's test, corrected for ties), from complete ranks [E, K].
-
-    Not scipy's friedmanchisquare: it rejects two methods and has only the chi-squared approximation.
-    """
+    """Test complete ranks [E, K]; scipy's function rejects two methods and has only the chi-squared approximation."""
     n, k = ranks.shape
     stats = import_extra("scipy.stats", extra="bench")
     between = float(_rank_sum_spread(ranks))
@@ -94,10 +91,7 @@ def critical_difference(methods: int, experiments: int, alpha: float = 0.05) -> 
 
 
 def nemenyi(mean_ranks: Floats, experiments: int) -> Floats:
-    """P-values [K, K] of Nemenyi's test of mean ranks [K], for all pairs together.
-
-    As scikit-posthocs, without its import of pandas, statsmodels and matplotlib for one line.
-    """
+    """P-values [K, K] of all pairs of mean ranks [K], as scikit-posthocs without its imports (pandas, statsmodels)."""
     studentized_range = import_extra("scipy.stats", extra="bench").studentized_range
     distances = np.abs(mean_ranks[:, None] - mean_ranks) / _rank_error(len(mean_ranks), experiments)
     return np.clip(np.asarray(studentized_range.sf(distances, len(mean_ranks), math.inf), dtype=np.float64), 0.0, 1.0)

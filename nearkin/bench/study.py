@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from nearkin.bench.protocols import Protocol
 from nearkin.config._parsing import from_dict, load_toml
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, did_you_mean
 from nearkin.losses.registry import LOSSES
 from nearkin.metrics.retrieval import check_metric
 from nearkin.training import recipes
@@ -331,8 +331,13 @@ def rehearse(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"data": data, "model": model, "train": train} | ({"eval": evaluation} if evaluation else {})
 
 
+def check_known(flag: str, what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known) or f" Available: {', '.join(known)}."
+        raise ConfigError(f"--{flag}: the study has no {what} '{name}'.{hint}")
+
+
 def merge(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested values."""
     result = dict(values)
     for key, value in change.items():
         old = result.get(key)

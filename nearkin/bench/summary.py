@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
+from nearkin._common.words import counted, joined
 from nearkin.bench.results import Table
 from nearkin.bench.tournament import Pair, Tournament
 
@@ -23,7 +23,10 @@ def summarize(tournament: Tournament, *, most: int = MAX_PAIRS) -> str:
     Returns:
         The text.
     """
-    lines = [_header(tournament), *notes(tournament.table), _friedman(tournament), *_significant(tournament)]
+    table = tournament.table
+    runs = "one run" if table.seeds <= 1 else f"up to {table.seeds} seeds"
+    lines = [f"{len(table.methods)} methods in {counted(len(table.experiments), 'experiment')}, {runs} each."]
+    lines += [*notes(table), _friedman(tournament), *_significant(tournament)]
     others = sorted((p for p in tournament.pairs if not p.significant), key=lambda p: p.p_holm)
     lines += [f"  {sentence(pair, tournament)}" for pair in others[:most]]
     if len(others) > most:
@@ -32,7 +35,6 @@ def summarize(tournament: Tournament, *, most: int = MAX_PAIRS) -> str:
 
 
 def sentence(pair: Pair, tournament: Tournament) -> str:
-    """Summarize one pair in one sentence."""
     compared = pair.wins + pair.losses + pair.ties
     if not compared:
         return f"{pair.first} vs {pair.second}: not compared, no experiment has a value for both."
@@ -43,9 +45,9 @@ def sentence(pair: Pair, tournament: Tournament) -> str:
         return f"{result}; only one {tournament.unit} in common, so the variance is unknown."
     needed = []
     if pair.more_experiments is not None:
-        needed.append(f"{pair.more_experiments} more {_plural('experiment', pair.more_experiments)}")
+        needed.append(counted(pair.more_experiments, "more experiment"))
     if pair.more_seeds is not None:
-        needed.append(f"{pair.more_seeds} more {_plural('seed', pair.more_seeds)} per experiment")
+        needed.append(f"{counted(pair.more_seeds, 'more seed')} per experiment")
     if not needed:
         return f"{result}; no feasible number of {tournament.unit}s would make it significant."
     return f"{result}; about {' or '.join(needed)} needed."
@@ -75,17 +77,7 @@ def notes(table: Table) -> list[str]:
 
 
 def format_p(p: float) -> str:
-    """Format a p-value."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-
-
-def _header(tournament: Tournament) -> str:
-    table = tournament.table
-    experiments, seeds = len(table.experiments), table.seeds
-    return (
-        f"{len(table.methods)} methods in {experiments} {_plural('experiment', experiments)}, "
-        f"{'one run' if seeds <= 1 else f'up to {seeds} seeds'} each."
-    )
 
 
 def _best_removal(table: Table, complete: int) -> str:
@@ -124,16 +116,8 @@ def _significant(tournament: Tournament) -> list[str]:
     for name in names:
         beaten = [pair.trailer for pair in pairs if pair.leader == name]
         if beaten:
-            others = "all others" if len(beaten) == len(names) - 1 > 1 else _join(sorted(beaten, key=names.index))
+            others = "all others" if len(beaten) == len(names) - 1 > 1 else joined(sorted(beaten, key=names.index))
             lines.append(f"  {name} is better than {others}.")
     if len(pairs) < len(tournament.pairs):
         lines.append("Not significant:")
     return lines
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"

@@ -74,7 +74,6 @@ class Pair:
 
     @property
     def trailer(self) -> str:
-        """The other method."""
         return self.second if self.lean >= 0 else self.first
 
 
@@ -148,7 +147,10 @@ def run_tournament(
     table = results if isinstance(results, Table) else tabulate(results)
     if len(table.methods) < 2:
         raise DataError(f"A tournament needs at least two methods; got only {table.methods[0]}.")
-    pair_unit = _choose_unit(table, unit, alpha)
+    if unit not in ("auto", "experiment", "run"):
+        raise ConfigError(f"unit: expected auto, experiment or run; got '{unit}'.")
+    few = len(table.experiments) < statistics.min_experiments(alpha) and table.seeds > 1
+    pair_unit: PairUnit = unit if unit != "auto" else "run" if few else "experiment"
     ranks = average_ranks(table.means)
     samples = bootstrap(ranks.T, np.arange(len(ranks)), draws=draws, seed=seed)  # [draws, K] mean ranks
     standings = _standings(table, ranks, samples, 1 - alpha)
@@ -203,14 +205,6 @@ def _standings(table: Table, ranks: Floats, samples: Floats, level: float) -> tu
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
-
-
-def _choose_unit(table: Table, unit: Unit, alpha: float) -> PairUnit:
-    if unit not in ("auto", "experiment", "run"):
-        raise ConfigError(f"unit: expected auto, experiment or run; got '{unit}'.")
-    if unit != "auto":
-        return unit
-    return "run" if len(table.experiments) < statistics.min_experiments(alpha) and table.seeds > 1 else "experiment"
 
 
 def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:

@@ -18,9 +18,9 @@ from nearkin._common.files import atomic_write, file_lock, is_locked, read_json,
 from nearkin._common.progress import Reporter
 from nearkin.bench import executor
 from nearkin.bench.results import Result
-from nearkin.bench.study import Study, Trial
+from nearkin.bench.study import Study, Trial, check_known
 from nearkin.config.recipe import Recipe
-from nearkin.errors import ConfigError, RunBusyError, RunError, did_you_mean
+from nearkin.errors import ConfigError, RunBusyError, RunError
 from nearkin.training.run import Run
 
 
@@ -126,8 +126,21 @@ class StudyFolder:
 
     def outcomes(self) -> dict[str, Outcome]:
         """Return all outcomes by trial id; unfinished trials are absent."""
-        outcomes = {trial.id: self.outcome(trial) for trial in self.trials}
-        return {id: outcome for id, outcome in outcomes.items() if outcome is not None}
+        return {trial.id: outcome for trial, outcome in self.finished()}
+
+    def finished(self) -> list[tuple[Trial, Outcome]]:
+        """Return the trials that have an outcome, with it."""
+        return [(trial, outcome) for trial in self.trials if (outcome := self.outcome(trial)) is not None]
+
+    @property
+    def labels(self) -> list[str]:
+        """The protocol labels of the trials."""
+        return list(dict.fromkeys(trial.label for trial in self.trials))
+
+    @property
+    def experiments(self) -> list[str]:
+        """The experiments in the order of the plan."""
+        return list(dict.fromkeys(trial.experiment for trial in self.trials))
 
     def unfinished(self) -> list[Trial]:
         """Return the trials without an outcome."""
@@ -159,24 +172,15 @@ class StudyFolder:
     def results(
         self, *, dataset: str | None = None, backbone: str | None = None, metric: str | None = None
     ) -> list[Result]:
-        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent.
-
-        Args:
-            dataset: Only trials on this dataset.
-            backbone: Only trials with this backbone.
-            metric: Default: that of the study.
-        """
+        """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
         metric = metric or self.study.metric
         for flag, wanted in (("dataset", dataset), ("backbone", backbone)):
             known = list(dict.fromkeys(getattr(trial, flag) for trial in self.trials))
-            if wanted is not None and wanted not in known:
-                hint = did_you_mean(wanted, known) or f" Available: {', '.join(known)}."
-                raise ConfigError(f"--{flag}: the study has no {flag} '{wanted}'.{hint}")
-        outcomes = self.outcomes()
+            if wanted is not None:
+                check_known(flag, flag, wanted, known)
         rows = []
-        for trial in self.trials:
-            is_wanted = dataset in (None, trial.dataset) and backbone in (None, trial.backbone)
-            if is_wanted and (outcome := outcomes.get(trial.id)):
+        for trial, outcome in self.finished():
+            if dataset in (None, trial.dataset) and backbone in (None, trial.backbone):
                 if outcome.test is not None and metric not in outcome.test:
                     raise ConfigError(f"--metric: no {metric} in this study. Available: {', '.join(outcome.test)}.")
                 value = None if outcome.test is None else 100 * outcome.test[metric]
@@ -266,15 +270,6 @@ def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:
     return started
 
 
-def _created_by(started: dict[str, list[str]], run: Run) -> bool:
-    """Return whether a trial created a run, rather than found it."""
-    try:
-        command = run.stored_environment.get("command")
-    except RunError:
-        return False
-    return run.path.name not in started["runs"] and command == started["command"]
-
-
 def _train(
     recipe: Recipe, runs: Path, device: str, started: dict[str, list[str]], *, final: bool, keep_models: bool
 ) -> Run:
@@ -283,7 +278,12 @@ def _train(
 
     complete = {path.parent.name for path in runs.glob("*/result.json")}
     run = fit(recipe, runs, device=device, final=final, reporter=Reporter(quiet=True))
-    if run.path.name not in complete and _created_by(started, run):
+    try:
+        command = run.stored_environment.get("command")
+    except RunError:
+        command = None
+    created = run.path.name not in started["runs"] and command == started["command"]  # rather than found
+    if run.path.name not in complete and created:
         for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
             (run.path / name).unlink(missing_ok=True)
     return run

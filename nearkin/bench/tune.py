@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin._common.progress import Reporter
-from nearkin.bench import executor, grid_search
+from nearkin.bench import executor
 from nearkin.bench.tune_plan import Mode, Search, Standing, load_trials, plan, standings, write_recipes
-from nearkin.bench.tune_space import Settings, apply, space, suggest
+from nearkin.bench.tune_space import Settings, apply, space, suggest, trial_settings
 from nearkin.bench.tune_storage import SharedStorage, open_storage
 from nearkin.errors import TrainingStoppedError
 from nearkin.training.evaluation import selection_metrics
 
 if TYPE_CHECKING:
-    from optuna.study import Study
     from optuna.trial import Trial
 
     from nearkin.training.run import Run
@@ -74,11 +73,18 @@ def _claim(search: Search, loss: str, number: int, shared: SharedStorage) -> Ite
 
 def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, device: str) -> str:
     """Train one trial until it has a score, is pruned or fails, and record that."""
-    from optuna.trial import TrialState
+    import optuna
+    from optuna.trial import Trial, TrialState
 
     from nearkin.training.loop import fit
 
-    study, trial = _load_trial(search, loss, number, shared)
+    warmup = max(1, round(search.recipe.train.epochs / 4))  # do not prune slow starters
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warmup + 1)  # our epochs count from 1
+    study = optuna.load_study(study_name=search.study(loss), storage=shared.storage, pruner=pruner)
+    study_id = shared.storage.get_study_id_from_name(search.study(loss))
+    trial_id = shared.storage.get_trial_id_from_study_id_trial_number(study_id, number)
+    shared.storage.set_trial_state_values(trial_id, TrialState.RUNNING)  # no effect on a trial that is resumed
+    trial = Trial(study, trial_id)
     recipe = apply(search.base(loss), loss, _suggest_settings(search, loss, trial, shared))
     reported = set(load_trials(search, loss, shared)[number].intermediate_values)
     storage_errors: list[Exception] = []
@@ -115,20 +121,6 @@ def run_trial(search: Search, loss: str, number: int, shared: SharedStorage, dev
     return message
 
 
-def _load_trial(search: Search, loss: str, number: int, shared: SharedStorage) -> tuple[Study, Trial]:
-    """Load a trial and mark it as running."""
-    import optuna
-    from optuna.trial import Trial, TrialState
-
-    warmup = max(1, round(search.recipe.train.epochs / 4))  # do not prune slow starters
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warmup + 1)  # our epochs count from 1
-    study = optuna.load_study(study_name=search.study(loss), storage=shared.storage, pruner=pruner)
-    study_id = shared.storage.get_study_id_from_name(search.study(loss))
-    trial_id = shared.storage.get_trial_id_from_study_id_trial_number(study_id, number)
-    shared.storage.set_trial_state_values(trial_id, TrialState.RUNNING)  # no effect on a trial that is resumed
-    return study, Trial(study, trial_id)
-
-
 def _record_run(search: Search, loss: str, trial: Trial, run: Run, shared: SharedStorage) -> tuple[float, str]:
     """Store the result of a finished run with its trial; return the score and a message."""
     from optuna.trial import TrialState
@@ -159,7 +151,7 @@ def _suggest_settings(search: Search, loss: str, trial: Trial, shared: SharedSto
     if search.is_grid:
         scores = [t.values[0] if t.state == TrialState.COMPLETE else None for t in load_trials(search, loss, shared)]
         coarse = search.mode == "thesis_grid_coarse"
-        settings = grid_search.trial_settings(search.recipe, loss, trial.number, scores, coarse)
+        settings = trial_settings(search.recipe, loss, trial.number, scores, coarse)
     else:
         for name, range_ in space(search.recipe, loss).items():
             # A seed per setting and trial: a single worker gets the same settings even if it is killed in between.

@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin._common.files import atomic_write, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
-from nearkin.bench import grid_search
-from nearkin.bench.tune_space import Settings, apply, defaults, recipe_for_loss, space
+from nearkin.bench.tune_space import (
+    GRIDS,
+    GridPoint,
+    Settings,
+    apply,
+    defaults,
+    grid_points,
+    grid_recipe,
+    recipe_for_loss,
+    space,
+)
 from nearkin.bench.tune_storage import SharedStorage, is_database, open_storage, storage_address
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunError, import_extra
@@ -45,29 +54,25 @@ class Search:
     address: str  # address of the shared storage
 
     def budget(self, loss: str) -> int:
-        """Return the number of trials of a loss."""
         return len(self.points(loss)) if self.is_grid else self.trials
 
     @property
     def total(self) -> int:
-        """Number of trials of all losses."""
         return sum(map(self.budget, self.losses))
 
     def base(self, loss: str) -> Recipe:
         """Return the recipe that the trials of a loss start from."""
-        return grid_search.grid_recipe(self.recipe, loss) if self.is_grid else recipe_for_loss(self.recipe, loss)
+        return grid_recipe(self.recipe, loss) if self.is_grid else recipe_for_loss(self.recipe, loss)
 
     @property
     def is_grid(self) -> bool:
         """Whether the search walks the grids of the thesis."""
         return self.mode != "optuna"
 
-    def points(self, loss: str) -> list[grid_search.GridPoint]:
-        """Return the grid points of a loss."""
-        return grid_search.grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
+    def points(self, loss: str) -> list[GridPoint]:
+        return grid_points(loss, coarse=self.mode == "thesis_grid_coarse")
 
     def study(self, loss: str) -> str:
-        """Return the name of a loss's Optuna study."""
         return f"{self.name}/{loss}"
 
 
@@ -89,7 +94,6 @@ class Standing:
 
     @property
     def budget(self) -> int:
-        """Number of trials of this loss."""
         return self.done + self.pruned + self.failed + self.left
 
 
@@ -110,8 +114,44 @@ def plan(
     reporter: Reporter | None = None,
 ) -> Search:
     """Validate a search and enqueue its trials, or join an existing one; the arguments are flags of `nearkin tune`."""
+    from nearkin.training.factory import validate_recipe
+
     optuna: Any = import_extra("optuna", extra="bench")
-    search = _unnamed_search(recipe, Path(out), losses, trials, mode, storage, prune, shorten)
+    grid = mode != "optuna"
+    if grid and trials is not None:
+        raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
+    if trials is not None and trials < 1:
+        raise ConfigError(f"--trials: expected at least 1, got {trials}.")
+    if not recipe.train.epochs:
+        raise ConfigError("--train.epochs 0: a search compares trained models. Remove the flag.")
+    if recipe.data.select_on == "test":
+        raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
+    share = shorten if shorten is not None else 0.25 if grid else 1.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
+    names = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
+    if names == ("all",):
+        names = tuple(GRIDS) if grid else tuple(LOSSES)
+    epochs = max(1, round(share * recipe.train.epochs))
+    steps = None if recipe.train.steps is None else max(1, round(share * recipe.train.steps))
+    train = replace(recipe.train, epochs=epochs, steps=steps, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
+    search = Search(
+        name="",
+        recipe=replace(recipe, train=train),
+        losses=names,
+        trials=0,
+        mode=mode,
+        prune=prune and not grid,
+        full_epochs=recipe.train.epochs,
+        out=Path(out),
+        address=storage_address(storage, Path(out)),
+    )
+    for loss in names:
+        if grid:
+            grid_points(loss)
+        else:
+            space(search.recipe, LOSSES[loss].name)
+        validate_recipe(search.base(loss))
     search = replace(search, name=_search_name(search, recipe, reporter or Reporter()))
     missing = ConfigError(f"--workers 0: no such search in {out} yet. Start it with --workers 1.")
     if not begin and not is_database(search.address) and not Path(search.address).exists():
@@ -138,57 +178,6 @@ def plan(
             for number in range(len(study.get_trials(deepcopy=False)), search.budget(loss)):
                 first = mode == "optuna" and number == 0
                 study.enqueue_trial(defaults(search.recipe, loss) if first else {})
-    return search
-
-
-def _unnamed_search(
-    recipe: Recipe,
-    out: Path,
-    losses: Sequence[str],
-    trials: int | None,
-    mode: Mode,
-    storage: str | None,
-    prune: bool,
-    shorten: float | None,
-) -> Search:
-    """Validate everything that does not need the data."""
-    from nearkin.training.factory import validate_recipe
-
-    grid = mode != "optuna"
-    if grid and trials is not None:
-        raise ConfigError("--trials: not with --mode thesis_grid, whose grids determine the number of trials.")
-    if trials is not None and trials < 1:
-        raise ConfigError(f"--trials: expected at least 1, got {trials}.")
-    if not recipe.train.epochs:
-        raise ConfigError("--train.epochs 0: a search compares trained models. Remove the flag.")
-    if recipe.data.select_on == "test":
-        raise ConfigError("--data.select-on test: a search must not use the test classes. Remove the flag.")
-    share = shorten if shorten is not None else 0.25 if grid else 1.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
-    names = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
-    if names == ("all",):
-        names = tuple(grid_search.GRIDS) if grid else tuple(LOSSES)
-    epochs = max(1, round(share * recipe.train.epochs))
-    steps = None if recipe.train.steps is None else max(1, round(share * recipe.train.steps))
-    train = replace(recipe.train, epochs=epochs, steps=steps, frozen_epochs=min(recipe.train.frozen_epochs, epochs))
-    search = Search(
-        name="",
-        recipe=replace(recipe, train=train),
-        losses=names,
-        trials=0,
-        mode=mode,
-        prune=prune and not grid,
-        full_epochs=recipe.train.epochs,
-        out=out,
-        address=storage_address(storage, out),
-    )
-    for loss in names:
-        if grid:
-            grid_search.grid_points(loss)
-        else:
-            space(search.recipe, LOSSES[loss].name)
-        validate_recipe(search.base(loss))
     return search
 
 
@@ -246,13 +235,11 @@ def _num_trials(studies: Mapping[str, Study], trials: int | None) -> int:
 
 
 def load_trials(search: Search, loss: str, shared: SharedStorage) -> list[FrozenTrial]:
-    """Load the Optuna trials of a loss, up to its budget."""
     study = shared.storage.get_study_id_from_name(search.study(loss))
     return shared.storage.get_all_trials(study, deepcopy=False)[: search.budget(loss)]
 
 
 def standings(search: Search) -> list[Standing]:
-    """Return progress and best trial of each loss."""
     with open_storage(search.address) as shared:
         unsorted = [_standing(loss, load_trials(search, loss, shared)) for loss in search.losses]
     return sorted(unsorted, key=lambda standing: -1.0 if standing.best is None else standing.best, reverse=True)

@@ -61,7 +61,6 @@ def storage_address(storage: str | None, out: Path) -> str:
 
 
 def is_database(address: str) -> bool:
-    """Return whether an address of `storage_address` is a database."""
     return "://" in address
 
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: flags as a dataclass, required arguments, and printing to the terminal."""
+"""Shared by all commands: flags as a dataclass, required arguments, models, and printing to the terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import shlex
 import shutil
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from typing_extensions import Doc
 
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 
+if TYPE_CHECKING:
+    from nearkin.deploy.index.index import Index
+    from nearkin.models.embedder import Embedder
+
 T = TypeVar("T")
+Device = Annotated[str, Doc("cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
+Quiet = Annotated[bool, Doc("Print only the result.")]
+Runs = Annotated[Path, Doc("Folder of the run folders, which other commands share.")]
+INDEX_FOLDER = "an index folder (made with: nearkin index RUN FOLDER -o DIR)"
 
 
 def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
@@ -53,6 +63,49 @@ def leading(
     if must_exist:
         require_path(argv[0], what)
     return argv[0], argv[1:]
+
+
+def parse_target(
+    args_type: type[T], argv: list[str], prog: str, what: str, *, must_exist: bool = False
+) -> tuple[str, T]:
+    """Split off the required first argument and parse the flags after it."""
+    target, flags = leading(argv, what, prog, args_type, must_exist=must_exist)
+    return target, parse(args_type, flags, prog)
+
+
+def run_action(command: str, actions: Mapping[str, Callable[[list[str]], None]], argv: list[str], usage: str) -> None:
+    """Run `nearkin COMMAND ACTION`, or print the usage if there is no action."""
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print(usage)
+    elif argv[0] in actions:
+        actions[argv[0]](argv[1:])
+    else:
+        hint = did_you_mean(argv[0], actions) or f" Available: {', '.join(actions)}."
+        raise ConfigError(f"nearkin {command}: no action named '{argv[0]}'.{hint}")
+
+
+def load_model(run: str | Path, device: str) -> Embedder:
+    """Load the model of a run onto a device."""
+    from nearkin.models.embedder import load
+    from nearkin.training.device import choose_device
+
+    return load(run).to(choose_device(device))
+
+
+def load_index(folder: str, *, run: Path | None, device: str, model: bool) -> Index:
+    """Load an index, with the model of the run that built it if needed; `run` is its new location if it has moved."""
+    from nearkin.deploy.index.index import Index
+
+    index = Index.load(folder)
+    if not model:
+        return index
+    path = run if run is not None or index.model_info is None else index.model_info.run
+    if path is None:
+        raise ConfigError("the index records no run folder. Pass it with --run RUN.")
+    if run is None and not Path(path).exists():
+        raise ConfigError(f"{path}: the run of this index does not exist. Pass its new location with --run RUN.")
+    index.set_model(load_model(path, device))
+    return index
 
 
 def require_path(path: str | Path, expected: str) -> None:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nearkin._common.words import counted
-from nearkin.cli._arguments import command_line, leading, parse, require_names, require_path, show
-from nearkin.errors import ConfigError, did_you_mean, require_extra
+from nearkin.cli._arguments import (
+    Device,
+    Quiet,
+    Runs,
+    command_line,
+    leading,
+    parse,
+    require_names,
+    require_path,
+    run_action,
+    show,
+)
+from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
     from nearkin.bench.study import Study
 
 T = TypeVar("T")
+USAGE = """\
+usage: nearkin bench plan STUDY | run STUDY | status FOLDER | work FOLDER   (each has --help)
+
+STUDY is a .toml file, the folder of an existing study, a table or figure of a paper (nearkin papers
+lists them), or a preset:"""
 
 
 @dataclass(frozen=True)
@@ -85,16 +101,13 @@ class RunArgs(StudyArgs):
     nearkin bench run mpa-table7 --rehearse   (the same with tiny data and network, in less than a minute)
     """
 
-    runs: Path = Path("runs")
-    """Folder that contains the run folders; studies share it."""
+    runs: Runs = Path("runs")
     workers: int = 0
     """Worker processes; 0: one per GPU, or one per core without a GPU."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
+    device: Device = "auto"
     retry_failed: bool = False
     """Run failed trials again."""
-    quiet: bool = False
-    """Print the final table only."""
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True)
@@ -105,10 +118,8 @@ class WorkArgs:
     nearkin bench work studies/tiny
     """
 
-    runs: Path = Path("runs")
-    """Folder that contains the run folders; the same for all workers."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
+    runs: Runs = Path("runs")
+    device: Device = "auto"
     detached: bool = False
     """Continue when standard input closes. Otherwise a worker stops with the process that started it."""
 
@@ -122,25 +133,14 @@ class StatusArgs:
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin bench plan|run|status|work`."""
-    actions = {"plan": plan, "run": run_study, "status": status, "work": work}
-    if argv[:1] in ([], ["-h"], ["--help"]):
-        from nearkin.bench.presets import PRESETS
+    from nearkin.bench.presets import PRESETS
 
-        print("usage: nearkin bench plan STUDY | run STUDY | status FOLDER | work FOLDER   (each has --help)\n")
-        print("STUDY is a .toml file, the folder of an existing study, a table or figure of a paper (nearkin papers")
-        print("lists them), or a preset:")
-        for name, build in PRESETS.items():
-            print(f"  {name:10} {build.__doc__}")
-        return
-    if argv[0] not in actions:
-        hint = did_you_mean(argv[0], actions) or f" Available: {', '.join(actions)}."
-        raise ConfigError(f"nearkin bench: no action named '{argv[0]}'.{hint}")
-    actions[argv[0]](argv[1:])
+    actions = {"plan": plan, "run": run_study, "status": status, "work": work}
+    presets = [f"  {name:10} {build.__doc__}" for name, build in PRESETS.items()]
+    run_action("bench", actions, argv, "\n".join([USAGE, *presets]))
 
 
 def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
-    """Split off the study or folder, and parse the flags."""
     prog = f"nearkin bench {action}"
     what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
     target, flags = leading(argv, what, prog, args_type, must_exist=action.endswith("FOLDER"))
@@ -168,7 +168,6 @@ def _join_repeated(words: list[str], *names: str) -> list[str]:
 
 
 def plan(argv: list[str]) -> None:
-    """`nearkin bench plan STUDY`."""
     target, args = _parse("plan STUDY", PlanArgs, argv)
     if args.tflops is not None and not args.tflops > 0:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
@@ -193,7 +192,6 @@ def plan(argv: list[str]) -> None:
 
 
 def run_study(argv: list[str]) -> None:
-    """`nearkin bench run STUDY`."""
     target, args = _parse("run STUDY", RunArgs, argv)
     study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin._common.progress import Reporter
@@ -202,19 +200,17 @@ def run_study(argv: list[str]) -> None:
     from nearkin.bench.executor import default_workers, run_workers
     from nearkin.bench.narrow import requirements
     from nearkin.bench.paper_studies import paper_studies
-    from nearkin.cli.papers import compute_paper
+    from nearkin.cli.papers import compute_paper, write_computed
     from nearkin.data import sources
     from nearkin.report.paper_computed import grid_search_table
-    from nearkin.report.paper_tables import write_grid
     from nearkin.report.study_overview import plan_totals, terminal_report, write_report_files
-    from nearkin.report.tables import rich_table
     from nearkin.training.device import choose_device
     from nearkin.training.features import cache_features
 
     choose_device(args.device)
     reporter = Reporter(quiet=args.quiet)
     if study is None:
-        compute_paper(target, args, reporter)
+        compute_paper(target, args)
         return
     if needed := requirements(study, study.trials()):
         raise ConfigError("\n".join([f"{study.name}: cannot run yet.", *needed]))
@@ -229,10 +225,7 @@ def run_study(argv: list[str]) -> None:
     for recipe in {(trial.dataset, trial.backbone): trial.recipe for trial in folder.unfinished()}.values():
         cache_features(recipe, test=True, device=args.device, reporter=reporter)
     if study.paper and paper_studies()[study.paper].computed == "grid_search":
-        grid = grid_search_table(folder, device=args.device, reporter=reporter)
-        written = write_grid(grid, folder.path)
-        show(rich_table(grid))
-        print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")
+        write_computed(grid_search_table(folder, device=args.device, reporter=reporter), folder.path)
         return
     if done := len(folder.outcomes()):
         reporter.info(f"{done} of {counted(total, 'trial')} already complete")
@@ -257,7 +250,6 @@ def run_study(argv: list[str]) -> None:
 
 
 def work(argv: list[str]) -> None:
-    """`nearkin bench work FOLDER`."""
     target, args = _parse("work FOLDER", WorkArgs, argv)
     from nearkin._common.progress import Reporter
     from nearkin.bench import executor, trials
@@ -275,7 +267,6 @@ def _wait_for_parent() -> None:
 
 
 def status(argv: list[str]) -> None:
-    """`nearkin bench status FOLDER`."""
     target, _ = _parse("status FOLDER", StatusArgs, argv)
     from nearkin.bench.trials import StudyFolder
     from nearkin.report.study_overview import status_grid, status_lines
@@ -300,23 +291,18 @@ def _study(target: str, args: StudyArgs) -> Study | None:
 
     if target in paper_studies() and not paper_studies()[target].study:
         return None
-    flags = {name: getattr(args, name) for name in ("losses", "sizes", "seeds", "backbones", "protocol", "weights")}
-    flags |= {name: getattr(args, name) for name in ("datasets", "change", "rehearse")}
+    flags = {flag.name: getattr(args, flag.name) for flag in fields(StudyArgs) if flag.name not in ("data", "out")}
     if target in PRESETS:
-        return narrow(find_study(target, _preset_data(target, args)), **flags)
+        data = args.data
+        if target == "features" and data is not None:  # the features of images are computed first
+            from nearkin._common.progress import Reporter
+            from nearkin.cli.features import features_of
+
+            quiet, device = getattr(args, "quiet", False), getattr(args, "device", "auto")
+            data = features_of(data, device=device, reporter=Reporter(quiet=quiet))
+        return narrow(find_study(target, data), **flags)
     study = narrow(find_study(target), **flags)  # narrowed first: --data need only contain the datasets that are left
     return study if args.data is None else with_data(study, args.data.resolve())
-
-
-def _preset_data(target: str, args: StudyArgs) -> Path | None:
-    """Return the data of a preset: for `features` the features of your images, computed first."""
-    if target != "features" or args.data is None:
-        return args.data
-    from nearkin._common.progress import Reporter
-    from nearkin.cli.features import features_of
-
-    reporter = Reporter(quiet=getattr(args, "quiet", False))
-    return features_of(args.data, device=getattr(args, "device", "auto"), reporter=reporter)
 
 
 def _study_path(target: str, study: Study) -> Path:

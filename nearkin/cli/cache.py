@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nearkin.cli._arguments import parse, show
-from nearkin.errors import ConfigError, did_you_mean
+from nearkin.cli._arguments import parse, run_action, show
+from nearkin.errors import ConfigError
 
 if TYPE_CHECKING:
     from nearkin.data.cache_entries import CacheEntry
@@ -39,19 +39,11 @@ class CachePruneArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin cache`."""
     actions = {"list": cache_list, "prune": cache_prune}
-    if argv[:1] in ([], ["-h"], ["--help"]):
-        print("usage: nearkin cache list | prune   (see --help of each)")
-        return
-    if argv[0] not in actions:
-        hint = did_you_mean(argv[0], actions) or f" Available actions: {', '.join(actions)}."
-        raise ConfigError(f"nearkin cache: no action named '{argv[0]}'.{hint}")
-    actions[argv[0]](argv[1:])
+    run_action("cache", actions, argv, "usage: nearkin cache list | prune   (see --help of each)")
 
 
 def cache_list(argv: list[str]) -> None:
-    """Run `nearkin cache list`."""
     parse(CacheListArgs, argv, "nearkin cache list")
     from nearkin.data.cache_entries import cache_dir, list_entries
 
@@ -61,7 +53,6 @@ def cache_list(argv: list[str]) -> None:
 
 
 def cache_prune(argv: list[str]) -> None:
-    """Run `nearkin cache prune`."""
     args = parse(CachePruneArgs, argv, "nearkin cache prune")
     if args.older_than is None and args.max_gb is None:
         raise ConfigError("nearkin cache prune: what to delete? Give --older-than DAYS or --max-gb GB.")

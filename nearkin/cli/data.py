@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from nearkin.cli._arguments import leading, parse, show
-from nearkin.errors import ConfigError, did_you_mean, require_extra
+from nearkin.cli._arguments import Quiet, parse, parse_target, run_action, show
+from nearkin.errors import require_extra
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class DataCheckArgs:
     """Write the full report, with every case, to this file."""
     cases: int = 3
     """Maximum number of cases to print for each problem."""
-    quiet: bool = False
-    """Print only the report."""
+    quiet: Quiet = False
 
 
 @dataclass(frozen=True)
@@ -54,24 +53,16 @@ class GetArgs:
     """Archives on disk, to use instead of downloading."""
     sha256: str | None = None
     """Expected SHA-256 of the archive (only for a benchmark with one archive)."""
-    quiet: bool = False
-    """Print only the result."""
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin data`."""
     actions = {"list": data_list, "check": data_check, "get": data_get}
-    if argv[:1] in ([], ["-h"], ["--help"]):
-        print("usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (see --help of each)")
-        return
-    if argv[0] not in actions:
-        hint = did_you_mean(argv[0], actions) or f" Available actions: {', '.join(actions)}."
-        raise ConfigError(f"nearkin data: no action named '{argv[0]}'.{hint}")
-    actions[argv[0]](argv[1:])
+    usage = "usage: nearkin data list | check NAME|FOLDER|FILE | get NAME   (see --help of each)"
+    run_action("data", actions, argv, usage)
 
 
 def data_list(argv: list[str]) -> None:
-    """Run `nearkin data list`."""
     parse(DataListArgs, argv, "nearkin data list")
     from rich.table import Table as RichTable
 
@@ -91,9 +82,8 @@ def data_list(argv: list[str]) -> None:
 
 
 def data_check(argv: list[str]) -> None:
-    """Run `nearkin data check`."""
-    target, flags = leading(argv, "a benchmark, a folder or a file", "nearkin data check NAME|PATH", DataCheckArgs)
-    args = parse(DataCheckArgs, flags, "nearkin data check NAME|PATH")
+    what = "a benchmark, a folder or a file"
+    target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what)
     require_extra("images", "PIL")
     from nearkin.data.benchmarks import require_target
 
@@ -113,9 +103,7 @@ def data_check(argv: list[str]) -> None:
 
 
 def data_get(argv: list[str]) -> None:
-    """Run `nearkin data get`."""
-    name, flags = leading(argv, "a benchmark's name", "nearkin data get NAME", GetArgs)
-    args = parse(GetArgs, flags, "nearkin data get NAME")
+    name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name")
     from nearkin._common.progress import Reporter
     from nearkin.data.benchmarks import BENCHMARKS
     from nearkin.data.get import get_benchmark

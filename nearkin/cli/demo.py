@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import command_line, parse, show
+from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, show
 from nearkin.errors import require_extra
 
 NEXT = {  # commands that work as they are printed
@@ -19,18 +19,14 @@ NEXT = {  # commands that work as they are printed
 class DemoArgs:
     """Train on the built-in glyphs, evaluate on characters never seen in training, and write an HTML report."""
 
-    runs: Path = Path("runs")
-    """Folder in which run folders are created."""
+    runs: Runs = Path("runs")
     page: Path | None = None
     """File of the HTML report; by default report.html in the run folder."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
-    quiet: bool = False
-    """Print only the final table."""
+    device: Device = "auto"
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin demo`."""
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
     from nearkin._common.progress import Reporter

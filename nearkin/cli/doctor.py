@@ -48,7 +48,6 @@ class DoctorArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin doctor`."""
     args = parse(DoctorArgs, argv, "nearkin doctor")
     if args.core:
         sys.exit(0 if report_core() else 1)
@@ -85,7 +84,6 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
 
 
 def environment_table() -> RichTable:
-    """Return versions, devices, extras and known issues as a table."""
     import torch
 
     table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -122,7 +120,6 @@ def _openmp_waiting() -> str:
 
 
 def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, str]:
-    """Tabulate the gradient differences of a distributed check."""
     from nearkin.training.distributed_check import TOLERANCE
 
     def largest(values: Sequence[float | None]) -> str:
@@ -160,7 +157,6 @@ def extra_packages(extra: str) -> dict[str, str | None]:
 
 
 def known_issues() -> list[str]:
-    """Return the known issues of this machine, each with a fix or workaround."""
     issues = []
     # In a separate process, because it is killed on CPUs that report instructions which the machine does not allow.
     probe = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, text=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearkin.cli._arguments import leading, parse
+from nearkin.cli._arguments import parse_target
 from nearkin.errors import RunError
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ class EvaluateArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin evaluate`."""
-    target, flags = leading(
-        argv, "a run folder or a features.npz", "nearkin evaluate PATH", EvaluateArgs, must_exist=True
-    )
-    args = parse(EvaluateArgs, flags, "nearkin evaluate PATH")
+    what = "a run folder or a features.npz"
+    target, args = parse_target(EvaluateArgs, argv, "nearkin evaluate PATH", what, must_exist=True)
     from nearkin.metrics.retrieval import check_metric
     from nearkin.metrics.scores import score_file
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nearkin.cli._arguments import leading, parse
+from nearkin.cli._arguments import Quiet, parse_target
 from nearkin.errors import require_extra
 
 EXPORT = "nearkin export RUN --to onnx|torch -o FILE"
@@ -32,14 +32,11 @@ class ExportArgs:
     """File to write; its metadata are written next to it, to FILE.json."""
     images: Path | None = None
     """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
-    quiet: bool = False
-    """Print only the summary."""
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin export`."""
-    target, flags = leading(argv, "a run folder", EXPORT, ExportArgs, must_exist=True)
-    args = parse(ExportArgs, flags, EXPORT)
+    target, args = parse_target(ExportArgs, argv, EXPORT, "a run folder", must_exist=True)
     require_extra("export", "PIL")
     if args.to == "onnx":
         require_extra("export", "onnxscript", "onnxruntime")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from nearkin._common.words import counted
-from nearkin.cli._arguments import command_line, leading, parse
+from nearkin.cli._arguments import Device, Quiet, command_line, parse_target
 from nearkin.cli.index import Columns
 from nearkin.errors import ConfigError, require_extra
 
@@ -45,17 +45,13 @@ class FeaturesArgs:
     """Input size in pixels; by default 224, or 128 for images smaller than 200 pixels."""
     skip_broken: bool = False
     """Skip images that cannot be read."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
-    quiet: bool = False
-    """Print only the summary."""
+    device: Device = "auto"
+    quiet: Quiet = False
     data: Columns = field(default_factory=Columns)
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin features`."""
-    source, flags = leading(argv, "a folder of images or a .csv file", FEATURES, FeaturesArgs, must_exist=True)
-    args = parse(FeaturesArgs, flags, FEATURES)
+    source, args = parse_target(FeaturesArgs, argv, FEATURES, "a folder of images or a .csv file", must_exist=True)
     if args.out.suffix != ".npz":
         raise ConfigError(f"--out {args.out}: expected a file that ends in .npz.")
     if args.out.is_dir() or not args.out.resolve().parent.is_dir():

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from nearkin._common.words import agreeing, counted
-from nearkin.cli._arguments import leading, parse
-from nearkin.cli._models import load_model
+from nearkin.cli._arguments import Device, Quiet, leading, load_model, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.index.trained import TrainingClasses
-    from nearkin.models.embedder import Embedder
-    from nearkin.training.run import Run
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
 FALSE_ACCEPT = 0.01
@@ -74,18 +71,14 @@ class IndexArgs:
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
     batch_size: int = 128
     """Images embedded at a time; an interruption loses at most one batch."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
-    quiet: bool = False
-    """Print only the summary."""
+    device: Device = "auto"
+    quiet: Quiet = False
     data: Columns = field(default_factory=Columns)
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin index`."""
     run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs, must_exist=True)
-    source, flags = leading(rest, "a folder of images or a .csv file", INDEX, IndexArgs, must_exist=True)
-    args = parse(IndexArgs, flags, INDEX)
+    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file", must_exist=True)
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     require_extra("stores" if args.store else "images", "PIL")
@@ -100,7 +93,16 @@ def run(argv: list[str]) -> None:
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
 
-    model = _load_image_model(run, args)
+    if run.recipe.data.crop_to_boxes and not args.already_cropped:
+        raise ConfigError(
+            f"{run.path}: trained on images cropped to boxes, and nearkin index does not crop.\n"
+            "Crop the images yourself, queries included, and pass --already-cropped."
+        )
+    model = load_model(run.path, args.device)
+    if model.backbone is None:
+        raise ConfigError(
+            f"{run.path}: takes precomputed features, not images. Index its vectors in Python: nk.Index(...)."
+        )
     images = find_images(Path(source), path_column=args.data.path_column, label_column=args.data.label_column)
     _check_flags(args, len(images.labels))
     needs_unseen = (args.calibrate or args.choose_rerank) and not args.assume_unseen
@@ -125,21 +127,6 @@ def run(argv: list[str]) -> None:
         print(f"index: {counted(len(index), 'item')}{classes}, {index.dim} dimensions, in {args.out}")
         for line in _tune_search(index, trained, args, reporter):
             print(line, flush=True)
-
-
-def _load_image_model(run: Run, args: IndexArgs) -> Embedder:
-    """Load the run's model, or explain why it cannot embed these images."""
-    if run.recipe.data.crop_to_boxes and not args.already_cropped:
-        raise ConfigError(
-            f"{run.path}: trained on images cropped to boxes, and nearkin index does not crop.\n"
-            "Crop the images yourself, queries included, and pass --already-cropped."
-        )
-    model = load_model(run.path, args.device)
-    if model.backbone is None:
-        raise ConfigError(
-            f"{run.path}: takes precomputed features, not images. Index its vectors in Python: nk.Index(...)."
-        )
-    return model
 
 
 def _check_flags(args: IndexArgs, items: int) -> None:

@@ -23,7 +23,6 @@ class LossesArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin losses`."""
     name = argv[:1] if argv and not argv[0].startswith("-") else []
     args = parse(LossesArgs, argv[len(name) :], "nearkin losses [NAME]")
     if args.figure is not None and not name:

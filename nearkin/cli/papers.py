@@ -10,9 +10,7 @@ from nearkin.cli._arguments import parse, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
 
 if TYPE_CHECKING:
-    from nearkin._common.progress import Reporter
     from nearkin.bench.paper_studies import PaperStudy
-    from nearkin.bench.study import Study
     from nearkin.report.tables import Grid
 
 
@@ -37,7 +35,6 @@ class PapersArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin papers [NAME [PATH ...]]`."""
     words = []
     while argv and not argv[0].startswith("-"):
         words.append(argv[0])
@@ -80,7 +77,10 @@ def _list() -> None:
 
 
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
-    """Print what a study varies, its published values, what it needs and costs, and the commands."""
+    from nearkin._common.progress import format_duration
+    from nearkin.bench.estimates import Estimate
+    from nearkin.bench.narrow import requirements
+    from nearkin.bench.tune_space import grid_points
     from nearkin.report.tables import rich_table
 
     print(paper.title)
@@ -101,16 +101,6 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
         print(f"note:      {note}")
     if paper.published:
         show(rich_table(_published_grid(paper)))
-    _print_costs(paper, study, args)
-
-
-def _print_costs(paper: PaperStudy, study: Study, args: PapersArgs) -> None:
-    from nearkin._common.progress import format_duration
-    from nearkin.bench.estimates import Estimate
-    from nearkin.bench.grid_search import grid_points
-    from nearkin.bench.narrow import requirements
-
-    trials = study.trials()
     count, what = len(trials), "models"
     if paper.computed == "grid_search":
         count, what = sum(len(grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
@@ -167,20 +157,21 @@ def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
     show(*map(rich_table, grids))
 
 
-def compute_paper(name: str, args: Any, reporter: Reporter) -> None:
+def compute_paper(name: str, args: Any) -> None:
     """Compute a table that nothing is trained for, and write it to studies/NAME."""
     from nearkin.bench.paper_studies import paper_studies
     from nearkin.report.paper_computed import WITHOUT_TRAINING
+
+    flags = ("data", "weights", "protocol", "datasets", "losses", "sizes", "seeds")
+    if given := [flag for flag in flags if getattr(args, flag)]:
+        raise ConfigError(f"--{given[0]}: nothing is trained for {name}. Remove the flag.")
+    write_computed(WITHOUT_TRAINING[paper_studies()[name].computed](), args.out or Path("studies") / name)
+
+
+def write_computed(grid: Grid, folder: Path) -> None:
+    """Write a computed table to a folder and show it."""
     from nearkin.report.paper_tables import write_grid
     from nearkin.report.tables import rich_table
 
-    given = [
-        flag for flag in ("data", "weights", "protocol", "datasets", "losses", "sizes", "seeds") if getattr(args, flag)
-    ]
-    if given:
-        raise ConfigError(f"--{given[0]}: nothing is trained for {name}. Remove the flag.")
-    grid = WITHOUT_TRAINING[paper_studies()[name].computed]()
-    folder = args.out or Path("studies") / name
     written = write_grid(grid, folder)
-    show(rich_table(grid))
-    reporter.info(f"files: {folder}/  ({', '.join(path.name for path in written)})")
+    show(rich_table(grid), f"files: {folder}/  ({', '.join(path.name for path in written)})")

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from nearkin.cli._arguments import leading, parse, require_path
-from nearkin.errors import ConfigError, RunError, require_extra
+from nearkin.cli._arguments import Quiet, leading, parse, require_path
+from nearkin.errors import ConfigError, require_extra
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,10 @@ class ReportArgs:
     """Write the results as Markdown and LaTeX tables to this folder."""
     json: Path | None = None
     """Write the data behind the page to this file."""
-    quiet: bool = False
-    """Print only the paths of the written files."""
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin report`."""
     prog = "nearkin report RUN [RUN ...]"
     if any(word == "--study" or word.startswith("--study=") for word in argv):
         _report_study(parse(ReportArgs, argv, "nearkin report --study STUDY"))
@@ -88,12 +86,11 @@ def _report_study(args: ReportArgs) -> None:
 def _write_data(report: Any, path: Path | None, *writers: tuple[Callable[..., Sequence[Path]], Path | None]) -> None:
     """Write the data behind the page to a file, its tables and figures to folders if given; print the paths."""
     if path is not None:
-        try:
+        from nearkin.report.html import writing
+
+        with writing("file", path, " Choose another path with --json."):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
-        except OSError as error:
-            reason = f"cannot write the file ({error.strerror}). Choose another path with --json."
-            raise RunError(f"{path}: {reason}") from None
         print(path)
     for write, folder in writers:
         for written in write(report, folder) if folder is not None else []:

@@ -11,8 +11,7 @@ import tyro
 
 from nearkin._common.files import NPZ_ERRORS
 from nearkin._common.words import counted
-from nearkin.cli._arguments import leading, parse, require_path, show
-from nearkin.cli._models import INDEX_FOLDER, load_model, run_of
+from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_target, require_path, show
 from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
@@ -58,29 +57,28 @@ class SearchArgs:
     """Search in this vector store instead of the index folder."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
+    device: Device = "auto"
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin search`."""
-    folder, flags = leading(argv, INDEX_FOLDER, SEARCH, SearchArgs, must_exist=True)
-    args = parse(SearchArgs, flags, SEARCH)
+    folder, args = parse_target(SearchArgs, argv, SEARCH, INDEX_FOLDER, must_exist=True)
     _check_flags(args)
     if args.images or args.sheet is not None:
         require_extra("stores" if args.store else "images", "PIL")
-    from nearkin.deploy.index.index import Index
-
-    index = Index.load(folder)
+    index = load_index(folder, run=args.run, device=args.device, model=bool(args.images))
     if args.duplicates:
         show(*_duplicates(index, folder, args))
         return
-    if args.images:
-        index.set_model(load_model(args.run or run_of(index), args.device))
     queries = _queries(index, args)
     results = _search(index, queries, args)
     if args.sheet is not None:
-        _draw_sheet(index, queries, results, args.sheet)
+        from nearkin.report.contact_sheet import SheetRow, contact_sheet
+
+        rows = [
+            SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
+            for query, result in zip(queries, results, strict=True)
+        ]
+        contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], args.sheet)
     if args.json:
         print(json.dumps(_as_json(index, folder, queries, results), indent=1))
         return
@@ -137,7 +135,6 @@ def _queries(index: Index, args: SearchArgs) -> list[Query]:
 
 
 def label_of(index: Index, path: Path) -> Any:
-    """Guess the class of a query image."""
     if index.root is not None:
         resolved = path.resolve()
         name = resolved.relative_to(index.root).as_posix() if resolved.is_relative_to(index.root) else str(resolved)
@@ -221,28 +218,13 @@ def _as_json(index: Index, folder: str, queries: list[Query], results: list[Sear
                 "nearest": result.nearest,
                 "known": result.known,
                 "hits": [
-                    {
-                        "id": hit.id,
-                        "label": hit.label,
-                        "similarity": hit.similarity,
-                        "path": str(index.path_of(hit.id)),
-                    }
+                    {"id": hit.id, "label": hit.label, "similarity": hit.similarity, "path": str(index.path_of(hit.id))}
                     for hit in result.hits
                 ],
             }
             for query, result in zip(queries, results, strict=True)
         ],
     }
-
-
-def _draw_sheet(index: Index, queries: list[Query], results: list[SearchResult], out: Path) -> None:
-    from nearkin.report.contact_sheet import SheetRow, contact_sheet
-
-    rows = [
-        SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
-        for query, result in zip(queries, results, strict=True)
-    ]
-    contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], out)
 
 
 def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:

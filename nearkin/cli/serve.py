@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
 
 from nearkin._common.words import counted
-from nearkin.cli._arguments import leading, parse
-from nearkin.cli._models import INDEX_FOLDER, load_model, run_of
+from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 SERVE = "nearkin serve DIR"
@@ -50,16 +49,12 @@ class ServeArgs:
     """Maximum number of requests being processed or queued; further ones get status 503."""
     run: Path | None = None
     """Run folder of the model, if it has moved since indexing."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if available."""
+    device: Device = "auto"
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin serve`."""
-    folder, flags = leading(argv, INDEX_FOLDER, SERVE, ServeArgs, must_exist=True)
-    args = parse(ServeArgs, flags, SERVE)
+    folder, args = parse_target(ServeArgs, argv, SERVE, INDEX_FOLDER, must_exist=True)
     require_extra("serve", "fastapi", "fastapi_swagger", "python_multipart", "uvicorn", "PIL")
-    from nearkin.deploy.index.index import Index
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits
     from nearkin.deploy.serve.server import LOOPBACK_HOSTS, bind, serve_until_stopped, url_of
@@ -70,17 +65,10 @@ def run(argv: list[str]) -> None:
     with bind(args.host, args.port) as sock:
         address = str(sock.getsockname()[0])
         loopback = ip_address(address).is_loopback
-        index = Index.load(folder)
-        index.set_model(load_model(args.run or run_of(index), args.device))
+        index = load_index(folder, run=args.run, device=args.device, model=True)
         service = Service(
             index,
-            limits=RequestLimits(
-                max_upload_bytes=args.max_upload_bytes,
-                max_pixels=args.max_pixels,
-                upload_timeout=args.upload_timeout,
-                timeout=args.timeout,
-                max_requests=args.max_requests,
-            ),
+            limits=RequestLimits(**{limit.name: getattr(args, limit.name) for limit in fields(RequestLimits)}),
             workers=args.workers,
             token=token,
             hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,

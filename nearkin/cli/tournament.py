@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import leading, parse, require_path, show
+from nearkin.cli._arguments import parse_target, require_path, show
 from nearkin.errors import ConfigError, require_extra
 
 
@@ -45,13 +45,12 @@ class TournamentArgs:
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin tournament papers|STUDY|FILE`."""
     prog = "nearkin tournament papers|STUDY|FILE"
-    target, flags = leading(argv, "'papers', the folder of a study, or a .csv or .json file", prog, TournamentArgs)
-    args = parse(TournamentArgs, flags, prog)
+    what = "'papers', the folder of a study, or a .csv or .json file"
+    target, args = parse_target(TournamentArgs, argv, prog, what)
     require_extra("bench", "scipy")
     if target != "papers":
-        require_path(target, "'papers', the folder of a study, or a .csv or .json file")
+        require_path(target, what)
     from nearkin.bench.papers import thesis_results
     from nearkin.bench.summary import summarize
     from nearkin.bench.tournament import read_results, run_tournament

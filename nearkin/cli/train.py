@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nearkin.cli._arguments import command_line, parse, require_names, require_path, show
+from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, EvalConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
 
@@ -47,12 +47,9 @@ class TrainArgs:
     --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
     """
 
-    runs: Path = Path("runs")
-    """Folder in which run folders are created."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto (a GPU if there is one)."""
-    quiet: bool = False
-    """Print only the final table."""
+    runs: Runs = Path("runs")
+    device: Device = "auto"
+    quiet: Quiet = False
     show: bool = False
     """Print the recipe with all settings, as a .toml file, instead of training."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -72,7 +69,6 @@ class TrainArgs:
 
 
 def run(argv: list[str]) -> None:
-    """Run `nearkin train`."""
     recipe, args = parse_train(argv)
     if args.show:
         print(recipe.to_toml(), end="")
@@ -120,30 +116,19 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         if name not in (None, "none"):
             require_names(kind, [str(name)])
     base = _base_recipe(arguments)
-    defaults = TrainArgs(
-        loss=base.loss.name,
-        miner=base.miner.name if base.miner else None,
-        memory=base.memory,
-        seed=base.seed,
-        data=base.data,
-        model=base.model,
-        train=_length(base.train, arguments.flags),
-        eval=base.eval,
-    )
+    shared = {name: getattr(base, name) for name in ("memory", "seed", "data", "model", "eval")}
+    miner_name = base.miner.name if base.miner else None
+    train = _length(base.train, arguments.flags)
+    defaults = TrainArgs(loss=base.loss.name, miner=miner_name, train=train, **shared)
     args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
     loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
     miner = _miner_name(args, base, arguments.flags)
     if miner_settings and miner is None:
         raise ConfigError(f"--miner.{next(iter(miner_settings))}: no miner is selected. Select one with --miner NAME.")
     recipe = Recipe(
-        data=args.data,
-        model=args.model,
         loss=_override(args.loss, base.loss, loss_settings),
         miner=_override(miner, base.miner, miner_settings) if miner else None,
-        train=args.train,
-        memory=args.memory,
-        seed=args.seed,
-        eval=args.eval,
+        **{name: getattr(args, name) for name in (*shared, "train")},
     )
     return recipe, args
 
@@ -183,7 +168,6 @@ def _split_arguments(argv: list[str]) -> _Arguments:
 
 
 def _base_recipe(arguments: _Arguments) -> Recipe:
-    """Return the recipe before the flags: the given one, or one chosen for the data."""
     from nearkin.training import recipes
 
     root = arguments.data
@@ -191,29 +175,19 @@ def _base_recipe(arguments: _Arguments) -> Recipe:
         return recipes.find(arguments.recipe or "glyphs_small")
     from nearkin.data.sources import detect_source
 
-    source = detect_source(root)
+    source, flags = detect_source(root), arguments.flags
     if arguments.recipe:
         recipe = recipes.find(arguments.recipe)
         return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=source, root=root))
-    recipe, reason = _choose_recipe(source, root, arguments.flags)
-    if "--quiet" not in arguments.flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
-        print(f"recipe: {reason}", file=sys.stderr)
-    return recipe
-
-
-def _choose_recipe(source: str, root: Path, flags: list[str]) -> tuple[Recipe, str]:
-    """Choose a recipe for the data and the device, and say why."""
     from nearkin.training.auto_recipe import choose_recipe
     from nearkin.training.device import choose_device
 
-    data = DataConfig(
-        source=source,
-        root=root,
-        allow_missing=True,
-        path_column=_flag_value("--data.path-column", flags),
-        label_column=_flag_value("--data.label-column", flags),
-    )
-    return choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
+    path, label = (_flag_value(f"--data.{name}-column", flags) for name in ("path", "label"))
+    data = DataConfig(source=source, root=root, allow_missing=True, path_column=path, label_column=label)
+    recipe, reason = choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
+    if "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
+        print(f"recipe: {reason}", file=sys.stderr)
+    return recipe
 
 
 def _flag_value(flag: str, flags: list[str]) -> str | None:

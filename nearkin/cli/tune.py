@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from nearkin._common.words import counted
 from nearkin.bench.executor import Slurm, run_workers, submit
 from nearkin.bench.tune_storage import is_database, without_password
-from nearkin.cli._arguments import command_line, parse, require_names, show
+from nearkin.cli._arguments import Device, Quiet, command_line, parse, require_names, show
 from nearkin.cli.train import TrainArgs, parse_train
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, did_you_mean, require_extra
@@ -64,14 +64,11 @@ class TuneArgs:
     launch: Literal["here", "slurm", "local"] = "here"
     """here: workers are processes; slurm: workers are cluster jobs; local: run the same jobs here, as a test."""
     slurm: Slurm = field(default_factory=Slurm)
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: a GPU if there is one."""
-    quiet: bool = False
-    """Print the final table only."""
+    device: Device = "auto"
+    quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    """`nearkin tune [RECIPE]`."""
     recipe, args = parse_tune(argv)
     from nearkin._common.progress import Reporter
     from nearkin.bench.tune import plan, standings, write_recipes
@@ -95,7 +92,10 @@ def run(argv: list[str]) -> None:
         reporter.info(f"search already complete: all {search.total} trials in {search.out}")
     elif args.workers:
         command = ["nearkin", "tune", *argv]
-        reporter.info(f"{left} of {counted(search.total, 'trial')} to run: {_budget(search)}")
+        budget = ", ".join(f"{loss} {search.budget(loss)}" for loss in search.losses)
+        if search.mode == "optuna":
+            budget = f"{search.trials} per loss ({', '.join(search.losses)})"
+        reporter.info(f"{left} of {counted(search.total, 'trial')} to run: {budget}")
         if args.storage is not None and is_database(search.address):
             command = [word.replace(args.storage, without_password(search.address)) for word in command]
             reporter.info(f"to add another machine, run there:\n  {shlex.join(command)}")
@@ -113,7 +113,6 @@ def run(argv: list[str]) -> None:
 
 
 def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
-    """Run the trials in this process, in several, or as jobs of a cluster."""
     from nearkin.bench.tune import standings, work
 
     if args.launch != "here":
@@ -134,7 +133,6 @@ def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
-    """Parse the command line of `nearkin tune`."""
     import tyro
 
     argv = list(argv)
@@ -161,17 +159,10 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     return recipe, args
 
 
-def _budget(search: Search) -> str:
-    if search.mode == "optuna":
-        return f"{search.trials} per loss ({', '.join(search.losses)})"
-    return ", ".join(f"{loss} {search.budget(loss)}" for loss in search.losses)
-
-
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
 def results_table(results: Sequence[Standing]) -> Table:
-    """Build the table of results."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

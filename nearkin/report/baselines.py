@@ -123,10 +123,7 @@ def _advice(name: str, result: Mapping[str, Any]) -> str:
 def compare_study(
     metric: str, scores: Mapping[str, Mapping[str, float]], baselines: Mapping[str, Mapping[str, float]]
 ) -> tuple[str, bool]:
-    """Say which methods of a study, best mean rank first, beat the best baseline; and return whether any does.
-
-    Both map a name to its scores by experiment, in percent.
-    """
+    """Say which methods, best first, beat the best baseline, and whether any does; scores are percent by experiment."""
     best = max(baselines, key=lambda name: fmean(baselines[name].values()), default="")
     leads = {
         method: fmean(common)

@@ -1,9 +1,10 @@
-"""The contents of a run's page as plain values, the same that `--json` writes."""
+"""The contents of a page as plain values, the same that `--json` writes: runs, images and comparisons."""
 
 from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,23 @@ from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
 from nearkin.analysis.diagnostics import diagnose
-from nearkin.analysis.duplicates import Duplicate, find_duplicates
-from nearkin.analysis.hardness import Confusion, Hub, class_table, confused_pairs, hubness, hubs
+from nearkin.analysis.hardness import (
+    Confusion,
+    Duplicate,
+    Hub,
+    class_table,
+    confused_pairs,
+    find_duplicates,
+    hubness,
+    hubs,
+)
 from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 from nearkin.data.images import Rows
-from nearkin.errors import DataError
+from nearkin.errors import DataError, RunError
+from nearkin.metrics.scores import compare
 from nearkin.ops.pairs import pair_up
 from nearkin.report import gallery
-from nearkin.report.eval_data import EvalData
+from nearkin.report.gallery import EvalData
 from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
 
@@ -45,7 +55,6 @@ class PageItems:
 
     @staticmethod
     def from_rows(rows: Rows, total: int) -> PageItems:
-        """Number the rows of a page."""
         item_of_row = np.full(total, -1, np.int64)
         item_of_row[rows] = np.arange(len(rows))
         return PageItems(rows, item_of_row)
@@ -61,22 +70,23 @@ def round_or_none(value: float, digits: int = 4) -> float | None:
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
-    """Collect result, epochs, alarms, recipe and environment of a finished run.
-
-    Paths and the command line are left out, because pages are shared.
-    """
+    """Collect what a page says about a finished run, without paths and the command line: pages are shared."""
     result = run.result
     assert result is not None
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
     recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
-    environment = run.stored_environment
-    environment.pop("command", None)
+    environment = {name: value for name, value in run.stored_environment.items() if name != "command"}
     return {
         "key": run.path.resolve().name,
         "loss": recipe.loss.name,
         "result": result,
-        "epochs": [_summarize_epoch(event) for event in events if event["event"] == "epoch"],
+        "epochs": [
+            {name: event[name] for name in ("epoch", "loss", "val")}
+            | {"diagnosis": {name: (event.get("diagnosis") or {}).get(name) for name in DIAGNOSTICS}}
+            for event in events
+            if event["event"] == "epoch"
+        ],
         "alarms": [{"epoch": e["epoch"], "text": e["text"]} for e in events if e["event"] == "alarm"],
         "recipe": recipe.to_toml(),
         "environment": environment,
@@ -88,12 +98,6 @@ DIAGNOSTICS = (
     *("label_entropy", "information", "information_bound", "effective_rank"),
     *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
 )
-
-
-def _summarize_epoch(event: dict[str, Any]) -> dict[str, Any]:
-    diagnosis = event.get("diagnosis") or {}
-    kept = {name: event[name] for name in ("epoch", "loss", "val")}
-    return {**kept, "diagnosis": {name: diagnosis.get(name) for name in DIAGNOSTICS}}
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,6 @@ class Highlights:
 
 
 def find_highlights(data: EvalData) -> Highlights:
-    """Find the rows that the page of a run lists."""
     labels, queries = data.table.labels, data.queries
     near = (data.neighbours[queries], labels[queries], labels)
     nearest = labels[data.neighbours[queries, 0]]
@@ -153,7 +156,6 @@ def _find_duplicates(data: EvalData) -> tuple[list[Duplicate] | None, float | No
 
 
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
-    """Describe the images on a page, which all of its runs share."""
     return {
         "split": data.split,
         "total": len(data),
@@ -296,3 +298,94 @@ def _near_duplicates(data: EvalData, highlights: Highlights, page_items: PageIte
             if len(items) == 2
         ],
     }
+
+
+MAX_CHANGED = 120  # queries listed as fixed, and as broken
+
+
+def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None:
+    first = datasets[0]
+    for run, data in zip(runs[1:], datasets[1:], strict=True):
+        if data.split != first.split:
+            reason = f"one was evaluated on {first.split} classes, the other on {data.split} classes"
+        elif data.table.fingerprint != first.table.fingerprint:
+            reason = f"their data differ ({first.table.source} and {data.table.source})"
+        elif not np.array_equal(data.table.row_numbers, first.table.row_numbers):
+            reason = f"their {first.split} classes differ ({first.table.split}; {data.table.split})"
+        else:
+            continue
+        raise RunError(
+            f"{runs[0].path} and {run.path} cannot be compared: {reason}.\n"
+            "Write a page for each, or train both on the same data and split (--data.split-seed)."
+        )
+
+
+def changed_queries(first: EvalData, second: EvalData) -> tuple[Rows, Rows]:
+    """Rows whose nearest neighbour is right in one run only: fixed and broken by the second, largest change first."""
+    before, after = first.scores.per_query["R@1"], second.scores.per_query["R@1"]
+    change = second.scores.per_query["MAP@R"] - first.scores.per_query["MAP@R"]
+    change = np.where(np.isnan(change), 0.0, change)  # singleton queries have no MAP@R
+    fixed = np.flatnonzero((before == 0) & (after == 1))
+    broken = np.flatnonzero((before == 1) & (after == 0))
+    return first.queries[fixed[np.argsort(-change[fixed])]], first.queries[broken[np.argsort(change[broken])]]
+
+
+def compare_runs(first: EvalData, second: EvalData, page_items: PageItems) -> dict[str, Any]:
+    metrics = []
+    for name in first.scores.shown():
+        if name in second.scores.per_query and name not in ("RP", "MRR"):
+            found = compare(first.scores, second.scores, name)
+            keys = ("first", "second", "difference", "low", "high")
+            rounded = {key: round_or_none(getattr(found, key), 6) for key in keys}
+            metrics.append({"name": name, **rounded, "p_value": round_or_none(found.p_value)})
+    fixed, broken = changed_queries(first, second)
+    return {
+        "metrics": metrics,
+        "queries": len(first.queries),
+        "fixed": {"count": len(fixed), "items": page_items.items_of(fixed[:MAX_CHANGED])},
+        "broken": {"count": len(broken), "items": page_items.items_of(broken[:MAX_CHANGED])},
+        "classes": _class_gains(first, second),
+    }
+
+
+def _class_gains(first: EvalData, second: EvalData) -> list[dict[str, Any]]:
+    """R@1 of each class in both runs, smallest gain first."""
+    first_rows = {row.label: row for row in class_table(first.scores)}
+    classes = []
+    for row in class_table(second.scores):
+        before, after = first_rows[row.label].means["R@1"], row.means["R@1"]
+        if math.isnan(before) or math.isnan(after):
+            continue
+        gains = {"before": round(before, 4), "after": round(after, 4), "gain": round(after - before, 4)}
+        classes.append({"class": int(row.label), "queries": row.queries, **gains})
+    return sorted(classes, key=lambda row: row["gain"])
+
+
+def comparison_headline(metrics: Sequence[Mapping[str, Any]], first: str, second: str) -> str:
+    """Say in one sentence which run has the higher R@1, and claim no more than the paired interval supports."""
+    row = next(row for row in metrics if row["name"] == "R@1")
+    if row["low"] is None:
+        return f"Too few classes to compare {first} and {second}."
+    low, high = 100 * row["low"], 100 * row["high"]
+    if low > 0:
+        return f"{second} is better than {first}: {low:.1f} to {high:.1f} points of R@1 on the same queries."
+    if high < 0:
+        return f"{second} is worse than {first}: {-high:.1f} to {-low:.1f} points of R@1 on the same queries."
+    return (
+        f"The difference between {first} and {second} is not significant: {low:+.1f} to {high:+.1f} points of R@1 on "
+        "the same queries."
+    )
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    recipes = [_flatten(run.recipe.to_dict()) for run in runs]
+    names = dict.fromkeys(name for recipe in recipes for name in recipe)
+    rows = [(name, [str(recipe.get(name, "-")) for recipe in recipes]) for name in names if name != "data.root"]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -175,8 +175,6 @@ def _class_inputs(entry: Loss, sim: Tensor) -> ToClasses:
 
 
 def draw_gradient(name: str, path: Path, dpi: int = 120) -> None:
-    """Plot the gradient of a loss over the similarity of a pair, as PNG."""
-
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
         curves = [(curve.label, curve.sim.tolist(), curve.grad.tolist()) for curve in gradient_curves(name)]

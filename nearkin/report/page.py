@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import string
@@ -16,11 +17,10 @@ from nearkin._common.files import nan_to_none
 from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
-from nearkin.report import compare, gallery
+from nearkin.report import contents, gallery
 from nearkin.report.baselines import comparison_lines, headline
-from nearkin.report.contents import Highlights, PageItems, analyze, describe_items, find_highlights, summarize_run
-from nearkin.report.eval_data import NEIGHBOURS, EvalData, load_eval_data
-from nearkin.report.gallery import SpriteSheet, make_sprite_sheet
+from nearkin.report.contents import PageItems, analyze, describe_items, find_highlights, summarize_run
+from nearkin.report.gallery import NEIGHBOURS, SpriteSheet, load_eval_data, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
 from nearkin.report.tables import Grid, latex, markdown, percent, write_texts
@@ -89,19 +89,27 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
     if len({run.path.resolve() for run in runs}) < len(runs):
         raise RunError("report: the same run is given twice. Name different runs.")
     summaries = [summarize_run(run) for run in runs]
-    names = [f"{letter}: {summary['loss']}" for letter, summary in zip(_letters(), summaries, strict=False)]
-    names = [summaries[0]["loss"]] if len(runs) == 1 else names
+    letters = [*string.ascii_uppercase, *map("".join, itertools.product(string.ascii_uppercase, repeat=2))]
+    names = [summary["loss"] for summary in summaries]
+    if len(runs) > 1:
+        names = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=False)]
     try:
         datasets = [load_eval_data(run, reporter=reporter) for run in runs]
     except (DataError, RunError) as error:  # missing data or weights; the metrics are still known
         if len(runs) > 1:
             raise
         reporter.info(f"no images on the page: {error}")
-        return Report(names, summaries, no_images_reason=_hide_folders(str(error), runs[0]))
-    compare.check_same_images(runs, datasets)
+        reason = str(error)
+        for path in filter(None, (runs[0].recipe.data.root, runs[0].path)):  # pages are shared
+            reason = reason.replace(f"{path.parent}{os.sep}", "")
+        return Report(names, summaries, no_images_reason=reason)
+    contents.check_same_images(runs, datasets)
     highlights = [find_highlights(data) for data in datasets]
-    page_items = _choose_page_items(datasets, highlights)
     first, *others = datasets
+    changed = [rows[: contents.MAX_CHANGED] for data in others for rows in contents.changed_queries(first, data)]
+    listed = np.concatenate([*changed, *(listed.rows for listed in highlights)])
+    rows = gallery.choose_rows([data.neighbours for data in datasets], listed, max_rows=gallery.MAX_IMAGES)
+    page_items = PageItems.from_rows(rows, len(first))
     images = first.table.images  # without channels for a run on features
     return Report(
         names,
@@ -111,30 +119,10 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
             analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
             for data, listed in zip(datasets, highlights, strict=True)
         ],
-        comparisons=[compare.compare_runs(first, data, page_items) for data in others],
-        differing_settings=compare.differing_settings(runs),
+        comparisons=[contents.compare_runs(first, data, page_items) for data in others],
+        differing_settings=contents.differing_settings(runs),
         sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.shape[0] else None,
     )
-
-
-def _hide_folders(text: str, run: Run) -> str:
-    """Remove the folders of this machine from an error message: pages are shared."""
-    for path in filter(None, (run.recipe.data.root, run.path)):
-        text = text.replace(f"{path.parent}{os.sep}", "")
-    return text
-
-
-def _letters() -> Sequence[str]:
-    return [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
-
-
-def _choose_page_items(datasets: Sequence[EvalData], highlights: Sequence[Highlights]) -> PageItems:
-    changed = [
-        rows[: compare.MAX_CHANGED] for data in datasets[1:] for rows in compare.changed_queries(datasets[0], data)
-    ]
-    first = np.concatenate([*changed, *(listed.rows for listed in highlights)])
-    rows = gallery.choose_rows([data.neighbours for data in datasets], first, max_rows=gallery.MAX_IMAGES)
-    return PageItems.from_rows(rows, len(datasets[0]))
 
 
 # Parts of an analysis that the template draws; the script does not need them.
@@ -155,9 +143,8 @@ def write_report(report: Report, out: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Render the contents of a page."""
     comparison_headlines = [
-        compare.comparison_headline(comparison["metrics"], report.names[0], name)
+        contents.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
     script_data = {
@@ -180,7 +167,7 @@ def render(report: Report) -> str:
         "num_neighbours": NEIGHBOURS,
         "data": safe_json(script_data),
     }
-    return render_template("page.html", "page.js", ["page.css"], values, percent=percent)
+    return render_template("page.html", "page.js", ["page.css"], values)
 
 
 def result_grid(report: Report) -> Grid:
@@ -243,7 +230,6 @@ DIAGNOSTIC_CHARTS = (
 
 
 def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the training curves of a run."""
     epochs = summary["epochs"]
     x = [event["epoch"] for event in epochs]
     selected = summary["result"]["protocol"]["epoch"]
@@ -257,12 +243,10 @@ def training_charts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for title, series in DIAGNOSTIC_CHARTS:
         charts.append((title, [Series(name, x, [e["diagnosis"][key] for e in epochs]) for name, key in series]))
-    drawn = [(title, line_chart(series, f"{title}, by epoch", mark=selected)) for title, series in charts]
-    return [(title, svg) for title, svg in drawn if svg]
+    return [(title, line_chart(series, f"{title}, by epoch", mark=selected)) for title, series in charts]
 
 
 def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
-    """Draw the similarities of pairs and the recall by embedding size."""
     pairs, sizes = analysis["similarity_histogram"], analysis["recall_by_size"]
     groups = [("same class", pairs["positive"]), ("other class", pairs["negative"])]
     title = "Cosine similarity of pairs, share of pairs"
@@ -271,11 +255,10 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
         series = Series("R@1", [row["size"] for row in sizes], [100 * row["R@1"] for row in sizes])
         title = "R@1 of the first dimensions, %"
         drawn.append((title, line_chart([series], title, x_name="size", logarithmic=True)))
-    return [(title, svg) for title, svg in drawn if svg]
+    return drawn
 
 
 def shared_chart(report: Report) -> str:
-    """Draw the validation R@1 of all runs in one chart."""
     series = []
     for name, summary in zip(report.names, report.summaries, strict=True):
         epochs = [event for event in summary["epochs"] if event["val"] is not None]

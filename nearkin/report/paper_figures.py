@@ -16,7 +16,16 @@ from nearkin._common.progress import Reporter
 from nearkin.bench.paper_studies import paper_studies
 from nearkin.bench.trials import StudyFolder
 from nearkin.report.paper_tables import Cell, paper_cells
-from nearkin.report.print_figures import COLOURS, HATCHES, HEIGHT, WIDTH, plot_lines, write_drawings
+from nearkin.report.print_figures import (
+    COLOURS,
+    HATCHES,
+    WIDTH,
+    draw_over,
+    group_lines,
+    panels,
+    plot_lines,
+    write_drawings,
+)
 from nearkin.training.run import Run
 
 THUMBNAILS, THUMBNAIL, MAP_SIDE = 800, 40, 1600  # of a t-SNE map: number of images, their side and that of the map
@@ -39,17 +48,6 @@ def write_paper_figures(folder: StudyFolder) -> list[Path]:
     return write_drawings({name: drawings[name] for name in paper.figures}, folder, folder.path / "figures")
 
 
-def _panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH, rehearsal: bool = False) -> list[Any]:
-    """One plot below the other, each with its name; a rehearsal is marked."""
-    figure.set_size_inches(wide, 0.4 + HEIGHT * len(names))
-    plots = list(figure.subplots(len(names), 1, squeeze=False)[:, 0])
-    for axes, name in zip(plots, names, strict=True):
-        axes.set_title(name, fontsize=9, loc="left")
-    if rehearsal:
-        figure.suptitle("REHEARSAL: the values mean nothing", fontsize=9, color="#AA0000")
-    return plots
-
-
 def _curve(cells: Sequence[Cell], x: Callable[[Cell], Any], what: str = "ours") -> tuple[list[Any], list[float]]:
     points = [(x(cell), getattr(cell, what)) for cell in cells if not math.isnan(getattr(cell, what))]
     return [p[0] for p in points], [p[1] for p in points]
@@ -68,7 +66,7 @@ def _draw_bars(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     parts = _by(cells, "part")
     if not parts:
         return False
-    plots = _panels(figure, list(parts), wide=1.6 * WIDTH, rehearsal=folder.study.rehearsal)
+    plots = panels(figure, list(parts), wide=1.6 * WIDTH, rehearsal=folder.study.rehearsal)
     for axes, own in zip(plots, parts.values(), strict=True):
         rows, metrics = list(_by(own, "row")), _by(own, "metric")
         width = 0.84 / len(metrics)
@@ -86,41 +84,24 @@ def _draw_bars(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
 def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], field: str, x_label: str) -> bool:
     """The first metric of every method over sizes or networks; one plot for each setting of the rest."""
     cells = [cell for cell in cells if cell.metric == cells[0].metric]
-    others = ("dataset", "backbone" if field == "size" else "size")
-    panels: dict[str, list[Cell]] = {}
-    for cell in cells:
-        panels.setdefault(" ".join(str(getattr(cell, name)) for name in others), []).append(cell)
-    values = list(_by(cells, field))
-    if len(values) < 2:
-        return False
-    plots = _panels(figure, list(panels), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
-    for axes, own in zip(plots, panels.values(), strict=True):
-        curves = [
-            (row, *_curve(c, lambda cell: values.index(getattr(cell, field)))) for row, c in _by(own, "row").items()
-        ]
-        plot_lines(axes, [curve for curve in curves if curve[1]], x_label, f"{cells[0].metric}, %", outside=True)
-        axes.set_xticks(range(len(values)), [str(value) for value in values])
-    return True
+    other = "backbone" if field == "size" else "size"
+    lines = group_lines((f"{c.dataset} {getattr(c, other)}", c.row, getattr(c, field), c.ours) for c in cells)
+    y_label = f"{cells[0].metric}, %"
+    return draw_over(figure, lines, x_label, y_label, rehearsal=folder.study.rehearsal)
 
 
 def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
-    parts = _by([cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)], "part")
-    if not parts:
-        return False
-    plots = _panels(figure, list(parts), wide=1.4 * WIDTH, rehearsal=folder.study.rehearsal)
-    for axes, own in zip(plots, parts.values(), strict=True):
-        rows = _by(own, "row").items()
-        curves = [(row, *_curve(c, lambda cell: cell.metric.removeprefix("R@"))) for row, c in rows]
-        plot_lines(axes, curves, "k", "R@k, %", outside=True)
-    return True
+    known = [cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)]
+    lines = group_lines((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
+    return draw_over(figure, lines, "k", "R@k, %", rehearsal=folder.study.rehearsal)
 
 
 def _draw_variants(figure: Any, folder: StudyFolder, cells: Sequence[Cell], x_label: str) -> bool:
     """Each metric over the number in the names of the rows (K = 4, s = 64, 90/10), with the published curve in grey."""
     parts = _by(cells, "part")
     names = [f"{part}: {metric}" for part, own in parts.items() for metric in _by(own, "metric")]
-    plots = iter(_panels(figure, names, rehearsal=folder.study.rehearsal))
+    plots = iter(panels(figure, names, rehearsal=folder.study.rehearsal))
     for own in parts.values():
         for metric, points in _by(own, "metric").items():
             axes = next(plots)
@@ -144,12 +125,10 @@ def _number(cell: Cell) -> float:
 
 def _draw_training(figure: Any, folder: StudyFolder) -> bool:
     """Training loss and validation R@1 of every method by epoch, from the runs of the first seed and dataset."""
-    outcomes = folder.outcomes()
     curves: dict[str, list[tuple[str, list[int], list[float]]]] = {"training loss": [], "validation R@1, %": []}
     first = folder.trials[0]
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        if trial.dataset != first.dataset or trial.seed != first.seed or outcome is None or outcome.run is None:
+    for trial, outcome in folder.finished():
+        if trial.dataset != first.dataset or trial.seed != first.seed or outcome.run is None:
             continue
         epochs = [event for event in Run(outcome.run).events() if event["event"] == "epoch"]
         x = [event["epoch"] for event in epochs]
@@ -159,7 +138,7 @@ def _draw_training(figure: Any, folder: StudyFolder) -> bool:
         curves["validation R@1, %"].append((trial.method, x, recall))
     if not curves["training loss"]:
         return False
-    plots = _panels(figure, [first.dataset] * 2, rehearsal=folder.study.rehearsal)
+    plots = panels(figure, [first.dataset] * 2, rehearsal=folder.study.rehearsal)
     for axes, (label, lines) in zip(plots, curves.items(), strict=True):
         axes.xaxis.get_major_locator().set_params(integer=True)
         plot_lines(axes, lines, "epoch", label)
@@ -168,10 +147,9 @@ def _draw_training(figure: Any, folder: StudyFolder) -> bool:
 
 def _draw_tsne(figure: Any, folder: StudyFolder) -> bool:
     """A t-SNE map of the test embeddings of the first finished trial, drawn with thumbnails."""
-    from nearkin.report.eval_data import load_eval_data
-    from nearkin.report.gallery import sample, tsne
+    from nearkin.report.gallery import load_eval_data, sample, tsne
 
-    run = next((Run(o.run) for t in folder.trials if (o := folder.outcome(t)) and o.run), None)
+    run = next((Run(outcome.run) for _, outcome in folder.finished() if outcome.run), None)
     if run is None:
         return False
     data = load_eval_data(run, reporter=Reporter(quiet=True))

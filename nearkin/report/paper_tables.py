@@ -37,7 +37,6 @@ class Cell:
 
     @property
     def difference(self) -> float:
-        """Ours minus the published value."""
         return self.ours - self.published
 
     def text(self) -> str:
@@ -58,8 +57,32 @@ def paper_cells(folder: StudyFolder) -> list[Cell]:
     parts: dict[str, list[Trial]] = {}
     for trial in folder.trials:
         parts.setdefault(trial.experiment.partition(" val ")[0], []).append(trial)
+
+    def cell(part: str, first: Trial, row: str, chosen: Sequence[Trial] | None, metric: str) -> Cell:
+        method = paper.rows.get(row, "")
+        done = [outcomes[t.id] for t in chosen or () if t.id in outcomes and outcomes[t.id].test is not None]
+        values = [v for o in done if (v := _value(o, method, metric)) is not None]
+        plain = not metric.startswith("val:") and method != UNTUNED and not method.endswith(EUCLIDEAN)
+        bounds = [o.intervals[metric] for o in done if plain and o.intervals and metric in o.intervals]
+        low, high = (100 * np.mean(bounds, axis=0)).tolist() if bounds else (math.nan, math.nan)
+        if chosen is None:
+            status = "not yet" if any(row.startswith(name) for name in not_yet) else "quoted"
+        else:
+            status = "" if values else "failed" if any(t.id in outcomes for t in chosen) else "left"
+        found = next((p.percent for p in paper.published if _is_published(p, folder, first, row, metric)), None)
+        return Cell(
+            *(part, first.dataset, first.backbone, first.size, row, metric),
+            published=math.nan if found is None else found,
+            ours=100 * float(np.mean(values)) if values else math.nan,
+            std=100 * float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
+            low=low,
+            high=high,
+            runs=len(values),
+            status=status,
+        )
+
     return [
-        _cell(paper, folder, part, trials, row, chosen, metric, outcomes, not_yet)
+        cell(part, trials[0], row, chosen, metric)
         for part, trials in parts.items()
         for row, chosen in _rows(paper, folder, trials, not_yet)
         for metric in _columns(paper, trials[0])
@@ -67,11 +90,9 @@ def paper_cells(folder: StudyFolder) -> list[Cell]:
 
 
 def _columns(paper: PaperStudy, trial: Trial) -> list[str]:
-    config = trial.recipe.eval
-    reported = reported_metrics(config, trial.recipe.data.source)
-    shown = [name for name in reported if name.startswith("R@") or name in config.metrics]
+    reported = reported_metrics(trial.recipe.eval, trial.recipe.data.source)
     wanted = [name for name in paper.columns if name.startswith("val:") or name in reported]
-    return wanted or shown
+    return wanted or [name for name in reported if name.startswith("R@") or name in trial.recipe.eval.metrics]
 
 
 def _rows(
@@ -97,41 +118,6 @@ def _rows(
             yield row, [t for t in trials if name in (UNTUNED, t.method)]
 
 
-def _cell(
-    paper: PaperStudy,
-    folder: StudyFolder,
-    part: str,
-    trials: Sequence[Trial],
-    row: str,
-    chosen: Sequence[Trial] | None,
-    metric: str,
-    outcomes: dict[str, Outcome],
-    not_yet: Sequence[str],
-) -> Cell:
-    first = trials[0]
-    method = paper.rows.get(row, "")
-    done = [outcomes[t.id] for t in chosen or () if t.id in outcomes and outcomes[t.id].test is not None]
-    values = [v for o in done if (v := _value(o, method, metric)) is not None]
-    plain = not metric.startswith("val:") and method != UNTUNED and not method.endswith(EUCLIDEAN)
-    bounds = [o.intervals[metric] for o in done if plain and o.intervals and metric in o.intervals]
-    low, high = (100 * np.mean(bounds, axis=0)).tolist() if bounds else (math.nan, math.nan)
-    if chosen is None:
-        status = "not yet" if any(row.startswith(name) for name in not_yet) else "quoted"
-    else:
-        status = "" if values else "failed" if any(t.id in outcomes for t in chosen) else "left"
-    found = next((p.percent for p in paper.published if _is_published(p, folder, first, row, metric)), None)
-    return Cell(
-        *(part, first.dataset, first.backbone, first.size, row, metric),
-        published=math.nan if found is None else found,
-        ours=100 * float(np.mean(values)) if values else math.nan,
-        std=100 * float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
-        low=low,
-        high=high,
-        runs=len(values),
-        status=status,
-    )
-
-
 def _value(outcome: Outcome, method: str, metric: str) -> float | None:
     if metric == "val:R@1":
         return outcome.val
@@ -146,9 +132,8 @@ def _is_published(p: Published, folder: StudyFolder, trial: Trial, row: str, met
     """Whether a published value is that of a cell; an own run of the paper only in the same set-up."""
     names = {p.method, p.variant, f"{p.method} ({p.distance})"} if p.own else {p.method}
     split, _, name = metric.rpartition(":")
-    if row not in names or p.dataset != trial.dataset or p.metric != name:
-        return False
-    if p.split != ("validation" if split else "test"):
+    wanted = (trial.dataset, name, "validation" if split else "test")
+    if row not in names or (p.dataset, p.metric, p.split) != wanted:
         return False
     study = folder.study
     same_network = p.network in (None, trial.backbone) or (study.rehearsal and not study.backbones)
@@ -179,7 +164,13 @@ def write_paper_tables(folder: StudyFolder) -> list[Path]:
     """Write table.md, table.tex and table.csv of a paper's study into its folder."""
     paper = paper_studies()[folder.study.paper]
     if paper.computed == "decomposition":
-        return _write_decomposition(folder)
+        from nearkin.report.paper_computed import decomposition, embeddings_of
+
+        run = next((o.run for o in folder.outcomes().values() if o.run), None)
+        if run is None:
+            return []
+        grid = decomposition(*embeddings_of(Path(run)))
+        return write_grid(replace(grid, title=(REHEARSAL if folder.study.rehearsal else "") + grid.title), folder.path)
     cells = paper_cells(folder)
     grids = paper_grids(folder, cells)
     lines = [f"# {paper.title}", "", *([f"**{REHEARSAL.rstrip(': ')}.**", ""] if folder.study.rehearsal else [])]
@@ -189,16 +180,6 @@ def write_paper_tables(folder: StudyFolder) -> list[Path]:
     rows = [(*astuple(cell), cell.difference) for cell in cells]
     texts = {"table.md": text, "table.tex": "\n".join(map(latex, grids)), "table.csv": csv_text(head, rows)}
     return write_texts(texts, folder.path)
-
-
-def _write_decomposition(folder: StudyFolder) -> list[Path]:
-    from nearkin.report.paper_computed import decomposition, embeddings_of
-
-    run = next((o.run for t in folder.trials if (o := folder.outcome(t)) and o.run), None)
-    if run is None:
-        return []
-    grid = decomposition(*embeddings_of(Path(run)))
-    return write_grid(replace(grid, title=(REHEARSAL if folder.study.rehearsal else "") + grid.title), folder.path)
 
 
 def write_grid(grid: Grid, folder: Path) -> list[Path]:
@@ -211,7 +192,7 @@ def paper_notes(paper: PaperStudy, folder: StudyFolder) -> list[str]:
     """Return what a reader of the table must know."""
     study = folder.study
     notes = ["Percent: ours ± sample deviation over runs (published value, difference); 95 % interval over classes."]
-    notes += [f"Protocol: {label}." for label in dict.fromkeys(trial.label for trial in folder.trials)]
+    notes += [f"Protocol: {label}." for label in folder.labels]
     setups = dict.fromkeys(p.setup for p in paper.published if p.own)
     notes += [f"Protocol of the published values: {setup}." for setup in setups]
     if study.change:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,6 +112,43 @@ def plot_lines(
     return bool(curves)
 
 
+def panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH, rehearsal: bool = False) -> list[Any]:
+    """One plot below the other, each with its name; a rehearsal is marked."""
+    figure.set_size_inches(wide, 0.4 + HEIGHT * len(names))
+    plots = list(figure.subplots(len(names), 1, squeeze=False)[:, 0])
+    for axes, name in zip(plots, names, strict=True):
+        axes.set_title(name, fontsize=9, loc="left")
+    if rehearsal:
+        figure.suptitle("REHEARSAL: the values mean nothing", fontsize=9, color="#AA0000")
+    return plots
+
+
+Lines = dict[str, dict[str, dict[Any, float]]]  # panel -> line -> x -> y
+
+
+def group_lines(points: Iterable[tuple[str, str, Any, float]]) -> Lines:
+    """Group (panel, line, x, y), where all lines of a panel have the same x; panels with a single x are left out."""
+    groups: Lines = {}
+    for panel, line, x, y in points:
+        groups.setdefault(panel, {}).setdefault(line, {})[x] = y
+    return {panel: lines for panel, lines in groups.items() if len(next(iter(lines.values()))) > 1}
+
+
+def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str, *, rehearsal: bool = False) -> bool:
+    """Draw the lines of each panel; sizes on a logarithmic axis, names at even distances."""
+    plots = panels(figure, list(groups), wide=1.4 * WIDTH, rehearsal=rehearsal) if groups else []
+    for axes, lines in zip(plots, groups.values(), strict=True):
+        values = list(next(iter(lines.values())))
+        x = values if isinstance(values[0], int) else list(range(len(values)))
+        if x is values:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [str(value) for value in values])
+        axes.minorticks_off()
+        curves = [(name, x, y) for name, line in lines.items() if np.isfinite(y := list(line.values())).any()]
+        plot_lines(axes, curves, x_label, y_label, outside=True)
+    return bool(groups)
+
+
 def _draw_learning(figure: Any, report: Report) -> bool:
     """Validation R@1 by epoch; a ring marks the selected epoch."""
     axes = figure.add_subplot()
@@ -150,7 +187,6 @@ def _draw_similarity(figure: Any, report: Report) -> bool:
 
 
 def _draw_size(figure: Any, report: Report) -> bool:
-    """R@1 of truncated embeddings."""
     sizes = zip(report.names, (analysis["recall_by_size"] for analysis in report.analyses), strict=False)
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from nearkin._common.files import nan_to_none
 from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
+from nearkin._common.words import joined
 from nearkin.bench.aggregate import (
     Aggregate,
     aggregate,
@@ -32,7 +32,7 @@ from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
 from nearkin.report.baselines import compare_study, study_lines
 from nearkin.report.html import render_template, write_html
-from nearkin.report.print_figures import COLOURS, HEIGHT, WIDTH, plot_lines, write_drawings
+from nearkin.report.print_figures import COLOURS, WIDTH, Lines, draw_over, group_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
 from nearkin.report.svg_charts import Series, line_chart
 from nearkin.report.tournament import draw_critical_difference, write_critical_difference
@@ -63,12 +63,10 @@ class StudyReport:
     setups: dict[str, tuple[str, str, int]]  # experiment -> (dataset, network, embedding size)
 
     def mean(self, experiment: str, method: str) -> float:
-        """Return the mean result of a method, NaN without any."""
         cell = self.cells.get((experiment, method))
         return math.nan if cell is None else cell.mean
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         cells = [
             {"experiment": e, "method": m, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
             | {"values": list(c.values), "failed": c.failed}
@@ -105,29 +103,35 @@ def build_study_report(path: str | Path) -> StudyReport:
         RunError: No trial is finished.
     """
     folder = StudyFolder.open(path)
-    outcomes = folder.outcomes()
-    if not outcomes:
+    if not folder.finished():
         raise RunError(f"{folder.path}: no trial of this study is finished. Run it: nearkin bench run {folder.path}.")
     tournament, methods = rank_methods(folder)
     setups = {t.experiment: (t.dataset, t.backbone, t.size) for t in folder.trials}
     trials, failures = _finished_trials(folder)
+    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
+    losses = {t.method: t.recipe.loss.name for t in folder.trials}
     # Without the folders of this machine: pages are shared.
     datasets = tuple(replace(d, root=d.root and Path(d.root.name)) for d in folder.study.datasets)
     return StudyReport(
         name=folder.study.name,
         metric=folder.study.metric,
-        protocol_labels=list(dict.fromkeys(trial.label for trial in folder.trials)),
+        protocol_labels=folder.labels,
         experiments=list(setups),
         methods=methods,
         cells=aggregate(folder),
-        published=_published_values(folder, setups, methods),
+        published={
+            (experiment, method): values
+            for experiment, (dataset, network, size) in setups.items()
+            for method in methods
+            if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
+        },
         tournament=tournament,
         baselines=baseline_scores(folder),
         baseline_lines=study_lines(methods[0], baseline_differences(folder, methods[0])),
         leader_comparisons=compare_leader(folder, tournament),
         failures=failures,
         trials=trials,
-        remaining=len(folder.trials) - len(outcomes),
+        remaining=len(folder.trials) - len(trials),
         toml=replace(folder.study, datasets=datasets).to_toml(),
         setups=setups,
     )
@@ -135,12 +139,8 @@ def build_study_report(path: str | Path) -> StudyReport:
 
 def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the finished trials, and the failed ones among them with their reasons."""
-    outcomes = folder.outcomes()
     trials, failures = [], []
-    for trial in folder.trials:
-        outcome = outcomes.get(trial.id)
-        if outcome is None:
-            continue
+    for trial, outcome in folder.finished():
         row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
@@ -150,25 +150,8 @@ def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[di
     return trials, failures
 
 
-def _published_values(
-    folder: StudyFolder, setups: dict[str, tuple[str, str, int]], methods: Sequence[str]
-) -> dict[tuple[str, str], list[Published]]:
-    sources = {t.dataset: t.recipe.data.source for t in folder.trials}
-    losses = {t.method: t.recipe.loss.name for t in folder.trials}
-    return {
-        (experiment, method): values
-        for experiment, (dataset, network, size) in setups.items()
-        for method in methods
-        if (values := published(dataset=sources[dataset], network=network, dim=size, loss=losses[method], own=True))
-    }
-
-
 def compare_leader(folder: StudyFolder, tournament: Tournament | None) -> list[tuple[str, Difference, float]]:
-    """Compare the leader with each other method on the same test queries, over all seeds and folds that both have.
-
-    This is much more sensitive than ranks if there are few experiments, but it is a statement about these experiments
-    only.
-    """
+    """Compare the leader with the others on the same test queries: sensitive, but about these experiments only."""
     if tournament is None:
         return []
     leader, *others = [standing.method for standing in tournament.standings]
@@ -194,7 +177,6 @@ def write_study_page(report: StudyReport, out: Path) -> Path:
 
 
 def render_study(report: StudyReport) -> str:
-    """Render the page of a study."""
     means = {e: [mean for m in report.methods if not math.isnan(mean := report.mean(e, m))] for e in report.experiments}
     values = {
         "report": report,
@@ -228,7 +210,7 @@ def _rank_sentence(report: StudyReport, tournament: Tournament) -> str:
     leader, *others = tournament.standings
     tied = [s.method for s in others if math.isclose(s.mean, leader.mean)]
     if tied:
-        return f"{', '.join([leader.method, *tied[:-1]])} and {tied[-1]} share the best mean rank."
+        return f"{joined([leader.method, *tied])} share the best mean rank."
     pairs = [pair for pair in tournament.pairs if leader.method in (pair.first, pair.second)]
     beaten = sum(pair.significant and pair.leader == leader.method for pair in pairs)
     if not report.leader_comparisons:
@@ -255,7 +237,6 @@ def _of_others(count: int, others: int) -> str:
 
 
 def diagram(tournament: Tournament | None) -> str | None:
-    """Draw the critical-difference diagram."""
     if tournament is None or tournament.friedman is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -266,15 +247,10 @@ def diagram(tournament: Tournament | None) -> str | None:
 def charts(report: StudyReport) -> list[tuple[str, str]]:
     """Draw the metric of the leading methods by embedding size, for every dataset and network."""
     drawn = []
-    for dataset, network in dict.fromkeys(setup[:2] for setup in report.setups.values()):
-        by_size = sorted((size, name) for name, (d, n, size) in report.setups.items() if (d, n) == (dataset, network))
-        if len(by_size) > 1:
-            series = [
-                Series(method, [size for size, _ in by_size], [report.mean(name, method) for _, name in by_size])
-                for method in report.methods[:MAX_LINES]
-            ]
-            title = f"{report.metric} by embedding size: {dataset}{f', {network}' if network != 'none' else ''}"
-            drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
+    for panel, lines in _by_setting(report, 2, MAX_LINES).items():
+        title = f"{report.metric} by embedding size: {panel}"
+        series = [Series(method, list(line), list(line.values())) for method, line in lines.items()]
+        drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
     return [(title, svg) for title, svg in drawn if svg]
 
 
@@ -295,12 +271,11 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
 
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Write every figure that the study has data for, each as .png and .svg."""
-    # Sizes and networks: the metric of every method, one plot for each setting of the rest.
+    y_label = f"{report.metric}, %"
     drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
         "losses": _draw_losses,
-        "sizes": partial(_draw_lines, field=2, rest=(0, 1), x_label="embedding size"),
-        "networks": partial(_draw_lines, field=1, rest=(0, 2), x_label="network"),
+        "sizes": lambda figure, _: draw_over(figure, _by_setting(report, 2), "embedding size", y_label),
+        "networks": lambda figure, _: draw_over(figure, _by_setting(report, 1), "network", y_label),
     }
     written = write_drawings(drawings, report, folder)
     return written + ([] if report.tournament is None else write_critical_difference(report.tournament, folder))
@@ -321,25 +296,10 @@ def _draw_losses(figure: Any, report: StudyReport) -> bool:
     return bool(rows)
 
 
-def _draw_lines(figure: Any, report: StudyReport, field: int, rest: tuple[int, int], x_label: str) -> bool:
-    panels: dict[str, dict[Any, str]] = {}  # the other settings -> value of the field -> experiment
-    for experiment, setup in report.setups.items():
-        name = ", ".join(str(setup[i]) for i in rest if setup[i] != "none")
-        panels.setdefault(name, {})[setup[field]] = experiment
-    panels = {name: by_value for name, by_value in panels.items() if len(by_value) > 1}
-    if not panels:
-        return False
-    figure.set_size_inches(1.4 * WIDTH, 0.4 + HEIGHT * len(panels))
-    for axes, (name, by_value) in zip(
-        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
-    ):
-        values = sorted(by_value) if field == 2 else list(by_value)
-        x = values if field == 2 else list(range(len(values)))
-        curves = [(m, x, [report.mean(by_value[value], m) for value in values]) for m in report.methods]
-        axes.set_title(name, fontsize=9, loc="left")
-        if field == 2:
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [str(value) for value in values])
-        axes.minorticks_off()
-        plot_lines(axes, curves, x_label, f"{report.metric}, %", outside=True)
-    return True
+def _by_setting(report: StudyReport, field: int, methods: int | None = None) -> Lines:
+    """Lines of the methods over the networks (field 1) or sizes (2); a panel for each setting of the rest."""
+    points = []
+    for experiment, setup in sorted(report.setups.items(), key=lambda item: item[1][2]):  # by size
+        panel = ", ".join(str(s) for i, s in enumerate(setup) if i != field and s != "none")
+        points += [(panel, m, setup[field], report.mean(experiment, m)) for m in report.methods[:methods]]
+    return group_lines(points)

@@ -23,7 +23,6 @@ from nearkin.report.tournament import standings_grid, write_files
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
-    """Build the table of the plan."""
     if full:
         rows = [
             (t.experiment, t.method, str(t.seed), str(t.part), _time(estimate, estimate.seconds(t)), t.id)
@@ -33,7 +32,7 @@ def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
         return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
     methods = len(folder.study.method_names)
     totals = []
-    for name in dict.fromkeys(trial.experiment for trial in folder.trials):
+    for name in folder.experiments:
         trials = [trial for trial in folder.trials if trial.experiment == name]
         seconds = sum(estimate.seconds(trial) for trial in trials)
         disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in trials)
@@ -56,12 +55,11 @@ def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str
     disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in folder.trials)
     if estimate.is_known:
         count = estimate.calibration_trials
-        finished = f"measured on {count} finished trial{'s' * (count != 1)}"
-        basis = finished if count else "from operation counts"
+        basis = f"measured on {counted(count, 'finished trial')}" if count else "from operation counts"
         time = f"about {format_duration(seconds / workers)} with {workers} at a time, {basis}"
     else:
         time = "time unknown until the first trial has finished (bench run; then repeat this, or see bench status)"
-    labels = "; ".join(dict.fromkeys(trial.label for trial in folder.trials))
+    labels = "; ".join(folder.labels)
     per_seed = folder.study.protocol.models_per_seed
     models = f"{per_seed} models per seed, " if per_seed > 1 else ""
     return (
@@ -86,11 +84,7 @@ def status_grid(folder: StudyFolder) -> Grid:
 def status_lines(folder: StudyFolder) -> str:
     """Summarize progress: failed trials with their reasons, and the time left. Works without the data."""
     outcomes = folder.outcomes()
-    lines = [
-        f"FAILED {trial}: {outcomes[trial.id].reason}"
-        for trial in folder.trials
-        if trial.id in outcomes and outcomes[trial.id].status == "failed"
-    ]
+    lines = [f"FAILED {trial}: {o.reason}" for trial, o in folder.finished() if o.status == "failed"]
     remaining = [trial for trial in folder.trials if trial.id not in outcomes]
     if not remaining:
         return "\n".join([*lines, f"finished: {counted(len(outcomes), 'trial')}, {len(lines)} of them failed"])
@@ -106,8 +100,7 @@ def status_lines(folder: StudyFolder) -> str:
 
 
 def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
-    """Build the table of scores, methods by experiments."""
-    experiments = list(dict.fromkeys(trial.experiment for trial in folder.trials))
+    experiments = folder.experiments
     cells = {cell: result.short() for cell, result in aggregate(folder).items()}
     rows = [(method, *(cells.get((name, method), "-") for name in experiments)) for method in methods]
     for name, scores in baseline_scores(folder).items():
@@ -138,31 +131,26 @@ def failure_line(folder: StudyFolder) -> str:
 
 
 def terminal_report(folder: StudyFolder) -> list[Any]:
-    """Build the report for the terminal."""
     tournament, methods = rank_methods(folder)
     parts: list[Any] = [rich_table(results_grid(folder, methods))]
     if tournament is not None:
         parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
-    parts += _baseline_sentences(folder, methods)
-    if failures := failure_line(folder):
-        parts.append(failures)
-    return [*parts, *(f"protocol: {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))]
-
-
-def _baseline_sentences(folder: StudyFolder, methods: list[str]) -> list[str]:
-    """Say whether any method beats the baselines, and how the leader compares with each of them."""
     scores: dict[str, dict[str, float]] = {method: {} for method in methods}
     for (experiment, method), result in aggregate(folder).items():
         if result.values:
             scores[method][experiment] = result.mean
     sentence, _ = compare_study(folder.study.metric, scores, baseline_scores(folder))
-    return [sentence, *study_lines(methods[0], baseline_differences(folder, methods[0]))] if sentence else []
+    if sentence:
+        parts += [sentence, *study_lines(methods[0], baseline_differences(folder, methods[0]))]
+    if failures := failure_line(folder):
+        parts.append(failures)
+    return [*parts, *(f"protocol: {label}" for label in folder.labels)]
 
 
 def write_report_files(folder: StudyFolder) -> list[Path]:
     """Write results.csv, numbers.md, numbers.tex, the tournament and, for a paper's study, its table and figures."""
     tournament, methods = rank_methods(folder)
-    labels = "\n".join(f"- {label}" for label in dict.fromkeys(trial.label for trial in folder.trials))
+    labels = "\n".join(f"- {label}" for label in folder.labels)
     grid = results_grid(folder, methods)
     numbers = f"# {folder.study.name}\n\n{labels}\n\n{markdown(grid)}\n"
     texts = {"results.csv": results_csv(folder), "numbers.md": numbers, "numbers.tex": latex(grid)}
@@ -180,8 +168,7 @@ def write_report_files(folder: StudyFolder) -> list[Path]:
 
 def results_csv(folder: StudyFolder) -> str:
     """Return one line per trial: the value it is ranked by, R@1 on its validation classes, and every metric."""
-    outcomes = folder.outcomes()
-    rows = dict(zip(folder.results(), outcomes.values(), strict=True))
+    rows = dict(zip(folder.results(), folder.outcomes().values(), strict=True))
     metrics = list(dict.fromkeys(name for o in rows.values() for name in o.test or {}))
     lines = []
     for r, o in rows.items():
@@ -192,5 +179,4 @@ def results_csv(folder: StudyFolder) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(size / 1e6 - 0.5)} MB"

@@ -31,26 +31,28 @@ class Grid:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     names: int = 1  # number of leading columns that are names (left-aligned); the others are numbers
+    caption: str = ""  # below the table in a terminal
+    bold: int | None = 0  # the row in bold in a terminal: the leader
 
 
 def rich_table(grid: Grid) -> RichTable:
-    """Convert a table for the terminal."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title_style="bold", title_justify="left")
-    table.title = grid.title
+    table.title, table.caption, table.caption_justify = grid.title, grid.caption or None, "left"
     for column, name in enumerate(grid.head):
         table.add_column(name, justify="left" if column < grid.names else "right", no_wrap=column >= grid.names)
     for index, row in enumerate(grid.rows):
-        # Text, not markup: a method may be called [a].
-        table.add_row(*(Text(cell, "bold" if index == 0 and grid.names == 1 else "") for cell in row))
+        style = "bold" if index == grid.bold and grid.names == 1 else ""
+        # Text, not markup: a method may be called [a]. The second line of a cell, an interval, is dim.
+        parts = (cell.partition("\n") for cell in row)
+        table.add_row(*(Text(first, style) + Text(line + rest, "dim") for first, line, rest in parts))
     return table
 
 
 def markdown(grid: Grid) -> str:
-    """Convert a table to Markdown."""
     escapes = str.maketrans({c: f"\\{c}" for c in "\\|_"})
     rule = ["---" if column < grid.names else "--:" for column in range(len(grid.head))]
     head, *rows = [[cell.translate(escapes) for cell in row] for row in (grid.head, *grid.rows)]
@@ -99,32 +101,13 @@ def result_table(run: Run) -> RichTable:
     Returns:
         A table of the baselines and the trained model.
     """
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     result = run.result
     assert result is not None, "only a finished run has a table"
-    table = RichTable(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        title=f"Results on {result['protocol']['classes']['test']} classes never seen in training, percent",
-        title_style="bold",
-        title_justify="left",
-        caption="small: 95 % interval over classes",
-        caption_justify="left",
-    )
-    models = result["test"]
-    table.add_column("", no_wrap=True)
-    for metric in next(iter(models.values())):
-        table.add_column(metric, justify="right", min_width=9, no_wrap=True)
-    for model, metrics in models.items():
-        style = "bold green" if model == "trained" else ""
-        cells = []
-        for value in metrics.values():
-            low, high = value["interval"]
-            cells.append(Text(f"{100 * value['mean']:.1f}\n", style) + Text(f"{100 * low:.1f}-{100 * high:.1f}", "dim"))
+    rows = []
+    for model, metrics in result["test"].items():
         is_start = model == "trained" and not result["protocol"]["epoch"]
-        table.add_row(Text("trained\n") + Text("epoch 0", "dim") if is_start else Text(model, style), *cells)
-    return table
+        cells = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
+        rows.append((model + "\nepoch 0" * is_start, *(f"{mean}\n{low}-{high}" for mean, low, high in cells)))
+    title = f"Results on {result['protocol']['classes']['test']} classes never seen in training, percent"
+    caption = "second line: 95 % interval over classes"
+    return rich_table(Grid(title, ("", *result["test"]["trained"]), rows, caption=caption, bold=len(rows) - 1))

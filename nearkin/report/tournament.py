@@ -18,7 +18,6 @@ INK, FAINT = "#222222", "#666666"
 
 
 def standings_grid(tournament: Tournament) -> Grid:
-    """Build the table of standings."""
     level = f"{100 * (1 - tournament.alpha):g} %"
     gaps = any(s.ranked < s.experiments or s.failed for s in tournament.standings)
     head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
@@ -32,7 +31,6 @@ def standings_grid(tournament: Tournament) -> Grid:
 
 
 def pairs_grid(tournament: Tournament) -> Grid:
-    """Build the table of pairs."""
     rows = []
     for p in tournament.pairs:
         record = f"{p.wins}-{p.losses}" + (f"-{p.ties}" if p.ties else "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.paths import SHARED
 
-from nearkin.analysis.duplicates import find_duplicates
+from nearkin.analysis.hardness import find_duplicates
 from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 from nearkin.errors import ConfigError, DataError
 

@@ -14,7 +14,7 @@ from helpers.searches import QUIET, small_recipe, trials_of, write_vectors
 
 import nearkin as nk
 import nearkin.training.loop
-from nearkin.bench import grid_search, tune
+from nearkin.bench import tune, tune_space
 from nearkin.bench import tune_storage as storage
 from nearkin.bench.tune_space import apply, defaults, space, suggest
 from nearkin.cli import main
@@ -115,36 +115,35 @@ TABLE_15 = {
 @pytest.mark.parametrize("loss", TABLE_15)
 def test_grids_match_table_15(loss, recipe):
     listed = [(setting, float(value)) for setting, grid in TABLE_15[loss] for value in grid]
-    assert [(point.setting, point.value) for point in grid_search.grid_points(loss)] == listed
-    assert set(grid_search.GRIDS) == set(TABLE_15)
-    base = grid_search.grid_recipe(recipe, loss)
+    assert [(point.setting, point.value) for point in tune_space.grid_points(loss)] == listed
+    assert set(tune_space.GRIDS) == set(TABLE_15)
+    base = tune_space.grid_recipe(recipe, loss)
     for number in (0, len(listed) - 1):
-        settings = grid_search.trial_settings(recipe, loss, number, [None] * len(listed))
+        settings = tune_space.trial_settings(recipe, loss, number, [None] * len(listed))
         make_objective(apply(base, loss, settings), dim=8, num_classes=3)
 
 
 def test_grid_of_gamma_starts_at_the_recipes_value():
     """Table 4 prints 10 and the grid starts there: the temperature 0.1 of the recipe."""
     assert (
-        nk.recipes.find("thesis_soft_triple").loss.settings["gamma"]
-        == grid_search.GRIDS["soft_triple"]["loss.gamma"][0]
+        nk.recipes.find("thesis_soft_triple").loss.settings["gamma"] == tune_space.GRIDS["soft_triple"]["loss.gamma"][0]
     )
 
 
 def test_best_value_of_earlier_settings_is_used(recipe):
     scores: list[float | None] = [0.5] * 61
     scores[4] = 0.8
-    last = grid_search.trial_settings(recipe, "proxy_anchor", 60, scores)
+    last = tune_space.trial_settings(recipe, "proxy_anchor", 60, scores)
     assert last == {"loss.margin": 0.4, "loss.alpha": 100.0}
-    assert grid_search.trial_settings(recipe, "proxy_anchor", 4, scores) == {"loss.margin": 0.4, "loss.alpha": 32.0}
+    assert tune_space.trial_settings(recipe, "proxy_anchor", 4, scores) == {"loss.margin": 0.4, "loss.alpha": 32.0}
     # The recipe's value (0.2) wins ties, and stays if all trials failed.
-    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [0.5] * 61)["loss.margin"] == 0.2
-    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [None] * 61)["loss.margin"] == 0.2
-    assert grid_search.trial_settings(recipe, "proxy_anchor", 11, [None, 0.1, None] + [None] * 58)["loss.margin"] == 0.1
+    assert tune_space.trial_settings(recipe, "proxy_anchor", 11, [0.5] * 61)["loss.margin"] == 0.2
+    assert tune_space.trial_settings(recipe, "proxy_anchor", 11, [None] * 61)["loss.margin"] == 0.2
+    assert tune_space.trial_settings(recipe, "proxy_anchor", 11, [None, 0.1, None] + [None] * 58)["loss.margin"] == 0.1
 
 
 def test_grid_runs_in_order_with_shortened_training(recipe, tmp_path, monkeypatch):
-    monkeypatch.setitem(grid_search.GRIDS, "proxy_anchor", {"loss.margin": (0.0, 0.5), "loss.alpha": (2.0, 64.0)})
+    monkeypatch.setitem(tune_space.GRIDS, "proxy_anchor", {"loss.margin": (0.0, 0.5), "loss.alpha": (2.0, 64.0)})
     longer = replace(recipe, train=replace(recipe.train, epochs=4))
     search, (standing,) = run_search(longer, tmp_path, mode="thesis_grid")
     assert (standing.done, standing.left, search.recipe.train.epochs) == (4, 0, 1)

@@ -18,10 +18,9 @@ from nearkin import cli
 from nearkin.errors import RunError
 from nearkin.models.heads import unit
 from nearkin.report import contents, gallery, svg_charts
-from nearkin.report.compare import comparison_headline
 from nearkin.report.contact_sheet import printable
-from nearkin.report.contents import PageItems
-from nearkin.report.eval_data import load_eval_data
+from nearkin.report.contents import PageItems, comparison_headline
+from nearkin.report.gallery import load_eval_data
 from nearkin.report.page import build_report, render, safe_json, write_page, write_report
 from nearkin.report.study_overview import format_size
 from nearkin.report.svg_charts import Series, histogram, line_chart

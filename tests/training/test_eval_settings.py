@@ -9,7 +9,7 @@ from helpers.scored import QUIET
 from helpers.studies import write_features
 
 import nearkin as nk
-from nearkin.bench.grid_search import grid_recipe
+from nearkin.bench.tune_space import grid_recipe
 from nearkin.cli import main
 from nearkin.cli.train import parse_train
 from nearkin.config.recipe import DataConfig, EvalConfig, Recipe, TrainConfig
