@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from nearkin.bench.study import Dataset, Study, Trial, check_known, merge
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.errors import ConfigError
 from nearkin.losses.registry import LOSSES
+
+_WORD = re.compile(r"[A-Za-z_][\w./:-]*")  # a value of --change that needs no quotes
 
 PROTOCOLS = {
     **{name: Protocol(name) for name in ("last_epoch", "kfold", "fixed", "query_gallery")},
@@ -77,12 +80,13 @@ def _weights(text: str) -> tuple[str, str]:
 def _changed(settings: Any, changes: Sequence[str]) -> dict[str, Any]:
     for text in changes:
         key, equals, value = text.partition("=")
+        if _WORD.fullmatch(value) and value not in ("true", "false"):
+            value = f'"{value}"'
         try:
             settings = merge(settings, tomllib.loads(f"{key} = {value}" if equals else "="))
         except tomllib.TOMLDecodeError:
             raise ConfigError(
-                f"--change {text}: expected KEY=VALUE as in a recipe file, such as train.epochs=5 or "
-                """model.pool='"gem"'."""
+                f"--change {text}: expected KEY=VALUE as in a recipe file, such as train.epochs=5 or model.pool=gem."
             ) from None
     return dict(settings)
 

@@ -190,13 +190,14 @@ def test_narrowing_and_transfer(tmp_path):
         seeds=[1],
         protocol="fixed",
         weights=[f"efficientnet_lite0={weights}"],
-        change=["train.epochs=2", "data.image_size=128"],
+        change=["train.epochs=2", "data.image_size=128", "model.freeze_norm=statistics", "data.cache=false"],
     )
     trials = study.trials()
     recipe = trials[0].recipe
     assert [t.method for t in trials] == ["s=16", "s=64"]
     assert (recipe.data.source, recipe.data.val_fraction, recipe.data.image_size) == ("cub", 0.1, 128)
     assert (recipe.model.backbone, recipe.model.dim, recipe.model.weights) == ("efficientnet_lite0", 64, str(weights))
+    assert (recipe.model.freeze_norm, recipe.data.cache) == ("statistics", False)  # words need no quotes
     assert (recipe.train.epochs, recipe.train.steps, recipe.seed) == (2, None, 1)  # epochs replace the recipe's steps
 
 
