@@ -42,7 +42,7 @@ test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow" --no-loadscope-reorder $(SLOW_FIRST) tests
 
-torture: setup ## Attack it: kill -9, damaged files and images, hostile requests and archives (about 15 minutes)
+torture: setup ## Attack it: kill -9, damaged files and images, hostile requests and archives (about 4 minutes)
 	cd tests && OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m torture
 
 lowest: $(LOWEST)/.ready ## Run the tests of the core, data, models and training with the lowest versions allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import shlex
@@ -10,6 +11,8 @@ import shutil
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -30,10 +33,7 @@ INDEX_FOLDER = "an index folder (made with: nearkin index RUN FOLDER -o DIR)"
 
 def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
     """Parse flags into a dataclass."""
-    import tyro
-
-    defaults = {} if default is None else {"default": default}
-    parsed, unknown = tyro.cli(args_type, args=argv, prog=prog, return_unknown_args=True, **defaults)  # type: ignore[call-overload]
+    parsed, unknown = parse_known(args_type, argv, prog, default)
     if unknown:
         name = unknown[0].partition("=")[0]
         known = _flag_names(args_type)
@@ -41,7 +41,32 @@ def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = No
         hint = f" Did you mean '{suffixed[0]}'?" if suffixed else did_you_mean(name, known)
         what = "setting" if name.startswith("-") else "argument"
         raise ConfigError(f"{name}: no such {what}.{hint} See: {prog} --help.")
-    return parsed  # type: ignore[no-any-return]
+    return parsed
+
+
+def parse_known(args_type: type[T], argv: list[str], prog: str, default: T | None = None) -> tuple[T, list[str]]:
+    """Parse flags into a dataclass; also return the words that it does not know."""
+    import tyro
+
+    defaults = {} if default is None else {"default": default}
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.cli(args_type, args=argv, prog=prog, return_unknown_args=True, **defaults)  # type: ignore[call-overload, no-any-return]
+    except SystemExit as stop:
+        if stop.code != 2:
+            raise
+    raise ConfigError(f"{_first_part(box.getvalue())} See: {prog} --help.") from None
+
+
+def _first_part(box: str) -> str:
+    """Return the message of tyro's error: the text below the title of a box, and above a line with usage and help."""
+    rows = [row.strip("│| ") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]]
+    parts = groupby(rows, key=lambda row: bool(row.strip("─-╰╯")))
+    message = next((" ".join(part).replace(" .", ".") for is_text, part in parts if is_text), "invalid arguments")
+    message = re.sub(r"^Error parsing ((\w+): (?=\2\.))?", "", message)  # --model.dim: "model: model.dim: ..."
+    message = message.replace("invalid literal for int() with base 10:", "expected an integer, got")
+    return f"{message.rstrip('.')}."
 
 
 def _flag_names(args_type: type, prefix: str = "--") -> list[str]:

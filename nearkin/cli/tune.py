@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from nearkin._common.words import counted
 from nearkin.bench.executor import Slurm, run_workers, submit
 from nearkin.bench.tune_storage import is_database, without_password
-from nearkin.cli._arguments import Device, Quiet, command_line, parse, require_names, show
+from nearkin.cli._arguments import Device, Quiet, command_line, parse, parse_known, require_names, show
 from nearkin.cli.train import TrainArgs, parse_train
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, did_you_mean, require_extra
@@ -133,14 +133,12 @@ def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
-    import tyro
-
     argv = list(argv)
     prog = "nearkin tune [RECIPE]"
     recipe_name = [argv.pop(0)] if argv and not argv[0].startswith("-") else []
     if "-h" in argv or "--help" in argv:
         parse(TuneArgs, ["--help"], prog)
-    args, rest = tyro.cli(TuneArgs, args=argv, prog=prog, return_unknown_args=True)
+    args, rest = parse_known(TuneArgs, argv, prog)
     tune_flags = [f"--{entry.name}" for entry in dataclasses.fields(TuneArgs)]
     train_names = {entry.name for entry in dataclasses.fields(TrainArgs)} | {"weights", "freeze"}
     for word in rest:

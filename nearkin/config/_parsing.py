@@ -60,6 +60,8 @@ def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
         own = getattr(hint, "from_dict", None)
         return own(value, name) if own else from_dict(hint, value, f"{name}.", suggest=suggest)
     if origin is Mapping:
+        if typing.get_args(hint)[1] is str:
+            return {key: _convert(str, item, f"{name}.{key}", suggest) for key, item in value.items()}
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):

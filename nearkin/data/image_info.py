@@ -98,7 +98,7 @@ def inspect_image(path: Path) -> ImageInfo:
         reason = error.strerror or str(error)
         if is_link and isinstance(error, FileNotFoundError):
             reason = f"links to {os.readlink(path)}, which does not exist"
-        return ImageInfo("broken_link" if is_link else "unreadable", reason, is_link)
+        return ImageInfo("broken_link" if is_link and not path.exists() else "unreadable", reason, is_link)
     digest = hashlib.sha256(content).digest()
     try:
         with open_header(io.BytesIO(content)) as image:

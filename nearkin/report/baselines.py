@@ -90,7 +90,7 @@ def _conclusion(result: Mapping[str, Any]) -> str:
     text = ""
     if not result["protocol"]["epoch"]:
         text = f"No epoch improved on the initial weights ({start}) on the validation classes, so these are the result."
-        if not result["protocol"]["epochs"]:
+        if not result["protocol"].get("epochs", True):
             text = f"These are the initial weights ({start}), without training."
         del signs[start]
     signs = dict(reversed(signs.items()))  # of equal baselines, the last one is recommended

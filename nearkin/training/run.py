@@ -258,7 +258,8 @@ def _check_result(result: dict[str, Any]) -> None:
     tables = [*(test or {}).values(), *(result["differences"].values() if test else ())]
     intervals = [value for metrics in tables for value in metrics.values()]
     if test:
-        intervals.append(test["trained"]["R@1"])
+        intervals += [test[name]["R@1"] for name in ("trained", *test, *result["differences"])]
+        intervals += [metrics[name] for metrics in result["differences"].values() for name in ("R@1", "MAP@R")]
     for value in intervals:
         low, high = value["interval"]
         numbers += [value["mean"], low, high]

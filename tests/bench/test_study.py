@@ -158,6 +158,9 @@ def test_unknown_keys_and_wrong_types_in_a_file(tmp_path):
     (tmp_path / "s.toml").write_text('name = "x"\nlosses = "triplet"\n')
     with pytest.raises(ConfigError, match="losses: expected a list"):
         Study.from_toml(tmp_path / "s.toml")
+    (tmp_path / "s.toml").write_text('name = "x"\nlosses = ["triplet"]\n[weights]\nresnet50 = true\n')
+    with pytest.raises(ConfigError, match=r"weights.resnet50: expected a string in quotes, got True"):
+        Study.from_toml(tmp_path / "s.toml")
     with pytest.raises(ConfigError, match="only with the protocols fixed"):
         Protocol("kfold", refit=True)
     with pytest.raises(ConfigError, match="only with the protocol last_epoch"):

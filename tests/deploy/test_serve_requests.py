@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from helpers.serving import HEADERS, JPEG, random_image, send_raw
+from helpers.serving import HEADERS, JPEG, random_image, send_raw, serving
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,16 @@ def test_too_long_headers_are_rejected(server):
     status, body, _ = send_raw(server, b"GET /health HTTP/1.1\r\nX: " + b"y" * 100_000)
     assert status == 400
     assert body == b"Invalid HTTP request received."
+
+
+def test_a_body_that_is_not_http_leaves_no_traceback(served):
+    """Rejected by its type, before the body is read: uvicorn has answered with 400 already."""
+    with serving(served.folder) as server:
+        request = b"POST /search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnot a chunk\r\n"
+        assert send_raw(server, request)[0] == 400
+        assert server.alive()
+        server.process.terminate()
+        assert server.process.stderr.read() == ""
 
 
 def test_other_protocols_are_rejected(server):

@@ -8,6 +8,8 @@ import random
 import re
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from helpers.serving import Server, launch
@@ -16,6 +18,7 @@ from torture.mutations import make_images, mutate
 from torture.table import Row
 
 SECONDS = 15.0  # for a response
+UPLOAD_SECONDS = 1.0  # for an upload to arrive
 VALID = b"POST /search?k=3 HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%s"
 WORDS = (
     *(
@@ -100,8 +103,8 @@ def make_requests(count: int, seed: int) -> list[bytes]:
 
 
 def attack_server(index: Path, count: int, seed: int) -> Row:
-    """Send the requests one after the other to a new server."""
-    process = launch(str(index), "--port", "0", "--device", "cpu", "--upload-timeout", "2")
+    """Send the requests to a new server, four at a time."""
+    process = launch(str(index), "--port", "0", "--device", "cpu", "--upload-timeout", f"{UPLOAD_SECONDS:g}")
     assert process.stdout is not None
     assert process.stderr is not None
     try:
@@ -110,11 +113,10 @@ def attack_server(index: Path, count: int, seed: int) -> Row:
         server = Server(process, found[0])
         statuses: dict[int, int] = {}
         failed = 0
-        for request in make_requests(count, seed):
-            try:
-                status = send(server, request)
-            except TimeoutError:
-                status = -1
+        requests = make_requests(count, seed)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda request: send(server, request), requests))
+        for request, status in zip(requests, answers, strict=True):
             statuses[status] = statuses.get(status, 0) + 1
             if status == -1 or (status >= 500 and status != 503):
                 failed += 1
@@ -131,13 +133,23 @@ def attack_server(index: Path, count: int, seed: int) -> Row:
 
 
 def send(server: Server, request: bytes) -> int:
-    """Send raw bytes; return the status of the response, 0 if the server closes the connection without one."""
+    """Send raw bytes; return the status of the response, 0 for a closed connection, -1 for neither."""
     with socket.create_connection((server.host, server.port), timeout=SECONDS) as line:
         try:
             line.sendall(request)
-            line.shutdown(socket.SHUT_WR)  # a truncated upload has ended
-            answer = line.recv(100)
+            # Closed at once, the server would drop most requests unanswered; truncated headers have no time limit.
+            line.settimeout(3 * UPLOAD_SECONDS)
+            with suppress(TimeoutError):
+                return _status(line.recv(100))
+            line.settimeout(SECONDS)
+            line.shutdown(socket.SHUT_WR)
+            return _status(line.recv(100))
         except (ConnectionResetError, BrokenPipeError):
             return 0
+        except TimeoutError:
+            return -1
+
+
+def _status(answer: bytes) -> int:
     found = re.match(rb"HTTP/1\.[01] ([0-9]{3})", answer)
     return int(found[1]) if found else 0

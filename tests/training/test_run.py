@@ -13,7 +13,7 @@ from nearkin.training.run import Run
 RECALL = {"mean": 0.5, "interval": [0.4, 0.6]}
 TESTED = {
     "test": {"trained": {"R@1": RECALL}, "raw pixels": {"R@1": RECALL}},
-    "differences": {"raw pixels": {"R@1": RECALL}},
+    "differences": {"raw pixels": {"R@1": RECALL, "MAP@R": RECALL}},
     "notes": ["a note"],
 }
 NESTED = "[" * 100_000
@@ -43,6 +43,9 @@ def test_results_are_read(run):
         {"test": {"trained": {"R@1": RECALL | {"mean": "0.5"}}, "raw pixels": {"R@1": RECALL}}},
         {"differences": None},
         {"differences": {"raw pixels": {"R@1": 0.5}}},
+        {"differences": {"raw pixels": {"R@1": RECALL}}},  # without MAP@R
+        {"differences": {"another": {"R@1": RECALL, "MAP@R": RECALL}}},
+        {"test": {"trained": {"R@1": RECALL}, "raw pixels": {"MAP@R": RECALL}}},
         {"notes": [1]},
     ],
 )

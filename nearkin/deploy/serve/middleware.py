@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -55,7 +56,10 @@ class SecurityMiddleware:
                 if not awaits_continue:
                     await drain(receive)
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
-            await send(message)
+            try:
+                await send(message)
+            except h11.LocalProtocolError:  # the body was not HTTP: uvicorn has answered with 400 and closes the socket
+                await asyncio.sleep(0)
 
         rejection = self._check(headers, scope["path"])
         app = self.app if rejection is None else error_response(rejection)
