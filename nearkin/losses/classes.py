@@ -29,7 +29,6 @@ class ToClasses:
     # [N] a further term of each sample and its own class (center: squared distance; pce: product with the class sum)
     own: Tensor | None = None
     probs: Tensor | None = None  # [N, C] class probabilities without gradient (pce)
-    products: Tensor | None = None  # [N, C] dot products, for losses on the lengths as well; `sim` has no gradient then
 
 
 def proxy_similarities(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:

@@ -13,8 +13,6 @@ from nearkin.losses.ranges import log
 from nearkin.losses.registry import Inputs, loss
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.pairs import Pairs, as_batch, pair_up
-from nearkin.ops.reductions import masked_sum
-from nearkin.ops.row_blocks import by_rows
 
 _RIDGE = 1e-6  # relative to embeddings of length 1: keeps directions that the batch does not use out of the projection
 
@@ -177,10 +175,10 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     """
     p.require_square("facility_location")
     same = p.pos | torch.eye(len(p.sim), dtype=torch.bool, device=p.sim.device)
-    # Of each sample as the medoid of its class: a sum over its column, which is its row in a symmetric matrix.
-    within = p.per_anchor(lambda q, same: masked_sum(q.distance(), same), same.t(), lengths=True)
-    best = by_rows(lambda same, within: torch.where(same, within, 1e30).amin(1), same, shared=(within,)) / same.sum(1)
+    distance = p.distance()
+    within = torch.where(same, distance, 0.0).sum(0)  # of each sample as the medoid of its class
+    best = torch.where(same, within, 1e30).amin(1) / same.sum(1)
     find_medoids = _compiled_find_medoids if torch.compiler.is_compiling() else _find_medoids
-    medoids, gap = find_medoids(p.distance().detach(), same, gamma)
-    nearest = p.per_anchor(lambda q: q.distance().masked_fill(~medoids, 1e30).amin(1), lengths=True)
+    medoids, gap = find_medoids(distance.detach(), same, gamma)
+    nearest = torch.where(medoids, distance, 1e30).amin(1)
     return torch.relu(best.sum() - nearest.sum() + gamma * gap) / len(p.sim)

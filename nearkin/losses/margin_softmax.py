@@ -71,10 +71,7 @@ def _products(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> T
     squared_norms(emb)
     with full_precision(emb):
         length, weight_length = (torch.linalg.vector_norm(x, dim=1) for x in (emb, weight))
-        products = emb @ weight.t()
-        with torch.no_grad():
-            cosines = products / (length[:, None] * weight_length).clamp_(min=torch.finfo(emb.dtype).tiny)
-        return ToClasses(cosines, labels, own=length * weight_length[labels], products=products)
+        return ToClasses(emb @ weight.t(), labels, own=length * weight_length[labels])
 
 
 def _products_with_directions(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
@@ -92,8 +89,7 @@ def _multiple_angle(own: Tensor, m: int) -> Tensor:
 
 def _multiplied_angle_loss(c: ToClasses, margin: int, scale: float) -> Tensor:
     assert c.own is not None
-    assert c.products is not None
-    product, others = own_and_others(c.products, c.labels, scale)
+    product, others = own_and_others(c.sim, c.labels, scale)
     cosine = torch.where(c.own > 0, product / c.own.clamp(min=torch.finfo(c.own.dtype).tiny), 0.0)
     return softplus(others - scale * c.own * _multiple_angle(cosine, margin))
 

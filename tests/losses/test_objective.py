@@ -294,7 +294,10 @@ def test_logits_of_every_loss_with_class_parameters(name: str) -> None:
     kwargs = objective.loss_kwargs
     if name == "manifold":  # its similarities are those along the manifold of the batch
         return
-    if "proxies" in dict(objective.named_parameters()) and objective.proxies.dim() == 2:
+    if name in ("sphereface", "large_margin_softmax"):  # the lengths of the embeddings count
+        want = torch.nn.functional.cross_entropy(logits, labels)
+        torch.testing.assert_close(getattr(nk.losses, name)(emb, labels, objective.proxies, margin=1), want)
+    elif "proxies" in dict(objective.named_parameters()) and objective.proxies.dim() == 2:
         cosine = torch.nn.functional.normalize(emb) @ torch.nn.functional.normalize(objective.proxies).t()
         scale = kwargs.get("scale") or kwargs.get("alpha") or 1 / kwargs.get("temperature", 1.0)
         torch.testing.assert_close(logits, cosine * scale)
