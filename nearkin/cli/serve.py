@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_targe
 from nearkin.errors import ConfigError, require_extra
 
 SERVE = "nearkin serve DIR"
+LIMITS = ("max_upload_bytes", "max_pixels", "upload_timeout", "timeout", "max_requests")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run(argv: list[str]) -> None:
         index = load_index(folder, run=args.run, device=args.device, model=True)
         service = Service(
             index,
-            limits=RequestLimits(**{limit.name: getattr(args, limit.name) for limit in fields(RequestLimits)}),
+            limits=RequestLimits(**{name: getattr(args, name) for name in LIMITS}),
             workers=args.workers,
             token=token,
             hosts=(*LOOPBACK_HOSTS, address, *args.allow_host) if loopback else args.allow_host or None,
