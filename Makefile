@@ -20,11 +20,11 @@ XLA_ON_CPU   := DEVICE=xla PJRT_DEVICE=CPU \
   XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
 # The lowest versions that pyproject.toml allows, in an environment of their own. LOWEST_EXTRAS are what LOWEST_TESTS
-# need; the test tools keep their versions of constraints.txt.
+# need; the test tools, and what plugs into them, keep their versions of constraints.txt.
 LOWEST        := .venv-lowest
 LOWEST_EXTRAS := bench stores tensorboard
 LOWEST_TESTS  := ops losses metrics config data models training
-LOWEST_TOOLS  := hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
+LOWEST_TOOLS  := anyio|hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
 
 .PHONY: help setup demo test slow torture lowest device lint check docs constraints clean
 
