@@ -93,7 +93,8 @@ def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], fiel
 def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
     known = [cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)]
-    lines = group_lines((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
+    points = ((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
+    lines = group_lines(points, fewest=1)  # some tables have R@1 only
     return draw_over(figure, lines, "k", "R@k, %", rehearsal=folder.study.rehearsal)
 
 

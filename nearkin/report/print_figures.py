@@ -126,12 +126,12 @@ def panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH, rehearsal:
 Lines = dict[str, dict[str, dict[Any, float]]]  # panel -> line -> x -> y
 
 
-def group_lines(points: Iterable[tuple[str, str, Any, float]]) -> Lines:
-    """Group (panel, line, x, y), where all lines of a panel have the same x; panels with a single x are left out."""
+def group_lines(points: Iterable[tuple[str, str, Any, float]], fewest: int = 2) -> Lines:
+    """Group (panel, line, x, y), where all lines of a panel have the same x; panels with fewer x are left out."""
     groups: Lines = {}
     for panel, line, x, y in points:
         groups.setdefault(panel, {}).setdefault(line, {})[x] = y
-    return {panel: lines for panel, lines in groups.items() if len(next(iter(lines.values()))) > 1}
+    return {panel: lines for panel, lines in groups.items() if len(next(iter(lines.values()))) >= fewest}
 
 
 def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str, *, rehearsal: bool = False) -> bool:
