@@ -1,6 +1,7 @@
 """Registry of named components, and checks of their numeric settings."""
 
 import math
+from collections.abc import Iterator, MutableMapping
 from typing import Any, Generic, TypeVar
 
 from nearkin.errors import UnknownNameError, did_you_mean
@@ -8,7 +9,7 @@ from nearkin.errors import UnknownNameError, did_you_mean
 T = TypeVar("T")
 
 
-class Registry(dict[str, T], Generic[T]):
+class Registry(MutableMapping[str, T], Generic[T]):
     """A mapping from names to components that rejects duplicates and suggests the nearest name on a miss.
 
     Example:
@@ -23,18 +24,36 @@ class Registry(dict[str, T], Generic[T]):
     """
 
     def __init__(self, category: str) -> None:
-        super().__init__()
         self.category = category
+        self._items: dict[str, T] = {}  # not a subclass of dict: torch 2.6 cannot compile a look-up in one
 
     def add(self, name: str, item: T) -> T:
-        if name in self:
+        if name in self._items:
             raise KeyError(f"a {self.category} named {name!r} is already registered")
-        self[name] = item
+        self._items[name] = item
         return item
 
-    def __missing__(self, name: str) -> T:
-        hint = did_you_mean(name, self) or f" Available: {', '.join(sorted(self))}."
-        raise UnknownNameError(f"No {self.category} named '{name}'.{hint}")
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._items[name]
+        except KeyError:
+            hint = did_you_mean(name, self._items) or f" Available: {', '.join(sorted(self._items))}."
+            raise UnknownNameError(f"No {self.category} named '{name}'.{hint}") from None
+
+    def __setitem__(self, name: str, item: T) -> None:
+        self._items[name] = item
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def to_python_scalar(value: Any) -> Any:

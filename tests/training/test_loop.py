@@ -308,8 +308,9 @@ def test_what_is_written_is_json_even_where_a_number_is_missing(tiny_recipe, tmp
     run = Run.create(tmp_path, "one", tiny_recipe)
     run.log(event="epoch", epoch=1, loss=float("nan"), val=None)
     recall = {"mean": 0.5, "interval": [float("nan")] * 2}
-    test = {"trained": {"R@1": recall}, "raw pixels": {"R@1": recall}}
-    run.finish(make_result(test=test, differences={"raw pixels": {"R@1": recall}}) | {"val_R@1": None})
+    metrics = {"R@1": recall, "MAP@R": recall}
+    test = {"trained": metrics, "raw pixels": metrics}
+    run.finish(make_result(test=test, differences={"raw pixels": metrics}) | {"val_R@1": None})
     for name in ("events.jsonl", "result.json"):
         json.loads((run.path / name).read_text(), parse_constant=pytest.fail)
     assert run.events()[0]["loss"] is None
