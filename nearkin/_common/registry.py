@@ -40,6 +40,9 @@ class Registry(MutableMapping[str, T], Generic[T]):
             hint = did_you_mean(name, self._items) or f" Available: {', '.join(sorted(self._items))}."
             raise UnknownNameError(f"No {self.category} named '{name}'.{hint}") from None
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._items.get(name, default)
+
     def __setitem__(self, name: str, item: T) -> None:
         self._items[name] = item
 
