@@ -22,7 +22,7 @@ Labels = NDArray[Any] | Sequence[Any]  # a number or a name per row; a tensor is
 class Sampler(ABC):
     """Batches of row indices, epoch by epoch. It is a `batch_sampler` for torch's DataLoader as well.
 
-    Iterating yields the batches of epoch 0, the next time those of epoch 1, and so on, whatever `set_epoch` says last.
+    Iterating yields the batches of epoch 0, the next time those of epoch 1, and so on; `set_epoch` selects another one.
 
     Attributes:
         batches_per_epoch: Number of batches in every epoch.
