@@ -5,9 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Without bytecode files every process of a test would compile torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
-# One single-threaded test process per core. COVERAGE=1 measures the line coverage.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
-  $(if $(COVERAGE),--cov=nearkin --cov-report=)
+# One single-threaded test process per core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 # Files with few but long tests. Started last, they would keep one core busy for minutes beside an idle one.
 SLOW_FIRST := $(addprefix tests/,test_wheel.py bench/test_study_killed.py docs/test_commands_in_docs.py \
@@ -26,7 +25,7 @@ LOWEST_EXTRAS := bench stores tensorboard
 LOWEST_TESTS  := ops losses metrics config data models training
 LOWEST_TOOLS  := anyio|hypothesis|pytest|pytest-cov|pytest-xdist|pytorch-metric-learning
 
-.PHONY: help setup demo test slow torture lowest device lint check docs constraints clean
+.PHONY: help setup demo test coverage slow torture lowest device lint check docs constraints clean
 
 help:          ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +37,10 @@ demo: setup    ## Train, evaluate and report on built-in data (about two minutes
 
 test: setup    ## Run the tests (about three minutes on two cores); DEVICE=cuda or mps adds tests/device
 	$(PYTEST) -m "not slow"
+
+coverage: setup ## Run the tests and check the line coverage against the floor in pyproject.toml
+	$(PYTEST) -m "not slow" --cov=nearkin --cov-report=
+	$(BIN)/coverage report --format=total
 
 slow: setup    ## Run the slow tests: kill -9, distributed training, servers, exports
 	$(PYTEST) -m "slow" --no-loadscope-reorder $(SLOW_FIRST) tests
@@ -85,6 +88,7 @@ $(READY): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'; \
 	fi
 	@touch $(READY)
+	@echo "Installed. To have the command nearkin in this shell: . $(BIN)/activate"
 
 # Wheels only: on a new Python the lowest version that has one counts.
 $(LOWEST)/.ready: $(READY) Makefile

@@ -119,7 +119,9 @@ PEERS: dict[str, Peer] = {
     "p2sgrad": Peer(lambda classes: pml.P2SGradLoss(DIM, classes)),
     "instance": Peer(lambda _: pml.InstanceLoss(gamma=64), near=True),
     "proxy_nca_pp": Peer(_classes(pml.ProxyNCALoss, softmax_scale=9)),
-    "manifold": Peer(lambda classes: _with_meta_classes(pml.ManifoldLoss(l=DIM, K=classes))),
+    "manifold": Peer(
+        lambda classes: _with_meta_classes(pml.ManifoldLoss(l=DIM, K=classes)), 512, "out of memory (24 GB)"
+    ),
     "circle": Peer(lambda _: pml.CircleLoss(m=0.4, gamma=80)),
     "angular": Peer(lambda _: pml.AngularLoss(alpha=40)),
     "tuplet_margin": Peer(lambda _: pml.TupletMarginLoss(), 512, "out of memory", once=512),

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from nearkin.losses import LOSSES, Loss
+from nearkin.losses import LOSSES, REGULARIZERS, Loss
 from nearkin.report.losses import FAMILIES, draw_gradient, settings_table
 
 HERE = Path(__file__).parent / "losses"
@@ -28,6 +28,19 @@ TITLES = {
     "clustering": "Clustering losses",
 }
 
+
+REGULARIZER_TEXT = """
+## Regularisers
+
+`nk.Objective("proxy_anchor", num_classes=100, dim=512, regularizers={"lp": 0.01, "regular_face": 1.0})` adds them to a
+loss by name and weight; in a recipe `[loss.regularizers]`, on the command line `--loss.regularizers lp=0.01`. Those of
+`proxies` need a loss with vectors of classes, those of `centers` one with several per class. The decorator
+`nearkin.losses.regularizer` registers your own. All are equal to those of pytorch-metric-learning
+(`tests/losses/test_regularizers.py`).
+
+| regulariser | of | what it does |
+|---|---|---|
+""".strip()
 
 COMPARISON = """
 ## Compared with pytorch-metric-learning
@@ -59,7 +72,9 @@ def pages() -> dict[str, str]:
     for family, entries in families.items():
         index += [f"| [`{e.name}`]({family}.md#{e.name}) | {family} | {e.summary} | {e.cost} |" for e in entries]
     legend = "N batch, C classes (C' with two samples in the batch), K centres, P positives, D dimensions"
-    index += ["", f"{legend}; the cost of one batch.", "", *COMPARISON.splitlines(), ""]
+    index += ["", f"{legend}; the cost of one batch.", "", *REGULARIZER_TEXT.splitlines()]
+    index += [f"| `{name}` | {', '.join(entry.inputs)} | {entry.summary} |" for name, entry in REGULARIZERS.items()]
+    index += ["", *COMPARISON.splitlines(), ""]
     out = {"index.md": "\n".join(index)}
     for family, entries in families.items():
         head = [f"# {TITLES[family]}", "", f"{FAMILIES[family][0].upper()}{FAMILIES[family][1:]}.", ""]

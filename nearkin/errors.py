@@ -3,8 +3,6 @@
 The command line prints a `UserError` and exits with code 2. Bugs of ours are plain `assert`s.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 from collections.abc import Iterable

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.plugins import write_loss
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -158,3 +160,34 @@ def test_images_alone_trains_reports_and_searches(images, photo_folder):
     images.check("nearkin", "index", run, photo_folder, "-o", "photos.index", "--quiet")
     query = next(photo_folder.rglob("*.png"))
     assert query.parent.name in images.check("nearkin", "search", "photos.index", query, "-k", "3")
+
+
+PLUGIN = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "packaged-loss"
+version = "1.0"
+
+[project.entry-points."nearkin.plugins"]
+mine = "packaged_loss"
+"""
+
+
+def test_training_and_a_study_with_two_workers_use_the_loss_of_an_installed_package(uv, dist, images, tmp_path):
+    write_loss(tmp_path, "packaged_loss")
+    (tmp_path / "pyproject.toml").write_text(PLUGIN)
+    target = ["--python", str(images.folder / "venv"), "--constraint", str(ROOT / "constraints.txt")]
+    wheel = next(dist.glob("*.whl")).as_uri()
+    run_or_skip(uv, "pip", "install", "--quiet", *target, f"nearkin[bench] @ {wheel}", str(tmp_path))
+    small = ("--train.epochs", "1", "--model.width", "4", "--data.max-classes", "12", "--data.max-per-class", "8")
+    images.check("nearkin", "train", "glyphs_small", "--loss", "packaged_loss", *small, "--runs", "own")
+    run = next((images.folder / "own").glob("glyphs-packaged_loss-*"))
+    assert tomllib.loads((run / "recipe.toml").read_text())["loss"]["name"] == "packaged_loss"
+    write_loss(images.folder, "file_loss")
+    study = ("bench", "run", "tiny", "--losses", "file_loss", "packaged_loss", "--workers", "2")
+    table = images.check("nearkin", *study, "--import", "file_loss.py", "--rehearse", "--sizes", "8", "--seeds", "0")
+    assert "file_loss" in table
+    assert "packaged_loss" in table

@@ -1,20 +1,31 @@
 """Package exports that are imported on first use."""
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(package: str, exports: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Make `__getattr__` and `__dir__` for a package that imports its exports on first use, to start fast."""
-    modules = {name: f"{package}.{module}" for module, names in exports.items() for name in names}
+def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make `__getattr__`, `__dir__` and `__all__` for a package whose exports are the imports of its __init__.pyi.
+
+    They are imported on first use, so that the package starts fast. The stub tells type checkers the same names.
+    """
+    modules: dict[str, str] = {}
+    for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        assert isinstance(node, ast.ImportFrom)
+        if node.level:  # of this package
+            modules |= {alias.name: f".{node.module or ''}" for alias in node.names}
 
     def getattribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(modules[name])
-        value = module if modules[name].endswith(f".{name}") else getattr(module, name)
+        source = modules[name]
+        value = vars(importlib.import_module(source, package)).get(name)
+        if value is None:  # a module, which becomes an attribute of its package when it is imported
+            value = importlib.import_module(f"{source.rstrip('.')}.{name}", package)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -23,4 +34,4 @@ def lazy_exports(package: str, exports: Mapping[str, Sequence[str]]) -> tuple[Ca
         dunders = {name for name in vars(sys.modules[package]) if name.startswith("__")}
         return sorted(dunders | set(modules))
 
-    return getattribute, directory
+    return getattribute, directory, sorted(modules)

@@ -47,6 +47,32 @@ def other_processes_run(loadavg: str = "/proc/loadavg") -> bool:
     return True
 
 
+def keep_freed_memory() -> None:
+    """Keep freed memory in this process, for the next step to use.
+
+    glibc returns every large block to the system, which clears its pages before it hands them out again: for a
+    convolutional network on the CPU that takes as long as the arithmetic. Other C libraries do not have the function.
+    """
+    if any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")):
+        return  # the user's choice
+    mmap_threshold, trim_threshold = -3, -1  # names of glibc's parameters
+    if mallopt := _libc("mallopt"):
+        mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 1 << 25)  # the most that old versions accept
+        mallopt(trim_threshold, -1)
+
+
+def return_freed_memory() -> None:
+    """Return to the system what `keep_freed_memory` has kept."""
+    if trim := _libc("malloc_trim"):
+        trim(0)
+
+
+def _libc(function: str) -> Callable[..., int] | None:
+    import ctypes
+
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform == "linux" else None
+
+
 def ignore_terminal_interrupts() -> None:
     """Stop receiving Ctrl-C from the terminal; the parent process still does, and decides what to do."""
     if sys.platform == "win32":

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, MutableMapping
 from typing import Any, Generic, TypeVar
 
+from nearkin._common.plugins import HINT, load_plugins
 from nearkin.errors import UnknownNameError, did_you_mean
 
 T = TypeVar("T")
@@ -11,6 +12,8 @@ T = TypeVar("T")
 
 class Registry(MutableMapping[str, T], Generic[T]):
     """A mapping from names to components that rejects duplicates and suggests the nearest name on a miss.
+
+    A name that is missing may be that of a plugin: plugins are imported then, and not before.
 
     Example:
         >>> losses = Registry[int]("loss")
@@ -20,7 +23,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         3
         >>> losses["triplett"]
         Traceback (most recent call last):
-        nearkin.errors.UnknownNameError: No loss named 'triplett'. Did you mean 'triplet'?
+        nearkin.errors.UnknownNameError: No loss named 'triplett'. Did you mean 'triplet'? Your own: --import FILE.py.
     """
 
     def __init__(self, category: str) -> None:
@@ -34,14 +37,13 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return item
 
     def __getitem__(self, name: str) -> T:
-        try:
-            return self._items[name]
-        except KeyError:
+        if name not in self._items and name not in self:
             hint = did_you_mean(name, self._items) or f" Available: {', '.join(sorted(self._items))}."
-            raise UnknownNameError(f"No {self.category} named '{name}'.{hint}") from None
+            raise UnknownNameError(f"No {self.category} named '{name}'.{hint} {HINT}")
+        return self._items[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._items.get(name, default)
+        return self._items[name] if name in self else default
 
     def __setitem__(self, name: str, item: T) -> None:
         self._items[name] = item
@@ -50,6 +52,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         del self._items[name]
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._items:
+            load_plugins()
         return name in self._items
 
     def __iter__(self) -> Iterator[str]:

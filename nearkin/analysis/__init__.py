@@ -1,7 +1,5 @@
 """Analysis of embeddings: diagnostics, information-theoretic measures, hard classes, label errors."""
 
-from __future__ import annotations
-
 from nearkin.analysis.diagnostics import Alarm, Diagnosis, alarms, diagnose, effective_rank
 from nearkin.analysis.hardness import class_table, confused_pairs, find_duplicates, hardest, hubness, hubs
 from nearkin.analysis.information import (

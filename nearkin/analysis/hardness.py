@@ -1,7 +1,5 @@
 """Hard classes, confused pairs of classes, hard queries and hubs, from Scores and neighbours; duplicate images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.errors import ConfigError, DataError
+from nearkin.metrics._labels import as_labels, encode
 from nearkin.metrics._problem import Progress, parse_bytes
-from nearkin.metrics._vectors import as_labels, as_matrix, encode, identical_rows
+from nearkin.metrics._vectors import as_matrix, identical_rows
 from nearkin.metrics.bootstrap import mean
 from nearkin.metrics.scores import Scores
 from nearkin.ops.geometry import unit

@@ -1,7 +1,5 @@
 """Parts of losses, entropies of embeddings in nats, and bounds, after Boudiaf et al. 2020."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence

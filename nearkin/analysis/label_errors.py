@@ -3,8 +3,6 @@ means of all other classes, after whitening within classes. A row never supports
 to it is fitted without it (in folds), and so is the mean of its class. docs/label-errors.md has more.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -21,8 +19,9 @@ from torch import Tensor
 
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError
+from nearkin.metrics._labels import as_labels, encode
 from nearkin.metrics._problem import Progress, parse_bytes
-from nearkin.metrics._vectors import as_labels, as_matrix, encode
+from nearkin.metrics._vectors import as_matrix
 from nearkin.ops.geometry import unit
 
 Floats = NDArray[np.float64]

@@ -4,8 +4,6 @@ The standard deviation over replicates measures how much one training run differ
 classes how much another choice of test classes would change the score. More seeds do not shrink the second.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ As trials finish, the ratio of their measured to their estimated time scales the
 estimates for this machine only order the trials: loading and evaluation make them wrong by large factors.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Mapping

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter, format_duration
+from nearkin._common.words import counted
 from nearkin.errors import (
     ConfigError,
     DataError,
@@ -73,7 +74,7 @@ def work(
                 break
         else:  # wait for the trials of other workers, in case one of them dies
             if not waiting:
-                reporter.info(f"waiting for {len(remaining)} trials of other workers")
+                reporter.info(f"waiting for {counted(len(remaining), 'trial')} of other workers")
             time.sleep(POLL_INTERVAL)
         waiting = message is None
         remaining = unfinished()

@@ -1,7 +1,5 @@
 """Change a study from the command line without editing its file, and find what it still needs before it can run."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Sequence

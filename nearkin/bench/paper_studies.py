@@ -4,8 +4,6 @@ paper_studies.toml defines them. A row of a table is a method of the study; a me
 is not trained and shown as "not yet".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -84,6 +82,18 @@ class PaperStudy:
             "datasets": [{"name": name, "source": name} for name in self.study["datasets"]],
         }
         return from_dict(Study, values, "")
+
+
+def papers_of_losses() -> dict[str, list[str]]:
+    """Return the papers whose tables have each loss, by its name; also rows that a paper quotes."""
+    found: dict[str, list[str]] = {}
+    for study in paper_studies().values():
+        methods = study.study.get("methods", {})
+        names = [methods.get(row, {}).get("loss", {}).get("name", row) for row in study.rows.values()]
+        for name in [*names, *(value.loss or "" for value in study.published)]:
+            if study.paper not in found.setdefault(name, []):
+                found[name].append(study.paper)
+    return found
 
 
 @cache

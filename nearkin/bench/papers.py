@@ -4,8 +4,6 @@ papers.toml has the values as printed; where one is wrong or doubtful, a note sa
 classes, quote each other, and mix backbones and embedding sizes: read `setup`, `own` and `note` before comparing.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator

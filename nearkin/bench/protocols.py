@@ -3,8 +3,6 @@
 A score means little without its protocol, so every result carries a protocol label: `Protocol.label`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

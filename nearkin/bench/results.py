@@ -4,8 +4,6 @@ An experiment is a setting in which all methods are compared: a dataset, a backb
 is compared, usually a loss. A failed run has a reason instead of a value; it is counted and shown, never scored.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -3,8 +3,6 @@
 docs/tournament.md explains what each means for a tournament and what it assumes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

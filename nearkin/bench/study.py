@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -67,7 +68,7 @@ class Trial:
     recipe: Recipe
     label: str
 
-    @property
+    @functools.cached_property  # a study compares the ids of all trials after each one
     def id(self) -> str:
         """File name of the trial: a readable prefix and a hash of everything that affects its outcome."""
         values = [self.dataset, self.label, key_values(self.recipe)]
@@ -106,7 +107,7 @@ class Study:
         paper: The table or figure of a paper that this study reruns, if any.
         rehearsal: Run every trial with a tiny network for a few steps, on a few glyphs unless a dataset has a root.
         change: Settings of all trials, as in a recipe.
-        methods: Settings of single methods, as in a recipe; a name that is not a loss needs loss.name.
+        methods: Settings of single methods, as in a recipe; a name that is not a loss needs loss.name, or a sum.
     """
 
     name: str
@@ -146,6 +147,8 @@ class Study:
         self._check_settings("change", self.change)
         for name, settings in self.methods.items():
             self._check_settings(f"methods.{name}", settings)
+            if "loss" in self.change and isinstance(settings.get("loss"), list):
+                raise ConfigError(f"change.loss: '{name}' is a sum of losses. Change its parts in methods.{name}.loss.")
         if len(self.val_fractions) > 1 and self.protocol.name in ("last_epoch", "kfold"):
             raise ConfigError(f"val_fractions: the protocol {self.protocol.name} does not use them. Give one value.")
 
@@ -155,7 +158,8 @@ class Study:
         if isinstance(values, Mapping):
             sections |= {f"{where}.{name}": values[name] for name in _SECTIONS if name in values}
         for name, settings in sections.items():
-            if not isinstance(settings, Mapping):
+            is_sum = name.endswith(".loss") and where != "change" and isinstance(settings, list)
+            if not isinstance(settings, Mapping) and not is_sum:
                 raise ConfigError(f"{name}: expected settings by name, as in a recipe; got {settings!r}.")
         set_by = {
             "data.val_fraction": "val_fractions",
@@ -300,10 +304,13 @@ class Study:
             raise ConfigError(
                 f"base: '{self.base}' is not a valid pattern ({error}). Write {{{{ and }}}} for literal braces."
             ) from None
-        name = self.methods.get(method, {}).get("loss", {}).get("name", method)
-        _ = LOSSES[name]  # raises, with a suggestion
-        values = recipes.find(base).to_dict()
-        if values["loss"]["name"] != name:
+        own = self.methods.get(method, {}).get("loss", {})
+        is_sum = isinstance(own, list)  # which replaces the loss of the recipe
+        name = method if is_sum else own.get("name", method)
+        _ = is_sum or LOSSES[name]  # raises, with a suggestion
+        start = recipes.find(base)
+        values = start.to_dict()
+        if start.loss.name != name:
             values["loss"] = {"name": name}
             values.pop("miner", None)  # chosen for another loss
         if self.tuned is not None:

@@ -1,7 +1,5 @@
 """A tournament in plain English: which differences are significant, and what it would take for the others."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -28,6 +26,10 @@ def summarize(tournament: Tournament, *, most: int = MAX_PAIRS) -> str:
     lines = [f"{len(table.methods)} methods in {counted(len(table.experiments), 'experiment')}, {runs} each."]
     lines += [*notes(table), _friedman(tournament), *_significant(tournament)]
     others = sorted((p for p in tournament.pairs if not p.significant), key=lambda p: p.p_holm)
+    single = [p for p in others if p.wins + p.losses + p.ties == 1]
+    if len(single) > 2:  # the same sentence for each would say no more
+        others = [p for p in others if p not in single]
+        lines.append(f"  {len(single)} pairs have only one {tournament.unit} in common, so the variance is unknown.")
     lines += [f"  {sentence(pair, tournament)}" for pair in others[:most]]
     if len(others) > most:
         lines.append(f"  ... and {len(others) - most} more pairs.")

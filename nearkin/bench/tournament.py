@@ -4,8 +4,6 @@ A method that failed in an experiment is not ranked there, neither last nor 0. F
 experiments in which every method has a value; a pair is tested on the experiments in which both have one.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

@@ -129,6 +129,8 @@ def plan(
     share = shorten if shorten is not None else 0.25 if grid else 1.0
     if not 0 < share <= 1:
         raise ConfigError(f"--shorten: expected a fraction above 0 and up to 1; got {share}.")
+    if recipe.loss.parts and not losses:
+        raise ConfigError(f"{recipe.loss.name}: a sum of losses has no search ranges. Search one with --losses NAME.")
     names = tuple(dict.fromkeys(losses)) or (recipe.loss.name,)
     if names == ("all",):
         names = tuple(GRIDS) if grid else tuple(LOSSES)

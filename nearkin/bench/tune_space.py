@@ -65,7 +65,7 @@ def apply(recipe: Recipe, loss: str, settings: Mapping[str, Scalar]) -> Recipe:
     if sections["miner"]:
         assert miner is not None
         miner = ComponentConfig(miner.name, {**miner.settings, **sections["miner"]})
-    loss_config = ComponentConfig(base.loss.name, {**base.loss.settings, **sections["loss"]})
+    loss_config = replace(base.loss, settings={**base.loss.settings, **sections["loss"]})
     return replace(base, loss=loss_config, miner=miner, train=train)
 
 

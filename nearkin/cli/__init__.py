@@ -3,15 +3,14 @@
 A command's module is imported only when it runs, and heavy imports stay inside functions, so that help is fast.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
 import threading
 from collections.abc import Sequence
 
-from nearkin._common.processes import check_address_space, other_processes_run
+from nearkin._common.plugins import add_plugin_files
+from nearkin._common.processes import check_address_space, keep_freed_memory, other_processes_run
 from nearkin._common.version import __version__
 from nearkin.errors import ConfigError, UserError, did_you_mean
 
@@ -24,7 +23,7 @@ _USAGE = {
     "evaluate PATH": "retrieval metrics of a run or of a features.npz, with confidence intervals",
     "report RUN [RUN ...]": "one self-contained HTML page for a run, or for a comparison of runs",
     "index RUN FOLDER": "embed images with a run's model and make them searchable",
-    "search DIR IMAGE": 'nearest images in an index, or "unknown"',
+    "search DIR IMAGE": 'nearest images in an index; "unknown" below its threshold, if it has one',
     "serve DIR": "web page and JSON API to search an index by image",
     "export RUN": "save the model as an ONNX or torch file that runs without nearkin",
     "features FOLDER": "features of your images by a pretrained network, in one .npz file",
@@ -57,12 +56,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"nearkin {__version__}: train embeddings, evaluate them on unseen classes, search with them.\n")
         for usage, summary in _USAGE.items():
             print(f"  nearkin {usage:20} {summary}")
-        print("\nRun `nearkin COMMAND --help` for details.")
+        print(
+            "\nRun `nearkin COMMAND --help` for details. Any command takes --import FILE.py, a file of your own losses,"
+        )
+        print("miners, backbones, datasets or recipes.")
         return
     if args[0] in {"-V", "--version"}:
         print(f"nearkin {__version__}")
         return
+    command = args
     try:
+        args = _import_plugins(args)
+        if not args:
+            raise ConfigError("No command given. See: nearkin --help.")
         if args[0] not in COMMANDS:
             hint = did_you_mean(args[0], COMMANDS) or " See: nearkin --help."
             raise ConfigError(f"No command named '{args[0]}'.{hint}")
@@ -71,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.environ.setdefault(name, value)
         if not {"-h", "--help"} & set(args):
             check_address_space()
+            keep_freed_memory()
         _announce_slow_import()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
     except UserError as error:
@@ -78,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the main process prints
-            print(f"\n{_interrupt_message(str(interrupt), args)}", file=sys.stderr)
+            print(f"\n{_interrupt_message(str(interrupt), command)}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,6 +96,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _print_error(message)
         sys.exit(2)
+
+
+def _import_plugins(args: list[str]) -> list[str]:
+    """Note the files given with --import, for the registries to import. Returns the other arguments."""
+    others: list[str] = []
+    files: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, _, file = word.partition("=")
+        if flag == "--import":
+            files.append(file or next(words, ""))
+        else:
+            others.append(word)
+    add_plugin_files(files)
+    return others
 
 
 def _announce_slow_import() -> None:
@@ -137,7 +159,7 @@ def _explain(error: Exception) -> str | None:
 def _interrupt_message(reason: str, args: list[str]) -> str:
     """Return what to print after Ctrl-C; `reason` is empty if no step was interrupted, so that nothing is lost."""
     if not reason:
-        return "stopped; repeat the same command to resume" if args[0] in RESUMABLE else "stopped"
+        return "stopped; repeat the same command to resume" if set(args) & set(RESUMABLE) else "stopped"
     from nearkin.cli._arguments import command_line
 
     command = "the same torchrun command" if "RANK" in os.environ else command_line(*args)

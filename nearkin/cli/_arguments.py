@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typing_extensions import Doc
 
+from nearkin._common.plugins import HINT, load_plugins
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from nearkin.deploy.index.index import Index
     from nearkin.models.embedder import Embedder
 
+# Flags that people expect, and ours.
+ALIASES = {"--model": "--model.backbone", "--gpu": "--device", "--output": "--out", "--budget": "--train.steps"}
 T = TypeVar("T")
 Device = Annotated[str, Doc("cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
 Quiet = Annotated[bool, Doc("Print only the result.")]
@@ -37,8 +40,11 @@ def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = No
     if unknown:
         name = unknown[0].partition("=")[0]
         known = _flag_names(args_type)
+        hint = ALIASES.get(name, "")
         suffixed = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
-        hint = f" Did you mean '{suffixed[0]}'?" if suffixed else did_you_mean(name, known)
+        if hint not in known:
+            hint = suffixed[0] if suffixed else ""
+        hint = f" Did you mean '{hint}'?" if hint else did_you_mean(name, known)
         what = "setting" if name.startswith("-") else "argument"
         raise ConfigError(f"{name}: no such {what}.{hint} See: {prog} --help.")
     return parsed
@@ -65,6 +71,8 @@ def _first_part(box: str) -> str:
     parts = groupby(rows, key=lambda row: bool(row.strip("─-╰╯")))
     message = next((" ".join(part).replace(" .", ".") for is_text, part in parts if is_text), "invalid arguments")
     message = re.sub(r"^Error parsing ((\w+): (?=\2\.))?", "", message)  # --model.dim: "model: model.dim: ..."
+    if message.startswith("Missing from "):  # ... COMMAND: -o PATH, --out PATH What it is. (required)
+        message = "missing " + " ".join(message.partition(": ")[2].split()[:2]).rstrip(",")
     message = message.replace("invalid literal for int() with base 10:", "expected an integer, got")
     return f"{message.rstrip('.')}."
 
@@ -111,7 +119,7 @@ def run_action(command: str, actions: Mapping[str, Callable[[list[str]], None]],
 
 def load_model(run: str | Path, device: str) -> Embedder:
     """Load the model of a run onto a device."""
-    from nearkin.models.embedder import load
+    from nearkin.models.saved import load
     from nearkin.training.device import choose_device
 
     return load(run).to(choose_device(device))
@@ -141,6 +149,7 @@ def require_path(path: str | Path, expected: str) -> None:
 
 def require_names(kind: str, names: Iterable[str]) -> None:
     """Refuse names that are no "loss" or "miner", before torch is imported: those of the package are in its sources."""
+    load_plugins()
     if "nearkin.losses" in sys.modules:  # the registries are loaded, perhaps with a user's own, and check the names
         return
     sources = (path.read_text(encoding="utf-8") for path in (Path(__file__).parent.parent / "losses").glob("*.py"))
@@ -149,7 +158,7 @@ def require_names(kind: str, names: Iterable[str]) -> None:
     for name in names:
         if known and name not in known:
             hint = did_you_mean(name, known) or f" Available: {', '.join(known)}."
-            raise UnknownNameError(f"No {kind} named '{name}'.{hint}")
+            raise UnknownNameError(f"No {kind} named '{name}'.{hint} {HINT}")
 
 
 def command_line(*words: str) -> str:

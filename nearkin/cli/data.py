@@ -1,7 +1,5 @@
 """`nearkin data list|check|get`: list sources, validate data, download benchmarks."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nearkin demo`: train, evaluate and report on the built-in data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

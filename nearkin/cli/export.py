@@ -1,7 +1,5 @@
 """`nearkin export`: export a trained model to a file that runs without nearkin."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,9 +7,9 @@ from typing import Annotated, Literal
 import tyro
 
 from nearkin.cli._arguments import Quiet, parse_target
-from nearkin.errors import require_extra
+from nearkin.errors import ConfigError, require_extra
 
-EXPORT = "nearkin export RUN --to onnx|torch -o FILE"
+EXPORT = "nearkin export RUN --to onnx|torch|hub -o FILE"
 
 
 @dataclass(frozen=True)
@@ -22,16 +20,20 @@ class ExportArgs:
 
     nearkin export runs/<key> --to torch -o birds.pt2
 
+    nearkin export runs/<key> --to hub -o USER/NAME      (the Hugging Face Hub; load it with nk.load("hf:USER/NAME"))
+
     The file takes images as uint8 [B, 3, H, W] (RGB) and returns the model's vectors. It is compared with the model
-    before it is saved.
+    before it is saved. The Hub gets the model as nearkin loads it, and a card with its protocol and metrics.
     """
 
-    to: Literal["onnx", "torch"]
-    """onnx: for ONNX Runtime and others. torch: a torch.export program (.pt2)."""
+    to: Literal["onnx", "torch", "hub"]
+    """onnx: for ONNX Runtime and others. torch: a torch.export program (.pt2). hub: the Hugging Face Hub."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """File to write; its metadata are written next to it, to FILE.json."""
+    """File to write; its metadata are written next to it, to FILE.json. For the Hub: USER/NAME."""
     images: Path | None = None
     """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
+    private: bool = False
+    """Whether only you can see a repository that is made on the Hub."""
     quiet: Quiet = False
 
 
@@ -40,6 +42,16 @@ def run(argv: list[str]) -> None:
     require_extra("export", "PIL")
     if args.to == "onnx":
         require_extra("export", "onnxscript", "onnxruntime")
+    unused = ("--images", args.images) if args.to == "hub" else ("--private", args.private)
+    if unused[1]:
+        raise ConfigError(f"{unused[0]}: has no effect with --to {args.to}. Remove it.")
+    if args.to == "hub":
+        from nearkin.deploy.model_card import model_card
+        from nearkin.training.run import Run
+
+        trained, repo = Run(Path(target)), args.out.as_posix()
+        print(trained.embedder().push_to_hub(repo, card=model_card(trained, repo), private=args.private))
+        return
     from nearkin._common.progress import Reporter
     from nearkin.deploy.export import export_run
 

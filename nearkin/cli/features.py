@@ -36,7 +36,7 @@ class FeaturesArgs:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """File to write."""
     backbone: str | None = None
-    """The network: efficientnet_lite0 (the default), googlenet, resnet50, bn_inception or any timm model."""
+    """The network: efficientnet_lite0 (the default), 1 or 2, googlenet, resnet50, bn_inception or any timm model."""
     weights: str = "default"
     """Its weights: default (published), or a .pth or .safetensors file."""
     views: Literal[1, 2] = 1

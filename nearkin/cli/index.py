@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from nearkin._common.words import agreeing, counted
-from nearkin.cli._arguments import Device, Quiet, leading, load_model, parse_target
+from nearkin.cli._arguments import Device, Quiet, command_line, leading, load_model, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
@@ -127,6 +127,9 @@ def run(argv: list[str]) -> None:
         print(f"index: {counted(len(index), 'item')}{classes}, {index.dim} dimensions, in {args.out}")
         for line in _tune_search(index, trained, args, reporter):
             print(line, flush=True)
+    if not args.quiet and not args.store:
+        print(printable(f"search: {command_line('search', str(args.out))} IMAGE"))
+        print(printable(f"serve:  {command_line('serve', str(args.out))}"))
 
 
 def _check_flags(args: IndexArgs, items: int) -> None:
@@ -152,9 +155,13 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
     if args.calibrate:
         reporter.info("calibrating")
         rate = FALSE_ACCEPT if args.false_accept_rate is None else args.false_accept_rate
-        threshold = index.calibrate(rate, trained=seen)
-        index.write(args.out)
-        yield f"{threshold}\n{CALIBRATION_NOTE}"
+        before, threshold = index.threshold, index.calibrate(rate, trained=seen)
+        if args.false_accept_rate is None and threshold.true_accept < 0.5:
+            index.threshold = before  # a search that calls most known images unknown must be wanted
+            yield f"{threshold}\n  not set, as most known images would be unknown: name the rate to accept that"
+        else:
+            index.write(args.out)
+            yield f"{threshold}\n{CALIBRATION_NOTE}"
     if args.choose_rerank:
         reporter.info("evaluating re-ranking methods")
         choice = index.choose_rerank(trained=seen)

@@ -1,7 +1,5 @@
 """`nearkin losses`: list the losses, or explain one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from nearkin.errors import ConfigError
 
 @dataclass(frozen=True)
 class LossesArgs:
-    """List the losses by family, or explain one: formula, settings with search ranges, when to use it.
+    """List the losses by family, with the papers whose tables have them, or explain one: formula, settings, use.
 
     nearkin losses
 

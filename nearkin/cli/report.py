@@ -1,7 +1,5 @@
 """`nearkin report`: HTML pages, figures, tables and JSON of runs and studies."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

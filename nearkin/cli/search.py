@@ -195,6 +195,8 @@ def _as_lines(index: Index, query: Query, result: SearchResult) -> list[str]:
             f"unknown: highest similarity {result.nearest:.4f}, threshold {index.threshold.value:.4f} "
             f"({index.threshold.false_accept:.2%} false accepts)"
         )
+    if index.threshold is None and result.hits:
+        lines.append("no threshold is set, so nothing is called unknown; nearkin index --calibrate sets one")
     labels = ["" if hit.label is None else printable(str(hit.label)) for hit in result.hits]
     width = max([cell_len(label) for label in labels], default=0)
     for rank, (hit, label) in enumerate(zip(result.hits, labels, strict=True), start=1):

@@ -1,7 +1,5 @@
 """`nearkin serve`: serve an index as a web page and a JSON API."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

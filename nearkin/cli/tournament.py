@@ -1,7 +1,5 @@
 """`nearkin tournament`: rank methods over experiments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

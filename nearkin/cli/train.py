@@ -1,7 +1,5 @@
 """`nearkin train`: train with a recipe, given by name, by file or chosen for the data, and changed by flags."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -28,6 +26,10 @@ class TrainArgs:
 
     nearkin train my_recipe.toml --seed 1
 
+    nearkin train --loss proxy_anchor+0.1*contrastive   (a weighted sum of losses)
+
+    nearkin train --loss triplet --reduction nonzero --loss.regularizers lp=0.01,zero_mean=0.1
+
     nearkin train folder_finetune --data photos/   (fine-tune the whole network, not only a head on its features)
 
     RECIPE comes first: a name, a .toml file or a run folder. Flags override its settings. Names: glyphs_small,
@@ -36,15 +38,16 @@ class TrainArgs:
     thesis_tuned_LOSS; and as BASELINE:DATA what they are compared with: cce, norm_softmax, triplet_semihard,
     lifted_struct, n_pair_mc, proxy_nca, margin, multi_similarity.
 
-    --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE and
-    --freeze backbone are short for --model.weights FILE and --model.freeze backbone.
+    --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE, --freeze backbone
+    and --reduction sum are short for --model.weights FILE, --model.freeze backbone and --loss.reduction sum.
 
     Without RECIPE it is glyphs_small, whose defaults are shown below. With --data PATH it is features_default for
     features, from_scratch for 2,000 or more images smaller than 64 pixels, folder_finetune with a CUDA GPU, else
     folder_default. `nearkin train --data PATH --show` prints the settings that would be used.
 
     Set hyperparameters of the loss with --loss.SETTING VALUE (see: nearkin losses NAME), of the miner with
-    --miner.SETTING VALUE. Repeat the command to resume an interrupted run; a complete run is not trained again.
+    --miner.SETTING VALUE. Settings of a sum of losses belong in a recipe file. Repeat the command to resume an
+    interrupted run; a complete run is not trained again.
     """
 
     runs: Runs = Path("runs")
@@ -55,7 +58,7 @@ class TrainArgs:
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Experiment trackers that also log every epoch."""
     loss: str = "proxy_anchor"
-    """Name of the loss; `nearkin losses` lists them."""
+    """Name of the loss (`nearkin losses` lists them), or a sum such as proxy_anchor+0.1*contrastive."""
     miner: str | None = None
     """Miner, for pair losses: hard, semihard, multi_similarity, distance_weighted, random, all, or none."""
     memory: int = 0
@@ -93,7 +96,7 @@ def run(argv: list[str]) -> None:
     show(result_table(run), headline(run), *comparison_lines(run.result), *notes, paths)
 
 
-ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze"}
+ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze", "--reduction": "--loss.reduction"}
 
 Settings = dict[str, Scalar]
 
@@ -106,15 +109,18 @@ class _Arguments:
     data: Path | None = None
     flags: list[str] = field(default_factory=list)
     settings: dict[str, Settings] = field(default_factory=lambda: {"loss": {}, "miner": {}})
+    regularizers: dict[str, float] = field(default_factory=dict)
 
 
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     """Build the recipe of `nearkin train`. Returns the recipe changed by the flags, and the flags."""
     arguments = _split_arguments(argv)
-    for kind in ("loss", "miner"):  # before the data are looked at
-        name = _flag_value(f"--{kind}", arguments.flags)
-        if name not in (None, "none"):
-            require_names(kind, [str(name)])
+    losses, miner = (_flag_value(f"--{kind}", arguments.flags) for kind in ("loss", "miner"))
+    if losses is not None:  # before the data are looked at
+        require_names("loss", [loss.name for _, loss in ComponentConfig.parse_sum(losses).terms])
+    if miner not in (None, "none"):
+        require_names("miner", [str(miner)])
+    require_names("regularizer", arguments.regularizers)
     base = _base_recipe(arguments)
     shared = {name: getattr(base, name) for name in ("memory", "seed", "data", "model", "eval")}
     miner_name = base.miner.name if base.miner else None
@@ -126,7 +132,7 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     if miner_settings and miner is None:
         raise ConfigError(f"--miner.{next(iter(miner_settings))}: no miner is selected. Select one with --miner NAME.")
     recipe = Recipe(
-        loss=_override(args.loss, base.loss, loss_settings),
+        loss=_override_loss(args.loss, base.loss, loss_settings, arguments.regularizers),
         miner=_override(miner, base.miner, miner_settings) if miner else None,
         **{name: getattr(args, name) for name in (*shared, "train")},
     )
@@ -162,6 +168,8 @@ def _split_arguments(argv: list[str]) -> _Arguments:
             arguments.data = Path(value).resolve()  # the run folder must find its data from any working directory
         elif setting == "name":
             arguments.flags += [f"--{component}", value]
+        elif flag == "--loss.regularizers":
+            arguments.regularizers = _regularizers(value)
         else:
             arguments.settings[component][setting.replace("-", "_")] = _scalar(value)
     return arguments
@@ -208,7 +216,8 @@ def _miner_name(args: TrainArgs, base: Recipe, flags: list[str]) -> str | None:
     if base.miner and args.loss != base.loss.name and not given:
         from nearkin.losses import LOSSES
 
-        return args.miner if LOSSES[args.loss].inputs.pairs else None
+        losses = ComponentConfig.parse_sum(args.loss).terms
+        return args.miner if any(LOSSES[loss.name].inputs.pairs for _, loss in losses) else None
     return args.miner
 
 
@@ -216,6 +225,28 @@ def _override(name: str, base: ComponentConfig | None, settings: Settings) -> Co
     """Change the settings of a component. A component with a new name starts from its own defaults."""
     inherited = base.settings if base is not None and base.name == name else {}
     return ComponentConfig(name, {**inherited, **settings})
+
+
+def _override_loss(
+    name: str, base: ComponentConfig, settings: Settings, regularizers: dict[str, float]
+) -> ComponentConfig:
+    """Change the loss of a recipe. A new loss starts without the regularisers of the recipe's."""
+    loss = base if name == base.name else ComponentConfig.parse_sum(name)
+    if not loss.parts:
+        kept = {**loss.regularizers, **regularizers}
+        return dataclasses.replace(_override(name, base, settings), regularizers=kept)
+    if settings or regularizers:
+        setting = next(iter(settings), "regularizers")
+        raise ConfigError(f"--loss.{setting}: {name} is a sum. Write the settings of its parts in a recipe: [[loss]].")
+    return loss
+
+
+def _regularizers(text: str) -> dict[str, float]:
+    """Parse the weights of regularisers, for example lp=0.01,zero_mean=0.1."""
+    try:
+        return {name: float(weight) for name, _, weight in (term.partition("=") for term in text.split(","))}
+    except ValueError:
+        raise ConfigError(f"--loss.regularizers {text}: expected weights such as lp=0.01,zero_mean=0.1.") from None
 
 
 def _scalar(text: str) -> Scalar:

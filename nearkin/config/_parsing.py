@@ -31,7 +31,7 @@ def load_toml(path: Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], prefix: str, *, suggest: Suggest | None = None) -> T:
-    """Build a frozen dataclass from plain values; a nested one with a `from_dict(values, name)` by that method."""
+    """Build a frozen dataclass from plain values; a nested one by its own `from_dict` or `from_list`, if it has one."""
     assert dataclasses.is_dataclass(cls)
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -54,6 +54,8 @@ def _convert(hint: Any, value: Any, name: str, suggest: Suggest | None) -> Any:
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
     origin = typing.get_origin(hint)
     is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    if isinstance(value, list) and hasattr(hint, "from_list"):
+        return hint.from_list(value, name)
     if (is_section or origin is Mapping) and not isinstance(value, Mapping):
         raise ConfigError(f"{name}: expected a section [{name}], got {value!r}.")
     if is_section:

@@ -6,10 +6,11 @@ TOML files, named recipes and command-line flags all go through `Recipe.from_dic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from nearkin.config._parsing import from_dict, load_toml, to_plain_dict
 from nearkin.errors import ConfigError, did_you_mean
@@ -87,7 +88,8 @@ class ModelConfig:
     """The network that maps an image to a vector: backbone, pooling, head."""
 
     backbone: str = "small_conv"
-    """small_conv, efficientnet_lite0, googlenet, resnet50, bn_inception, any timm model, or none (for features)."""
+    """small_conv, efficientnet_lite0 (or 1, 2), googlenet, resnet50, bn_inception, any timm model, none (features).
+    Several, separated by commas, are joined."""
     weights: str = field(default="none", metadata=_NOT_IN_KEY)  # the run key contains a hash of their content
     """Initial weights of the backbone: none (random), default (published), or a .pth or .safetensors file."""
     width: int = 24
@@ -141,16 +143,29 @@ class ComponentConfig:
     """A registered loss or miner by name, with its settings: `name = "proxy_anchor"`, `alpha = 32.0`.
 
     Attributes:
-        name: The registered name.
-        settings: Keyword arguments; those left out keep their defaults.
+        name: The registered name; of a sum of losses, as `parse_sum` reads it.
+        settings: Keyword arguments; those left out keep their defaults. A loss also takes its `reduction`.
+        regularizers: Weights of the regularisers of a loss: `regularizers = { lp = 0.1 }`.
+        parts: (weight, loss) of each term of a sum of losses, which has no settings of its own; in a recipe file
+            `[[loss]]` with name, weight and settings of each.
     """
 
     name: str
     settings: Mapping[str, Scalar] = field(default_factory=dict)
+    regularizers: Mapping[str, float] = field(default_factory=dict)
+    parts: tuple[tuple[float, ComponentConfig], ...] = ()
 
-    def to_dict(self) -> dict[str, Scalar]:
-        """Return the name and the settings in one dict."""
-        return {"name": self.name, **self.settings}
+    @property
+    def terms(self) -> tuple[tuple[float, ComponentConfig], ...]:
+        """The parts of a sum, or the loss itself with weight 1."""
+        return self.parts or ((1.0, self),)
+
+    def to_dict(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the name and the settings in one dict; of a sum, one for each part."""
+        if self.parts:
+            return [{"weight": weight, **cast(dict[str, Any], part.to_dict())} for weight, part in self.parts]
+        regularizers = {"regularizers": dict(self.regularizers)} if self.regularizers else {}
+        return {"name": self.name, **self.settings, **regularizers}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], section: str) -> ComponentConfig:
@@ -159,10 +174,49 @@ class ComponentConfig:
         name = settings.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(f"{section}.name: expected a name in quotes, got {name!r}.")
+        regularizers = settings.pop("regularizers", {}) if section.startswith("loss") else {}
+        if not isinstance(regularizers, Mapping) or not all(map(_is_number, regularizers.values())):
+            raise ConfigError(f"{section}.regularizers: expected names with weights, as {{lp = 0.1}}.")
         for key, value in settings.items():
             if not isinstance(value, bool | int | float | str):
                 raise ConfigError(f"{section}.{key}: expected a number, true, false or a string, got {value!r}.")
-        return cls(name, settings)
+        return cls(name, settings, {key: float(weight) for key, weight in regularizers.items()})
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any], section: str) -> ComponentConfig:
+        """Build a sum of losses from the values of its parts, each with a `weight` (by default 1)."""
+        parts = []
+        for i, value in enumerate(values):
+            if section != "loss" or not isinstance(value, Mapping):
+                raise ConfigError(f"{section}: expected a section [{section}], got {list(values)!r}.")
+            weight = value.get("weight", 1.0)
+            if not _is_number(weight):
+                raise ConfigError(f"loss[{i}].weight: expected a number, got {weight!r}.")
+            settings = {key: setting for key, setting in value.items() if key != "weight"}
+            parts.append((float(weight), cls.from_dict(settings, f"loss[{i}]")))
+        return cls.sum(parts)
+
+    @classmethod
+    def sum(cls, parts: Sequence[tuple[float, ComponentConfig]]) -> ComponentConfig:
+        """Return the weighted sum of losses."""
+        _check(len(parts) > 0, "loss", "at least one loss", "none")
+        terms = [part.name if weight == 1 else f"{weight:g}*{part.name}" for weight, part in parts]
+        return cls("+".join(terms), parts=tuple(parts))
+
+    @classmethod
+    def parse_sum(cls, text: str) -> ComponentConfig:
+        """Read a loss, or a sum such as "proxy_anchor+0.1*contrastive", with default settings.
+
+        Example:
+            >>> ComponentConfig.parse_sum("proxy_anchor+0.1*contrastive").to_dict()
+            [{'weight': 1.0, 'name': 'proxy_anchor'}, {'weight': 0.1, 'name': 'contrastive'}]
+        """
+        if not set("+*") & set(text):
+            return cls(text)
+        terms = [re.fullmatch(r"\s*(?:(\d*\.?\d+(?:e-?\d+)?)\s*\*)?\s*(\w+)\s*", term) for term in text.split("+")]
+        if not all(terms):
+            raise ConfigError(f"--loss {text}: expected a name, or a sum such as proxy_anchor+0.1*contrastive.")
+        return cls.sum([(float(term[1] or 1), cls(term[2])) for term in terms if term])
 
 
 @dataclass(frozen=True)
@@ -213,8 +267,8 @@ class TrainConfig:
     """Decay of an exponential moving average of the weights, e.g. 0.999, which is evaluated and saved; 0: off."""
     patience: int = 0
     """Early stopping: stop after this many epochs without improvement on the validation classes; 0 turns it off."""
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Precision of the network; fp16 and bf16 need a CUDA device. Losses always use fp32."""
+    precision: Literal["fp32", "fp16", "bf16", "fp64"] = "fp32"
+    """Precision of the network; fp16 and bf16 need a CUDA device. Losses use fp32, or fp64 (slow, for comparisons)."""
     compile: bool = field(default=False, metadata=_NOT_IN_KEY)
     """Compile the network and the loss with torch.compile; the first steps are slow."""
     checkpoint_minutes: float = field(default=15.0, metadata=_NOT_IN_KEY)
@@ -270,7 +324,7 @@ class Recipe:
     Attributes:
         data: The images and their split.
         model: The network.
-        loss: The loss and its settings.
+        loss: The loss and its settings, or a weighted sum of losses.
         miner: The miner and its settings, if any.
         train: The training loop.
         memory: Size of the cross-batch memory, in embeddings (pair losses only); 0 turns it off.
@@ -315,6 +369,10 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> Recipe:
         """Read a recipe from a TOML file, which errors name."""
         return load_toml(Path(path), "recipe", cls.from_dict)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(valid: bool, name: str, expected: str, got: object) -> None:

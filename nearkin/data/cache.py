@@ -125,6 +125,9 @@ class CachedImages(Images):
         height, width = int(self.heights[index]), int(self.widths[index])
         return torch.from_numpy(self._pixels(index)).view(height, width, self.shape[0]).permute(2, 0, 1)
 
+    def original(self, row: int) -> Any:
+        return self.files.original(int(self.rows[row]))
+
     def take(self, rows: Rows) -> CachedImages:
         """Return a view of these rows; it shares the memory map and the record of verified images."""
         view = object.__new__(CachedImages)

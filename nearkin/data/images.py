@@ -1,10 +1,10 @@
-"""`Images`: random access to a table's pixels by row, independent of how they are stored."""
+"""`Images`: random access to a table's pixels (or tensors) by row, independent of how they are stored."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.data.loading import empty_batch, map_in_threads
-from nearkin.data.reading import open_file, read_image, square
+from nearkin.data.reading import MAX_SIDE, open_file, read_image, read_pixels, reason_of, square, to_pillow
 from nearkin.errors import DataError
 
 Rows = NDArray[np.int64]
@@ -25,6 +25,7 @@ class Images(ABC):
 
     shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
     workers = 0  # threads that read; 0: one per core
+    is_pixels = True  # False if `read` returns other tensors than images
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -36,6 +37,10 @@ class Images(ABC):
     @abstractmethod
     def take(self, rows: Rows) -> Images:
         """Return a view of the store restricted to these rows."""
+
+    def original(self, row: int) -> Any:
+        """Return one image as a PIL image, at its full size where the store has it."""
+        return to_pillow(self.whole(row))
 
     def read(self, rows: Rows) -> Tensor:
         """Return the center squares of these rows as uint8 [len(rows), channels, height, width]."""
@@ -51,6 +56,8 @@ class Images(ABC):
 
 class NoImages(Images):
     """Placeholder for the images of a table of features; reading from it raises a `DataError`."""
+
+    is_pixels = False
 
     def __init__(self, source: str, count: int) -> None:
         self.source, self.count, self.shape = source, count, (0, 0, 0)
@@ -69,11 +76,12 @@ class NoImages(Images):
 
 
 class ArrayImages(Images):
-    def __init__(self, pixels: NDArray[np.uint8]) -> None:
-        assert pixels.dtype == np.uint8
-        _, channels, height, width = pixels.shape
+    """Images uint8 [N, C, H, W] in memory, or tensors of any other type and shape [N, ...] for a module of the user."""
+
+    def __init__(self, pixels: NDArray[Any]) -> None:
         self.pixels = torch.from_numpy(pixels)
-        self.shape = (channels, height, width)
+        self.shape = pixels.shape[1:]  # three for images, any number for other tensors
+        self.is_pixels = pixels.dtype == np.uint8
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -115,10 +123,82 @@ class FileImages(Images):
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
         return read_image(self.paths[row], self.side, box=self.box(row), channels=self.shape[0])
 
+    def original(self, row: int) -> Any:
+        if hasattr(self.paths[row], "getbands"):  # a PIL image already
+            return self.paths[row]
+        if self.boxes is None:
+            return to_pillow(read_pixels(self.paths[row]))
+        return to_pillow(read_image(self.paths[row], MAX_SIDE, box=self.box(row)))
+
     def take(self, rows: Rows) -> FileImages:
         paths = [self.paths[row] for row in rows]
         boxes = None if self.boxes is None else self.boxes[rows]
         return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
+
+
+class MemoryImages(Images):
+    """Images of any size in memory, shrunk as those of files are; the data that they come from has the originals."""
+
+    workers = 1  # the data may not be safe to use in threads
+
+    def __init__(self, pixels: Sequence[Tensor], side: int, original: Callable[[int], Any], rows: Rows) -> None:
+        self.pixels, self.get_original, self.rows = pixels, original, rows
+        self.shape = (len(pixels[0]), side, side)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def whole(self, row: int) -> Tensor:
+        return self.pixels[int(self.rows[row])]
+
+    def original(self, row: int) -> Any:
+        return self.get_original(int(self.rows[row]))
+
+    def take(self, rows: Rows) -> MemoryImages:
+        return MemoryImages(self.pixels, self.shape[1], self.get_original, self.rows[rows])
+
+
+class PreparedImages(Images):
+    """Images that a function of the user turns into the inputs of a model; reports and baselines read the pixels."""
+
+    def __init__(self, images: Images, preprocess: Callable[[Any], Any], input_shape: tuple[int, ...]) -> None:
+        self.images, self.preprocess, self.input_shape = images, preprocess, input_shape
+        self.shape, self.workers = images.shape, images.workers
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def whole(self, row: int) -> Tensor:
+        return self.images.whole(row)
+
+    def take(self, rows: Rows) -> PreparedImages:
+        return PreparedImages(self.images.take(rows), self.preprocess, self.input_shape)
+
+    def inputs(self, rows: Rows) -> Tensor:
+        """Return the inputs of these rows [len(rows), ...]."""
+        originals = (self.images.original(int(row)) for row in rows)
+        return torch.stack([apply_preprocess(self.preprocess, image, self.input_shape) for image in originals])
+
+
+def apply_preprocess(preprocess: Callable[[Any], Any], image: Any, shape: tuple[int, ...] = ()) -> Tensor:
+    """Apply a function of the user to a PIL image, and check the shape of the tensor that it returns, if given."""
+    try:
+        output = as_tensor(preprocess(image))
+    except Exception as error:  # the function may raise any exception
+        raise DataError(f"preprocess: failed on an image ({type(error).__name__}: {reason_of(error)}).") from None
+    if output.dtype == torch.uint8:
+        raise DataError("preprocess: returned uint8 pixels, expected a float tensor. Add ToTensor() or the like.")
+    if shape and output.shape != shape:
+        raise DataError(
+            f"preprocess: returned shape {list(output.shape)} instead of {list(shape)}. "
+            "Make it return one shape, with a resize and a crop, or pass example= to Embedder.wrap."
+        )
+    return output
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Convert what the user gives to a tensor. Arrays are copied: torch rejects reversed and read-only ones."""
+    return values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
 def file_digest(path: Path) -> bytes:

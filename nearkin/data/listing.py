@@ -10,7 +10,7 @@ import importlib
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ def part_name(word: str) -> str:
     return PART_ALIASES.get(word, word)
 
 
-def parse_parts(words: Iterable[str], path: Path) -> NDArray[np.str_]:
+def parse_parts(words: Iterable[str], path: Path | str) -> NDArray[np.str_]:
     """Convert a column of parts to our names. Unknown parts are an error, so that a typo does not drop a split."""
     parts = [part_name(word) for word in words]
     unknown = sorted(set(parts) - set(PARTS))
@@ -231,22 +231,29 @@ def list_table(
             raise DataError(f"{file}: its columns differ from those of {files[0]} ({differing}).")
         for name, values in rows.items():
             columns.setdefault(name, []).extend(values)
+    root = path if path.is_dir() else path.parent
+    return list_columns(columns, paths, path.resolve().stem, root, str(path), fewest).without_missing()
+
+
+def list_columns(
+    columns: dict[str, list[str]], paths: list[Path], source: str, root: Path, name: str, fewest: int = 2
+) -> Listing:
+    """List the rows of a table whose columns have our names; errors call it `name`."""
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
         raise DataError(
-            f"{path}: found {counted(len(names), 'class')}, need at least {fewest}. Is the label column correct?"
+            f"{name}: found {counted(len(names), 'class')}, need at least {fewest}. Is the label column correct?"
         )
-    listing = Listing(
-        source=path.resolve().stem,
-        root=path if path.is_dir() else path.parent,
+    return Listing(
+        source=source,
+        root=root,
         paths=tuple(paths),
         labels=labels,
         class_names=names,
-        part=parse_parts(columns["part"], path) if "part" in columns else None,
+        part=parse_parts(columns["part"], name) if "part" in columns else None,
         groups=np.array(columns["group"]) if "group" in columns else None,
-        boxes=_boxes(columns, path) if all(side in columns for side in "xywh") else None,
+        boxes=_boxes(columns, name) if all(side in columns for side in "xywh") else None,
     )
-    return listing.without_missing()
 
 
 def metadata_files(root: Path) -> list[Path]:
@@ -260,25 +267,42 @@ def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[s
     """The known columns under our names, as text, and "row", the row numbers that an editor shows."""
     is_parquet = file.suffix.lower() == ".parquet"
     table, row_numbers = _read_parquet(file) if is_parquet else _read_csv(file)
+    columns = text_columns(table, chosen, str(file), row_numbers)
+    if not columns["path"]:
+        raise DataError(f"{file}: has a header but no rows.")
+    return columns
+
+
+def text_columns(
+    table: Mapping[str, Sequence[Any]], chosen: dict[str, str | None], name: str, row_numbers: list[str]
+) -> dict[str, list[str]]:
+    """Return the known columns of a table under our names, as text, and "row", the number of each row."""
     columns = {"row": row_numbers}
-    by_lower_name = {name.strip().lower(): name for name in table}
-    for column, aliases in COLUMNS.items():
-        choice = chosen.get(column)
-        name = choice if choice is not None else next((by_lower_name[a] for a in aliases if a in by_lower_name), None)
-        if name is not None and name in table:
-            columns[column] = _parquet_strings(table[name], name, file) if is_parquet else table[name]
-        elif choice is not None or column in ("path", "label"):
-            hint = did_you_mean(choice or column, table)
-            raise DataError(
-                f"{file}: no column named '{choice or column}'. Columns: {', '.join(table)}.{hint}\n"
-                f"Choose columns with --data.path-column and --data.label-column."
-            )
+    for column, found in find_columns(table, chosen, name).items():
+        columns[column] = _strings(table[found], found, name)
     for column in ("path", "label"):
         if "" in columns[column]:
             row = row_numbers[columns[column].index("")]
-            raise DataError(f"{file}: row {row} has no {column}. Fill it in or remove the row.")
-    if not columns["path"]:
-        raise DataError(f"{file}: has a header but no rows.")
+            raise DataError(f"{name}: row {row} has no {column}. Fill it in or remove the row.")
+    return columns
+
+
+def find_columns(names: Iterable[str], chosen: dict[str, str | None], table: str) -> dict[str, str]:
+    """Find the columns that we know among those of a table, by their usual names or as chosen."""
+    names = list(names)
+    by_lower_name = {name.strip().lower(): name for name in names}
+    columns: dict[str, str] = {}
+    for column, aliases in COLUMNS.items():
+        choice = chosen.get(column)
+        found = choice if choice is not None else next((by_lower_name[a] for a in aliases if a in by_lower_name), None)
+        if found is not None and found in names:
+            columns[column] = found
+        elif choice is not None or column in ("path", "label"):
+            raise DataError(
+                f"{table}: no column named '{choice or column}'. Columns: {', '.join(names)}."
+                f"{did_you_mean(choice or column, names)}\n"
+                f"Choose columns with --data.path-column and --data.label-column."
+            )
     return columns
 
 
@@ -311,28 +335,33 @@ def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[str]]:
     return columns, [str(number) for number, _ in rows]
 
 
-def _read_parquet(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """The pandas columns by name, and the number of each row."""
+def _read_parquet(file: Path) -> tuple[dict[str, list[Any]], list[str]]:
+    """The columns by name, and the number of each row."""
     try:
         frame = importlib.import_module("pandas").read_parquet(file)
     except ImportError:  # pandas itself, or its Parquet engine
         raise MissingExtraError(f"{file}: Parquet needs pandas and pyarrow. Run: pip install pandas pyarrow") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
-    return {str(name): frame[name] for name in frame.columns}, [str(row) for row in range(1, len(frame) + 1)]
+    return {str(name): frame[name].tolist() for name in frame.columns}, [str(n) for n in range(1, len(frame) + 1)]
 
 
-def _parquet_strings(column: Any, name: str, file: Path) -> list[str]:
-    is_scalar = importlib.import_module("pandas").api.types.is_scalar
-    for row, value in enumerate(column.tolist(), start=1):
-        if not is_scalar(value):
+def _strings(values: Sequence[Any], column: str, table: str) -> list[str]:
+    for row, value in enumerate(values, start=1):
+        if not isinstance(value, str) and hasattr(value, "__len__"):
             raise DataError(
-                f"{file}: column '{name}' contains a {type(value).__name__} in row {row}, expected text or a number."
+                f"{table}: column '{column}' contains a {type(value).__name__} in row {row}, expected text or a number."
             )
-    return ["" if is_na else str(value) for value, is_na in zip(column.tolist(), column.isna().tolist(), strict=True)]
+    return ["" if is_missing(value) else str(value) for value in values]
 
 
-def _boxes(columns: dict[str, list[str]], path: Path) -> NDArray[np.int64]:
+def is_missing(value: Any) -> bool:
+    """Return whether a cell or a label is empty: None, NaN, or pandas's NA or NaT."""
+    is_scalar = not hasattr(value, "__len__")  # the comparison of an array has no single value
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or (is_scalar and bool(value != value))
+
+
+def _boxes(columns: dict[str, list[str]], path: str) -> NDArray[np.int64]:
     try:
         boxes = np.array([[float(v) for v in columns[side]] for side in "xywh"]).T
     except ValueError as error:

@@ -86,6 +86,20 @@ def read_image(source: Any, side: int, *, box: Box | None = None, channels: int 
     return ((pixels.to(torch.int32) * weights).sum(dim=0, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
 
 
+def read_pixels(source: Any) -> Tensor:
+    """Read an image at its full size. Returns uint8 [1 or 3, h, w]."""
+    try:
+        return _decode(source, MAX_SIDE, None)[0]
+    except Exception as error:  # as in `read_image`
+        raise _unreadable(source, error) from None
+
+
+def to_pillow(pixels: Tensor) -> Any:
+    """Convert pixels uint8 [1 or 3, h, w] to a PIL image in RGB."""
+    array = pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+    return import_extra("PIL.Image", extra="images").fromarray(array)
+
+
 def square(whole: Tensor, side: int) -> Tensor:
     """Crop the center square of an image and resize it. Returns uint8 [C, side, side]."""
     height, width = whole.shape[1:]
@@ -187,6 +201,8 @@ def _unreadable(source: Any, error: Exception) -> DataError:
 
 def _decode(source: Any, side: int, box: Box | None) -> tuple[Tensor, float]:
     """Upright pixels [1 or 3, h, w], and the factor by which the decoder reduced them."""
+    if isinstance(source, Tensor):  # pixels already
+        return source, 1.0
     if not isinstance(source, str | os.PathLike | bytes):
         check_pillow(source)
         return _from_pillow(source), 1.0

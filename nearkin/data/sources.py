@@ -34,6 +34,7 @@ from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import ConfigError, DataError, UserError, did_you_mean
 
 SOURCES = ("glyphs", *BENCHMARKS, "folder", "table", "features")
+OWN = "own"  # the source of data that were passed in Python
 FEATURE_SUFFIXES = {".npz", ".npy"}
 # Accepted names of each array in an .npz, ours first.
 _ARRAYS = {"features": ("features", "embeddings"), "labels": ("labels",), "part": COLUMNS["part"]}
@@ -69,15 +70,24 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
         assert table.features is not None
         shape = f"{len(table):,} features of {table.features.shape[1]:,} dimensions, {table.num_classes:,} classes"
         reporter.info(f"data: {shape}, from {data.root}")
-        part, shared = merge_shared_parts(table.labels, table.part)
-        table = replace(table, part=part, notes=_report_merge(len(shared), table.num_classes, reporter))
-        return _subset_table(table, data)
-    listing = list_source(data)
+        return restrict_table(table, data, reporter)
+    return open_listing(list_source(data), data, reporter)
+
+
+def open_listing(listing: Listing, data: DataConfig, reporter: Reporter, *, channels: int = 3) -> Table:
+    """Report what a listing has, and open its images as a table."""
     counts = f"{counted(len(listing), 'image')} of {counted(len(listing.class_names), 'class')}"
     reporter.info(f"data: {data.source}, {counts} from {listing.root}")
     notes = listing.notes + _report_merge(len(listing.shared_classes), len(listing.class_names), reporter)
     check_parts(listing, data)
-    return make_table(replace(listing, notes=notes), data, reporter)
+    return make_table(replace(listing, notes=notes), data, reporter, channels=channels)
+
+
+def restrict_table(table: Table, data: DataConfig, reporter: Reporter) -> Table:
+    """Merge the parts of a table if they share their classes, and take the subset that the settings name."""
+    part, shared = merge_shared_parts(table.labels, table.part)
+    table = replace(table, part=part, notes=table.notes + _report_merge(len(shared), table.num_classes, reporter))
+    return _subset_table(table, data)
 
 
 def _report_merge(shared: int, classes: int, reporter: Reporter) -> tuple[str, ...]:
@@ -98,16 +108,30 @@ def list_source(data: DataConfig) -> Listing:
     elif data.source == "table":
         root = _root(data, "a .csv or .parquet file with --data FILE")
         listing = list_table(root, path_column=data.path_column, label_column=data.label_column)
-        if listing.missing and not data.allow_missing:
-            total = len(listing) + len(listing.missing)
-            raise DataError(
-                f"{data.root}: {len(listing.missing):,} of {total:,} listed files do not exist, first "
-                f"{listing.missing[0]}.\n"
-                f"Paths are relative to the folder of the table; --data.allow-missing ignores missing files."
-            )
+        refuse_missing(listing, data, str(root), "the folder of the table")
+    elif data.source == OWN:
+        raise DataError(
+            "data.source: own means data that were passed in Python, which a recipe cannot load.\n"
+            "Pass them again: nk.fit(recipe, data=...), or nearkin.report.write_page(run, data=...) for a report."
+        )
     else:
         hint = did_you_mean(data.source, SOURCES) or f" Available sources: {', '.join(SOURCES)}."
         raise UserError(f"data.source: no source named '{data.source}'.{hint}")
+    return restrict_listing(listing, data)
+
+
+def refuse_missing(listing: Listing, data: DataConfig, name: str, folder: str) -> None:
+    """Refuse a listing of files that do not exist; their paths are relative to this folder."""
+    if listing.missing and not data.allow_missing:
+        total = len(listing) + len(listing.missing)
+        raise DataError(
+            f"{name}: {len(listing.missing):,} of {total:,} listed files do not exist, first {listing.missing[0]}.\n"
+            f"Paths are relative to {folder}; --data.allow-missing ignores missing files."
+        )
+
+
+def restrict_listing(listing: Listing, data: DataConfig) -> Listing:
+    """Merge the parts of a listing if they share their classes, and take the subset that the settings name."""
     if data.crop_to_boxes and listing.boxes is None:
         raise DataError(f"{listing.source}: has no boxes to crop to. Remove --data.crop_to_boxes.")
     part, shared = merge_shared_parts(listing.labels, listing.part)
@@ -166,7 +190,7 @@ def detect_source(path: Path) -> str:
     return "table" if path.is_dir() and metadata_files(path) else "folder"
 
 
-def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
+def make_table(listing: Listing, data: DataConfig, reporter: Reporter, *, channels: int = 3) -> Table:
     """Open the listed images as a table, without classes that have no images."""
     if listing.unopened and not data.skip_broken:
         raise DataError(
@@ -178,7 +202,7 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     for what, names in (("folders without images", listing.empty), ("images outside any class folder", loose)):
         if names:
             reporter.info(f"data: ignoring {agreeing(len(names), what)}: {', '.join(names[:3])}")
-    opened = images_of(listing, data, reporter)
+    opened = images_of(listing, data, reporter, channels=channels)
     notes = listing.notes
     if listing.missing and not notes:
         notes += (f"{counted(len(listing.missing), 'listed file')} did not exist",)
@@ -191,12 +215,12 @@ def make_table(listing: Listing, data: DataConfig, reporter: Reporter) -> Table:
     return listing.to_table(opened.images, content)
 
 
-def images_of(listing: Listing, data: DataConfig, reporter: Reporter) -> Opened:
+def images_of(listing: Listing, data: DataConfig, reporter: Reporter, *, channels: int = 3) -> Opened:
     """Open image files as a store, at the size that the recipe's augmentation crops from."""
     side = AUGMENTS[data.augment].stored_side(data.image_size)
     boxes = None if listing.boxes is None else listing.boxes.astype(np.float64)
     return open_images(
-        FileImages(listing.paths, side, boxes=boxes, workers=data.num_workers),
+        FileImages(listing.paths, side, boxes=boxes, channels=channels, workers=data.num_workers),
         cache=data.cache,
         limit_gb=data.max_cache_gb,
         on_broken="skip" if data.skip_broken else "stop",

@@ -198,7 +198,7 @@ def _refuse_overlap(table: Table | Listing, train: NDArray[np.int64], others: ND
         )
 
 
-def check_parts(listing: Listing, data: DataConfig) -> None:
+def check_parts(listing: Table | Listing, data: DataConfig) -> None:
     """Refuse parts that share classes, before any image is decoded."""
     if listing.part is not None and data.split != "by_class":
         test, val = np.isin(listing.part, EVAL_PARTS), listing.part == "val"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearkin._common.registry import Registry
 from nearkin.config.recipe import Recipe
-from nearkin.data.images import ArrayImages, Images, Rows
+from nearkin.data.images import ArrayImages, Images, PreparedImages, Rows
 from nearkin.data.loading import empty_batch, prefetch
 from nearkin.data.reading import resize, square
 from nearkin.data.table import Table
@@ -250,6 +250,10 @@ def training_batches(
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
     """Yield batches with the evaluation transform, prefetched in threads."""
+    if isinstance(images, PreparedImages):
+        jobs = ([partial(images.inputs, rows)] for rows in plan)
+        yield from (job() for [job] in jobs) if images.workers == 1 else prefetch(jobs, workers=workers)
+        return
     if augment.evaluates_center_square and isinstance(images, ArrayImages):
         yield from (images.read(rows) for rows in plan)
         return

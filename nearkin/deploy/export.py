@@ -25,11 +25,18 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.data.reading import MAX_ASPECT, MIN_DRAFT_FACTOR
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.images import CheckImages, check_images_from_folder, check_images_of_run, random_check_images
+from nearkin.deploy.images import (
+    CheckImages,
+    check_images_from_folder,
+    check_images_of_run,
+    input_dtype,
+    random_check_images,
+)
 from nearkin.deploy.index.trained import read_training_classes
 from nearkin.errors import ConfigError, RunError, UserError, import_extra
-from nearkin.models.embedder import Embedder, load
+from nearkin.models.embedder import Embedder
 from nearkin.models.heads import unit
+from nearkin.models.saved import load
 from nearkin.training.run import Run
 
 FORMAT, VERSION = "nearkin export", 1
@@ -152,7 +159,7 @@ def export(
 
 def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
-    channels, side, width = model.image_shape
+    channels, side = model.image_shape[0], model.image_shape[-1]
     augment = AUGMENTS[model.augment]
     trained_on = None
     if run is not None:
@@ -161,14 +168,14 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
         except (UserError, OSError):  # the run's data are gone or have changed
             names = []
         trained_on = {"source": run.recipe.data.source, "classes": names or None}
-    return {
+    metadata = {
         "format": FORMAT,
         "version": VERSION,
         "nearkin": __version__,
         "input": {
             "name": "images",
-            "type": "uint8",
-            "shape": ["batch", channels, side, width],
+            "type": str(input_dtype(model))[6:],
+            "shape": ["batch", *model.image_shape],
             "channels": "RGB" if channels == 3 else "grey" if channels == 1 else "as in training",
         },
         "output": {
@@ -197,11 +204,15 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
         "fingerprint": model.fingerprint(),
         "trained_on": trained_on,
     }
+    if model.own is not None and not model.takes_pixels:
+        metadata["preprocessing"] = {"function": model.own.inputs.identity or None}  # of the user; not part of the file
+    return metadata
 
 
 def trace(network: ExportModel) -> torch.export.ExportedProgram:
     """Trace a network with a dynamic batch size. Returns its graph."""
-    sample = torch.zeros((2, *network.model.image_shape), dtype=torch.uint8)  # a batch of 1 would become a constant
+    # A batch of 1 would become a constant.
+    sample = torch.zeros((2, *network.model.image_shape), dtype=input_dtype(network.model))
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(network, (sample,), dynamic_shapes={"images": {0: batch}})
     for part in program.graph_module.modules():
@@ -282,6 +293,8 @@ def _batch_sizes(count: int) -> list[int]:
 def _check_takes_images(model: Embedder) -> None:
     if model.backbone is None:
         raise ConfigError("export: this model takes precomputed features, not images. Export their backbone instead.")
+    if model.own is not None and not model.own.is_module:
+        raise ConfigError("export: this model is a function, of which there is no graph. Wrap an nn.Module.")
 
 
 @contextmanager

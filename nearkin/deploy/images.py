@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nearkin._common.progress import Reporter
 from nearkin.data import glyphs
+from nearkin.data.images import apply_preprocess
 from nearkin.data.listing import list_image_files
-from nearkin.data.reading import Box, read_image
+from nearkin.data.reading import MAX_SIDE, Box, read_image, read_pixels, to_pillow
 from nearkin.data.splits import make_split
 from nearkin.data.transforms import AUGMENTS
 from nearkin.deploy.index.trained import list_training_data
@@ -24,15 +25,20 @@ _MAX_IMAGES, _RANDOM_IMAGES = 64, 16
 
 
 def model_input(model: Embedder, source: Any, box: Box | None = None) -> Tensor:
-    """Return the pixels that `model.embed` would pass to the network, computed in the calling thread."""
-    channels, side, _ = model.image_shape
+    """Return what `model.embed` would pass to the network, computed in the calling thread."""
+    if model.preprocess is not None:
+        image = to_pillow(read_pixels(source) if box is None else read_image(source, MAX_SIDE, box=box))
+        return apply_preprocess(model.preprocess, image, model.image_shape)
+    if not model.takes_pixels:
+        raise DataError(f"This model takes tensors of shape {list(model.image_shape)}, not images.")
+    channels, side = model.image_shape[0], model.image_shape[-1]
     augment = AUGMENTS[model.augment]
     return augment.evaluate(read_image(source, augment.stored_side(side), box=box, channels=channels), side)
 
 
 @dataclass(frozen=True)
 class CheckImages:
-    pixels: Tensor  # uint8 [N, C, H, W]
+    pixels: Tensor  # uint8 [N, C, H, W], or what a module of the user takes
     what: str  # description for the metadata of the exported file; names no path
     note: str = ""  # addition to it for the terminal
 
@@ -52,6 +58,8 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
     if run is None:
         return random_check_images(model, "the folder records no data")
     data = run.recipe.data
+    if not model.takes_pixels and model.preprocess is None:
+        return random_check_images(model, "the model takes no images")
     try:
         split = make_split(glyphs.load() if data.source == "glyphs" else list_training_data(data, reporter), data)[0]
         table, part = (split.train, "training") if split.val is None else (split.val, "validation")
@@ -71,8 +79,16 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
 
 def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (_RANDOM_IMAGES, *model.image_shape), dtype=torch.uint8, generator=generator)
-    return CheckImages(pixels, f"{len(pixels)} random images", f" ({reason.rstrip('.')})" if reason else "")
+    shape, dtype = (_RANDOM_IMAGES, *model.image_shape), input_dtype(model)
+    if dtype == torch.float32:
+        pixels = torch.randn(shape, generator=generator)
+    else:  # of the ids of a module of the user, only 0 and 1 are known to exist
+        pixels = torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, dtype=dtype, generator=generator)
+    return CheckImages(
+        pixels,
+        f"{len(pixels)} random {'images' if model.takes_pixels else 'inputs'}",
+        f" ({reason.rstrip('.')})" if reason else "",
+    )
 
 
 def _read_images(model: Embedder, sources: Sequence[tuple[Path, Any]]) -> Tensor:
@@ -83,6 +99,11 @@ def _read_images(model: Embedder, sources: Sequence[tuple[Path, Any]]) -> Tensor
         except DataError:
             continue
     return torch.stack(pixels) if pixels else torch.empty((0, *model.image_shape), dtype=torch.uint8)
+
+
+def input_dtype(model: Embedder) -> torch.dtype:
+    """Return the type of the inputs of a model that has a backbone."""
+    return model.own.inputs.dtype if model.own else torch.uint8
 
 
 def _evenly_spaced(count: int) -> list[int]:

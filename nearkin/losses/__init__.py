@@ -3,6 +3,7 @@ proxies), or the parameters of their head; both take a `reduction` ("mean", "sum
 values that are not 0) where their definition allows.
 """
 
+from nearkin.losses.classifier import Classifier
 from nearkin.losses.clustering import facility_location, spectral_clustering
 from nearkin.losses.contrastive import info_nce, nt_xent, prototypical, siglip, supcon, vicreg
 from nearkin.losses.margin_softmax import (
@@ -29,7 +30,6 @@ from nearkin.losses.proxy import (
     mpa_dw,
     proxy_anchor,
     proxy_nca,
-    proxy_regulariser,
     proxy_repulsion,
     proxy_repulsion_batch,
     soft_triple,
@@ -38,6 +38,16 @@ from nearkin.losses.proxy_neighbours import manifold, proxy_nca_pp
 from nearkin.losses.ranges import Range, choice, integer, linear, log
 from nearkin.losses.ranking import fast_ap, histogram, pnp, ranked_list, recall_surrogate, smooth_ap, sup_ap
 from nearkin.losses.registry import LOSSES, Buffer, Inputs, LearnedScalar, Loss, Param, loss
+from nearkin.losses.regularizers import (
+    REGULARIZERS,
+    Regularizer,
+    center_invariant,
+    lp,
+    regular_face,
+    regularizer,
+    sparse_centers,
+    zero_mean,
+)
 from nearkin.losses.softmax import arcface, center, norm_softmax, pce, softmax, spce
 from nearkin.losses.tuples import lifted_song, lifted_structure, npair, npair_mc, triplet
 from nearkin.losses.weighted_sum import WeightedSum
@@ -45,18 +55,22 @@ from nearkin.losses.weighted_sum import WeightedSum
 __all__ = [
     "LOSSES",
     "MINERS",
+    "REGULARIZERS",
     "Buffer",
+    "Classifier",
     "Inputs",
     "LearnedScalar",
     "Loss",
     "Objective",
     "Param",
     "Range",
+    "Regularizer",
     "WeightedSum",
     "adaface",
     "angular",
     "arcface",
     "center",
+    "center_invariant",
     "choice",
     "circle",
     "contrastive",
@@ -81,6 +95,7 @@ __all__ = [
     "linear",
     "log",
     "loss",
+    "lp",
     "magface",
     "manifold",
     "margin",
@@ -102,17 +117,19 @@ __all__ = [
     "proxy_anchor",
     "proxy_nca",
     "proxy_nca_pp",
-    "proxy_regulariser",
     "proxy_repulsion",
     "proxy_repulsion_batch",
     "ranked_list",
     "recall_surrogate",
+    "regular_face",
+    "regularizer",
     "siglip",
     "smooth_ap",
     "snca",
     "snr_contrastive",
     "soft_triple",
     "softmax",
+    "sparse_centers",
     "spce",
     "spectral_clustering",
     "sphereface",
@@ -123,4 +140,5 @@ __all__ = [
     "triplet",
     "tuplet_margin",
     "vicreg",
+    "zero_mean",
 ]

@@ -1,7 +1,5 @@
 """What an objective compares other than one label per sample: several labels, a hierarchy of them, or own pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

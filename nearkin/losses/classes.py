@@ -3,8 +3,6 @@
 No mask [N, C] is ever built, so 100,000 classes cost the similarity block and one more buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from nearkin.errors import DataError
 from nearkin.losses.registry import Inputs, Param
 from nearkin.ops.checks import check_range, squared_norms
-from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.geometry import full_precision, gram, unit, zero_or_root
 from nearkin.ops.pairs import as_batch
 
 
@@ -61,13 +59,14 @@ def class_batch(emb: Tensor, labels: Tensor | Sequence[int], params: Tensor, nam
     return check_range(emb, labels, len(params)), labels
 
 
-PROXIES = Inputs(proxy_similarities, params=(Param("proxies", "CD", lr=100.0),))
+PROXIES = Inputs(proxy_similarities, params=(Param("proxies", "CD", lr=100.0),), logits="cosine")
 CENTERS = Inputs(
     proxy_similarities,
     params=(Param("proxies", "CKD", lr=100.0),),
     builder_kwargs={"centers": 10},
     builder_docs={"centers": "Number of centres per class."},
     dims={"K": "centers"},
+    logits="cosine",
 )
 HEAD = Inputs(
     linear_logits,
@@ -75,6 +74,7 @@ HEAD = Inputs(
     builder_kwargs={"dropout": 0.5},
     builder_docs={"dropout": "Dropout probability on the embeddings before the head, in training only."},
     dropout="dropout",
+    logits="linear",
 )
 
 
@@ -89,3 +89,16 @@ def log1p_sum_exp_per_class(x: Tensor, labels: Tensor, num_classes: int) -> tupl
 def class_similarity(sim: Tensor, gamma: float | Tensor) -> Tensor:
     """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma)."""
     return (torch.softmax(sim / gamma, 2) * sim).sum(2)
+
+
+def center_spread(w: Tensor) -> Tensor:
+    """Compute half the mean distance between the unit centres [C, K, D] of a class."""
+    classes, centers, _ = w.shape
+    if centers == 1:
+        return w.sum() * 0.0
+    products = gram(w)
+    squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
+    squared = squared_norm[:, :, None] + squared_norm[:, None, :] - 2 * products
+    # The distance matrix holds every pair twice.
+    root = zero_or_root(squared, 8 * torch.finfo(w.dtype).eps)
+    return root.sum() / (2 * classes * centers * (centers - 1))

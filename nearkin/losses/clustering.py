@@ -1,7 +1,5 @@
 """Clustering losses: the clusters that the embeddings form, compared with the classes as wholes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

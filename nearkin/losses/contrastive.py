@@ -1,7 +1,5 @@
 """Contrastive losses: each positive is identified among the other samples of the batch, or of a second tower."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Margin softmax losses: cross entropy on cosines to the class proxies, with the own class made harder by a margin."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses.classes import PROXIES, ToClasses, class_batch, proxy_similarities
+from nearkin.losses.classes import CENTERS, PROXIES, ToClasses, class_batch, proxy_similarities
 from nearkin.losses.ranges import integer, linear, log
-from nearkin.losses.registry import Buffer, Inputs, Param, loss
+from nearkin.losses.registry import Buffer, loss
 from nearkin.ops.checks import squared_norms
 from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.reductions import own_and_others, sine, softplus
@@ -60,7 +58,7 @@ def _lengths(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> To
     return replace(c, own=torch.linalg.vector_norm(emb.to(c.sim.dtype), dim=1))
 
 
-_LENGTHS = Inputs(_lengths, params=PROXIES.params)
+_LENGTHS = replace(PROXIES, build=_lengths)
 
 
 def _products(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
@@ -101,7 +99,7 @@ def _multiplied_angle_loss(c: ToClasses, margin: int, scale: float) -> Tensor:
     "psi(t) = (-1)^k cos(margin t) - 2 k,  k = floor(margin t / pi)",
     use="To compare with the original angular margin; arcface and cosface are easier to train.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=Inputs(_products_with_directions, params=PROXIES.params),
+    inputs=replace(PROXIES, build=_products_with_directions, logits="direction"),
 )
 def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy with a multiplied angle to the own class; the length of the embedding is the inverse temperature.
@@ -128,7 +126,7 @@ def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     "g = psi(t_iy) as in sphereface (own), cos t_ic (others)",
     use="To compare with the original: a softmax head whose own angle is multiplied.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=Inputs(_products, params=PROXIES.params),
+    inputs=replace(PROXIES, build=_products, logits="linear"),
 )
 def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy of a linear head without bias, with a multiplied angle to the own class.
@@ -154,13 +152,7 @@ def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -
     formula="arcface with  cos t_ic = max_k cos(x_i, w_ck)",
     use="Noisy labels, or classes with several modes: wrong samples gather at centres of their own.",
     space={"margin_degrees": linear(5.0, 45.0), "scale": _SCALE, "centers": integer(1, 10)},
-    inputs=Inputs(
-        proxy_similarities,
-        params=(Param("proxies", "CKD", lr=100.0),),
-        builder_kwargs={"centers": 3},
-        builder_docs={"centers": "Number of centres per class."},
-        dims={"K": "centers"},
-    ),
+    inputs=replace(CENTERS, builder_kwargs={"centers": 3}),
     cost="N C K D",
 )
 def subcenter_arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) -> Tensor:

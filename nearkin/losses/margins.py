@@ -1,7 +1,5 @@
 """Tuple losses whose margin or weight depends on the similarities themselves, on angles, or on the classes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

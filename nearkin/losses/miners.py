@@ -4,14 +4,12 @@ Ties go to the lowest index. An anchor without positives or without negatives ge
 select positive pairs and negative pairs independently: `all`, `pair_margin`, `hard_aware` and `uniform_histogram`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -36,22 +34,21 @@ def miner(function: Miner) -> Miner:
     Returns:
         The public function, which checks the settings first; its `check` attribute only checks them.
     """
-    parameters = inspect.signature(function).parameters
-    known = {n: str(p.annotation) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    parameters = inspect.signature(function, eval_str=True).parameters
+    types = {n: p.annotation for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     name = function.__name__.rstrip("_")
 
     def check(settings: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in settings.items():
-            check_known(f"miner {name}", key, known)
-            annotation = known[key].removesuffix(" | None")
-            if annotation in _CHOICES and value not in get_args(_CHOICES[annotation]):
-                options = ", ".join(get_args(_CHOICES[annotation]))
-                raise ConfigError(f"miner {name}: {key} must be one of {options}, got {value!r}.")
-            if annotation not in _SETTING_TYPES or (value is None and known[key] != annotation):
+            check_known(f"miner {name}", key, types)
+            options = get_args(types[key])  # of a Literal or a union
+            if get_origin(types[key]) is Literal and value not in options:
+                raise ConfigError(f"miner {name}: {key} must be one of {', '.join(options)}, got {value!r}.")
+            if value is None and type(None) in options:
                 continue
-            is_valid, expected = _SETTING_TYPES[annotation]
-            if not is_valid(to_python_scalar(value)):
-                raise ConfigError(f"miner {name}: {key} must be {expected}, got {value!r}.")
+            for kind, (is_valid, expected) in _SETTING_TYPES.items():
+                if kind in (types[key], *options) and not is_valid(to_python_scalar(value)):
+                    raise ConfigError(f"miner {name}: {key} must be {expected}, got {value!r}.")
         return {key: to_python_scalar(value) for key, value in settings.items()}
 
     @functools.wraps(function)
@@ -65,13 +62,12 @@ def miner(function: Miner) -> Miner:
 
 Hardness = Literal["all", "hard", "semihard", "easy"]
 Negatives = Literal["semihard", "hard"]
-_CHOICES: dict[str, Any] = {"Hardness": Hardness, "Negatives": Negatives}
 
-# Annotation of a setting -> its check, and the words for it.
-_SETTING_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
-    "float": (lambda value: is_number(value, float), "a finite number"),
-    "int": (lambda value: is_number(value, int), "an integer"),
-    "torch.Generator": (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
+# Type of a setting -> its check, and the words for it.
+_SETTING_TYPES: dict[type, tuple[Callable[[object], bool], str]] = {
+    float: (lambda value: is_number(value, float), "a finite number"),
+    int: (lambda value: is_number(value, int), "an integer"),
+    torch.Generator: (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
 }
 
 

@@ -1,7 +1,5 @@
 """Neighbour losses: the probability that a neighbour, drawn with softmax(similarity), has the same class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

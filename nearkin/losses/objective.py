@@ -1,27 +1,30 @@
 """Objective: a loss with its settings, its learned parameters, an optional miner and an optional memory."""
 
-from __future__ import annotations
+from __future__ import annotations  # torch 2.6 cannot compile nested functions with evaluated annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses._targets import is_label_matrix, label_levels, own_pairs
 from nearkin.losses.classes import class_similarity
+from nearkin.losses.classifier import Classifier
 from nearkin.losses.miners import MINERS, Miner
-from nearkin.losses.registry import LOSSES, LearnedScalar, Loss, Param, Reduction
+from nearkin.losses.objective_state import ObjectiveState, as_int
+from nearkin.losses.registry import LOSSES, Reduction
+from nearkin.losses.regularizers import check_regularizers, regularization
 from nearkin.ops.checks import check_range, on_host
-from nearkin.ops.geometry import full_precision
-from nearkin.ops.pairs import Pairs, as_batch, as_labels, join, select_pairs
+from nearkin.ops.gather import all_gather_with_grad, gather_rows, is_gathered, rank, world_size
+from nearkin.ops.geometry import full_precision, unit
+from nearkin.ops.pairs import Pairs, as_batch, join, select_pairs
 
 
-class Objective(nn.Module):
+class Objective(ObjectiveState):
     """A loss as a module: `objective(emb, labels)` returns a 0-dim tensor.
 
     The parameters that the loss declares (`proxies`, `weight`, ...) are attributes of the module.
@@ -38,6 +41,12 @@ class Objective(nn.Module):
         matryoshka_dims: Embedding sizes to train at once (Matryoshka): the loss is summed over emb[:, :size].
         chunk_size: Anchors whose pairs are in memory at a time; 0 for all. For pair losses on very large batches: the
             pairs are computed again in the backward pass.
+        regularizers: Weights of the regularisers to add, for example {"lp": 0.1}; see `nearkin.losses.REGULARIZERS`.
+            They are computed on the whole batch, once, and added after the reduction.
+        gather: In a process group of several ranks, compute the loss of the whole batch, gathered from all ranks, on
+            each of them: its gradients, averaged over ranks as DistributedDataParallel does, equal those of one
+            process. False: the batch is complete already, or is meant to be this rank's part. By default that is
+            assumed too, with a warning if the embeddings do not come from `all_gather_with_grad`.
         **settings: Settings of the loss, for example alpha=32.0.
 
     Raises:
@@ -50,11 +59,7 @@ class Objective(nn.Module):
         >>> loss = objective(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
     """
 
-    proxies: nn.Parameter
     class_weights: Tensor | None
-    memory_emb: Tensor
-    memory_labels: Tensor
-    memory_state: Tensor
 
     def __init__(
         self,
@@ -69,6 +74,8 @@ class Objective(nn.Module):
         class_weights: Tensor | Sequence[float] | None = None,
         matryoshka_dims: Sequence[int] = (),
         chunk_size: int = 0,
+        regularizers: Mapping[str, float] | None = None,
+        gather: bool | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -78,10 +85,11 @@ class Objective(nn.Module):
         self.builder_kwargs = {k: v for k, v in merged.items() if k in self.loss.inputs.builder_kwargs}
         self.loss.check_reduction(reduction)
         self.reduction: Reduction = reduction
-        self.num_classes = None if num_classes is None else _as_int("num_classes", num_classes)
-        self.dim = None if dim is None else _as_int("dim", dim)
+        self.gather = gather
+        self.num_classes = None if num_classes is None else as_int("num_classes", num_classes)
+        self.dim = None if dim is None else as_int("dim", dim)
         self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
-        self.chunk_size = _as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
+        self.chunk_size = as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
         if self.chunk_size and not (self.loss.inputs.memory and self.loss.inputs.by_anchor):
             raise ConfigError(f"{self.name} cannot be computed by chunks of anchors. Leave chunk_size at 0.")
         if self.chunk_size and memory:  # the memory has changed when a chunk is computed again
@@ -89,17 +97,12 @@ class Objective(nn.Module):
         self.miner, self.miner_settings = miner, self._check_miner(miner, miner_settings or {})
         self._create_parameters()
         self._create_memory(memory)
+        self.regularizers = check_regularizers(regularizers, self.name, reduction, self.class_vectors)
         weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.get_default_dtype())
         self.register_buffer("class_weights", weights)
         if weights is not None and (weights.dim() != 1 or len(weights) != (self.num_classes or len(weights))):
             raise ConfigError(f"class_weights: expected one number per class, got shape {list(weights.shape)}.")
         self._check_weights(weights)
-
-    @property
-    def loss(self) -> Loss:
-        """The registered loss."""
-        # Looked up, not stored: a module without functions can be pickled.
-        return LOSSES[self.name]
 
     def forward(
         self,
@@ -128,14 +131,47 @@ class Objective(nn.Module):
         Returns:
             The loss, 0-dim unless the reduction is "none".
         """
+        if self.gather:
+            if pairs is not None:
+                raise ConfigError(f"{self.name}: own pairs are of one rank's batch. Use gather=False, or labels.")
+            emb, labels = all_gather_with_grad(emb, labels)
+            if refs is not None and ref_labels is not None:
+                refs, ref_labels = all_gather_with_grad(refs, ref_labels)
+            constants = tuple(gather_rows(x) for x in constants)
+            weights = None if weights is None else gather_rows(weights)
+        elif self.gather is None and not torch.compiler.is_compiling():
+            self._warn_if_partial(emb)
+        return self._forward(emb, labels, *constants, refs=refs, ref_labels=ref_labels, pairs=pairs, weights=weights)
+
+    def _warn_if_partial(self, emb: Tensor) -> None:
+        """Warn, once, if this rank trains on its own part of the batch, which gives other gradients than the whole."""
+        if world_size() > 1 and emb.requires_grad and not is_gathered(emb):
+            self.gather = False
+            warnings.warn(
+                f"{self.name}: rank {rank()} of {world_size()} computes the loss of its own part of the batch, so the "
+                "gradients are not those of the whole batch. Pass gather=True, or gather=False if this is intended.",
+                stacklevel=3,
+            )
+
+    def _forward(
+        self,
+        emb: Tensor,
+        labels: Any,
+        *constants: Tensor,
+        refs: Tensor | None,
+        ref_labels: Any,
+        pairs: Sequence[Tensor] | None,
+        weights: Tensor | None,
+    ) -> Tensor:
         self._check_constants(constants)
         if is_label_matrix(labels, self.loss) or pairs is not None:
             if self.memory_size or self.chunk_size:
                 raise ConfigError(f"{self.name}: several labels or own pairs exclude a memory and chunk_size.")
             if pairs is None and labels.dtype != torch.bool:
-                options: dict[str, Any] = {"refs": refs, "weights": weights}
+                options: dict[str, Any] = {"refs": refs, "pairs": None, "weights": weights}
                 levels = label_levels(labels, ref_labels)
-                return torch.stack([self(emb, level, ref_labels=other, **options) for level, other in levels]).mean(0)
+                values = [self._forward(emb, level, ref_labels=other, **options) for level, other in levels]
+                return torch.stack(values).mean(0)
             pairs, labels, ref_labels = own_pairs(self.loss, emb, labels, refs, ref_labels, pairs)
         if labels is None:
             raise ConfigError(f"{self.name}: pass labels, or for a pair loss pairs=...")
@@ -159,6 +195,10 @@ class Objective(nn.Module):
                 for size in sizes
             ]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            if self.regularizers:
+                vectors = None if self.class_vectors is None else self.class_vectors.to(emb.dtype)
+                true_labels = labels if pairs is None else None
+                loss = loss + regularization(self.regularizers, emb, true_labels, vectors)
         if not on_host(emb):  # where nothing is checked NaN must reach the loss; a hinge would drop it
             loss = loss + (emb.detach() * 0).sum()
         if self.memory_size and self.training:
@@ -217,16 +257,46 @@ class Objective(nn.Module):
         emb, labels = as_batch(emb, torch.zeros(len(emb), dtype=torch.int64))
         with full_precision(emb):
             sim = self._build_classes(emb, labels).sim
-        kwargs = self.loss_kwargs
         if sim.dim() == 3:
-            sim = class_similarity(sim, kwargs["gamma"]) if "gamma" in kwargs else sim.amax(2)
-        scale = kwargs.get("scale", kwargs.get("alpha", 1 / kwargs["temperature"] if "temperature" in kwargs else 1.0))
-        return cast(Tensor, sim * scale)
+            gamma = self.loss_kwargs.get("gamma")
+            sim = sim.amax(2) if gamma is None else class_similarity(sim, gamma)
+        return cast(Tensor, sim * self._logit_scale)
+
+    @property
+    def _logit_scale(self) -> float:
+        kwargs = self.loss_kwargs
+        inverse = 1 / kwargs["temperature"] if "temperature" in kwargs else 1.0
+        return float(kwargs.get("scale", kwargs.get("alpha", inverse)))
 
     @torch.no_grad()
     def predict(self, emb: Tensor) -> Tensor:
         """Return the most likely training class of each embedding [N]; see `logits`."""
         return self.logits(emb).argmax(1)
+
+    def classifier(self) -> Classifier:
+        """Return what was learned about the classes as a plain module: embeddings to `logits`, with its own parameters.
+
+        Raises:
+            ConfigError: The loss has no vectors of classes, or compares samples with them through the batch.
+
+        Example:
+            >>> objective = Objective("cosface", num_classes=3, dim=8)
+            >>> objective.classifier().linear
+            Linear(in_features=8, out_features=3, bias=False)
+        """
+        vectors, form = self.class_vectors, self.loss.inputs.logits
+        if vectors is None or form is None:
+            raise ConfigError(f"{self.name} has no classifier: it learns no vectors that give logits by themselves.")
+        centers = vectors.shape[1] if vectors.dim() == 3 else 1
+        weight = self._logit_scale * (vectors if form == "linear" else unit(vectors)).flatten(0, -2)
+        gamma = self.loss_kwargs.get("gamma")
+        return Classifier(
+            weight,
+            next((value for param, value in self._params() if param.shape == "C"), None),
+            normalize=form == "cosine",
+            centers=centers,
+            temperature=None if gamma is None else gamma * self._logit_scale,
+        )
 
     def _values(
         self,
@@ -250,45 +320,6 @@ class Objective(nn.Module):
         return self._compute(
             built, self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
         )
-
-    @torch.no_grad()
-    def _updated_buffers(self, built: Any, is_last: bool) -> dict[str, Tensor]:
-        """Return the buffers of the loss, in training after its update; it is stored once per batch."""
-        inputs = self.loss.inputs
-        state: dict[str, Tensor] = {buffer.name: getattr(self, buffer.name) for buffer in inputs.buffers}
-        if inputs.update is not None and self.training:
-            new = inputs.update(built, state, self.loss_kwargs)
-            if is_last:
-                self._store(new)
-            state |= new
-        return state
-
-    def _store(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            cast(Tensor, getattr(self, name)).copy_(value)
-
-    @torch.no_grad()
-    def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
-        """Recompute the state that describes the whole training set, as class counts; once per epoch is enough.
-
-        Losses without such state (`Inputs.refresh`) are left unchanged.
-
-        Args:
-            labels: Labels of the training set [n].
-            emb: Its embeddings [n, D], for losses that use them.
-
-        Raises:
-            ConfigError: The loss needs embeddings, and none were passed.
-        """
-        inputs = self.loss.inputs
-        if inputs.refresh is None:
-            return
-        if inputs.refresh_embeddings and emb is None:
-            raise ConfigError(f"{self.name}: pass the embeddings of the training set: objective.refresh(labels, emb).")
-        labels = as_labels(labels) if emb is None else as_batch(emb, labels)[1]
-        assert self.num_classes is not None
-        check_range(labels, labels, self.num_classes)
-        self._store(inputs.refresh(emb, labels, self.num_classes))
 
     def _compute(self, built: Any, state: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         learned = {scalar.name: value for scalar, value in self._learned_scalars()}
@@ -352,101 +383,9 @@ class Objective(nn.Module):
         check = getattr(_find_miner(miner), "check", dict)  # an unregistered function checks its settings itself
         return cast(dict[str, Any], check(settings))
 
-    def _create_parameters(self) -> None:
-        inputs = self.loss.inputs
-        sizes = {"C": self.num_classes, "D": self.dim}
-        sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
-        for state in inputs.state:
-            for letter, argument in (("C", "num_classes"), ("D", "dim")):
-                if letter in state.shape and sizes[letter] is None:
-                    verb = "learns" if isinstance(state, Param) else "stores"
-                    raise ConfigError(f"{self.name} {verb} {state.name} for every class: pass {argument}=...")
-        for buffer in inputs.buffers:
-            shape = [cast(int, sizes[letter]) for letter in buffer.shape]
-            self.register_buffer(buffer.name, torch.full(shape, buffer.init))
-        for param in inputs.params:
-            value = torch.zeros([cast(int, sizes[letter]) for letter in param.shape])
-            if param.init == "normal":
-                # The variance of the published proxy losses: it sets how far one step turns a proxy.
-                nn.init.normal_(value, std=math.sqrt(2.0 / len(value)))
-            self.register_parameter(param.name, nn.Parameter(value))
-        for scalar in inputs.learned_scalars:
-            if scalar.switch is None or self.builder_kwargs[scalar.switch]:
-                initial = torch.tensor(float(self.loss_kwargs[scalar.name]))
-                self.register_parameter(scalar.name, nn.Parameter(initial))
-
-    def _params(self) -> Iterable[tuple[Param, Tensor]]:
-        return [(param, cast(Tensor, getattr(self, param.name))) for param in self.loss.inputs.params]
-
-    def _learned_scalars(self) -> Iterable[tuple[LearnedScalar, Tensor]]:
-        scalars = [scalar for scalar in self.loss.inputs.learned_scalars if scalar.name in self._parameters]
-        return [(scalar, cast(Tensor, getattr(self, scalar.name))) for scalar in scalars]
-
-    @torch.no_grad()
-    def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Set the proxies to the mean direction of each class's embeddings.
-
-        A good initial network would be damaged by random proxies. Several proxies of a class keep their random offsets
-        around the mean; a class without embeddings keeps its proxies. Losses without proxies are left unchanged.
-        """
-        if "proxies" not in self._parameters:
-            return
-        sums = torch.zeros(len(self.proxies), emb.shape[1], dtype=torch.float64)
-        means = nn.functional.normalize(
-            sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
-        ).to(self.proxies)
-        if self.proxies.ndim == 2:
-            present = means.norm(dim=1) > 0.5  # a proxy at 0 has no direction, and would never move again
-            self.proxies[present] = means[present]
-        else:
-            offsets = nn.functional.normalize(self.proxies, dim=-1)
-            self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
-
-    def param_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return one optimizer group per parameter, with its "name", given the learning rate of the network."""
-        groups: list[dict[str, Any]] = []
-        for param, value in self._params():
-            groups.append({"name": param.name, "params": [value], "lr": lr * param.lr})
-            if not param.decay:
-                groups[-1]["weight_decay"] = 0.0
-        for scalar, value in self._learned_scalars():
-            groups.append({"name": scalar.name, "params": [value], "lr": scalar.lr * lr, "weight_decay": 0.0})
-        return groups
-
-    def _create_memory(self, size: int) -> None:
-        size = _as_int("memory", size, "a number of embeddings, 0 or more", minimum=0)
-        if size and not self.loss.inputs.memory:
-            raise ConfigError(f"{self.name} cannot use references from earlier batches. Leave memory at 0.")
-        if size and self.dim is None:
-            raise ConfigError("memory: pass dim=..., the dimensions of the stored embeddings.")
-        self.memory_size = size
-        if size:
-            self.register_buffer("memory_emb", torch.zeros(size, cast(int, self.dim)))
-            self.register_buffer("memory_labels", torch.zeros(size, dtype=torch.int64))
-            # The number of filled rows and the next row to write: part of the state, so that a run resumes exactly.
-            self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64))
-
-    def _update_memory(self, emb: Tensor, labels: Tensor) -> None:
-        first = max(0, len(emb) - self.memory_size)  # not [-size:]: some devices refuse a start before the first row
-        emb, labels = emb[first:], labels[first:]
-        if self.memory_emb.dtype != emb.dtype:  # the memory follows the model
-            self.memory_emb = self.memory_emb.to(emb.dtype)
-        filled, start = self.memory_state.unbind()
-        rows = (start + torch.arange(len(emb), device=emb.device)) % self.memory_size
-        self.memory_emb[rows] = emb
-        self.memory_labels[rows] = labels
-        end = (start + len(emb)) % self.memory_size
-        self.memory_state.copy_(torch.stack([(filled + len(emb)).clamp(max=self.memory_size), end]))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        saved = state_dict.get(f"{prefix}memory_emb")
-        if self.memory_size and isinstance(saved, Tensor):
-            self.memory_emb = self.memory_emb.to(saved.dtype)  # copying into another dtype would round
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
         """Return the name and the settings, for repr()."""
-        options = ("miner", "memory_size", "matryoshka_dims", "chunk_size")
+        options = ("miner", "memory_size", "matryoshka_dims", "chunk_size", "regularizers")
         extras = {
             name.removesuffix("_size") if name == "memory_size" else name: getattr(self, name) for name in options
         }
@@ -458,17 +397,9 @@ def _find_miner(miner: str | Miner) -> Miner:
     return MINERS[miner] if isinstance(miner, str) else miner
 
 
-def _as_int(name: str, value: Any, expected: str = "an integer above 0", minimum: int = 1) -> int:
-    """Return an integer of any type, NumPy's included, as an int; or raise."""
-    number = to_python_scalar(value)
-    if not is_number(number, int) or number < minimum:
-        raise ConfigError(f"{name}: expected {expected}, got {value!r}.")
-    return cast(int, number)
-
-
 def _check_matryoshka_dims(matryoshka_dims: Sequence[int], dim: int | None) -> tuple[int, ...]:
     expected = f"sizes from 1 to {dim or 'the embedding size'}"
-    sizes = tuple(_as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
+    sizes = tuple(as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
     if dim is not None and max(sizes, default=0) > dim:
         raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(sizes)}.")
     return sizes

@@ -1,7 +1,5 @@
 """Pair losses: pairs of the same class are pulled together, pairs of different classes are pushed apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Pair losses with a geometry or a statistic of their own: signal-to-noise ratio, hyperbolic space, spread of pairs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

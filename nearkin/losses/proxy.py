@@ -1,7 +1,5 @@
 """Proxy losses: the batch compared with learned proxies of the classes, normalised wherever they are compared."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -9,41 +7,14 @@ from nearkin.losses.classes import (
     CENTERS,
     PROXIES,
     ToClasses,
+    center_spread,
     class_similarity,
     log1p_sum_exp_per_class,
 )
 from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import loss
-from nearkin.ops.geometry import gram, unit, zero_or_root
+from nearkin.ops.geometry import gram
 from nearkin.ops.reductions import log1p_sum_exp, own_and_others, softplus
-
-
-def proxy_regulariser(proxies: Tensor) -> Tensor:
-    """Compute half the mean distance between the centres of a class; a small weight on it merges unused centres.
-
-    Args:
-        proxies: [C, K, D] of any length. Centres that coincide get no gradient.
-
-    Returns:
-        A 0-dim tensor; 0 for K = 1.
-
-    Example:
-        >>> float(proxy_regulariser(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
-        0.7071...
-    """
-    return _center_spread(unit(proxies))
-
-
-def _center_spread(w: Tensor) -> Tensor:
-    classes, centers, _ = w.shape
-    if centers == 1:
-        return w.sum() * 0.0
-    products = gram(w)
-    squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
-    squared = squared_norm[:, :, None] + squared_norm[:, None, :] - 2 * products
-    # The distance matrix holds every pair twice.
-    root = zero_or_root(squared, 8 * torch.finfo(w.dtype).eps)
-    return root.sum() / (2 * classes * centers * (centers - 1))
 
 
 @loss(
@@ -101,7 +72,7 @@ def soft_triple(
         scale: Inverse temperature over classes.
         gamma: Temperature over the centres of a class.
         margin: Margin in cosine.
-        tau: Weight of `proxy_regulariser`, which merges unused centres.
+        tau: Weight of `sparse_centers`, which merges unused centres.
 
     Returns:
         One value per sample [N].
@@ -116,7 +87,7 @@ def soft_triple(
 
 def _regulariser(c: ToClasses, tau: float) -> Tensor | float:
     assert c.proxies is not None
-    return tau * _center_spread(c.proxies) if tau else 0.0
+    return tau * center_spread(c.proxies) if tau else 0.0
 
 
 _ANCHOR_SPACE = {"alpha": log(8, 64), "margin": linear(0.0, 0.5)}
@@ -180,7 +151,7 @@ def mpa(c: ToClasses, *, alpha: float = 32.0, margin: float = 0.1, gamma: float 
         alpha: Sharpness; the larger it is, the more hard samples dominate.
         margin: Margin in cosine, on both sides.
         gamma: Temperature over the centres of a class.
-        tau: Weight of `proxy_regulariser`, which merges unused centres.
+        tau: Weight of `sparse_centers`, which merges unused centres.
 
     Returns:
         The 0-dim loss.

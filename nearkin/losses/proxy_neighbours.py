@@ -1,7 +1,5 @@
 """Proxy losses on neighbour probabilities: a softmax over distances to proxies, or a random walk among them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Search ranges of the settings of a loss."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

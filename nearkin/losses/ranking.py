@@ -1,7 +1,5 @@
 """Ranking losses: smooth or binned forms of average precision, recall and the order of positives and negatives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -238,7 +236,7 @@ def pnp(
     return _per_query(p, value)
 
 
-def _soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
+def soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
     """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
     lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
     share = torch.where(mask, x - lower, 0.0)
@@ -272,7 +270,7 @@ def fast_ap(p: Pairs, *, bins: int = 10) -> tuple[Tensor, Tensor]:
 
     def value(q: Pairs) -> Tensor:
         position = q.sq_distance().clamp(0.0, 4.0) * (bins / 4)
-        positives, negatives = (_soft_histogram(position, mask, bins) for mask in (q.pos, q.neg))
+        positives, negatives = (soft_histogram(position, mask, bins) for mask in (q.pos, q.neg))
         hits = positives.cumsum(1)
         total = hits + negatives.cumsum(1)
         precision = torch.where(hits > 0, hits, 0.0) / torch.where(hits > 0, total, 1.0)
@@ -308,7 +306,7 @@ def histogram(p: Pairs, *, bins: int = 100) -> Tensor:
     """
 
     def counts(sim: Tensor, mask: Tensor) -> Tensor:
-        return _soft_histogram((sim.clamp(-1.0, 1.0) + 1) * (bins / 2), mask, bins)
+        return soft_histogram((sim.clamp(-1.0, 1.0) + 1) * (bins / 2), mask, bins)
 
     positives, negatives = (
         by_rows(counts, p.sim, mask, width=3 * p.sim.shape[1]).sum(0) / mask.sum().clamp(min=1)

@@ -1,7 +1,5 @@
 """What `nearkin doctor --core` reports of every loss: host synchronisations, graph breaks, peak memory and time."""
 
-from __future__ import annotations
-
 import time
 import warnings
 import weakref

@@ -3,8 +3,6 @@
 A loss is a pure function; the state it needs (proxies, a linear head) it declares in `Inputs`, for `Objective` to own.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -101,6 +99,8 @@ class Inputs:
         update: (built, buffers, settings) -> new values of buffers; called in training before the loss is computed.
         refresh: (emb, labels, num_classes) -> new values of buffers; called by `Objective.refresh`, once per epoch.
         refresh_embeddings: Whether `refresh` uses the embeddings, or the labels only.
+        logits: How similarities to classes follow from the first of `params`: "cosine"; "direction", the product with
+            its unit vector; "linear", the product, plus a bias if that is the second; None if neither.
     """
 
     build: Callable[..., Any]
@@ -120,6 +120,7 @@ class Inputs:
     update: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
     refresh: Callable[[Tensor | None, Tensor, int], dict[str, Tensor]] | None = None
     refresh_embeddings: bool = True
+    logits: Literal["cosine", "direction", "linear"] | None = None
 
     @property
     def state(self) -> tuple[Param | Buffer, ...]:

@@ -1,7 +1,5 @@
 """Classification losses: a softmax over the training classes, or over the classes of the batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -130,6 +128,7 @@ def _logits_and_center_distances(
     inputs=Inputs(
         _logits_and_center_distances,
         params=(*HEAD.params, Param("centers", "CD", init="zeros", lr=100.0, decay=False)),
+        logits="linear",
     ),
 )
 def center(c: ToClasses, *, strength: float = 0.003) -> Tensor:

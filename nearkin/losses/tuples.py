@@ -3,8 +3,6 @@
 None of them enumerates tuples: sums over pairs of sets are computed by sorting, or as sums of logarithms.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Integer codes: vectors that are small integers times a factor, whose similarities are computed exactly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The product is float64, or float32 on GPUs, most of which are slow in float64. W
 the error bound is compared again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,9 +29,8 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
     margin = (bound64 + (bound32 if dtype == torch.float32 else bound64)).cpu().numpy()
     error_bound = bound64.cpu().numpy()
     gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
-    size = problem.class_start[1:] - problem.class_start[:-1]
-    # Queries of equally large classes go together: their thresholds then fill a rectangle.
-    queue = np.argsort(size[problem.codes], kind="stable")
+    # Queries with equally many relevant items go together: their thresholds then fill a rectangle.
+    queue = np.argsort(problem.class_relevant[problem.codes], kind="stable")
     # Bytes per cell: the key, a sorted copy, and temporaries of the comparison.
     step = max(1, min(1024, budget // 2 // (len(problem.gallery) * 32)))
     for a in range(0, len(queue), step):

@@ -1,9 +1,8 @@
 """The validated ranking problem, its relevant items, and the ties among them: shared by both counting backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._vectors import Floats, Ints, VectorSet, as_labels, as_matrix, comparable_distance, encode, prepare
+from nearkin.metrics._labels import as_labels, encode, encode_label_sets
+from nearkin.metrics._vectors import Floats, Ints, VectorSet, as_matrix, comparable_distance, prepare
 
 Progress = Callable[[float], None]
 
@@ -30,19 +30,38 @@ class RankingProblem:
     class_start: Ints  # [C + 1] first position of each class
     similarity: str  # "cosine" or "euclidean"
     groups: tuple[Ints, Ints] | None  # group of each query [Q] and of the item at each position [G]
+    label_sets: Floats | None = None  # [C, T] 0 or 1: with several labels per item a class is a set of labels
+
+    @cached_property
+    def class_relevant(self) -> Ints:
+        """[C] gallery items that are relevant to the queries of each class, if nothing is excluded."""
+        size = np.diff(self.class_start)
+        if self.label_sets is None:
+            return size
+        blocks = np.array_split(np.arange(len(size)), len(size) // 1024 + 1)
+        return np.concatenate([self._classes_that_share(block) @ size for block in blocks])
+
+    def _classes_that_share(self, code: Ints) -> NDArray[np.bool_]:
+        """[n, C] which classes share a label with each of these."""
+        assert self.label_sets is not None
+        return self.label_sets[code] @ self.label_sets.T > 0
 
     @property
     def max_pairs(self) -> int:
         """An upper bound of the number of relevant pairs."""
-        return int(np.diff(self.class_start)[self.codes].sum())
+        return int(self.class_relevant[self.codes].sum())
 
     def relevant_pairs(self, queries: Ints) -> tuple[Ints, Ints]:
         """Return (row, position) of every relevant item; `row` indexes into `queries`."""
-        code = self.codes[queries]
+        row, code = np.arange(len(queries)), self.codes[queries]
+        if self.label_sets is not None:
+            row, other = self._classes_that_share(code).nonzero()
+            code = np.asarray(other)
         size = self.class_start[code + 1] - self.class_start[code]
-        row = np.repeat(np.arange(len(queries)), size)
+        block = np.repeat(np.arange(len(code)), size)
         first = np.cumsum(size) - size
-        position = np.arange(len(row)) - first[row] + self.class_start[code][row]
+        position = np.arange(len(block)) - first[block] + self.class_start[code][block]
+        row = row[block]
         keep = np.ones(len(row), dtype=bool)
         if self.single_set:
             keep &= self.order[position] != queries[row]
@@ -87,12 +106,17 @@ def make_problem(
     single_set = gallery is None
     name = "embeddings" if single_set else "query"
     q = as_matrix(query, name)
-    q_labels = as_labels(labels, len(q), "labels" if single_set else "query labels", name)
+    q_labels = as_labels(labels, len(q), "labels" if single_set else "query labels", name, several=True)
     g, g_labels = None, None
     if not single_set:
         q, g = match_dtype_and_device(q, as_matrix(gallery, "gallery"))
-        g_labels = as_labels(gallery_labels, len(g), "gallery labels", "gallery")
-    codes, g_codes, classes = encode(q_labels, g_labels, "labels")
+        g_labels = as_labels(gallery_labels, len(g), "gallery labels", "gallery", several=True)
+    sets = None
+    if q_labels.ndim == 2 or (g_labels is not None and g_labels.ndim == 2):
+        codes, g_codes, sets = encode_label_sets(q_labels, g_labels)
+        classes = np.array([" ".join(map(str, np.flatnonzero(row))) for row in sets])
+    else:
+        codes, g_codes, classes = encode(q_labels, g_labels, "labels")
     pair = _encode_groups(groups, gallery_groups, len(q), None if g is None else len(g))
     q_vectors, g_vectors = prepare(q, g, similarity)
     size = np.bincount(g_codes, minlength=len(classes))
@@ -107,6 +131,7 @@ def make_problem(
         class_start=np.concatenate([[0], np.cumsum(size)]),
         similarity=similarity,
         groups=None if pair is None else (pair[0], pair[1][order]),
+        label_sets=sets,
     )
 
 

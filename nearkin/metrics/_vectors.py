@@ -19,7 +19,7 @@ U32, U64 = 2.0**-24, 2.0**-53  # half a unit in the last place
 ZERO_NORM = 1e-12  # a vector of at most this norm counts as zero: its cosine with everything is 0
 COSINE_GRID = 2.0**80  # exact cosine distances are rounded to multiples of its inverse (see exact_distance)
 _SPLITTER = 134217729.0  # 2^27 + 1: splits a float64 into two halves whose products are exact
-_CHUNK = 4096  # rows converted at a time, to keep float64 copies small
+_CHUNK = 512  # rows converted at a time: their float64 copies stay in the cache, and the allocator reuses them
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -64,62 +64,6 @@ def _as_tensor(values: NDArray[Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")  # we never write to it
         return torch.as_tensor(values)
-
-
-def as_labels(values: Any, length: int, name: str, of: str) -> NDArray[Any]:
-    """Convert labels to a 1-D array of integers or strings, exact for integers of any size."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    labels = np.asarray(values)
-    if labels.dtype.kind == "f" and isinstance(values, list | tuple) and all(isinstance(v, int) for v in values):
-        labels = np.array(values, dtype=object)  # integers too large or too mixed for one machine type
-    if labels.dtype == object:
-        types = {type(v) for v in labels.ravel().tolist()}
-        if types <= {str, np.str_}:
-            labels = labels.astype(np.str_)
-        elif all(issubclass(t, int | np.integer) for t in types):
-            labels = np.array([int(v) for v in labels.ravel()], dtype=object).reshape(labels.shape)
-        else:
-            names = ", ".join(sorted(t.__name__ for t in types))
-            raise DataError(f"{name}: expected integers or strings, got {names}.")
-    elif labels.dtype.kind not in "iubUS":
-        fix = "Convert them, for example labels.astype(int): large ids collide as floats."
-        raise DataError(f"{name}: expected integers or strings, got {labels.dtype}. {fix}")
-    if labels.dtype.kind == "S":  # some file formats store names as bytes; they must match the same names as text
-        try:
-            labels = np.char.decode(labels, "utf-8")
-        except UnicodeDecodeError:
-            raise DataError(f"{name}: byte strings that are not UTF-8. Decode them first.") from None
-    if labels.ndim != 1:
-        raise DataError(f"{name}: expected one label per row, [N]; got shape {labels.shape}.")
-    if len(labels) != length:
-        raise DataError(f"{name}: {len(labels)} labels for {length} rows of {of}.")
-    return labels
-
-
-def encode(first: NDArray[Any], second: NDArray[Any] | None, name: str) -> tuple[Ints, Ints, NDArray[Any]]:
-    """Encode one or two label arrays as indices into one array of distinct labels.
-
-    Distinct labels are matched as Python objects: NumPy would join int64 and uint64 as float64 and confuse large ids.
-    """
-    names, codes = np.unique(first, return_inverse=True)
-    codes = codes.astype(np.int64)
-    if second is None:
-        return codes, codes, names
-    if (first.dtype.kind in "US") != (second.dtype.kind in "US"):
-        raise DataError(
-            f"{name}: the query has {first.dtype} labels and the gallery {second.dtype}; nothing can match."
-        )
-    others, other_codes = np.unique(second, return_inverse=True)
-    index = {label: i for i, label in enumerate(names.tolist())}
-    extra = [label for label in others.tolist() if label not in index]
-    index |= {label: len(names) + i for i, label in enumerate(extra)}
-    to_code = np.array([index[label] for label in others.tolist()], dtype=np.int64)
-    distinct = list(index)
-    joined = np.array(distinct) if isinstance(distinct[0], str | bytes) else np.array(distinct, dtype=object)
-    if joined.dtype == object and all(-(2**63) <= int(v) < 2**63 for v in distinct):
-        joined = joined.astype(np.int64)
-    return codes, to_code[other_codes], joined
 
 
 def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
@@ -191,22 +135,24 @@ class VectorSet:
 
     def centred(self, rows: slice | Tensor) -> Tensor:
         """Return the scaled centred vectors of some rows, in float64."""
-        return (self.x[rows].double() * self.row_scale[rows, None] - self.centre) * self.scale
+        return (self.x[rows].double() * self.row_scale[rows, None]).sub_(self.centre).mul_(self.scale)
 
-    def error_bounds(self, others: VectorSet) -> tuple[Tensor, Tensor]:
+    def error_bounds(self, others: VectorSet, part: int | None = None) -> tuple[Tensor, Tensor]:
         """Bound the error of a key per row, for a float32 and for a float64 product with `others`.
 
         A dot product of d terms is off by at most d units of rounding times the product of the norms, in whatever
-        order it is summed. The rest covers the rounding of the inputs (norms, centred vectors, biases) and of the
-        exact distance.
+        order it is summed. Summed in parts of `part` terms that are then added, it is off by the number of terms of a
+        part and of parts. The rest covers the rounding of the inputs (norms, centred vectors, biases) and of the exact
+        distance.
         """
         d = self.x.shape[1]
+        depth = d if part is None or part >= d else part + -(-d // part)
         size = self.norm * others.norm.max() + self.bias.abs() + others.bias.abs().max()
         # Before the constant was subtracted, the biases were up to the square of the norm, or one half more.
         float64 = 6 * (d + 16) * U64 * (size + (self.norm + others.norm.max()) ** 2)
         if self.cosine:
             float64 = float64 + 8 * U64 * self.scale * (self.norm + others.norm.max()) + self.scale**2 * 2.0**-60
-        return 1.05 * (d + 16) * U32 * size + float64 + 1e-30, float64 + 1e-200
+        return 1.05 * (depth + 16) * U32 * size + float64 + 1e-30, float64 + 1e-200
 
     def query_matrix(self, rows: slice | Tensor) -> Tensor:
         """Return [n, D + 2] float64 whose product with `gallery_matrix().T` of another set gives the keys."""
@@ -311,7 +257,7 @@ def _scaled_mean(x: Tensor, row_scale: Tensor) -> Tensor:
 
 def _centred_norms(x: Tensor, row_scale: Tensor, centre: Tensor) -> Tensor:
     parts = [
-        (x[a : a + _CHUNK].double() * row_scale[a : a + _CHUNK, None] - centre).square().sum(1).sqrt()
+        (x[a : a + _CHUNK].double() * row_scale[a : a + _CHUNK, None]).sub_(centre).square_().sum(1).sqrt()
         for a in range(0, len(x), _CHUNK)
     ]
     return torch.cat(parts)
@@ -382,7 +328,7 @@ def _columns(vectors: VectorSet, rows: Ints) -> Floats:
     return np.ascontiguousarray(scaled.cpu().numpy().T)
 
 
-# The functions below take numbers or arrays of them; _count_numba compiles them for numbers. A sum is two float64: its
+# The functions below take numbers or arrays of them; _tile_kernels compiles them for numbers. A sum is two float64: its
 # value and what rounding took away.
 
 

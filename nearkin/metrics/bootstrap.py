@@ -2,8 +2,6 @@
 single ones would give intervals that are too narrow, so whole classes are resampled, and swapped in the test.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

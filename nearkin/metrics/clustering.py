@@ -1,14 +1,13 @@
 """Clustering metrics: how well k-means on the embeddings recovers the classes. They need scikit-learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nearkin.errors import ConfigError, import_extra
-from nearkin.metrics._vectors import Ints, as_labels, as_matrix, encode, prepare
+from nearkin.metrics._labels import as_labels, encode
+from nearkin.metrics._vectors import Ints, as_matrix, prepare
 
 
 def nmi(labels: Any, clusters: Any, average: str = "arithmetic") -> float:

@@ -40,7 +40,7 @@ class Ranking:
         size: [T] items in the group.
         items: [Q] items ranked for the query: the gallery without the query itself and its group.
         codes: [Q] class of the query, an index into `classes`.
-        classes: [C] distinct labels, those of the queries first, sorted.
+        classes: [C] distinct labels, those of the queries first, sorted; or sets of labels, such as "0 3".
         similarity: "cosine" or "euclidean".
         notes: Remarks on the data: queries without relevant items, copies, ties, zero vectors.
 
@@ -112,7 +112,7 @@ def rank(
 
     Args:
         query: [Q, D] array or tensor.
-        labels: [Q] integers of any size, or strings.
+        labels: [Q] integers of any size, or strings; or bool [Q, T], where items that share a label are relevant.
         gallery: [G, D]; the query itself when omitted.
         gallery_labels: [G].
         similarity: "cosine", or "euclidean" on the raw vectors.
@@ -164,10 +164,13 @@ def _choose_backend(problem: RankingProblem, backend: str) -> str:
         import_extra("numba", extra="images")
         if not on_cpu:
             raise ConfigError("backend: 'numba' runs on the CPU. Move the vectors with .cpu(), or use backend='torch'.")
+        if problem.label_sets is not None:
+            raise ConfigError("backend: 'numba' takes one label per row. Use backend='torch' for several.")
     if backend != "auto":
         return backend
     large = len(problem.query) * len(problem.gallery) >= _MIN_NUMBA_PAIRS
-    return "numba" if large and on_cpu and has_numba() else "torch"
+    fits = large and on_cpu and problem.label_sets is None
+    return "numba" if fits and has_numba() else "torch"
 
 
 def _plan(problem: RankingProblem, backend: str, budget: int) -> str:

@@ -2,8 +2,6 @@
 Najork 2008), so that neither the order of the rows nor a collapsed model can gain anything.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,13 +65,15 @@ def ndcg(r: Ranking, k: int) -> Floats:
     return _divide(_sum_per_query(r, per_group), best)
 
 
-def reciprocal_rank(r: Ranking) -> Floats:
-    """Compute the reciprocal rank of the first relevant item."""
+def reciprocal_rank(r: Ranking, k: int | None = None) -> Floats:
+    """Compute the reciprocal rank of the first relevant item; 0 if it is not among the first k."""
     has_relevant, above, relevant, size = _first_group(r)
     out = np.full(len(r), np.nan)
-    reciprocal = 1.0 / (above + 1)
+    depth = int(r.items.max(initial=1)) if k is None else k
+    reciprocal = (above < depth) / (above + 1)
     tied = size > relevant
-    reciprocal[tied] = _map_unique(_expected_reciprocal, above[tied], relevant[tied], size[tied])
+    expected = partial(_expected_reciprocal, depth)
+    reciprocal[tied] = _map_unique(expected, above[tied], relevant[tied], size[tied])
     out[has_relevant] = reciprocal
     return out
 
@@ -206,13 +206,11 @@ def _prob_no_hit(slots: int, relevant: int, size: int) -> float:
     return float(np.prod((size - many - t) / (size - t)))
 
 
-def _expected_reciprocal(above: int, relevant: int, size: int) -> float:
+def _expected_reciprocal(depth: int, above: int, relevant: int, size: int) -> float:
     """Expected 1 / rank of the first relevant item of a group: t - 1 others come before it, for every t."""
-    if size == relevant:
-        return 1.0 / (above + 1)
     t = np.arange(1, size - relevant + 2)
     prob = relevant / size * np.concatenate([[1.0], np.cumprod((size - relevant - t[:-1] + 1) / (size - t[:-1]))])
-    return float(np.sum(prob / (above + t)))
+    return float(np.sum(prob * (above + t <= depth) / (above + t)))
 
 
 def _split_at_depth(r: Ranking, depth: Ints) -> tuple[Floats, Floats, Ints]:

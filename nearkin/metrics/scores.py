@@ -214,9 +214,9 @@ def score(
 
     Args:
         query: [Q, D] array or tensor.
-        labels: [Q] integers or strings.
+        labels: [Q] integers or strings; or bool [Q, T], where items that share a label are relevant.
         gallery: [G, D]; the query itself when omitted.
-        gallery_labels: [G].
+        gallery_labels: [G], or bool [G, T].
         ks: The k of the listed R@k, P@k, MAP@k and nDCG@k; any other k by name as long as the ranking fits `memory`.
         singletons: "exclude" excludes queries without relevant items, "zero" scores them 0, "auto" counts them as
             misses in R@k and P@k and excludes them from the metrics that divide by R.
@@ -257,6 +257,35 @@ def score(
             *_singleton_notes(values, is_singleton, ks, singletons),
         ],
     )
+
+
+def score_levels(
+    query: Any, labels: Any, gallery: Any = None, gallery_labels: Any = None, **options: Any
+) -> list[Scores]:
+    """Score every level of a hierarchy of labels, such as species, genus and family.
+
+    Args:
+        query: [Q, D] array or tensor.
+        labels: [Q, L] integers or strings, a column per level.
+        gallery: [G, D]; the query itself when omitted.
+        gallery_labels: [G, L].
+        **options: As in `score`.
+
+    Returns:
+        The scores of each level, in the order of the columns.
+
+    Example:
+        >>> emb = [[1.0, 0.0], [0.9, 0.3], [0.0, 1.0], [0.3, 0.9]]
+        >>> labels = [["robin", "bird"], ["wren", "bird"], ["oak", "tree"], ["oak", "tree"]]
+        >>> [scores["R@1"] for scores in score_levels(emb, labels, ks=(1,))]
+        [0.5, 1.0]
+    """
+    first, second = np.asarray(labels), None if gallery_labels is None else np.asarray(gallery_labels)
+    for name, levels in (("labels", first), ("gallery_labels", first if second is None else second)):
+        if levels.ndim != 2 or levels.shape[1] != first.shape[1] or levels.dtype == bool:
+            raise DataError(f"{name}: expected a column per level, [N, L]; got {levels.dtype} of shape {levels.shape}.")
+    others = [None] * first.shape[1] if second is None else second.T
+    return [score(query, own, gallery, other, **options) for own, other in zip(first.T, others, strict=True)]
 
 
 def _metric_names(ks: Sequence[int], singletons: str) -> list[str]:

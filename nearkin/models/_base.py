@@ -27,6 +27,11 @@ class Backbone(nn.Module):
     # normalisation that the published weights expect; None: computed from the training images
     pixel_norm: PixelNorm | None = None
     default_image_size: int | None = None  # image size that the network was designed for, if it may accept no other
+    always_frozen: frozenset[str] = frozenset()  # names of parameters that are never trained
+
+    def forward_parts(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Compute the feature maps to pool: one, unless several networks stand side by side."""
+        return (self(images),)
 
     def forward_levels(self, images: Tensor) -> dict[str, Tensor]:
         """Compute feature maps at three depths."""

@@ -1,27 +1,35 @@
 """Backbones by name: networks that turn images [B, C, H, W] into feature maps [B, F, h, w].
 
-`small_conv` and `bn_inception` are our own, `googlenet` and `resnet50` come from torchvision, `efficientnet_lite0` and
-every other name from timm. Each backbone carries the pixel normalisation of its published weights.
+`small_conv` and `bn_inception` are our own, `googlenet` and `resnet50` come from torchvision, `efficientnet_lite0` to
+`efficientnet_lite2` and every other name from timm. Each backbone carries the pixel normalisation of its published
+weights.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from nearkin._common.plugins import HINT
 from nearkin._common.registry import Registry
 from nearkin.config.recipe import ModelConfig
 from nearkin.errors import ConfigError, did_you_mean, import_extra
 from nearkin.models._base import IMAGENET_NORM, INCEPTION_NORM, Backbone, PixelNorm
 from nearkin.models.bn_inception import BNInception
+from nearkin.models.own import OWN
 
 # backbone(model, in_channels) -> Backbone
 BACKBONES: Registry[Callable[[ModelConfig, int], Backbone]] = Registry("backbone")
-_RGB_ONLY = ("efficientnet_lite0", "googlenet", "resnet50", "bn_inception")
+LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # weights in Python packages, no download
+FIXED_WIDTH = (*LITE, "googlenet", "resnet50", "bn_inception")  # published networks, for colour images
 
 
 def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
-    if model.backbone in _RGB_ONLY and in_channels != 3:
+    if "," in model.backbone:
+        return JoinedBackbone(model, in_channels)
+    if model.backbone in FIXED_WIDTH and in_channels != 3:
         raise ConfigError(
             f"model.backbone: {model.backbone} expects colour images (3 channels), got {in_channels} channels."
         )
@@ -31,15 +39,24 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 def check_backbone(name: str) -> None:
+    if "," in name:
+        for part in joined_names(name):
+            check_backbone(part)
+        return
     if name in BACKBONES or name == "none":
         return
+    if name == OWN:
+        raise ConfigError(
+            "model.backbone: own means a module of yours, which a recipe cannot build.\n"
+            "Pass it in Python: nk.fit(recipe, model=nk.Embedder.wrap(module))."
+        )
     timm = import_extra("timm", extra="images")
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         known = [*BACKBONES, *timm.list_models()]
         raise ConfigError(
             f"No backbone named '{name}'.{did_you_mean(name, known)} Available: {', '.join(BACKBONES)}, "
-            f"and the {len(known) - len(BACKBONES):,} models of timm."
+            f"and the {len(known) - len(BACKBONES):,} models of timm. {HINT}"
         )
     if tag:
         try:
@@ -74,6 +91,51 @@ class SmallConv(Backbone):
         low = self.layers[:3](images)
         mid = self.layers[3:10](low)
         return {"low": low, "mid": mid, "high": self.layers[10:](mid)}
+
+
+class JoinedBackbone(Backbone):
+    """Several networks side by side on the same images. Their pooled features are scaled to length 1 and joined."""
+
+    def __init__(self, model: ModelConfig, in_channels: int) -> None:
+        super().__init__()
+        names = joined_names(model.backbone)
+        if model.feature_levels != "high":
+            raise ConfigError("model.feature_levels: several backbones have only their last feature maps. Use high.")
+        self.networks = nn.ModuleList(make_backbone(replace(model, backbone=name), in_channels) for name in names)
+        self.num_features = sum(network.num_features for network in self.parts)
+        for name, network in zip(names, self.parts, strict=True):
+            if network.pixel_norm is None:
+                raise ConfigError(f"model.backbone: {name} has no pixel normalisation of its own. Use it alone.")
+            norm = torch.tensor([network.pixel_norm.mean, network.pixel_norm.std])[..., None, None]
+            network.register_buffer("mean_and_std", norm, persistent=False)
+        self.pixel_norm = PixelNorm(mean=(0.0,) * in_channels, std=(1.0,) * in_channels)  # each network has its own
+        sizes = [network.default_image_size for network in self.parts if network.default_image_size]
+        self.default_image_size = max(sizes, default=None)
+
+    @property
+    def parts(self) -> list[Backbone]:
+        return list(self.networks)  # type: ignore[arg-type]
+
+    def forward_parts(self, images: Tensor) -> tuple[Tensor, ...]:
+        maps = []
+        for network in self.parts:
+            assert network.pixel_norm is not None
+            mean, std = network.get_buffer("mean_and_std").unbind()
+            maps.append(network(((images.flip(1) if network.pixel_norm.bgr else images) - mean) / std))
+        return tuple(maps)
+
+
+def joined_names(backbone: str) -> list[str]:
+    """Split names of backbones, "a,b".
+
+    Example:
+        >>> joined_names("efficientnet_lite0, efficientnet_lite2")
+        ['efficientnet_lite0', 'efficientnet_lite2']
+    """
+    names = [name.strip() for name in backbone.split(",")]
+    if "" in names or "none" in names or len(set(names)) < len(names):
+        raise ConfigError(f"model.backbone: expected different names, separated by commas, got '{backbone}'.")
+    return names
 
 
 def _double_conv(in_channels: int, out_channels: int) -> list[nn.Module]:
@@ -156,7 +218,8 @@ class TimmBackbone(Backbone):
 
 
 BACKBONES.add("small_conv", lambda model, in_channels: SmallConv(in_channels, model.width))
-BACKBONES.add("efficientnet_lite0", lambda model, in_channels: TimmBackbone("tf_efficientnet_lite0", in_channels))
+for _name in LITE:
+    BACKBONES.add(_name, lambda model, in_channels: TimmBackbone(f"tf_{model.backbone}", in_channels))
 BACKBONES.add("googlenet", googlenet)
 BACKBONES.add("resnet50", resnet50)
 BACKBONES.add("bn_inception", lambda model, in_channels: BNInception())

@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from nearkin._common.files import atomic_write, read_json
+from nearkin._common.files import atomic_write
 from nearkin._common.progress import Reporter
-from nearkin.config._parsing import from_dict
-from nearkin.config.recipe import ModelConfig, Recipe
-from nearkin.data.images import FileImages, Images
+from nearkin.config.recipe import DataConfig, ModelConfig
+from nearkin.data.images import ArrayImages, FileImages, Images, PreparedImages
 from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
+from nearkin.models import hub
 from nearkin.models._base import Backbone, PixelNorm
-from nearkin.models.backbones import make_backbone
+from nearkin.models.backbones import JoinedBackbone, make_backbone
 from nearkin.models.heads import Head, Pool, unit
-from nearkin.models.weights import fingerprint, load_checkpoint, load_weights
+from nearkin.models.own import OWN, OwnBackbone, Preprocess, read_inputs
+from nearkin.models.weights import fingerprint, load_weights
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
 FORMAT = 1  # version of model.json
@@ -43,9 +44,11 @@ class Embedder(nn.Module):
 
     Args:
         model: Configuration of the network; the backbone starts with its `weights`.
-        image_shape: Shape (C, H, W) of the input; (F, 1, 1) if there is no backbone and the data are features.
+        image_shape: Shape (C, H, W) of the input; (F, 1, 1) if there is no backbone and the data are features; any
+            shape for a module of your own.
         augment: Name of the augmentation whose evaluation transform crops files and stored images to the input.
         reporter: Shows what is ignored of a file of weights; by default nothing is shown.
+        backbone: A module of your own; `Embedder.wrap` makes it.
 
     Attributes:
         dim: Dimension of the embedding.
@@ -58,10 +61,11 @@ class Embedder(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        image_shape: tuple[int, int, int],
+        image_shape: tuple[int, ...],
         *,
         augment: str = "none",
         reporter: Reporter | None = None,
+        backbone: OwnBackbone | None = None,
     ) -> None:
         super().__init__()
         self.model, self.image_shape, self.augment = model, image_shape, augment
@@ -69,7 +73,7 @@ class Embedder(nn.Module):
         self.backbone: Backbone | None = None
         parts: tuple[int, ...] = (channels,)
         if model.backbone != "none":
-            self.backbone = make_backbone(model, channels)
+            self.backbone = backbone or make_backbone(model, channels)
             self.pool = Pool(model)
             parts = tuple(self.pool(maps).shape[1] for maps in self._probe(self.backbone))
             self.backbone.train()
@@ -80,13 +84,87 @@ class Embedder(nn.Module):
         self.bgr = norm.bgr
         self.register_buffer("mean", torch.tensor(norm.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(norm.std).view(-1, 1, 1))
-        self.freeze_backbone(False)
+        if backbone is not None and (weights := backbone.weights()) is not None:
+            for part in (self.pool, self.head):
+                part.to(weights.device, weights.dtype)
+            self.mean, self.std = self.mean.to(weights), self.std.to(weights)
+        self.backbone_frozen = False
+        if backbone is None:  # the parameters of a module of the user are left as they are until `fit` copies them
+            self.freeze_backbone(False)
         if self.backbone is not None:
             load_weights(self.backbone, model.backbone, model.weights, reporter or Reporter(quiet=True))
+
+    @classmethod
+    def wrap(
+        cls,
+        module: Any,
+        preprocess: Any = None,
+        *,
+        dim: int | None = None,
+        image_size: int | None = None,
+        example: Tensor | None = None,
+        name: str = "",
+        config: ModelConfig | None = None,
+    ) -> Embedder:
+        """Make a model of your own network, for `fit`, `evaluate`, `Index`, serving and export.
+
+        Args:
+            module: Maps a float batch to vectors [B, D], tokens [B, T, F] or maps [B, F, h, w], or returns an output of
+                Hugging Face. A function of NumPy arrays can be evaluated and indexed, but not trained.
+            preprocess: For images (mean, std, image size) of pixels from 0 to 1, or an object that has them: timm's
+                `pretrained_cfg`, torchvision's `weights.transforms()`, an image processor of Hugging Face. Or any
+                function from a PIL image to a tensor. By default that of a timm model, else pixels from 0 to 1.
+            dim: Dimension of a linear head on top; by default none: the output of the module is the embedding.
+            image_size: Height and width of the images, if `preprocess` does not say.
+            example: A batch of what the module takes, if this is not images, or images of another number of channels.
+            name: Identifies functions without source (in a notebook), and what the layers of a module do not show.
+            config: Pooling, head and freezing; by default `ModelConfig(pool="average", dim=0)`.
+
+        Returns:
+            The model. It shares the weights of the module.
+
+        Raises:
+            ConfigError: The module fails on a batch of zeros, or its inputs are not known.
+        """
+        config = dataclasses.replace(config or ModelConfig(pool="average", dim=0), backbone=OWN, weights="none")
+        config = config if dim is None else dataclasses.replace(config, dim=dim)
+        backbone = OwnBackbone(module, read_inputs(module, preprocess, image_size, example, name), name)
+        was_training = getattr(module, "training", False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # of the head: the same in every process, so that `fit` can resume
+            return cls(config, backbone.inputs.shape, backbone=backbone).train(was_training)
+
+    @property
+    def own(self) -> OwnBackbone | None:
+        """The backbone if it is a module of the user."""
+        return self.backbone if isinstance(self.backbone, OwnBackbone) else None
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether the inputs are images uint8 that the model normalises itself."""
+        return self.backbone is not None and (self.own is None or self.own.inputs.dtype == torch.uint8)
+
+    @property
+    def preprocess(self) -> Preprocess | None:
+        """The function of the user that turns a PIL image into an input, if there is one."""
+        return self.own.inputs.function if self.own else None
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images that are read for the model."""
+        return self.image_shape[0] if self.takes_pixels else 3
+
+    def data_config(self, data: DataConfig | None = None) -> DataConfig:
+        """Return the settings with which images are read for this model: its size, and without `data` its crop."""
+        data = data or DataConfig(augment=self.augment)
+        takes_images = self.takes_pixels or (self.preprocess is not None and len(self.image_shape) == 3)
+        return dataclasses.replace(data, image_size=max(8, self.image_shape[-1])) if takes_images else data
 
     @torch.no_grad()
     def _probe(self, backbone: Backbone) -> tuple[Tensor, ...]:
         """Return the feature maps of one blank image, or raise if the backbone does not accept this image size."""
+        if isinstance(backbone, OwnBackbone):
+            return self._probe_own(backbone.eval())
         try:
             return self._feature_maps(torch.zeros(1, *self.image_shape), backbone.eval())
         except (AssertionError, RuntimeError) as error:
@@ -98,9 +176,29 @@ class Embedder(nn.Module):
                 f"({str(error).splitlines()[0]}). Use {fix}."
             ) from None
 
+    def _probe_own(self, backbone: OwnBackbone) -> tuple[Tensor, ...]:
+        blank = backbone.blank(1)
+        try:
+            return self._feature_maps(blank, backbone)
+        except ConfigError:
+            raise
+        except Exception as error:  # the module may raise any exception
+            raise ConfigError(
+                f"module: failed on a batch of zeros {list(blank.shape)} ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}).\n"
+                "Pass what it takes: preprocess=(mean, std, image size), image_size= or example=batch."
+            ) from None
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute raw embeddings [B, dim] of images uint8 [B, C, H, W] or pooled features [B, F]."""
-        return self.head(inputs if inputs.ndim == 2 else self.features(inputs))  # type: ignore[no-any-return]
+        features = inputs.to(self.mean.dtype) if self._is_features(inputs) else self.features(inputs)
+        return self.head(features)  # type: ignore[no-any-return]
+
+    def _is_features(self, inputs: Tensor) -> bool:
+        """Whether inputs are for the head; a module of the user may itself take vectors, or token ids."""
+        if inputs.ndim != 2 or self.own is None:
+            return inputs.ndim == 2
+        return inputs.is_floating_point() and tuple(inputs.shape[1:]) != self.image_shape
 
     def features(self, images: Tensor) -> Tensor:
         """Compute the pooled features [B, F] of images uint8 [B, C, H, W]: the input of the head."""
@@ -108,15 +206,22 @@ class Embedder(nn.Module):
             raise DataError("This model has no backbone: it expects features [N, F], not images.")
         if self.bgr:
             images = images.flip(1)
-        scaled = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
-        # channels_last: convolutions on a CPU run 1.4 to 2.4 times as fast.
-        scaled = scaled.contiguous(memory_format=torch.channels_last)
+        if self.own is None or images.dtype == torch.uint8:
+            if not self.takes_pixels:
+                raise DataError("This model takes what its preprocessing returns, not pixels. Pass images to `embed`.")
+            scaled = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
+        else:
+            scaled = images.to(self.mean.dtype) if images.is_floating_point() else images
+        if scaled.ndim == 4:  # channels_last: convolutions on a CPU run 1.4 to 2.4 times as fast.
+            scaled = scaled.contiguous(memory_format=torch.channels_last)
         pooled = [self.pool(maps) for maps in self._feature_maps(scaled, self.backbone)]
+        if isinstance(self.backbone, JoinedBackbone):
+            pooled = [unit(features) for features in pooled]
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
     def _feature_maps(self, scaled: Tensor, backbone: Backbone) -> tuple[Tensor, ...]:
         if self.model.feature_levels == "high":
-            return (backbone(scaled),)
+            return backbone.forward_parts(scaled)
         return tuple(backbone.forward_levels(scaled).values())
 
     def train(self, mode: bool = True) -> Embedder:
@@ -139,6 +244,9 @@ class Embedder(nn.Module):
         trainable = not frozen and self.model.freeze == "none"
         self.backbone.requires_grad_(trainable)
         self.pool.requires_grad_(trainable)
+        for name, parameter in self.backbone.named_parameters():
+            if name in self.backbone.always_frozen:
+                parameter.requires_grad_(False)
         if self.model.freeze_norm == "all":
             for norm in _batch_norms(self.backbone):
                 norm.requires_grad_(False)
@@ -207,30 +315,48 @@ class Embedder(nn.Module):
     def _batches(self, images: ImageInput, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of model inputs from an image store, from arrays of inputs, or from files and PIL images."""
         plan = [np.arange(s, min(s + batch_size, len(images))) for s in range(0, len(images), batch_size)]
+        store: Any = images
         if isinstance(images, Tensor | np.ndarray):
             inputs = torch.as_tensor(images)
-            if inputs.ndim == 2 and inputs.is_floating_point() and inputs.shape[1] == self.num_features:
-                inputs = inputs.to(self.mean.dtype)
-            elif inputs.dtype != torch.uint8 or inputs.ndim != 4 or tuple(inputs.shape[1:]) != self.image_shape:
-                bytes_or = f"bytes of shape [N, {', '.join(map(str, self.image_shape))}] or " if self.backbone else ""
-                hint = " To have images resized, pass paths or PIL images." if self.backbone else ""
-                raise DataError(
-                    f"embed: expected {bytes_or}features of shape [N, {self.num_features}], "
-                    f"got {inputs.dtype} {list(inputs.shape)}.{hint}"
-                )
-            yield from (inputs[rows[0] : rows[-1] + 1] for rows in plan)
-            return
-        channels, side, _ = self.image_shape
-        augment = AUGMENTS[self.augment]
-        store: Any = images
-        if not hasattr(images, "read"):
-            store = FileImages(store, augment.stored_side(side), channels=channels)
-        yield from eval_batches(store, plan, augment)
+            if self.preprocess is None or inputs.dtype != torch.uint8 or inputs.ndim != 4:
+                inputs = self._check_array(inputs)
+                yield from (inputs[rows[0] : rows[-1] + 1] for rows in plan)
+                return
+            store = ArrayImages(inputs.numpy())
+        if not hasattr(store, "read"):
+            if not self.takes_pixels and self.preprocess is None:
+                raise DataError(f"embed: expected {self._expected_arrays()}, got a list.")
+            store = FileImages(store, AUGMENTS[self.augment].stored_side(self.image_shape[-1]), channels=self.channels)
+        if self.preprocess is not None and not isinstance(store, PreparedImages):
+            store = PreparedImages(store, self.preprocess, self.image_shape)
+        if not store.is_pixels and (self.own is None or store.shape != self.image_shape):
+            raise DataError(f"embed: expected {self._expected_arrays()}, got tensors [N, {_sizes(store.shape)}].")
+        yield from eval_batches(store, plan, AUGMENTS[self.augment])
+
+    def _check_array(self, inputs: Tensor) -> Tensor:
+        """Return an array of features or inputs in the type that the model takes, or raise."""
+        is_input = tuple(inputs.shape[1:]) == self.image_shape
+        if inputs.ndim == 2 and inputs.shape[1] == self.num_features and self._is_features(inputs):
+            if inputs.is_floating_point():
+                return inputs.to(self.mean.dtype)
+        elif is_input and (inputs.dtype == torch.uint8 if self.takes_pixels else self.own is not None):
+            return inputs
+        elif is_input and self.own is not None and inputs.is_floating_point():
+            return inputs  # normalised by the caller
+        hint = " To have images resized, pass paths or PIL images." if self.takes_pixels else ""
+        raise DataError(f"embed: expected {self._expected_arrays()}, got {inputs.dtype} {list(inputs.shape)}.{hint}")
+
+    def _expected_arrays(self) -> str:
+        what = "bytes" if self.takes_pixels else "tensors"
+        inputs = f"{what} of shape [N, {_sizes(self.image_shape)}] or " if self.backbone else ""
+        return f"{inputs}features of shape [N, {self.num_features}]"
 
     def save(self, folder: str | Path) -> Path:
         """Write model.safetensors and model.json into a folder, for `nearkin.load`. Returns the folder."""
         folder = Path(folder)
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        if self.own is not None:  # whose layers may share weights, which safetensors refuses
+            tensors = {name: value.clone() for name, value in tensors.items()}
         data: bytes = safetensors.save(tensors)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -241,6 +367,20 @@ class Embedder(nn.Module):
             raise RunError(f"{folder}: cannot write the model ({error.strerror or error}).") from None
         return folder
 
+    def push_to_hub(self, repo: str, *, card: str = "", private: bool = False) -> str:
+        """Upload the model to the Hugging Face Hub, for `nearkin.load("hf:USER/NAME")`.
+
+        Args:
+            repo: USER/NAME; made if it does not exist.
+            card: Text of the model card, in Markdown. `nearkin.deploy.model_card(run, repo)` has protocol and metrics.
+            private: Whether only you can see a repository that is made.
+
+        Returns:
+            The address of the commit.
+        """
+        text = card or f'A model of nearkin: `import nearkin as nk; model = nk.load("hf:{repo}")`.\n'
+        return hub.push(self, repo, text, private=private)
+
     def config_dict(self, sha256: str = "") -> dict[str, Any]:
         """Return the content of model.json: what is needed to rebuild the network, and the checksum of its weights."""
         return {
@@ -250,7 +390,12 @@ class Embedder(nn.Module):
             "augment": self.augment,
             "dim": self.dim,
             "sha256": sha256,
+            **self.own_dict(),
         }
+
+    def own_dict(self) -> dict[str, Any]:
+        """Return what identifies a module of the user and its preprocessing; empty for other models."""
+        return {} if self.own is None else {OWN: self.own.to_dict()}
 
     def fingerprint(self) -> str:
         """Hash the weights and the preprocessing; models with the same fingerprint give the same vectors."""
@@ -258,63 +403,8 @@ class Embedder(nn.Module):
         return hashlib.sha256(config.encode()).hexdigest()[:16]
 
 
-def load(path: str | Path) -> Embedder:
-    """Load a trained model.
-
-    Args:
-        path: A run folder, or a folder written by `Embedder.save`.
-
-    Returns:
-        The model in evaluation mode.
-
-    Raises:
-        RunError: The folder has no model, or its files are damaged.
-    """
-    folder = Path(path)
-    if (folder / "model.json").exists():
-        return _load_saved(folder)
-    recipe_file, weights_file = folder / "recipe.toml", folder / "best.pt"
-    if not recipe_file.exists() or not weights_file.exists():
-        raise RunError(
-            f"{folder}: no trained model here (recipe.toml and best.pt, or model.json). Give a folder below runs/."
-        )
-    checkpoint = load_checkpoint(weights_file, keys=("model", "image_shape"))
-    recipe = Recipe.from_toml(recipe_file)
-    config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed
-    model = Embedder(config, tuple(checkpoint["image_shape"]), augment=recipe.data.augment)
-    _load_state(model, checkpoint["model"], weights_file)
-    return model.eval()
-
-
-def _load_saved(folder: Path) -> Embedder:
-    weights = folder / "model.safetensors"
-    try:
-        config = read_json(folder / "model.json")
-        if config["format"] != FORMAT:
-            raise RunError(
-                f"{folder / 'model.json'}: format {config['format']}, but this version of nearkin reads "
-                f"format {FORMAT}. Load it with the version that wrote it."
-            )
-        data = weights.read_bytes()
-        if hashlib.sha256(data).hexdigest() != config["sha256"]:
-            raise RunError(f"{weights}: does not match model.json (its checksum differs). Copy both files again.")
-        state = safetensors.load(data)
-        shape = tuple(config["image_shape"])
-        model = Embedder(from_dict(ModelConfig, config["model"], "model."), shape, augment=config["augment"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError(f"{folder}: not a readable model ({type(error).__name__}: {error}).") from None
-    _load_state(model, state, weights)
-    return model.eval()
-
-
-def _load_state(model: Embedder, state: dict[str, Tensor], path: Path) -> None:
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(f"{path}: does not fit the configuration in the same folder ({reason}).") from None
+def _sizes(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
 
 
 def _batch_norms(backbone: nn.Module) -> list[nn.Module]:

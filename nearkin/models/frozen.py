@@ -161,5 +161,6 @@ def _key(model: Embedder, table: Table, views: int) -> str:
         "pool": [model.model.pool, model.model.gem_p, model.model.feature_levels],
         "input": list(model.image_shape),
         **({} if views == 1 else {"views": views}),
+        **model.own_dict(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]

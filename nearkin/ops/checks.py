@@ -1,7 +1,5 @@
 """Checks of inputs, and whether a value may be read: on an accelerator reading one waits for all work queued on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Every function here has a plain counterpart, its reference in the tests, which i
 inside `torch.func` and for second derivatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

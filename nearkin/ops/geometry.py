@@ -2,8 +2,6 @@
 zero: for a zero vector or two coincident points.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pairs: similarities with positive and negative masks, which a miner narrows (`Pairs -> Pairs`) and a loss reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,6 +1,6 @@
 """Masked reductions over similarity matrices, stable for any scale and with zero gradient for an empty row."""
 
-from __future__ import annotations
+from __future__ import annotations  # torch 2.6 cannot compile nested functions with evaluated annotations
 
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Functions of rows, computed by blocks of rows: their buffers are as small as a block, also in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

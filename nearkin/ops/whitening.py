@@ -1,7 +1,5 @@
 """Whitening as a linear map x -> weight @ x + bias: the initial weights of a head, or the whole head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nearkin.training.run import Run
 
+FEW_TEST_CLASSES = 10  # a bootstrap over fewer is much too narrow
 # How to get a model that equals a baseline, where one is worth having.
 _WITHOUT_TRAINING = {
     "whitened start": "--train.epochs 0",
@@ -57,6 +58,9 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
         words = ", ".join(describe_difference(metric, d["mean"], *d["interval"]) for metric, d in metrics.items())
         is_start = not result["protocol"]["epoch"] and name == names[-1]
         lines.append(f"vs. {name}: {'these are its weights' if is_start else words}")
+    classes = result["protocol"]["classes"]["test"]
+    if classes < FEW_TEST_CLASSES:
+        lines.append(f"only {classes} test classes: these intervals say little about other classes")
     return lines
 
 
@@ -73,6 +77,8 @@ def describe_difference(metric: str, mean: float, low: float, high: float) -> st
         return f"{metric} better by {100 * low:.1f} to {100 * high:.1f} points"
     if high < 0:
         return f"{metric} worse by {-100 * high:.1f} to {-100 * low:.1f} points"
+    if low == high:
+        return f"{metric} the same for every class"
     return f"{metric} not significantly different ({100 * low:+.1f} to {100 * high:+.1f} points)"
 
 
@@ -103,12 +109,22 @@ def _conclusion(result: Mapping[str, Any]) -> str:
         return text
     if equal:
         name = max(equal, key=lambda name: recalls[name])
-        return f"Training did not help measurably. As good without training: {name}{_advice(name, result)}."
+        recall, precision = (100 * result["test"][name][metric]["mean"] for metric in ("R@1", "MAP@R"))
+        values = f"R@1 {recall:.1f}, MAP@R {precision:.1f}"
+        return f"Training did not help measurably. As good without it: {name}, {values}{_advice(name, result)}."
     doubtful = [name for name, pair in signs.items() if pair != (1, 1)]
     if not doubtful:
         return "Training helped: R@1 and MAP@R are significantly better than those of every baseline."
     metric, other = ("R@1", "MAP@R") if signs[doubtful[0]][0] > 0 else ("MAP@R", "R@1")
     return f"Training helped, but compared with {doubtful[0]} only in {metric}, not in {other}."
+
+
+def no_run_helped(results: Sequence[Mapping[str, Any]]) -> str:
+    """Say so if none of several runs is measurably better than a baseline without training; else an empty string."""
+    evaluated = [result for result in results if result["test"] is not None]
+    if len(evaluated) < 2 or any(_conclusion(result).startswith("Training helped") for result in evaluated):
+        return ""
+    return "No run is measurably better than the best baseline without training."
 
 
 def _advice(name: str, result: Mapping[str, Any]) -> str:
@@ -118,6 +134,13 @@ def _advice(name: str, result: Mapping[str, Any]) -> str:
     if name in _WITHOUT_TRAINING:
         return f" (to use it, repeat the command with {_WITHOUT_TRAINING[name]})"
     return ". The loss, its learning rate or the number of epochs does not suit these data"
+
+
+def unchanged_line(epochs: Sequence[int | None]) -> str:
+    """Say in how many trials, by their selected epochs, the start was kept; empty if in none."""
+    kept = sum(epoch == 0 for epoch in epochs)
+    where = "all trials" if kept == len(epochs) else f"{kept} of {len(epochs)} trials"
+    return f"In {where} no epoch was better than the initial model, which is what is compared there." if kept else ""
 
 
 def compare_study(

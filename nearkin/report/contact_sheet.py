@@ -1,7 +1,5 @@
 """Contact sheets: queries on the left, their neighbours on the right, in one PNG file."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 from collections.abc import Sequence

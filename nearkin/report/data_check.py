@@ -37,8 +37,8 @@ def render(report: Report, *, cases: int = 3) -> Text:
             text.append(f"\n        and {len(finding.cases) - cases:,} more", "dim")
         text.append(f"\n        {finding.advice}")
     count = Counter(finding.level for finding in report.findings)
-    levels = [f"{count[k]} type{'s'[: count[k] > 1]} of {k}s" for k in LEVELS if count[k]]
-    verdict = "" if report.ok else " Training accepts this data, but its scores would be wrong."
+    levels = [f"{counted(count[k], 'kind')} of {k}" for k in LEVELS if count[k]]
+    verdict = " Training would accept this data" + ("." if report.ok else ", but its scores would be wrong.")
     if report.refused:
         verdict = " Training would refuse this data."
-    return text.append(f"\n\n{', '.join(levels)}.{verdict}" if levels else "\n\nNo problems found.")
+    return text.append(f"\n\n{', '.join(levels) or 'No problems found'}.{verdict}")

@@ -1,13 +1,12 @@
 """The evaluated images of a run with embeddings and neighbours, and the images of a page: thumbnails and map."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,14 @@ from nearkin._common.progress import Reporter
 from nearkin.analysis.hardness import hardest
 from nearkin.data import sources
 from nearkin.data.images import Images, Rows
+from nearkin.data.own import as_table
 from nearkin.data.splits import make_split
 from nearkin.data.table import Table
 from nearkin.errors import DataError, import_extra
 from nearkin.metrics.ranking import neighbours
 from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
+from nearkin.models.own import OWN
 from nearkin.ops.geometry import unit
 from nearkin.training.device import choose_device
 from nearkin.training.evaluation import (
@@ -72,11 +73,11 @@ class EvalData:
         return path.relative_to(base).as_posix()
 
 
-def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
+def load_eval_data(run: Run, data: Any = None, *, reporter: Reporter) -> EvalData:
     """Load what a finished run was evaluated on. Sealed test classes stay sealed."""
     recipe, result = run.recipe, run.result
     assert result is not None
-    table = sources.load(recipe.data, reporter)
+    table = sources.load(recipe.data, reporter) if data is None else as_table(data, recipe.data, reporter=reporter)
     if table.fingerprint != result["protocol"]["fingerprint"]:
         raise DataError(f"{table.source}: the data have changed since this run.")
     split, holdout = make_split(table, recipe.data)
@@ -85,7 +86,8 @@ def load_eval_data(run: Run, *, reporter: Reporter) -> EvalData:
     if part is None:
         raise DataError("the test classes are sealed, and there are no validation classes to show instead.")
     name = "test" if tested else "validation"
-    frozen = part.features is not None or recipe.model.freeze == "backbone"
+    is_own = recipe.model.backbone == OWN  # the saved embeddings do, without its module
+    frozen = not is_own and (part.features is not None or recipe.model.freeze == "backbone")
     emb = None if frozen else load_embeddings(run, name, part)
     if emb is None:
         model = run.embedder().to(choose_device("auto"))

@@ -1,7 +1,5 @@
 """HTML pages as single files (a template with inline script and styles that fetches nothing), and errors of writing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Text and plots of `nearkin losses`: the list of losses, and the description of one with a plot of its gradient."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
@@ -14,8 +12,11 @@ import docstring_parser
 import torch
 from torch import Tensor
 
+from nearkin.bench.paper_studies import papers_of_losses
+from nearkin.bench.papers import papers
 from nearkin.losses.classes import ToClasses
 from nearkin.losses.registry import LOSSES, ONE_PER_CLASS, Loss
+from nearkin.losses.regularizers import REGULARIZERS
 from nearkin.ops.pairs import Pairs
 from nearkin.report.print_figures import plot_lines, save_figure
 
@@ -33,22 +34,26 @@ FAMILIES = {
 
 
 def list_losses() -> str:
-    """List every registered loss by family: summary, paper and cost of a batch.
+    """List every registered loss by family: summary, paper, cost of a batch and the papers whose tables have it.
 
     Returns:
         The text.
     """
-    width = max(map(len, LOSSES))
+    width, tables = max(map(len, LOSSES)), papers_of_losses()
     lines = []
     for family in dict.fromkeys([*FAMILIES, *(entry.family for entry in LOSSES.values())]):
         entries = [entry for entry in LOSSES.values() if entry.family == family]
         lines += ["", f"{family}: {FAMILIES.get(family, '')}".rstrip(": ")] if entries else []
         for entry in entries:
             lines.append(f"  {entry.name:{width}}  {entry.summary}")
-            lines.append(f"  {'':{width}}  {entry.paper}. Cost {entry.cost}.")
+            used = f" In the tables of: {', '.join(tables[entry.name])}." if entry.name in tables else ""
+            lines.append(f"  {'':{width}}  {entry.paper}. Cost {entry.cost}.{used}")
+    lines += ["", "regularizers: added to a loss by name and weight (--loss.regularizers lp=0.01)"]
+    lines += [f"  {name:{width}}  {entry.summary}" for name, entry in REGULARIZERS.items()]
     lines += [
         "",
         "N batch, M references, C classes (C' with two samples in the batch), K centres, P positives, D dimensions.",
+        "Tables: " + "; ".join(f"{name} = {paper.title} ({paper.year})" for name, paper in papers().items()) + ".",
         "Run nearkin losses NAME for details.",
     ]
     return "\n".join(lines).lstrip()

@@ -1,7 +1,5 @@
 """The HTML page of a run, or of several runs that were evaluated on the same images: one self-contained file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -18,7 +16,7 @@ from nearkin._common.progress import Reporter
 from nearkin._common.version import __version__
 from nearkin.errors import DataError, RunError
 from nearkin.report import contents, gallery
-from nearkin.report.baselines import comparison_lines, headline
+from nearkin.report.baselines import comparison_lines, headline, no_run_helped
 from nearkin.report.contents import PageItems, analyze, describe_items, find_highlights, summarize_run
 from nearkin.report.gallery import NEIGHBOURS, SpriteSheet, load_eval_data, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
@@ -56,25 +54,28 @@ class Report:
         }
 
 
-def write_page(run: Run, out: Path | None, *, reporter: Reporter) -> Path:
+def write_page(run: Run, out: Path | None = None, *, data: Any = None, reporter: Reporter | None = None) -> Path:
     """Write the page of one finished run.
 
     Args:
         run: A finished run.
         out: File to write; None for `report.html` in the run folder.
-        reporter: Receives progress.
+        data: The data that were passed to `fit`, if they were.
+        reporter: Receives progress; by default nothing does.
 
     Returns:
         The path of the page.
     """
-    return write_report(build_report([run], reporter=reporter), out or run.path / "report.html")
+    report = build_report([run], data=data, reporter=reporter or Reporter(quiet=True))
+    return write_report(report, out or run.path / "report.html")
 
 
-def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter) -> Report:
+def build_report(runs: Sequence[Run], *, data: Any = None, tsne: bool = False, reporter: Reporter) -> Report:
     """Collect the contents of a page.
 
     Args:
         runs: Finished runs, evaluated on the same images.
+        data: The data that were passed to `fit`, if they were.
         tsne: Add a t-SNE map.
         reporter: Receives progress.
 
@@ -94,7 +95,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
     if len(runs) > 1:
         names = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=False)]
     try:
-        datasets = [load_eval_data(run, reporter=reporter) for run in runs]
+        datasets = [load_eval_data(run, data, reporter=reporter) for run in runs]
     except (DataError, RunError) as error:  # missing data or weights; the metrics are still known
         if len(runs) > 1:
             raise
@@ -121,7 +122,7 @@ def build_report(runs: Sequence[Run], *, tsne: bool = False, reporter: Reporter)
         ],
         comparisons=[contents.compare_runs(first, data, page_items) for data in others],
         differing_settings=contents.differing_settings(runs),
-        sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.shape[0] else None,
+        sprite_sheet=make_sprite_sheet(images, page_items.rows, reporter=reporter) if images.is_pixels else None,
     )
 
 
@@ -147,6 +148,8 @@ def render(report: Report) -> str:
         contents.comparison_headline(comparison["metrics"], report.names[0], name)
         for comparison, name in zip(report.comparisons, report.names[1:], strict=False)
     ]
+    if line := no_run_helped([summary["result"] for summary in report.summaries]):
+        comparison_headlines.append(line)
     script_data = {
         "items": report.items,
         "names": report.names,

@@ -1,7 +1,5 @@
 """Tables of the papers that are computed rather than trained: toy rankings, gradients, decompositions, ranks, grids."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of a paper's study, in the print style: as PNG and SVG, every method drawn, published values dashed."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A study of a paper's table or figure in the paper's own arrangement: published value, ours, difference, interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace

@@ -113,9 +113,14 @@ def plot_lines(
 
 
 def panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH, rehearsal: bool = False) -> list[Any]:
-    """One plot below the other, each with its name; a rehearsal is marked."""
-    figure.set_size_inches(wide, 0.4 + HEIGHT * len(names))
-    plots = list(figure.subplots(len(names), 1, squeeze=False)[:, 0])
+    """One plot below the other, or from four on in two columns, each with its name; a rehearsal is marked."""
+    columns = 1 if len(names) < 4 else 2
+    rows = -(-len(names) // columns)
+    figure.set_size_inches(wide * columns, 0.4 + HEIGHT * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    plots = list(grid[: len(names)])
+    for axes in grid[len(names) :]:
+        axes.remove()
     for axes, name in zip(plots, names, strict=True):
         axes.set_title(name, fontsize=9, loc="left")
     if rehearsal:

@@ -1,7 +1,5 @@
 """The HTML page of a study, and its figures for a paper."""
 
-from __future__ import annotations
-
 import base64
 import math
 import tempfile
@@ -30,7 +28,7 @@ from nearkin.bench.tournament import Tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.bootstrap import Difference
-from nearkin.report.baselines import compare_study, study_lines
+from nearkin.report.baselines import compare_study, study_lines, unchanged_line
 from nearkin.report.html import render_template, write_html
 from nearkin.report.print_figures import COLOURS, WIDTH, Lines, draw_over, group_lines, write_drawings
 from nearkin.report.study_overview import rank_methods
@@ -203,7 +201,8 @@ def headline(report: StudyReport) -> str:
         ranks = f"{known}{' so far' if report.remaining else ''}: nothing to rank."
     else:
         ranks = _rank_sentence(report, report.tournament)
-    return f"{ranks} {against_baselines}".rstrip() if any_beats else f"{against_baselines} {ranks}"
+    sentences = (ranks, against_baselines) if any_beats else (against_baselines, ranks)
+    return " ".join(filter(None, (*sentences, unchanged_line([trial["epoch"] for trial in report.trials]))))
 
 
 def _rank_sentence(report: StudyReport, tournament: Tournament) -> str:

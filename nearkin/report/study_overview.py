@@ -1,7 +1,5 @@
 """A study as tables and text: its plan, its progress and its results."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter
@@ -17,7 +15,7 @@ from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
-from nearkin.report.baselines import compare_study, study_lines
+from nearkin.report.baselines import compare_study, study_lines, unchanged_line
 from nearkin.report.tables import Grid, csv_text, latex, markdown, rich_table, write_texts
 from nearkin.report.tournament import standings_grid, write_files
 
@@ -142,8 +140,8 @@ def terminal_report(folder: StudyFolder) -> list[Any]:
     sentence, _ = compare_study(folder.study.metric, scores, baseline_scores(folder))
     if sentence:
         parts += [sentence, *study_lines(methods[0], baseline_differences(folder, methods[0]))]
-    if failures := failure_line(folder):
-        parts.append(failures)
+    unchanged = unchanged_line([o.epoch for o in folder.outcomes().values() if o.status == "done"])
+    parts += [line for line in (unchanged, failure_line(folder)) if line]
     return [*parts, *(f"protocol: {label}" for label in folder.labels)]
 
 

@@ -1,7 +1,5 @@
 """Charts as inline SVG: no script, sharp at any size, coloured by the style of the page, readable on a phone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A tournament as tables, files and a critical-difference diagram."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, fields
 from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 
 from nearkin._common.progress import Reporter
 from nearkin.errors import RunError
-from nearkin.losses.objective import Objective
+from nearkin.losses.weighted_sum import AnyObjective
 from nearkin.models.embedder import Embedder
 from nearkin.models.weights import load_checkpoint
 from nearkin.training.distributed import world_size
@@ -29,7 +29,7 @@ class TrainingState:
     """What a run must not lose. Random draws need no state: they are functions of the seed, the epoch and the step."""
 
     model: Embedder  # the network
-    objective: Objective  # the loss with its class parameters and memory
+    objective: AnyObjective  # the loss with its class parameters and memory
     optimizer: torch.optim.Optimizer  # of both
     scaler: torch.amp.GradScaler  # the gradient scaler of fp16 training
     ema_model: Embedder | None = None  # the moving average of the network, if the recipe has one

@@ -12,42 +12,50 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.autograd.function import once_differentiable
 
 from nearkin.data.samplers import rank_share
-from nearkin.errors import ConfigError, DataError, ProcessLostError
-from nearkin.ops.pairs import as_labels
+from nearkin.errors import ConfigError, ProcessLostError
+from nearkin.ops.gather import (
+    all_gather_with_grad,
+    as_bytes,
+    exchange,
+    gather_rows,
+    is_distributed,
+    rank,
+    world_size,
+)
 from nearkin.training.device import seed_device
+
+__all__ = [
+    "all_gather_with_grad",
+    "all_reduce_gradients",
+    "any_rank",
+    "broadcast_object",
+    "broadcast_state",
+    "fork_rng",
+    "gather_rows",
+    "is_main_process",
+    "process_group",
+    "rank",
+    "rank_slice",
+    "world_size",
+]
 
 T = TypeVar("T")
 
 _BUCKET = 1 << 25  # bytes sent at once: large enough to hide the latency, small beside a model
 
 
-def rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
-    return dist.get_rank() if _grouped() else 0
-
-
-def world_size() -> int:
-    """Return the number of processes; 1 without a process group."""
-    return dist.get_world_size() if _grouped() else 1
-
-
 def is_main_process() -> bool:
     """Whether this is rank 0, the process that writes files and prints."""
     return rank() == 0
-
-
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
@@ -56,7 +64,7 @@ def process_group(
 ) -> Iterator[torch.device]:
     """Join the process group that torchrun started, if there is one with several processes, and leave it at the end."""
     device = torch.device(device)
-    if _grouped() or _environment("WORLD_SIZE", 1) == 1:
+    if is_distributed() or _environment("WORLD_SIZE", 1) == 1:
         yield device
         return
     ranks, number = _environment("WORLD_SIZE", 1), _environment("RANK")
@@ -139,97 +147,9 @@ def _reason(error: Exception) -> str:
     return first.rpartition("] ")[2] if first.startswith("[/") else first
 
 
-def all_gather_with_grad(emb: Tensor, labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Gather the embeddings and labels of all ranks, in rank order, on every rank.
-
-    The gradient returns to this rank's own rows, times the number of ranks (`all_reduce_gradients` takes the mean). It
-    needs no communication, because every rank computes the same loss of the same batch.
-
-    Example:
-        >>> emb, labels = all_gather_with_grad(torch.ones(2, 3), [5, 6])  # one process: the batch itself
-        >>> emb.shape, labels
-        (torch.Size([2, 3]), tensor([5, 6]))
-    """
-    labels = as_labels(labels).to(emb.device)
-    if world_size() == 1:
-        return emb, labels
-    counts, label_counts = _counts(emb, labels)
-    if counts != label_counts:
-        raise DataError(
-            f"all_gather_with_grad: {counts} embeddings but {label_counts} labels on ranks 0 to {world_size() - 1}."
-        )
-    return _Gather.apply(emb, counts), _assemble(labels, counts)
-
-
-def gather_rows(rows: Tensor) -> Tensor:
-    """Gather rows of any dtype from all ranks, in rank order, on every rank, without gradient.
-
-    Example:
-        With `rank_slice`, each rank computes a part:
-
-        >>> whole = torch.arange(10)
-        >>> gather_rows(whole[rank_slice(len(whole))] ** 2).tolist() == (whole**2).tolist()
-        True
-    """
-    rows = rows.detach()
-    return rows if world_size() == 1 else _assemble(rows, *_counts(rows))
-
-
 def rank_slice(count: int) -> slice:
     """Return the contiguous share of `count` rows that this rank works on; shares differ by at most one row."""
     return rank_share(count, rank(), world_size())
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, emb: Tensor, counts: list[int]) -> Tensor:
-        start = sum(counts[: rank()])
-        ctx.own_rows, ctx.ranks = slice(start, start + len(emb)), len(counts)
-        return _assemble(emb, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g[ctx.own_rows] * ctx.ranks, None
-
-
-def _counts(*tensors: Tensor) -> list[list[int]]:
-    """Return how many rows of each tensor each rank has; rows that do not match are refused on every rank."""
-    layout = " and ".join(f"{t.dtype} [n{''.join(f', {size}' for size in t.shape[1:])}]" for t in tensors)
-    *counts, layouts = _exchange([*(len(t) for t in tensors), zlib.crc32(layout.encode())], tensors[0].device)
-    if len(set(layouts)) > 1:
-        all_layouts = [""] * world_size()
-        dist.all_gather_object(all_layouts, layout)
-        raise DataError(
-            f"rows differ in shape or dtype between ranks 0 to {world_size() - 1}: {'; '.join(all_layouts)}."
-        )
-    return counts
-
-
-def _exchange(numbers: list[int], device: torch.device | str = "cpu") -> list[list[int]]:
-    """Return, for each of these numbers, its value on every rank."""
-    table = torch.empty(world_size(), len(numbers), dtype=torch.int64, device=device)
-    dist.all_gather(list(table.unbind()), torch.tensor(numbers, dtype=torch.int64, device=device))
-    return table.t().tolist()
-
-
-def _assemble(rows: Tensor, counts: list[int]) -> Tensor:
-    """Gather all ranks' rows, bit for bit; sent as bytes, because gloo does not support every dtype."""
-    max_rows = max(counts)
-    whole = rows.new_empty((len(counts) * max_rows, *rows.shape[1:]))
-    if whole.numel():
-        sent = rows.contiguous()
-        if len(rows) < max_rows:  # all ranks must send the same size; the padding is never read
-            sent = rows.new_zeros((max_rows, *rows.shape[1:]))
-            sent[: len(rows)] = rows
-        dist.all_gather(list(_bytes(whole).chunk(len(counts))), _bytes(sent))
-    if min(counts) == max_rows:
-        return whole
-    return torch.cat([part[:count] for part, count in zip(torch.split(whole, max_rows), counts, strict=True)])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
@@ -263,14 +183,14 @@ def broadcast_state(module: nn.Module) -> None:
         return
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     shapes = " ".join(f"{name}:{t.dtype}:{list(t.shape)}" for name, t in tensors.items())
-    [shapes_of_ranks] = _exchange([zlib.crc32(shapes.encode())])
+    [shapes_of_ranks] = exchange([zlib.crc32(shapes.encode())])
     if len(set(shapes_of_ranks)) > 1:
         raise ConfigError(
             f"{type(module).__name__}: parameters or buffers differ in name, shape or dtype between ranks. "
             "Build it with the same settings in every process."
         )
     for message in _messages([t for t in tensors.values() if t.numel()]):
-        dist.broadcast(_bytes(message), 0)
+        dist.broadcast(as_bytes(message), 0)
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -308,7 +228,7 @@ def fork_rng(*numbers: int, device: torch.device | str = "cpu") -> Iterator[None
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; ranks that stopped at different steps would deadlock."""
-    return flag if world_size() == 1 else any(_exchange([flag])[0])
+    return flag if world_size() == 1 else any(exchange([flag])[0])
 
 
 def broadcast_object(value: T) -> T:

@@ -32,17 +32,19 @@ Split = Literal["even shares", "uneven shares", "one rank idle"]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with its miner, memory and settings, and how its batches are split over ranks."""
+    """A loss with its miner, memory, references and settings, and how its batches are split over ranks."""
 
     loss: str
     miner: str | None = None
     memory: int = 0
+    refs: bool = False  # the batch is compared with a second tower
     settings: tuple[tuple[str, Any], ...] = ()
     split: Split = "even shares"
 
     def __str__(self) -> str:
         extras = [f"miner {self.miner}"] if self.miner else []
         extras += [f"memory {self.memory}"] if self.memory else []
+        extras += ["references"] if self.refs else []
         extras += [f"{key}={value}" for key, value in self.settings]
         return ", ".join([self.loss, *extras, self.split])
 
@@ -105,7 +107,7 @@ def _work(rank: int, processes: int, folder: Path, dtype: torch.dtype, quiet: bo
 
 
 def cases() -> list[Case]:
-    """Return every loss alone, with a miner, with a memory and with both; and every miner; each with every split."""
+    """Return every loss alone, with a miner, a memory and references; and every miner; each with every split."""
     found: list[Case] = []
     for name, entry in LOSSES.items():
         if not entry.function.__module__.startswith("nearkin."):
@@ -115,7 +117,9 @@ def cases() -> list[Case]:
             miners = [None, *(m for m in MINERS if m != "all")]
         found += [Case(name, miner) for miner in miners]
         if entry.inputs.memory:  # the miner angular compares a batch with itself
-            found += [Case(name, miner, memory=40) for miner in miners if miner != "angular"]
+            others = [miner for miner in miners if miner != "angular"]
+            found += [Case(name, miner, memory=40) for miner in others]
+            found += [Case(name, miner, refs=True) for miner in others]
         switches = dict.fromkeys(scalar.switch for scalar in entry.inputs.learned_scalars if scalar.switch)
         found += [Case(name, miner, settings=((switch, True),)) for switch in switches for miner in miners]
     splits: tuple[Split, ...] = ("even shares", "uneven shares", "one rank idle")
@@ -155,8 +159,14 @@ def gradients(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         emb = network(x[own])
         emb.retain_grad()
         whole_emb, whole_labels = distributed.all_gather_with_grad(emb, labels[own])
+        tower: dict[str, Tensor] = {}
+        if case.refs:
+            second = network(x.flip(1)[own])
+            tower = dict(
+                zip(("refs", "ref_labels"), distributed.all_gather_with_grad(second, labels[own]), strict=True)
+            )
         with distributed.fork_rng(0, 0, step):
-            loss = objective(whole_emb, whole_labels)
+            loss = objective(whole_emb, whole_labels, **tower)
         loss.backward()
         assert emb.grad is not None
         found[f"embeddings {step}"] = distributed.gather_rows(emb.grad) / world_size

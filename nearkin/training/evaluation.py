@@ -15,6 +15,7 @@ from nearkin._common.files import NPZ_ERRORS, atomic_write
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import EvalConfig, Recipe
 from nearkin.data.images import Rows
+from nearkin.data.own import as_table
 from nearkin.data.splits import Holdout
 from nearkin.data.table import Table
 from nearkin.errors import RunError
@@ -46,17 +47,18 @@ def ks_of(metrics: Sequence[str]) -> tuple[int, ...]:
 
 def evaluate(
     model: Embedder,
-    table: Table,
+    data: Any,
     *,
     ks: Sequence[int] = DEFAULT_KS,
     similarity: str = "cosine",
     reporter: Reporter | None = None,
 ) -> Scores:
-    """Compute the retrieval metrics of a table.
+    """Compute the retrieval metrics of data that no training has seen.
 
     Args:
-        model: Embeds the images, or the features that the table carries.
-        table: Rows that query each other, or a query part and a gallery part.
+        model: Embeds the images, or the features that the data carry.
+        data: Rows that query each other, or a query part and a gallery part: a table, or data of your own as
+            `nearkin.data.as_table` takes them.
         ks: The k of R@k and other metrics.
         similarity: "cosine", or "euclidean" for distances of the raw embeddings.
         reporter: Where progress is printed.
@@ -64,6 +66,7 @@ def evaluate(
     Returns:
         The scores, with the value of every query.
     """
+    table = as_table(data, model.data_config(), channels=model.channels, reporter=reporter)
     return score_embeddings(table, embed_table(model, table, raw=True, reporter=reporter), ks, similarity)
 
 
@@ -123,11 +126,11 @@ def evaluate_final(
     run.log(event="holdout_opened", images=holdout.num_images, classes=holdout.num_classes)
     test = holdout.open()
     reporter.info(f"final evaluation: {len(test):,} images of {test.num_classes} classes never seen in training")
-    trained_model = run.embedder().to(initial_model.mean.device)
+    trained_model = run.embedder(initial_model if initial_model.own else None).to(initial_model.mean.device)
     with_features = test if frozen_features is None else frozen_features.add_to(test)
     is_frozen = initial_model.backbone is None or initial_model.model.freeze == "backbone"
     scores: dict[str, Scores] = {}
-    if initial_model.backbone is not None:
+    if test.images.is_pixels:
         scores["raw pixels"] = score_embeddings(test, raw_pixels(test), *settings)
     if with_features.features is not None:
         scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features), *settings)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearkin._common.processes import keep_freed_memory, return_freed_memory
 from nearkin._common.progress import Pace, Reporter, format_rate
 from nearkin._common.words import counted
 from nearkin.analysis.diagnostics import Diagnosis, alarms, diagnose
 from nearkin.config.recipe import Recipe
 from nearkin.data import sources
+from nearkin.data.own import as_table
 from nearkin.data.samplers import Sampler, make_sampler
 from nearkin.data.splits import Holdout, Split, make_split
 from nearkin.data.table import Table
@@ -79,6 +81,8 @@ def fit(
     recipe: Recipe,
     runs: str | Path = "runs",
     *,
+    data: Any = None,
+    model: Embedder | None = None,
     device: str = "auto",
     final: bool = True,
     trackers: tuple[str, ...] = (),
@@ -93,6 +97,9 @@ def fit(
     Args:
         recipe: Data, model, loss and training settings.
         runs: Folder that holds the run folders.
+        data: Data of your own, as `nearkin.data.as_table` takes them, instead of those that the recipe names.
+        model: Your own network, made by `Embedder.wrap`, instead of the one that the recipe names. It is copied, so
+            that its weights stay as they are.
         device: "cpu", "cuda", "cuda:1", "mps", another device of torch, or "auto" for a GPU if there is one.
         final: False leaves the test classes sealed, as a hyper-parameter search must. Calling again with True
             evaluates them.
@@ -108,17 +115,29 @@ def fit(
         TrainingStoppedError: `on_epoch_end` stopped the run.
         TrainingFailedError: The loss, the embeddings or a gradient became NaN or infinite.
     """
+    keep_freed_memory()
     timeout = 60 * recipe.train.rank_timeout_minutes
     with dist.process_group(choose_device(device), timeout=timeout) as torch_device:
         reporter = (reporter or Reporter()) if dist.is_main_process() else Reporter(quiet=True)
-        if dist.world_size() == 1:  # the processes of one training start at different times
+        recipe = factory.with_own(recipe, data, model)
+        # The processes of one training start at different times. Of data or a model of the user the recipe says little.
+        if dist.world_size() == 1 and data is None and model is None:
             refuse_if_busy(recipe, runs)
-        factory.validate_recipe(recipe)
-        table = sources.load(recipe.data, reporter)
+        factory.validate_recipe(recipe, model)
+        if data is None:
+            table = sources.load(recipe.data, reporter)
+        else:
+            table = as_table(data, recipe.data, channels=model.channels if model else 3, reporter=reporter)
+        if model is not None:
+            torch.manual_seed(recipe.seed)  # of the objective's initial parameters, as in `make_model`
+            model = copy.deepcopy(model)
+            model.augment = recipe.data.augment
+            model.freeze_backbone(False)  # except what the settings and the user freeze
+            table = factory.match_table(table, model)
         split, holdout = make_split(table, recipe.data)
         if warning := factory.warn_about_few_classes(recipe.data, table, split):
             reporter.info(warning)
-        model = factory.make_model(recipe, table, reporter)
+        model = model or factory.make_model(recipe, table, reporter)
         run = open_run(recipe, table, model, Path(runs))
         if dist.broadcast_object(is_complete(run, final)):
             reporter.info(f"run already complete: {run.path}")
@@ -129,6 +148,7 @@ def fit(
             session = prepare(recipe, run, table, split, model, torch_device, log, reporter)
             train(session, on_epoch_end)
             finish(session, holdout, final)
+    return_freed_memory()
     return run
 
 
@@ -178,6 +198,9 @@ def prepare(
         model.head.init_whitened(x, labels, recipe.model.shrinkage)
         initial_model.head.load_state_dict(model.head.state_dict())
         objective.init_proxies(initial_model.embed(x), labels)  # at the class means
+    if config.precision == "fp64":
+        model.double()
+        objective.double()
     dist.broadcast_state(model)
     dist.broadcast_state(objective)
     if config.compile:
@@ -261,9 +284,9 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
     """Train one epoch, or what is left of it after a checkpoint within it."""
     config, state, steps = s.recipe.train, s.state, s.sampler.batches_per_epoch
     model, objective, optimizer, scaler = state.model, state.objective, state.optimizer, state.scaler
-    inputs = objective.loss.inputs
-    if inputs.refresh is not None and state.step == 0:  # recompute what the loss stores about the training set
-        emb = embed_table(model, s.train, raw=True).to(s.device) if inputs.refresh_embeddings else None
+    if objective.refreshes_from and state.step == 0:  # recompute what the loss stores about the training set
+        needs_emb = objective.refreshes_from == "embeddings"
+        emb = embed_table(model, s.train, raw=True).to(s.device) if needs_emb else None
         objective.refresh(torch.from_numpy(s.train.labels).to(s.device), emb)
     model.train()
     model.freeze_backbone(epoch < config.frozen_epochs)
@@ -321,7 +344,7 @@ def evaluate_epoch(s: Session, *, epoch: int) -> str:
     # Of equal epochs the earlier one wins.
     if not state.best or [metrics[name] for name in s.selected_by] > [state.best[name] for name in s.selected_by]:
         state.best, state.best_epoch = metrics, epoch
-        s.run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape)})
+        s.run.save("best.pt", {"model": model.state_dict(), "image_shape": list(model.image_shape), **model.own_dict()})
     event = {
         "epoch": epoch,
         "loss": state.mean_loss if epoch else None,

@@ -57,7 +57,8 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "recipe.toml").exists():
-            raise RunError(f"{self.path}: not a run folder (recipe.toml is missing).")
+            problem = "not a run folder (recipe.toml is missing)" if self.path.exists() else "no such folder"
+            raise RunError(f"{self.path}: {problem}. `nearkin train` prints the folder of its run.")
         try:
             self.recipe = Recipe.from_toml(self.path / "recipe.toml")
         except ConfigError:
@@ -134,11 +135,11 @@ class Run:
             ) from None
         return events
 
-    def embedder(self) -> Embedder:
-        """Load the model of the best epoch."""
-        from nearkin.models.embedder import load
+    def embedder(self, module: Any = None, preprocess: Any = None) -> Embedder:
+        """Load the model of the best epoch; arguments as for `nearkin.load`."""
+        from nearkin.models.saved import load
 
-        return load(self.path)
+        return load(self.path, module, preprocess)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         try:

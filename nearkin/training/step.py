@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from nearkin.config.recipe import TrainConfig
 from nearkin.errors import ConfigError
-from nearkin.losses.objective import Objective
+from nearkin.losses.weighted_sum import AnyObjective
 from nearkin.models.embedder import Embedder
 from nearkin.training.batch_norm import sync_batch_norm
 from nearkin.training.distributed import all_gather_with_grad, all_reduce_gradients, fork_rng, rank, world_size
 
 Forward = Callable[[Tensor], Tensor]
 RngKey = tuple[int, int, int]
+HALF = ("fp16", "bf16")  # precisions of which only the network makes use
 
 
 class NonFiniteError(Exception):
@@ -27,46 +28,80 @@ class NonFiniteError(Exception):
 
 def backward(
     forward: Forward,
-    objective: Objective,
+    objective: AnyObjective,
     batch: Tensor,
     labels: Tensor,
     config: TrainConfig,
     scaler: torch.amp.GradScaler,
     rng_key: RngKey,
 ) -> float:
-    """Compute the loss and leave its gradients in the parameters.
-
-    With micro-batches the network runs twice: first without gradient, to get the embeddings on which the loss of the
-    whole batch is computed; then one micro-batch at a time, each with the gradient of the loss by its embeddings. The
-    sum is exactly the gradient of the whole batch, for any loss, with the activations of one micro-batch in memory.
+    """Compute the loss and leave its gradients in the parameters; with micro-batches by `backward_in_parts`.
 
     Dropout and random miners draw from `rng_key` (seed, epoch, step), so a resumed run repeats them.
     """
-    size = config.micro_batch_size or max(1, len(batch))
-    micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]
 
     def embed(inputs: Tensor, index: int) -> Tensor:
         rng = fork_rng(*rng_key, 1 + rank(), index, device=batch.device)
         norms = sync_batch_norm() if config.sync_batchnorm else nullcontext()
         with rng, norms, autocast(batch.device, config.precision):
-            return forward(inputs).float() if config.precision != "fp32" else forward(inputs)
+            return forward(inputs).float() if config.precision in HALF else forward(inputs)
 
+    def loss_of(emb: Tensor) -> Tensor:
+        return compute_loss(objective, emb, labels, rng_key)
+
+    return float(backward_in_parts(embed, loss_of, batch, config.micro_batch_size, scaler))
+
+
+def backward_in_parts(
+    embed: Callable[[Tensor, int], Tensor],
+    loss_of: Callable[[Tensor], Tensor],
+    batch: Tensor,
+    micro_batch_size: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor:
+    """Compute the gradient of the loss of a whole batch with the activations of one micro-batch in memory.
+
+    The network runs twice: first without gradient, to get the embeddings on which the loss of the whole batch is
+    computed; then one micro-batch at a time, each with the gradient of the loss by its embeddings. The sum is exactly
+    the gradient of the whole batch, for any loss. Batch norms see micro-batches: freeze their statistics.
+
+    Args:
+        embed: The network: a micro-batch and its index to embeddings. It runs twice for every index and must draw the
+            same random numbers both times: with dropout, inside `fork_rng(step, index)`.
+        loss_of: The loss of the embeddings of the whole batch, such as `lambda emb: objective(emb, labels)`.
+        batch: [N, ...] inputs of the network.
+        micro_batch_size: Inputs per forward pass; 0 for all at once.
+        scaler: Scales the gradient of the loss, for training in half precision.
+
+    Returns:
+        The loss, without gradient. The gradients are in the parameters.
+
+    Example:
+        >>> network, labels = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1, 2, 2])
+        >>> def loss_of(emb):
+        ...     return (emb @ emb.t() - (labels[:, None] == labels).float()).square().mean()
+        >>> loss = backward_in_parts(lambda x, index: network(x), loss_of, torch.randn(6, 3), micro_batch_size=2)
+        >>> network.weight.grad.shape
+        torch.Size([2, 3])
+    """
+    size = micro_batch_size or max(1, len(batch))
+    micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)] or [batch]
     if len(micro_batches) == 1:
-        loss = compute_loss(objective, embed(batch, 0), labels, rng_key)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
+        loss = loss_of(embed(batch, 0))
+        (scaler.scale(loss) if scaler else loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
     with torch.no_grad():
         emb = torch.cat([embed(inputs, index) for index, inputs in enumerate(micro_batches)])
     emb.requires_grad_()
-    loss = compute_loss(objective, emb, labels, rng_key)
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    loss = loss_of(emb)
+    (scaler.scale(loss) if scaler else loss).backward()  # type: ignore[no-untyped-call]
     assert emb.grad is not None
     for index, inputs in enumerate(micro_batches):
         embed(inputs, index).backward(emb.grad[index * size : (index + 1) * size])  # type: ignore[no-untyped-call]
-    return float(loss.detach())
+    return loss.detach()
 
 
-def compute_loss(objective: Objective, emb: Tensor, labels: Tensor, rng_key: RngKey) -> Tensor:
+def compute_loss(objective: AnyObjective, emb: Tensor, labels: Tensor, rng_key: RngKey) -> Tensor:
     """Return the loss of the embeddings of all processes; it is the same on each of them."""
     bad_rows = (~emb.detach().isfinite()).any(dim=1).nonzero().flatten().tolist()
     all_emb, all_labels = all_gather_with_grad(emb, labels)
@@ -82,7 +117,7 @@ def compute_loss(objective: Objective, emb: Tensor, labels: Tensor, rng_key: Rng
 
 def optimizer_step(
     model: Embedder,
-    objective: Objective,
+    objective: AnyObjective,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     scaler: torch.amp.GradScaler,
@@ -107,16 +142,18 @@ def _first_non_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast | nullcontext[None]:
-    """Return the mixed-precision context of the forward pass; losses always run in fp32."""
-    if precision == "fp32":
+    """Return the mixed-precision context of the forward pass; losses never run in half precision."""
+    if precision not in HALF:
         return nullcontext()
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
 def check_train_config(model: Embedder, config: TrainConfig, device: torch.device) -> None:
-    """Refuse half precision without a CUDA device, and micro-batches that would change batch-norm statistics."""
-    if config.precision != "fp32" and device.type != "cuda":
+    """Refuse a precision that the device does not have, and micro-batches that would change batch-norm statistics."""
+    if config.precision in HALF and device.type != "cuda":
         raise ConfigError(f"train.precision: {config.precision} needs a CUDA device, this is {device.type}. Use fp32.")
+    if config.precision == "fp64" and device.type == "mps":
+        raise ConfigError("train.precision: mps has no float64. Use fp32, or --device cpu.")
     batch_norms = [m for m in model.train().modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     if 0 < config.micro_batch_size < config.batch_size and batch_norms:
         raise ConfigError(
@@ -137,7 +174,7 @@ def update_ema(ema_model: Embedder, model: Embedder, decay: float, step: int) ->
             ema_state[name].copy_(value)
 
 
-def make_optimizer(model: Embedder, objective: Objective, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: Embedder, objective: AnyObjective, config: TrainConfig) -> torch.optim.Optimizer:
     """Build the optimiser; weight decay applies to matrices and kernels, and to class parameters if `class_decay`."""
     head = {id(p) for p in model.head.parameters()}
     learned = [p for p in model.parameters() if p.requires_grad]

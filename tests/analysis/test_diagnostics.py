@@ -277,6 +277,7 @@ def history(table: Table, name: str, *, lr: float = 2e-3, epochs: int = 2, **set
     return diagnoses
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["proxy_anchor", "multi_similarity", "triplet", "contrastive", "softmax"])
 def test_healthy_runs_raise_no_alarm(glyphs_table, name):
@@ -285,6 +286,7 @@ def test_healthy_runs_raise_no_alarm(glyphs_table, name):
         assert alarms(diagnoses[: end + 1]) == [], (end, diagnoses[end])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "settings", "want"),

@@ -49,6 +49,15 @@ def test_plan_is_the_full_product_with_seeds_outermost(features):
     assert all(t.recipe.model.dim == t.size and t.recipe.loss.name == t.method for t in trials)
 
 
+def test_a_method_may_be_a_sum_of_losses(features):
+    parts = [{"name": "norm_softmax"}, {"name": "triplet", "weight": 0.1}]
+    study = dataclasses.replace(small_study(features), methods={"both": {"loss": parts}})
+    recipe = next(t.recipe for t in study.trials() if t.method == "both")
+    assert recipe.loss.name == "norm_softmax+0.1*triplet"
+    with pytest.raises(ConfigError, match=r"change.loss: 'both' is a sum of losses"):
+        small_study(features, losses=(), methods={"both": {"loss": parts}}, change={"loss": {"reduction": "sum"}})
+
+
 def test_study_from_a_file(features, tmp_path):
     (tmp_path / "s.toml").write_text("""
         name = "small"
@@ -393,6 +402,7 @@ def test_finished_trials_calibrate_the_estimate(features, tmp_path):
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsys):
     (tmp_path / "s.toml").write_text(small_study(features, sizes=(4, 8), seeds=(0,)).to_toml())
     monkeypatch.chdir(tmp_path)

@@ -284,6 +284,7 @@ def test_summary_without_any_difference():
     assert math.isnan(single.standings[0].std)
 
 
+@pytest.mark.slow
 def test_false_positive_rate():
     # Five equal methods, 60 tournaments of 12 experiments: any significant pair in about 5 % of them at most.
     rng = np.random.default_rng(3)
@@ -330,3 +331,8 @@ def test_results_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Result("x", "a", 0, 1.0).value = 2.0
     assert Result("x", "a").reason == "no reason given"
+
+
+def test_many_pairs_with_one_experiment_are_one_line():
+    text = summarize(run_tournament(make_results([[1, 2, 3]])))
+    assert text.splitlines()[-1] == "  3 pairs have only one experiment in common, so the variance is unknown."

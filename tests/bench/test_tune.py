@@ -250,6 +250,8 @@ def test_budget_can_be_lowered_to_the_started_trials(recipe, tmp_path):
     assert results_table([replace(standing, classes=0)]).caption is None  # there is no interval to explain
     for classes, metric in ((3, "MAP@R"), (7, "MAP@R"), (8, "R@1")):
         assert results_table([replace(standing, classes=classes)]).columns[1].header == f"val {metric}"
+    with pytest.raises(ConfigError, match=r"triplet\+nca: a sum of losses has no search ranges"):
+        tune.plan(replace(recipe, loss=ComponentConfig.parse_sum("triplet+nca")), out=tmp_path / "sum")
     with pytest.raises(ConfigError, match=r"--train\.epochs 0: a search compares trained models"):
         tune.plan(replace(recipe, train=replace(recipe.train, epochs=0)), tmp_path / "none", reporter=QUIET)
     with pytest.raises(ConfigError, match="--trials 1: 2 trials of a loss have already started"):

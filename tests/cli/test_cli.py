@@ -118,6 +118,43 @@ def test_flags_change_the_recipe(tmp_path, monkeypatch):
     assert recipe.train.class_lr == 0.5
 
 
+def test_sums_of_losses_reductions_and_regularizers(tmp_path):
+    recipe, _ = parse_train(["--loss", "proxy_anchor + 0.1*contrastive + 2*triplet"])
+    assert recipe.loss.name == "proxy_anchor+0.1*contrastive+2*triplet"
+    assert [(weight, part.name) for weight, part in recipe.loss.parts] == [
+        (1.0, "proxy_anchor"),
+        (0.1, "contrastive"),
+        (2.0, "triplet"),
+    ]
+    path = tmp_path / "sum.toml"
+    path.write_text(recipe.to_toml())
+    assert parse_train([str(path), "--seed", "1"])[0].loss == recipe.loss
+    assert parse_train([str(path), "--loss", "triplet"])[0].loss == ComponentConfig("triplet")
+    recipe, _ = parse_train(["--loss", "triplet", "--reduction", "nonzero", "--loss.regularizers=lp=0.1,zero_mean=2"])
+    assert recipe.loss == ComponentConfig("triplet", {"reduction": "nonzero"}, {"lp": 0.1, "zero_mean": 2.0})
+    path.write_text(recipe.to_toml())
+    recipe, _ = parse_train([str(path), "--loss.regularizers", "lp=1"])
+    assert recipe.loss.regularizers == {"lp": 1.0, "zero_mean": 2.0}
+    assert parse_train(["thesis_triplet", "--loss", "softmax+contrastive"])[0].miner is not None
+    assert parse_train(["thesis_triplet", "--loss", "softmax+arcface"])[0].miner is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--loss", "proxy_anchor+x*triplet"], "--loss proxy_anchor+x*triplet: expected a name, or a sum such as"),
+        (["--loss", "proxy_anchor+", "--seed", "1"], "--loss proxy_anchor+: expected a name, or a sum"),
+        (["--loss", "2*triplet", "--loss.margin", "1"], "--loss.margin: 2*triplet is a sum. Write the settings"),
+        (["--loss", "ice+nca", "--reduction", "sum"], "--loss.reduction: ice+nca is a sum. Write the settings"),
+        (["--loss.regularizers", "lp"], "--loss.regularizers lp: expected weights such as lp=0.01"),
+    ],
+)
+def test_sums_that_cannot_be_read_are_refused(flags, message):
+    with pytest.raises(nk.UserError) as error:
+        parse_train(flags)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["photos", "photos.csv", "features.npz"])
 def test_data_given_as_a_recipe_suggests_the_flag(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -173,6 +210,10 @@ def test_losses_are_listed_explained_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "losses")
     assert code == 0
     assert all(name in out for name in LOSSES)
+    lines = " ".join(out.split())
+    for text in ("In the tables of: thesis, mpa.", "regularizers: added", "mpa = Multi Proxy Anchor"):
+        assert text in lines
+    assert "In the tables of: cross_entropy" in lines[lines.index(" spce ") : lines.index(" cosface ")]
     code, out, _ = run(capsys, "losses", "proxy_anchor", "--figure", tmp_path / "p.png")
     assert code == 0
     assert "alpha" in out

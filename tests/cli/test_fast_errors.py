@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from nearkin._common.plugins import HINT
 from nearkin.cli import COMMANDS
 from nearkin.cli._arguments import require_names
 from nearkin.errors import UnknownNameError
@@ -21,7 +22,7 @@ COMMANDS_AND_ERRORS = {
     "tune --losses tripplet": "Did you mean 'triplet'?",
     "tune --data nosuch": "nosuch: no such file or folder",
     "evaluate nosuch": "nosuch: no such file or folder. Expected a run folder or a features.npz",
-    "report nosuch": "nosuch: not a run folder",
+    "report nosuch": "nosuch: no such folder",
     "report .": ".: not a run folder",
     "report --study nosuch": "nosuch: no such file or folder. Expected the folder of a study",
     "index nosuch . -o x": "nosuch: no such file or folder. Expected a run folder",
@@ -32,6 +33,8 @@ COMMANDS_AND_ERRORS = {
     "search . photos": "photos: is a folder. Give image files, for example photos/*.jpg",
     "serve nosuch": "nosuch: no such file or folder. Expected an index folder",
     "export nosuch --to onnx -o x.onnx": "nosuch: no such file or folder. Expected a run folder",
+    "export photos --to onnx": "missing -o PATH. See: nearkin export",
+    "index . . -o x --gpu": "--gpu: no such setting. Did you mean '--device'?",
     "features nosuch -o x.npz": "nosuch: no such file or folder. Expected a folder of images",
     "features . -o x.npy": "expected a file that ends in .npz",
     "features . -o nowhere/x.npz": "expected a file in an existing folder",
@@ -86,11 +89,11 @@ def test_all_commands_that_take_a_name_or_path_are_tried():
 
 
 def test_names_in_the_sources_are_those_of_the_registries(monkeypatch):
-    from nearkin.losses import LOSSES, MINERS
+    from nearkin.losses import LOSSES, MINERS, REGULARIZERS
 
     monkeypatch.delitem(sys.modules, "nearkin.losses")
-    for kind, registry in (("loss", LOSSES), ("miner", MINERS)):
+    for kind, registry in (("loss", LOSSES), ("miner", MINERS), ("regularizer", REGULARIZERS)):
         require_names(kind, registry)
         with pytest.raises(UnknownNameError) as unknown:
             require_names(kind, ["-"])
-        assert str(unknown.value) == f"No {kind} named '-'. Available: {', '.join(sorted(registry))}."
+        assert str(unknown.value) == f"No {kind} named '-'. Available: {', '.join(sorted(registry))}. {HINT}"

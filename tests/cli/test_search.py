@@ -68,7 +68,10 @@ def test_sheets_with_unusual_text_and_size(tmp_path):
 def indexed(photo_folder, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("indexed")
     run = make_run(root, photo_folder)
-    index_command.run([str(run.path), str(photo_folder), "-o", str(root / "index"), "--quiet", "--calibrate"])
+    build = [str(run.path), str(photo_folder), "-o", str(root / "index"), "--quiet", "--calibrate"]
+    index_command.run(build)
+    assert nk.Index.load(root / "index").threshold is None  # most known images would be unknown: name the rate
+    index_command.run([*build, "--false-accept-rate", "0.01"])
     return root / "index"
 
 

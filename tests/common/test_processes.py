@@ -1,7 +1,9 @@
-"""Whether the machine is busy."""
+"""Whether the machine is busy; memory that is kept between steps."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -29,3 +31,33 @@ def test_only_tasks_that_run_beside_us_count(tmp_path, running, busy):
     file = tmp_path / "loadavg"
     file.write_text(f"1.52 1.28 0.65 {running}/345 1234\n", encoding="ascii")
     assert other_processes_run(str(file)) is busy
+
+
+FAULTS = """
+import ctypes, resource, sys
+from nearkin._common.processes import keep_freed_memory, return_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(100 << 20)
+    ctypes.memset(block, 1, 100 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+keep_freed_memory()
+first, second = faults(), faults()
+return_freed_memory()
+print(first, second, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("setting", [{}, {"MALLOC_MMAP_MAX_": "65536"}])
+def test_freed_memory_is_kept_until_it_is_returned_unless_the_user_decided(setting):
+    """Counted in page faults: a block that comes from the system again has to be mapped page by page."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=os.environ | setting, capture_output=True, text=True, check=True
+    )
+    first, second, third = map(int, done.stdout.split())
+    assert min(first, third) > 40  # 25,600 small pages, or 50 large ones
+    assert (second < 20) == (not setting)

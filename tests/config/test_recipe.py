@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nearkin.config.recipe import ComponentConfig, Recipe
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, UserError
 from nearkin.losses.miners import MINERS
 from nearkin.losses.registry import LOSSES, loss
 from nearkin.training import recipes
 from nearkin.training._run_key import run_key
+from nearkin.training.factory import make_objective, validate_recipe
 
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
@@ -40,6 +41,13 @@ def test_toml_round_trip(name, tmp_path):
         ("train = 3", "train: expected a section [train], got 3"),
         ("[loss]\nalpha = 3.0", "loss.name: expected a name"),
         ("[loss]\nname = 'ice'\nscale = [1]", "loss.scale: expected a number"),
+        ("[loss]\nname = 'ice'\nregularizers = 'lp'", "loss.regularizers: expected names with weights"),
+        ("[[loss]]\nname = 'ice'\nweight = 'a'", "loss[0].weight: expected a number, got 'a'"),
+        ("[[loss]]\nweight = 2", "loss[0].name: expected a name"),
+        ("loss = []", "loss: expected at least one loss"),
+        ("loss = ['ice']", "loss: expected a section [loss], got ['ice']"),
+        ("[[miner]]\nname = 'hard'", "miner: expected a section [miner]"),
+        ("[miner]\nname = 'hard'\nregularizers = { lp = 1 }", "miner.regularizers: expected a number"),
         ("seed = -1", "seed: expected 0 to 2**63 - 1, got -1"),
         (f"seed = {2**70}", f"seed: expected 0 to 2**63 - 1, got {2**70}"),
         ("[data]\nsplit_seed = -1", "data.split_seed: expected 0 to 2**63 - 1, got -1"),
@@ -57,6 +65,98 @@ def test_errors_of_a_recipe_file_name_the_key_and_the_fix(text, message, tmp_pat
 
 def test_integers_are_accepted_as_floats():
     assert Recipe.from_dict({"train": {"lr": 1}}).train.lr == 1.0
+
+
+SUM = """
+[[loss]]
+name = "proxy_anchor"
+alpha = 16.0
+
+[[loss]]
+name = "contrastive"
+weight = 0.1
+reduction = "nonzero"
+regularizers = { lp = 1 }
+"""
+
+
+def test_a_sum_of_losses_with_regularizers_and_reductions(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(SUM)
+    recipe = Recipe.from_toml(path)
+    assert recipe.loss.name == "proxy_anchor+0.1*contrastive"
+    path.write_text(recipe.to_toml())
+    assert Recipe.from_toml(path) == recipe
+    objective = make_objective(recipe, 8, 3)
+    assert objective.weights == [1.0, 0.1]
+    anchor, contrastive = objective.parts
+    assert (anchor.loss_kwargs["alpha"], contrastive.reduction) == (16.0, "nonzero")
+    assert contrastive.regularizers == {"lp": 1.0}
+    assert run_key(recipe, "f").startswith("glyphs-proxy_anchor+contrastive-128-")
+    single = Recipe.from_dict({"loss": {"name": "triplet", "regularizers": {"zero_mean": 0.1}}})
+    assert Recipe.from_dict(single.to_dict()) == single
+    assert make_objective(single, 8, 3).regularizers == {"zero_mean": 0.1}
+
+
+def test_a_sum_gives_its_miner_and_memory_to_the_parts_that_can_use_them():
+    recipe = Recipe.from_dict({"loss": [{"name": "cosface"}, {"name": "triplet", "weight": 2}], "memory": 8})
+    objective = make_objective(replace(recipe, miner=ComponentConfig("hard")), 8, 3)
+    assert [(part.miner, part.memory_size) for part in objective.parts] == [(None, 0), ("hard", 8)]
+    unused = Recipe.from_dict({"loss": [{"name": "cosface"}, {"name": "softmax"}]})
+    for change in ({"memory": 8}, {"miner": ComponentConfig("hard")}):
+        with pytest.raises(ConfigError, match=r"no loss of cosface\+softmax can use it"):
+            make_objective(replace(unused, **change), 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"name": "triplet", "reduction": "none"}, "loss.reduction: training needs a single value"),
+        ({"name": "proxy_anchor", "reduction": "sum"}, "proxy_anchor: reduction must be 'mean', got 'sum'"),
+        ({"name": "triplet", "dim": 3}, "triplet: no setting 'dim'"),
+        ({"name": "triplet", "weight": 3}, "triplet: no setting 'weight'"),
+        ({"name": "triplet", "regularizers": {"regular_face": 1}}, "regular_face needs vectors of the classes"),
+        ({"name": "triplet", "regularizers": {"l2": 1}}, "No regularizer named 'l2'"),
+        ([{"name": "triplet"}, {"name": "nosuch"}], "No loss named 'nosuch'"),
+    ],
+)
+def test_impossible_losses_are_refused_before_training(loss, message):
+    with pytest.raises(UserError) as error:
+        validate_recipe(Recipe.from_dict({"loss": loss}))
+    assert message in str(error.value)
+
+
+# Of the version before there were sums, reductions and regularisers: runs written then stay valid.
+KEYS = {
+    "glyphs_small": "glyphs-proxy_anchor-128-0f163adb5b67",
+    "folder_default": "folder-norm_softmax-512-bb811047961b",
+    "thesis_multi_similarity": "cub-multi_similarity-512-0478ae344bb3",
+    "thesis_margin": "cub-margin-512-b0d6ca7f0b7a",
+    "mpa_cub": "cub-mpa-512-8920e3d4a83e",
+    "ce_cub": "cub-softmax-0-aaee2ca5771d",
+    "ice_sop": "sop-ice-512-b951e35f177f",
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_do_not_change(name):
+    assert run_key(recipes.find(name), "f") == KEYS[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"reduction": "nonzero"}},
+        {"regularizers": {"lp": 0.1}},
+        {"regularizers": {"lp": 0.2}},
+        {"parts": ((1.0, ComponentConfig("triplet")),)},
+        {"parts": ((2.0, ComponentConfig("triplet")),)},
+    ],
+)
+def test_the_key_has_reductions_regularizers_and_sums(change):
+    base = Recipe(loss=ComponentConfig("triplet"))
+    assert run_key(Recipe(loss=replace(base.loss, **change)), "f") != run_key(base, "f")
+    assert run_key(Recipe(loss=ComponentConfig("triplet", {"reduction": "mean"})), "f") == run_key(base, "f")
 
 
 def test_run_key_depends_on_everything_that_changes_a_result_and_on_nothing_else():

@@ -190,6 +190,7 @@ open_images(FileImages({[str(p) for p in photos]!r}, 24), folder=Path({str(folde
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_two_processes_build_it_once(photos, folder):
     code = f"""
 import sys, time

@@ -99,4 +99,4 @@ def test_the_check_and_training_refuse_the_same_data(tmp_path, make, refused, qu
     if finding := report.find("split"):
         assert finding.cases[0] in " ".join(message.split())
         assert "1 reason why the classes cannot be split" in text
-    assert ("Training accepts this data, but its scores would be wrong." in text) == (make is duplicated)
+    assert ("Training would accept this data, but its scores would be wrong." in text) == (make is duplicated)

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearkin as nk
-from nearkin.data.samplers import BalancedSampler, RandomSampler, longest_epoch, make_sampler
+from nearkin.data.samplers import (
+    BalancedSampler,
+    CategorySampler,
+    HardNegativeSampler,
+    NearClassSampler,
+    RandomSampler,
+    longest_epoch,
+    make_sampler,
+)
 from nearkin.errors import ConfigError
 
 class_sizes = st.lists(st.integers(1, 13), min_size=2, max_size=12)
@@ -180,6 +188,7 @@ def test_labels_that_name_no_classes_are_refused(labels):
 # --- as a batch_sampler of torch --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples_per_class", [0, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_takes_it(samples_per_class, workers):
@@ -205,3 +214,109 @@ def test_a_data_loader_takes_it(samples_per_class, workers):
     sampler.set_epoch(1, first_batch=2)
     assert [rows.tolist() for rows, _ in loader] == seen[1][2:]
     assert [rows.tolist() for rows, _ in loader] == seen[2]
+
+
+# --- categories, near classes, several labels -------------------------------------------------------------------------
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(class_sizes, st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
+def test_batches_of_few_categories(sizes, samples_per_class, classes_per_batch, categories_per_batch, epoch):
+    labels = labels_of(sizes)
+    size = {"batch_size": samples_per_class * classes_per_batch, "samples_per_class": samples_per_class, "seed": 2}
+    sampler = CategorySampler(labels, labels % 3, categories_per_batch=categories_per_batch, **size)
+    available = Counter(c % 3 for c in range(len(sizes)))
+    for rows in sampler.epoch(epoch):
+        counts = Counter(labels[rows].tolist())
+        assert set(counts.values()) == {samples_per_class}
+        assert len(counts) == min(classes_per_batch, len(sizes))
+        categories = {c % 3 for c in counts}
+        if len(categories) > categories_per_batch:  # only because fewer could not fill the batch
+            smallest = sorted(available[c] for c in categories)
+            assert sum(smallest[:categories_per_batch]) < len(counts)
+    assert [rows.tolist() for rows in sampler.epoch(epoch)] == [rows.tolist() for rows in sampler.epoch(epoch)]
+
+
+def test_large_categories_are_drawn_more_often():
+    labels = np.repeat(np.arange(40), 4)
+    categories = np.where(labels < 30, "car", "sofa")
+    settings_ = {"batch_size": 8, "samples_per_class": 2, "seed": 0}
+    sampler = CategorySampler(labels.astype(str), categories, **settings_)
+    drawn = [categories[rows[0]] for epoch in range(30) for rows in sampler.epoch(epoch)]
+    assert drawn.count("car") / len(drawn) == pytest.approx(0.75, abs=0.05)
+    with pytest.raises(ConfigError, match="the class of row 0 is in several categories"):
+        CategorySampler(labels, np.arange(160), **settings_)
+    with pytest.raises(ConfigError, match="expected as many as labels"):
+        CategorySampler(labels, categories[:3], **settings_)
+
+
+def test_near_classes_share_batches():
+    """Classes on a line: without ties, a neighbourhood is a range of them."""
+    labels = labels_of([6] * 12)
+    place = np.random.default_rng(1).permutation(12)
+    settings_ = {"batch_size": 12, "samples_per_class": 2, "seed": 0}
+    sampler = NearClassSampler(labels, neighbourhood=3, **settings_)
+    plain = BalancedSampler(labels, **settings_)
+    assert [rows.tolist() for rows in sampler.epoch(3)] == [rows.tolist() for rows in plain.epoch(3)]
+    noise = np.random.default_rng(2).normal(0, 0.01, (72, 2))
+    sampler.refresh(torch.as_tensor(np.stack([place[labels] ** 1.1, 0 * labels], 1) + noise))
+    begun = Counter()
+    for epoch in range(12):
+        for rows in sampler.epoch(epoch):
+            classes = list(dict.fromkeys(labels[rows].tolist()))
+            assert set(Counter(labels[rows].tolist()).values()) == {2}
+            assert len(classes) == 6
+            places = sorted(place[c] for c in classes[:3])
+            assert places[2] - places[0] == 2  # the first neighbourhood is contiguous
+            assert place[classes[0]] in (places[1], 0, 11)
+            begun[classes[0]] += 1
+    assert set(begun) == set(range(12))
+    with pytest.raises(ConfigError, match="neighbourhood: expected 2 to 6"):
+        NearClassSampler(labels, neighbourhood=7, **settings_)
+    with pytest.raises(ConfigError, match=r"emb: expected finite \[72, dim\]"):
+        sampler.refresh(noise[:5])
+
+
+def test_hard_negatives_share_the_batch_of_their_anchor():
+    """Against a loop: the second class of a batch has the nearest row of another class to the first row."""
+    labels = labels_of([5] * 9 + [1, 2])
+    emb = np.random.default_rng(3).normal(size=(len(labels), 4))
+    unit = emb / np.linalg.norm(emb, axis=1, keepdims=True)
+    settings_ = {"batch_size": 12, "samples_per_class": 3, "seed": 0}
+    sampler = HardNegativeSampler(labels, negatives=2, **settings_)
+    plain = BalancedSampler(labels, **settings_)
+    assert [rows.tolist() for rows in sampler.epoch(1)] == [rows.tolist() for rows in plain.epoch(1)]
+    sampler.refresh(torch.as_tensor(emb))
+    anchors = set()
+    for epoch in range(8):
+        for rows in sampler.epoch(epoch):
+            assert set(Counter(labels[rows].tolist()).values()) == {3}
+            anchor, first, second = rows[0], rows[3], rows[6]
+            anchors.add(int(anchor))
+            others = sorted(
+                (j for j in range(len(labels)) if labels[j] != labels[anchor]), key=lambda j: -unit[anchor] @ unit[j]
+            )
+            assert first == others[0]
+            assert second == next(j for j in others if labels[j] != labels[first])
+    assert len(anchors) > 18  # of about 30 batches
+    share = [HardNegativeSampler(labels, negatives=2, rank=r, world_size=2, **settings_) for r in range(2)]
+    for part in share:
+        part.refresh(emb)
+    joined = [np.concatenate(parts).tolist() for parts in zip(share[0].epoch(2), share[1].epoch(2), strict=True)]
+    assert joined == [rows.tolist() for rows in sampler.epoch(2)]
+    with pytest.raises(ConfigError, match="negatives: expected at least 1"):
+        HardNegativeSampler(labels, negatives=0, **settings_)
+
+
+def test_several_labels_per_row():
+    tags = np.random.default_rng(0).random((200, 10)) < 0.2
+    sampler = BalancedSampler(torch.as_tensor(tags), batch_size=24, samples_per_class=4, seed=0)
+    seen = np.concatenate(sampler.epoch(0))
+    assert set(np.flatnonzero(tags[seen].any(0))) == set(range(10))
+    for rows in sampler.epoch(0):
+        assert len(rows) == len(set(rows.tolist())) == 24  # an image with two of the labels is there once
+        assert (tags[rows].sum(0) >= 4).sum() >= 6
+    with pytest.raises(ConfigError, match="no row has a label"):
+        BalancedSampler(np.zeros((4, 2), dtype=bool), batch_size=2, samples_per_class=2, seed=0)
+    with pytest.raises(ConfigError, match="labels: expected a number or a name for each row"):
+        BalancedSampler(np.zeros((4, 2), dtype=int), batch_size=2, samples_per_class=2, seed=0)

@@ -59,6 +59,7 @@ def test_exact_search_of_an_index_with_a_graph_needs_no_faiss(tmp_path, monkeypa
     assert Index.load(tmp_path / "copy").search_item("item 1") == index.search_item("item 1")
 
 
+@pytest.mark.slow
 def test_recall_for_classes_that_are_not_in_the_index():
     """With clustered items, recall measured on stored items alone would overestimate the recall between clusters."""
     rng = np.random.default_rng(0)

@@ -135,6 +135,17 @@ def test_the_threshold_is_the_lowest_with_the_false_accept_rate(false_accept):
     assert found.true_accept_interval[0] <= found.true_accept <= found.true_accept_interval[1]
 
 
+def test_a_threshold_that_rejects_most_known_queries_names_the_rate_that_accepts_half():
+    known, unknown = np.linspace(0, 1, 101), np.linspace(-0.3, 0.7, 101)
+    found = calibrate(known, unknown, 0.01)
+    assert found.half_rate == pytest.approx(np.mean(unknown > 0.5), abs=0.011)
+    assert f"about half with --false-accept-rate {found.half_rate:.2f}" in str(found)
+    again = calibrate(known, unknown, found.half_rate)
+    assert again.true_accept == pytest.approx(0.5, abs=0.03)
+    assert "called unknown" not in str(calibrate(known, unknown, 0.5))
+
+
+@pytest.mark.slow
 def test_the_false_accept_interval_holds_on_new_classes():
     """Classes differ by an offset; the interval covers the rate on a large new sample about as often as stated."""
     rng = np.random.default_rng(0)
@@ -282,6 +293,7 @@ def test_re_ranking_returns_plain_cosines():
     assert apply_rerank(vectors[3], vectors, 1, Reciprocal(depth=1), find)[0].tolist() == plain[0][:1].tolist()
 
 
+@pytest.mark.slow
 def test_re_ranking_is_selected_only_if_it_helps():
     # Elongated classes: neighbours of neighbours are of the class where the query's own are not.
     rng = np.random.default_rng(0)

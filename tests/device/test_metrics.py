@@ -75,7 +75,7 @@ def test_neighbours(batch, similarity):
 
 def test_the_vectors_may_exceed_the_memory():
     """A gallery matrix above half of the memory is computed block by block."""
-    emb, labels = random_batch(600, dim=200, classes=60)
+    emb, labels = random_batch(200, dim=400, classes=40)
     assert_same_ranking(nk.rank(emb.to(DEVICE), labels, memory="1MB"), nk.rank(emb, labels))
 
 

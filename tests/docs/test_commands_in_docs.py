@@ -32,13 +32,21 @@ DOWNLOAD = "needs downloads; its recipe is tested in test_recipes.py"
 SERVER = "needs a running server; see test_serve.py"
 INSTALL = "changes the environment; see test_wheel.py"
 LONG = "takes minutes; other tests run a smaller version"
+PLUGIN = "registers a loss in this process; see test_plugins.py"
 NOT_RUN = {
+    "nearkin train --data photos/ --loss hardest_gap --import my_losses.py": PLUGIN,
+    "nearkin losses hardest_gap --import my_losses.py": PLUGIN,
+    "nearkin bench run features --data photos.npz --losses hardest_gap triplet --import my_losses.py "
+    "--workers 2": PLUGIN,
+    "nearkin export runs/RUN --to hub -o USER/NAME": "needs the Hub; see test_model_card.py",
     "make demo": LONG,
     "make test": "would run this test",
     "nearkin bench run tiny": LONG,
     "nearkin bench run features --data features.npz": LONG,
     "nearkin bench run features --data photos/": LONG,
     "nearkin bench run mpa-table7 --data CUB_200_2011 --weights bn_inception=bn_inception-52deb4733.pth": DOWNLOAD,
+    "nearkin bench run mpa-table7 --data CUB_200_2011 --backbones efficientnet_lite0 --change data.image_size=128 "
+    "train.steps=40 train.batch_size=90 model.freeze_norm=statistics": DOWNLOAD,
     "nearkin data get cub --root data": DOWNLOAD,
     "nearkin train --data data/CUB_200_2011": DOWNLOAD,
     "nearkin train ce_cub --data CUB_200_2011": DOWNLOAD,

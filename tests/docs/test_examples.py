@@ -6,11 +6,27 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from helpers.paths import ROOT
 from helpers.studies import write_features
 
+import nearkin as nk
+
 EXAMPLES = ROOT / "examples"
-TESTED = {"bound_optimizer", "compare_losses", "distributed", "own_loss", "photos_end_to_end", "plain_loop", "serving"}
+TESTED = {
+    "accelerate_loop",
+    "bound_optimizer",
+    "compare_losses",
+    "distributed",
+    "hf_trainer",
+    "lightning_loop",
+    "multi_label",
+    "own_loss",
+    "own_model_and_data",
+    "photos_end_to_end",
+    "plain_loop",
+    "serving",
+}
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +69,34 @@ def test_own_loss(tmp_path):
     assert "R@1 100" in output
 
 
+def test_own_model_and_data(tmp_path):
+    output = run("own_model_and_data", "--epochs", 2, "--classes", 20, cwd=tmp_path)
+    assert "R@1" in output
+    assert "data:image/webp" in (tmp_path / "own" / "report.html").read_text()
+    assert output.count("  stripes ") == 3
+    assert (tmp_path / "own" / "model.pt2").exists()
+
+
+def test_multi_label(tmp_path):
+    """Words of the names of birds, or where their features are missing, clouds of two words each."""
+    birds = ROOT.parent / "shared" / "data" / "cub_efficientnet_lite0_224.npz"
+    if birds.exists():
+        with np.load(birds) as arrays:
+            features, paths = arrays["features"], arrays["paths"].tolist()
+        tags = [path.split("/")[0].partition(".")[2].replace("_", " ").lower() for path in paths]
+    else:
+        rng = np.random.default_rng(0)
+        words = np.array([(a, b) for a in range(8) for b in range(8, 16)])[rng.integers(0, 64, 1200)]
+        centres = rng.normal(size=(16, 40))
+        noise = rng.normal(size=(1200, 40)) * np.where(np.arange(40) < 20, 0.5, 3)
+        features, tags = centres[words].sum(1) + noise, [f"w{a} w{b}" for a, b in words]
+    np.savez(tmp_path / "tagged.npz", features=features, tags=np.array(tags))
+    *_, raw, trained = run(
+        "multi_label", "tagged.npz", "--dim", 128 if birds.exists() else 24, cwd=tmp_path
+    ).splitlines()
+    assert float(trained.partition("MAP@R ")[2].split()[0]) > float(raw.partition("MAP@R ")[2].split()[0]) + 2
+
+
 def test_compare_losses(tmp_path):
     features = write_features(tmp_path / "clouds.npz")
     output = run("compare_losses", features, "--dim", 8, "--losses", "norm_softmax", "triplet", cwd=tmp_path)
@@ -70,6 +114,31 @@ def test_distributed_gives_the_gradient_of_one_process(tmp_path):
         return float(output.partition("gradient norm ")[2].split()[0])
 
     assert norm(both) == pytest.approx(norm(single), rel=1e-5)
+
+
+def plain_norms() -> str:
+    """The training of the examples below in one process, by hand."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(24, 16), torch.arange(6).repeat_interleave(4)
+    network = torch.nn.Linear(16, 8)
+    objective = nk.Objective("proxy_anchor", num_classes=6, dim=8)
+    optimizer = torch.optim.SGD([*network.parameters(), *objective.parameters()], lr=0.01)
+    sampler = nk.samplers.BalancedSampler(labels, batch_size=12, samples_per_class=4, seed=0)
+    for epoch in range(2):
+        for rows in sampler.epoch(epoch):
+            optimizer.zero_grad()
+            objective(network(images[rows]), labels[rows]).backward()
+            optimizer.step()
+    return f"weight {network.weight.norm():.5f} proxies {objective.proxies.norm():.5f}"
+
+
+@pytest.mark.parametrize("name", ["accelerate_loop", "hf_trainer", "lightning_loop"])
+def test_loops_of_other_frameworks_in_two_processes_train_as_one(tmp_path, name):
+    pytest.importorskip({"hf_trainer": "transformers"}.get(name, name.removesuffix("_loop")))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    line = run(name, cwd=tmp_path, launcher=launcher).splitlines()[-1]
+    words = line.split()
+    assert f"weight {float(words[1]):.5f} proxies {float(words[3]):.5f}" == plain_norms()
 
 
 def test_photos_end_to_end(tmp_path, photo_folder):

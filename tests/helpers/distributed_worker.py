@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,55 @@ def small_parts() -> dict[str, Any]:
     return found
 
 
+GATHERING: dict[str, dict[str, Any]] = {
+    "proxy_anchor": {"num_classes": 4, "dim": 5},
+    "contrastive": {"dim": 5, "memory": 20},
+    "supcon": {},
+    "multi_similarity": {"reduction": "sum"},
+}
+
+
+def gathering(rows: slice, gather: bool | None) -> dict[str, Any]:
+    """Losses and gradients of two steps on this rank's rows, with references, weights, or several labels each."""
+    found: dict[str, Any] = {}
+    for name, settings in GATHERING.items():
+        torch.manual_seed(0)
+        objective = nk.Objective(name, gather=gather, **settings)
+        for step in range(2):
+            emb, other = torch.randn(2, 10, 5, dtype=torch.float64).unbind()
+            labels, tags = torch.arange(10) % 4, torch.rand(10, 3) > 0.5
+            own = emb[rows].clone().requires_grad_()
+            options: dict[str, Any] = {}
+            if name == "supcon":
+                options = {"refs": other[rows], "ref_labels": labels[rows]}
+            elif name == "multi_similarity":
+                options = {"weights": torch.arange(1.0, 11.0)[rows]}
+            loss = objective.double()(
+                own, tags[rows] if name == "multi_similarity" and step else labels[rows], **options
+            )
+            loss.backward()
+            assert own.grad is not None
+            parameters = list(objective.parameters())
+            nd.all_reduce_gradients(parameters)
+            grads = [p.grad.clone() for p in parameters if p.grad is not None]
+            found[f"{name} {step}"] = [loss.detach(), nd.gather_rows(own.grad / nd.world_size()), *grads]
+    return found
+
+
+def warned() -> list[str]:
+    """The warnings of an objective that sees only this rank's part of the batch: once, and none if it is gathered."""
+    emb, labels = torch.randn(4, 3, requires_grad=True), [0, 0, 1, 1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        partial = nk.Objective("triplet")
+        partial(emb, labels)
+        partial(emb, labels)
+        nk.Objective("triplet")(*nd.all_gather_with_grad(emb, labels))
+        nk.Objective("triplet", gather=True)(emb, labels)
+        nk.Objective("triplet", gather=False)(emb, labels)
+    return [str(warning.message) for warning in caught]
+
+
 def refused(call: Any) -> str:
     try:
         call()
@@ -263,6 +313,8 @@ def main(rank: int, folder: Path, port: str) -> None:
         found["place"] = str(place)
         found["small"] = small_parts()
         found["mistakes"] = mistakes()
+        found["gathering"] = gathering(slice(0, 3) if rank == 0 else slice(3, 10), gather=True)
+        found["warned"] = warned()
         found["listening"] = listening() if sys.platform == "linux" else []
         found["environment"] = "GLOO_SOCKET_IFNAME" in os.environ
         found["normalized"] = {f"{shares}": normalized(shares, torch.float64) for shares in SHARES}

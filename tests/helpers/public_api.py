@@ -16,12 +16,16 @@ PACKAGES = ["nearkin", *sorted(f"nearkin.{p.parent.name}" for p in (ROOT / "near
 def public_names() -> Iterator[tuple[str, str, str]]:
     """Yield (package, name, dotted path of the definition) for every name in the `__all__` of every public package.
 
-    The path is read from the import statements of the package, because constants do not know their module.
+    The path is read from the import statements of the package or its stub: constants do not know their module.
     """
     for package in PACKAGES:
         module = importlib.import_module(package)
-        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        homes = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+        stub = Path(module.__file__).with_suffix(".pyi")
+        tree = ast.parse((stub if stub.exists() else Path(module.__file__)).read_text(encoding="utf-8"))
+        homes = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                home = ".".join(filter(None, [package if node.level else "", node.module]))
+                homes |= {alias.name: f"{home}.{alias.name}" for alias in node.names}
         for name in module.__all__:
             yield package, name, homes.get(name, f"{package}.{name}")

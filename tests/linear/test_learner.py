@@ -66,6 +66,7 @@ def convex(iris):
     return constraints, {"upper": 4.0, "lower": 12.0, "margin": 8.0, "lam": lam}, primal(found.x), -found.fun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["A", "G"])
 def test_both_forms_reach_the_optimum(iris, convex, form):
     constraints, settings, best, value = convex
@@ -227,6 +228,7 @@ def test_score_is_recall_at_one(iris):
     assert metric.score(x, names) == nk.score(metric.transform(x), y, similarity="euclidean")["R@1"]
 
 
+@pytest.mark.slow
 def test_pipelines_grid_search_and_pickle(iris):
     x, y = load_wine(return_X_y=True)
     pipe = make_pipeline(StandardScaler(), MetricLearner("lmnn", max_iter=60), KNeighborsClassifier(3))

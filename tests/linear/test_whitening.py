@@ -149,6 +149,7 @@ def test_invalid_input_raises(data, change, error, message):
         within_class_whitening(arguments.pop("features"), arguments.pop("labels"), **arguments)
 
 
+@pytest.mark.slow
 def test_works_without_scikit_learn():
     code = """if True:
         import sys

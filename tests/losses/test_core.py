@@ -15,7 +15,7 @@ from torch import Tensor
 
 import nearkin as nk
 from nearkin.cli.doctor import report_core
-from nearkin.losses import LOSSES, MINERS, loss
+from nearkin.losses import LOSSES, MINERS, REGULARIZERS, loss
 from nearkin.losses.readiness import check_row, peak_blocks, rows, waiting_operators
 from nearkin.ops import plain
 from nearkin.ops.checks import on_host
@@ -51,6 +51,11 @@ def test_no_operator_waits_for_the_device(name: str, miner: str | None, memory: 
         assert waiting_operators(objective, *batch(20, CLASSES, DIM, seed=seed)) == []
 
 
+@pytest.mark.parametrize("name", list(REGULARIZERS))
+def test_no_regularizer_waits_for_the_device(name: str) -> None:
+    assert waiting_operators(make("soft_triple", regularizers={name: 0.1}), *batch(20, CLASSES, DIM)) == []
+
+
 @pytest.mark.slow
 def test_waiting_operators_and_graph_breaks_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     """In the forward and in the backward pass."""
@@ -83,14 +88,11 @@ def test_waiting_operators_and_graph_breaks_are_found(capsys: pytest.CaptureFixt
         del LOSSES["waits"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "miner", "memory"), CASES)
-def test_one_graph(name: str, miner: str | None, memory: int) -> None:
+def check_one_graph(objective: nk.Objective, other: nk.Objective, batches: int) -> None:
     """Traced as a whole, without generating code, it has the value and the gradients of the plain path."""
-    objective, other = make(name, miner, memory), make(name, miner, memory)
     torch._dynamo.reset()
     compiled = torch.compile(objective, fullgraph=True, backend="eager")
-    for seed in range(1 + (memory > 0)):
+    for seed in range(batches):
         emb, labels = batch(20, CLASSES, DIM, seed=seed)
         torch.manual_seed(0)
         got = value_and_grads(compiled, emb, labels, list(objective.parameters()))
@@ -99,6 +101,19 @@ def test_one_graph(name: str, miner: str | None, memory: int) -> None:
             want = value_and_grads(other, emb, labels, list(other.parameters()))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "miner", "memory"), CASES)
+def test_one_graph(name: str, miner: str | None, memory: int) -> None:
+    check_one_graph(make(name, miner, memory), make(name, miner, memory), batches=1 + (memory > 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(REGULARIZERS))
+def test_one_graph_with_a_regularizer(name: str) -> None:
+    objective, other = (make("soft_triple", regularizers={name: 0.1}) for _ in range(2))
+    check_one_graph(objective, other, batches=1)
 
 
 @pytest.mark.slow
@@ -178,6 +193,7 @@ def test_vmap_over_a_setting() -> None:
         assert torch.isfinite(slopes)
 
 
+@pytest.mark.slow
 def test_labels_out_of_range_fail_off_the_host() -> None:
     """Asynchronously on a GPU; where that does not exist, and inside torch.func, the loss is NaN."""
     objective, (emb, labels) = make("proxy_anchor"), batch(20, CLASSES, DIM)

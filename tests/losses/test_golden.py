@@ -12,7 +12,7 @@ from torch import Tensor
 
 import nearkin as nk
 from nearkin.analysis import information
-from nearkin.losses import LOSSES, miners, proxy_regulariser
+from nearkin.losses import LOSSES, miners, sparse_centers
 from nearkin.report.losses import similarity_gradient
 
 BATCHES = [
@@ -133,8 +133,8 @@ def test_miners(batch_name: str, data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("batch_name", BATCHES)
-def test_proxy_regulariser(batch_name: str, data: dict[str, Any]) -> None:
-    value = proxy_regulariser(tensor(data["batches"][batch_name]["multi_proxies"]))
+def test_sparse_centers(batch_name: str, data: dict[str, Any]) -> None:
+    value = sparse_centers(tensor(data["batches"][batch_name]["multi_proxies"]))
     assert float(value) == pytest.approx(data["batch_facts"][batch_name]["proxy_regulariser_eq3"], rel=1e-9)
 
 

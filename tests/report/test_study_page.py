@@ -87,7 +87,7 @@ def test_a_study_without_finished_trials_has_no_page(tmp_path):
 def test_the_headline_without_enough_values_to_rank(study):
     report = build_study_report(study.path)
     some = {key: cell for key, cell in report.cells.items() if key[1] == "triplet"}
-    early = replace(report, tournament=None, cells=some, remaining=5)
+    early = replace(report, tournament=None, cells=some, remaining=5, trials=[])
     assert "1 of 4 methods have a value so far: nothing to rank." in headline(early)
     assert headline(replace(early, cells={}, remaining=0)) == "0 of 4 methods have a value: nothing to rank."
     assert "Only one method: nothing to rank." in headline(replace(early, methods=["triplet"]))
@@ -95,7 +95,7 @@ def test_the_headline_without_enough_values_to_rank(study):
 
 
 def test_the_headline_of_ties_and_of_no_significant_lead(study):
-    report = replace(build_study_report(study.path), baselines={})
+    report = replace(build_study_report(study.path), baselines={}, trials=[])
     first, second, *others = report.tournament.standings
     tied = replace(report.tournament, standings=(first, replace(second, mean=first.mean), *others))
     names = f"{first.method} and {second.method}"
@@ -105,6 +105,16 @@ def test_the_headline_of_ties_and_of_no_significant_lead(study):
     insignificant = tuple(replace(pair, significant=False) for pair in alone.pairs)
     shown = headline(replace(report, tournament=replace(alone, pairs=insignificant), leader_comparisons=[]))
     assert shown == f"{first.method} has the best mean rank; its lead is significant over none of the 2 other methods."
+
+
+def test_the_headline_says_where_the_initial_model_was_kept(study):
+    report = build_study_report(study.path)
+    trials = [{**trial, "epoch": epoch} for trial, epoch in zip(report.trials, [0, 0, 3, 1], strict=False)]
+    assert headline(replace(report, trials=trials)).endswith(
+        "In 2 of 4 trials no epoch was better than the initial model, which is what is compared there."
+    )
+    assert "In all trials no epoch" in headline(replace(report, trials=trials[:2]))
+    assert "no epoch" not in headline(replace(report, trials=trials[2:]))
 
 
 @pytest.mark.slow

@@ -41,6 +41,25 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
 
 
+# --- objectives that gather by themselves ---------------------------------------------------------------------------
+
+
+def test_gathering_objectives_give_the_gradients_of_one_process(ranks):
+    expected = distributed_worker.gathering(slice(0, 10), gather=None)
+    for found in ranks:
+        assert found["gathering"].keys() == expected.keys()
+        for name, values in found["gathering"].items():
+            for got, wanted in zip(values, expected[name], strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_an_objective_that_sees_part_of_the_batch_says_so_once(ranks):
+    for rank, found in enumerate(ranks):
+        [message] = found["warned"]
+        assert message.startswith(f"triplet: rank {rank} of 2 computes the loss of its own part of the batch")
+        assert "gather=True" in message
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +72,8 @@ def test_the_cases_are_every_loss_miner_and_memory():
         if name in ("contrastive", "triplet"):
             miners = set(MINERS) - {"all"}
         assert {case.miner for case in ours} == {None, *miners}
-        assert {case.memory > 0 for case in ours} == ({False, True} if entry.inputs.memory else {False})
+        used = {False, True} if entry.inputs.memory else {False}
+        assert {case.memory > 0 for case in ours} == {case.refs for case in ours} == used
     assert len(set(every)) == len(every)
 
 

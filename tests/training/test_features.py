@@ -115,6 +115,7 @@ def small_default(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_study_takes_a_folder_of_images(capsys, photo_folder, small_default):
     flags = ("--losses", "norm_softmax", "--sizes", "4", "--seeds", "0")
     code, out, err = run(capsys, "bench", "plan", "features", "--data", photo_folder, *flags)

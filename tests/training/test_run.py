@@ -7,7 +7,7 @@ from helpers.small_runs import make_result, make_run
 
 from nearkin.config.recipe import Recipe
 from nearkin.errors import ConfigError, RunError
-from nearkin.models.embedder import load
+from nearkin.models.saved import load
 from nearkin.training.run import Run
 
 RECALL = {"mean": 0.5, "interval": [0.4, 0.6]}

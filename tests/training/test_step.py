@@ -103,6 +103,19 @@ def test_half_precision_without_a_gpu_is_refused(tiny_recipe, tmp_path, quiet):
             nk.fit(wrong, tmp_path, reporter=quiet, device="cpu")
 
 
+def test_double_precision_reaches_every_weight_and_changes_the_loss_by_rounding_only(tiny_recipe, tmp_path, quiet):
+    losses = {}
+    for precision in ("fp32", "fp64"):
+        config = replace(tiny_recipe.train, precision=precision, epochs=1)
+        run = nk.fit(replace(tiny_recipe, train=config), tmp_path, reporter=quiet, device="cpu")
+        losses[precision] = next(e["loss"] for e in run.events() if e["event"] == "epoch" and e["epoch"] == 1)
+        saved = torch.load(run.path / "last.pt", weights_only=True)["model"]
+        kinds = {v.dtype for v in saved.values() if v.is_floating_point()}
+        assert kinds == {torch.float64 if precision == "fp64" else torch.float32}
+    assert losses["fp64"] != losses["fp32"]
+    assert losses["fp64"] == pytest.approx(losses["fp32"], rel=1e-4)
+
+
 def test_the_running_mean_follows_by_its_formula():
     model = Embedder(ModelConfig(width=4, dim=8), (3, 16, 16))
     average = Embedder(ModelConfig(width=4, dim=8), (3, 16, 16))
@@ -222,3 +235,17 @@ def test_wandb_offline_keeps_everything_in_the_run_folder(tiny_recipe, tmp_path,
         time.sleep(0.1)
     assert b"val/R@1" in content
     assert b"diagnosis/effective_rank" in content
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shrinkage": 0.3}, r"model\.shrinkage: only with a whitened head"),
+        ({"backbone": "resnet50", "width": 8}, r"model\.width: resnet50 has a fixed width"),
+        ({"backbone": "resnet18", "width": 8}, r"model\.width: resnet18 has a fixed width"),
+    ],
+)
+def test_settings_that_the_model_cannot_use_are_refused(tiny_recipe, tmp_path, quiet, settings, message):
+    recipe = replace(tiny_recipe, model=replace(tiny_recipe.model, **settings))
+    with pytest.raises(ConfigError, match=message):
+        nk.fit(recipe, tmp_path, reporter=quiet)

@@ -277,11 +277,11 @@ def embed_files(model: EmbeddingModel, paths: Sequence[Path]) -> tuple[list[int]
 
 def _find_broken(model: EmbeddingModel, paths: Sequence[Path]) -> dict[int, str]:
     """Return an error message by index for every file that cannot be read."""
-    side, channels = max(model.image_shape[1:]), model.image_shape[0]
+    side = max(model.image_shape[1:], default=256)
 
     def check(path: Path) -> str:
         try:
-            read_image(path, side, channels=channels)
+            read_image(path, side)
         except DataError as error:
             return str(error)
         return ""

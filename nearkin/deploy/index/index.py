@@ -69,25 +69,36 @@ class Index:
     @classmethod
     def build(
         cls,
-        model: EmbeddingModel,
-        images: Sequence[Any],
+        model: EmbeddingModel | None,
+        images: Any,
         labels: Sequence[Label] | None = None,
         *,
         ids: Sequence[str] | None = None,
         run: str | Path | None = None,
+        embed: EmbeddingModel | None = None,
     ) -> Index:
-        """Embed images and index them.
+        """Embed images and index them, or index vectors.
 
         Args:
-            model: Embeds the images.
-            images: Paths, PIL images, or uint8 [N, C, H, W].
+            model: Embeds the images; None if these are vectors [N, D] already.
+            images: Paths, PIL images, or uint8 [N, C, H, W]; or data of your own with labels, as
+                `nearkin.data.as_table` takes them.
             labels: Class per image, None where unknown.
-            ids: Item names; by default the paths as given.
+            ids: Item names; by default the paths as given, or the numbers of the rows of vectors and of your own data.
             run: The run folder of the model, so that `Index.load` can load the model from there.
+            embed: For vectors: the model that embeds image queries, such as `Embedder.wrap(function, ...)`.
 
         Returns:
             The index.
         """
+        if model is None:
+            vectors = search.check_vectors(images, None, "vectors")
+            return cls(vectors, ids or [str(row) for row in range(len(vectors))], labels, model=embed)
+        if items.has_labels(images):
+            if labels is not None:
+                raise DataError("labels: the data have labels already. Pass one or the other.")
+            images, labels, numbered = items.read_labelled(model, images)
+            ids = ids or numbered
         names = items.ids_of(images) if ids is None else list(ids)
         vectors = items.embed_images(model, images, names)
         return cls(vectors, names, labels, model=model, model_info=items.get_model_info(model, run), root=Path.cwd())
@@ -261,7 +272,7 @@ class Index:
         if self._model is None:
             if self.model_info is None or self.model_info.run is None:
                 raise ConfigError("index: has no run folder to load its model from. Pass it: Index.load(dir, model).")
-            from nearkin.models.embedder import load
+            from nearkin.models.saved import load
 
             self.set_model(load(self.model_info.run))
         assert self._model is not None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from nearkin.data.own import as_table, is_pair_of_columns
 from nearkin.deploy.index.search import Label, Vectors, check_vectors
 from nearkin.errors import DataError
 
@@ -16,7 +17,7 @@ from nearkin.errors import DataError
 class EmbeddingModel(Protocol):
     """The model interface an index needs; `nearkin.Embedder` implements it."""
 
-    image_shape: tuple[int, int, int]  # input size (C, H, W)
+    image_shape: tuple[int, ...]  # of one input: (C, H, W) for images
 
     def embed(self, images: Any) -> Tensor:
         """Return one vector per image, float32 [N, D]."""
@@ -58,6 +59,23 @@ def embed_images(model: EmbeddingModel, images: Any, ids: Sequence[str]) -> Vect
     vectors = check_vectors(model.embed(images), None, "the model's vectors")
     check_count("ids", len(ids), "image", len(vectors))
     return vectors
+
+
+def has_labels(images: Any) -> bool:
+    """Return whether images are data of the user that `as_table` reads, with labels, and not a list or an array."""
+    if isinstance(images, list | tuple):
+        return is_pair_of_columns(images) or (len(images) > 0 and isinstance(images[0], list | tuple | dict))
+    return not isinstance(images, str | os.PathLike | np.ndarray | Tensor) and not hasattr(images, "read")
+
+
+def read_labelled(model: Any, data: Any) -> tuple[Any, list[Label], list[str]]:
+    """Return the images (or tensors), labels and ids of data of the user."""
+    if not hasattr(model, "data_config"):
+        raise DataError(f"model: {type(model).__name__} is no nearkin.Embedder. Pass images, labels= and ids= apart.")
+    table = as_table(data, model.data_config(), channels=model.channels, min_classes=1)
+    ids = [str(path) for path in table.paths] or [str(row) for row in table.row_numbers]
+    labels: list[Label] = [table.class_names[label] for label in table.labels]
+    return table.images if table.features is None else table.features, labels, ids
 
 
 def ids_of(images: Sequence[Any]) -> list[str]:

@@ -32,18 +32,25 @@ class Threshold:
     known_queries: int  # number of queries of classes in the index
     unknown_queries: int  # number of queries of held-out classes
     unknown_classes: int  # number of classes of those
+    half_rate: float = 0.0  # the false-accept rate at which half of the known queries are called known
 
     def accepts(self, similarity: float) -> bool:
         return similarity > self.value
 
     def __str__(self) -> str:
         lines = [
-            f"known above {self.value:.4f}: accepts at most {self.false_accept:.2%} of {self.unknown_queries:,} "
-            f"unknown queries of {self.unknown_classes:,} classes"
-            f"{_format_interval(self.false_accept_interval, ' on other classes')} and "
-            f"{self.true_accept:.1%} of {self.known_queries:,} known queries"
-            f"{_format_interval(self.true_accept_interval)}"
+            f"threshold: an image is known if its highest similarity is above {self.value:.4f}",
+            f"  false accepts: at most {self.false_accept:.2%} of {self.unknown_queries:,} queries of "
+            f"{self.unknown_classes:,} unknown classes"
+            f"{_format_interval(self.false_accept_interval, ' on other classes')}",
+            f"  true accepts: {self.true_accept:.1%} of {self.known_queries:,} queries of known classes"
+            f"{_format_interval(self.true_accept_interval)}",
         ]
+        if self.true_accept < 0.5:
+            lines.append(
+                f"  {1 - self.true_accept:.0%} of the known queries would be called unknown; "
+                f"about half with --false-accept-rate {max(self.half_rate, 0.01):.2f}"
+            )
         if self.unknown_queries * self.false_accept < 1:
             lines.append(
                 f"{self.unknown_queries:,} unknown queries are too few for this rate; the threshold is their highest "
@@ -93,6 +100,7 @@ def calibrate(
         known_queries=len(known),
         unknown_queries=len(unknown),
         unknown_classes=len(np.unique(unknown_codes)),
+        half_rate=math.ceil(100 * float((unknown > np.median(known)).mean())) / 100,
     )
 
 

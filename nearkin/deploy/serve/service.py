@@ -145,6 +145,8 @@ class Service:
         model = index.model()
         if not isinstance(model, Embedder):  # which also defines the preprocessing
             raise ConfigError(f"serve: expected the model to be a nearkin.Embedder, got {type(model).__name__}.")
+        if not model.takes_pixels and model.preprocess is None:
+            raise ConfigError("serve: the model takes tensors, not images. Search by vectors in Python instead.")
         self.index, self.model, self.token = index, model.eval(), token
         self.limits = limits or RequestLimits()
         # Both as given, which may be a bare IPv6 address, and without a port, as they are compared.

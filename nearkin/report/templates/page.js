@@ -326,7 +326,8 @@ function showHubs() {
 
 function showLabelErrors() {
   const { unavailable, share, expected, suspects } = analyses[state.run].label_errors;
-  byId("label-error-note").textContent = unavailable ? unavailable :
+  byId("label-error-note").textContent = unavailable ? unavailable : expected === 0 ?
+    "No label errors are expected: the candidates below are only the least certain labels." :
     `An estimated ${percent(share)} % of the labels are wrong; about ${expected} errors are expected among the first 100 candidates. Check each image before you change its label: hard images look like label errors.`;
   pagedList(byId("label-error-cards"), byId("label-error-more"), suspects, ({ item, suggested, probability }) => [card([tile(item)],
     line("label: ", nameText(className(item))), line("suggested: ", nameText(items.class_names[suggested])),

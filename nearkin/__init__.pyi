@@ -1,0 +1,25 @@
+from nearkin._common.version import __version__ as __version__
+
+from . import losses as losses
+from . import metrics as metrics
+from .config.recipe import Recipe as Recipe
+from .data import samplers as samplers
+from .deploy.index.index import Index as Index
+from .errors import UserError as UserError
+from .losses import miners as miners
+from .losses.objective import Objective as Objective
+from .metrics.ranking import Ranking as Ranking
+from .metrics.ranking import neighbours as neighbours
+from .metrics.ranking import rank as rank
+from .metrics.scores import Scores as Scores
+from .metrics.scores import compare as compare
+from .metrics.scores import score as score
+from .models.embedder import Embedder as Embedder
+from .models.saved import load as load
+from .ops.pairs import Pairs as Pairs
+from .ops.pairs import pair_up as pair_up
+from .training import recipes as recipes
+from .training.evaluation import evaluate as evaluate
+from .training.evaluation import evaluate_final as evaluate_final
+from .training.loop import fit as fit
+from .training.run import Run as Run

@@ -1,0 +1,11 @@
+from .presets import PRESETS as PRESETS
+from .presets import find_study as find_study
+from .protocols import Protocol as Protocol
+from .results import Result as Result
+from .results import read_results as read_results
+from .study import Study as Study
+from .study import Trial as Trial
+from .summary import summarize as summarize
+from .tournament import Tournament as Tournament
+from .tournament import run_tournament as run_tournament
+from .trials import StudyFolder as StudyFolder

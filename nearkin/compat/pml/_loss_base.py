@@ -1,0 +1,260 @@
+"""What all losses with the interface of pytorch-metric-learning share."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.compat.pml._module import SettingsModule, is_ours
+from nearkin.compat.pml._tuples import (
+    Indices,
+    PairList,
+    TripletSet,
+    as_pairs,
+    as_triplets,
+    match_masks,
+    random_triplets,
+    sample_weights,
+)
+from nearkin.compat.pml.distances import BaseDistance, LpDistance
+from nearkin.compat.pml.reducers import (
+    BaseReducer,
+    DoNothingReducer,
+    LossDict,
+    LossInfo,
+    MeanReducer,
+    MultipleReducers,
+    listed,
+    loss_info,
+)
+from nearkin.errors import ConfigError, DataError
+from nearkin.ops.geometry import full_precision
+
+# Methods of PML's losses that its users override, and that ours do not have.
+_INNER_METHODS = {
+    "_compute_loss", "pos_calc", "neg_calc", "get_per_pair_loss", "nca_computation", "modify_cosine_of_target_classes",
+    "scale_logits", "variance_with_eps", "invariance_loss", "variance_loss", "covariance_loss", "compute_density",
+    "weigh_loss",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a loss is called with; the references are the batch itself if none are given."""
+
+    emb: Tensor
+    labels: Any
+    indices: Any
+    ref: Tensor
+    ref_labels: Any
+
+    def pairs(self) -> tuple[PairList, PairList]:
+        """Return the positive and the negative pairs: of the indices, or of the labels."""
+        shape = len(self.emb), len(self.ref)
+        if self.indices is None:
+            pos, neg = match_masks(*self._both_labels())
+            return PairList(shape, pos), PairList(shape, neg)
+        if isinstance(self.indices[0], PairList):
+            return self.indices[0], self.indices[1]
+        lists = as_pairs(self.indices)
+        return PairList(shape, lists=lists[:2]), PairList(shape, lists=lists[2:])
+
+    def triplets(self, per_anchor: int | str = "all") -> TripletSet:
+        """Return the triplets of the indices or of the labels: all, or some at random for each anchor."""
+        given = self.indices
+        if given is None and per_anchor != "all":
+            given = random_triplets(*self._both_labels(), int(per_anchor))
+        if given is None or isinstance(given[0], PairList):
+            return TripletSet(*self.pairs())
+        a, p, n = as_triplets(given)
+        shape = len(self.emb), len(self.ref)
+        return TripletSet(PairList(shape, lists=(a, p)), PairList(shape, lists=(a, n)), (a, p, n))
+
+    def _both_labels(self) -> tuple[Tensor, Tensor]:
+        if self.labels is None or self.ref_labels is None:
+            raise ValueError("labels and indices_tuple cannot both be None")
+        return self.labels, self.ref_labels
+
+    def weights(self) -> Tensor:
+        return sample_weights(self.indices, self.labels, self.emb.dtype)
+
+
+class WithDistance(SettingsModule):
+    """A module with a distance; it may require one, which is the default: `required = partial(LpDistance, p=2)`."""
+
+    _: KW_ONLY
+    distance: BaseDistance = None  # type: ignore[assignment]  # the default one
+
+    required: ClassVar[Callable[[], BaseDistance] | None] = None
+    default_distance: ClassVar[Callable[[], BaseDistance]] = LpDistance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.distance = self.get_default_distance() if self.distance is None else self.distance
+        required = type(self).required
+        if required is not None:
+            wanted: Any = required.func if isinstance(required, partial) else required
+            settings = required.keywords if isinstance(required, partial) else {}
+            given = {name: getattr(self.distance, name, None) for name in settings}
+            if not isinstance(self.distance, wanted) or given != settings:
+                words = "".join(f", {name}={value}" for name, value in settings.items())
+                raise ConfigError(f"{type(self).__name__} requires the distance {wanted.__name__}{words}.")
+
+    def get_default_distance(self) -> BaseDistance:
+        return (type(self).required or type(self).default_distance)()
+
+    def require_similarity(self) -> None:
+        """Raise unless higher values of the distance are nearer."""
+        if not self.distance.is_inverted:
+            raise ConfigError(f"{type(self).__name__} requires a similarity, such as CosineSimilarity.")
+
+    def as_similarity(self, mat: Tensor) -> Tensor:
+        """Return a matrix of distances such that higher is nearer."""
+        return mat if self.distance.is_inverted else -mat
+
+
+class WithReducer(WithDistance):
+    """A module whose values a reducer averages; one with several parts has a copy of it for each."""
+
+    _: KW_ONLY
+    reducer: nn.Module = None  # type: ignore[assignment]  # the default one
+
+    default_reducer: ClassVar[Callable[[], BaseReducer]] = MeanReducer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.reducer, MultipleReducers | DoNothingReducer):
+            reducer = self.get_default_reducer() if self.reducer is None else self.reducer
+            copies = {name: copy.deepcopy(reducer) for name in self.sub_loss_names()}
+            self.reducer = MultipleReducers(copies) if len(copies) > 1 else reducer
+
+    def get_default_reducer(self) -> BaseReducer:
+        return type(self).default_reducer()
+
+    def sub_loss_names(self) -> list[str]:
+        return ["loss"]
+
+
+class BaseMetricLossFunction(WithReducer):
+    """The base of all losses: `loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)`.
+
+    Subclasses define `compute_loss`, which returns {name: {"losses", "indices", "reduction_type"}}; ours `compute`.
+    """
+
+    _: KW_ONLY
+    embedding_regularizer: nn.Module | None = None
+    embedding_reg_weight: float = 1
+
+    needs_labels: ClassVar[bool] = False
+    takes_refs: ClassVar[bool] = True
+    takes_indices: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ignored = _INNER_METHODS & vars(cls).keys()
+        if ignored and not is_ours(cls) and not issubclass(cls, GenericPairLoss) and "compute_loss" not in vars(cls):
+            what = f"{cls.__name__}: {', '.join(sorted(ignored))} would not be called"
+            raise ConfigError(f"{what}. Subclass GenericPairLoss, or define compute_loss.")
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> LossDict:
+        name = type(self).__name__
+        if self.needs_labels and labels is None:
+            raise ValueError(f"{name}: labels are required for this loss function")
+        if not self.takes_indices and indices_tuple is not None:
+            raise ValueError(f"{name}: indices_tuple is not supported for this loss function")
+        if not self.takes_refs and (ref_emb is not embeddings or ref_labels is not labels):
+            raise ValueError(f"{name}: ref_emb is not supported for this loss function")
+        return self.compute(Batch(embeddings, labels, indices_tuple, ref_emb, ref_labels))
+
+    def compute(self, b: Batch) -> LossDict:
+        raise NotImplementedError
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Indices = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Any:
+        dtype = embeddings.dtype
+        emb = embeddings.float() if dtype in (torch.float16, torch.bfloat16) else embeddings
+        ref = emb if ref_emb is None or ref_emb is embeddings else ref_emb.to(emb.dtype)
+        own, labels = labels, check_labels(emb, labels)
+        is_same = ref_emb is None or ref_labels is own
+        ref_labels = labels if is_same else check_labels(ref, ref_labels)
+        with full_precision(emb):
+            loss_dict = self.compute_loss(emb, labels, indices_tuple, ref, ref_labels)
+            if self.embedding_regularizer is not None:
+                loss = self.embedding_regularizer(emb) * self.embedding_reg_weight
+                loss_dict["embedding_reg_loss"] = loss_info(loss, "already_reduced")
+            if not isinstance(self.reducer, BaseReducer):
+                loss_dict = {name: listed(info) for name, info in loss_dict.items()}
+            loss = self.reducer(loss_dict, emb, labels)
+        return loss.to(dtype) if isinstance(loss, Tensor) else loss
+
+    def zero_loss(self) -> LossInfo:
+        return loss_info(0, "already_reduced")
+
+    def zero_losses(self) -> LossDict:
+        return {name: self.zero_loss() for name in self.sub_loss_names()}
+
+    def _sub_loss_names(self) -> list[str]:
+        return list(self.parts)
+
+    def sub_loss_names(self) -> list[str]:
+        return self._sub_loss_names() + ["embedding_reg_loss"] * (self.embedding_regularizer is not None)
+
+
+def check_labels(emb: Tensor, labels: Tensor | None) -> Any:
+    """Return the labels on the device of the embeddings, or raise ValueError."""
+    if labels is None:
+        return None
+    if labels.dim() != 1:
+        raise ValueError("labels must be a 1D tensor of shape (batch_size,)")
+    if len(emb) != len(labels):
+        raise ValueError("Number of embeddings must equal number of labels")
+    return labels.to(emb.device)
+
+
+class PairLoss(BaseMetricLossFunction):
+    """A loss of the matrix of distances and of positive and negative pairs: subclasses define `of_matrix`."""
+
+    by_masks: ClassVar[bool] = False  # whether a pair counts once however often it is listed, and has one sign
+    needs_both: ClassVar[bool] = False  # whether it is 0 without positives or without negatives
+
+    def compute(self, b: Batch) -> LossDict:
+        pos, neg = b.pairs()
+        if (pos.count <= 1 and neg.count <= 1) or (self.needs_both and not (pos.count and neg.count)):
+            return self.zero_losses()
+        if self.by_masks and pos.given_mask is None and bool((pos.mask & neg.mask).any()):
+            raise DataError("indices_tuple: a pair is both positive and negative.")
+        return self.of_matrix(self.distance(b.emb, b.ref), pos, neg)
+
+    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> LossDict:
+        raise NotImplementedError
+
+
+class GenericPairLoss(PairLoss):
+    """The base of your own pair losses: define `_compute_loss`."""
+
+    mat_based_loss: bool
+
+    _compute_loss: ClassVar[Callable[..., LossDict]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.by_masks = self.mat_based_loss  # type: ignore[misc]
+
+    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> LossDict:
+        if self.mat_based_loss:
+            return self._compute_loss(mat, pos.mask.to(mat.dtype), neg.mask.to(mat.dtype))
+        values: list[Any] = [pairs.select(mat) if pairs.count else [] for pairs in (pos, neg)]
+        return self._compute_loss(*values, (*pos, *neg))

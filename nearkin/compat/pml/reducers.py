@@ -1,0 +1,222 @@
+"""The reducers of pytorch-metric-learning: from the values of pairs, triplets or samples to one number.
+
+A loss passes `{name: {"losses", "indices", "reduction_type"}}`, as there. The triplets of a whole batch come as
+`TripletLosses`, which our own reducers sum without a list; any other reducer gets the list.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nearkin.compat.pml._module import SettingsModule, is_ours
+from nearkin.compat.pml._tuples import PairList, TripletLosses, within
+from nearkin.compat.pml.coverage import absent_names
+from nearkin.errors import ConfigError
+
+__all__ = [
+    "AvgNonZeroReducer", "BaseReducer", "ClassWeightedReducer", "DivisorReducer", "DoNothingReducer", "MeanReducer",
+    "MultipleReducers", "PerAnchorReducer", "SumReducer", "ThresholdReducer",
+]  # fmt: skip
+__getattr__ = absent_names("reducers")
+
+LossInfo = dict[str, Any]
+LossDict = dict[str, LossInfo]
+
+
+def loss_info(losses: Any, kind: str = "element", indices: Any = None, **extra: Any) -> LossInfo:
+    """Return what a reducer takes; the values of all samples in their order by default."""
+    if kind == "element" and indices is None and isinstance(losses, Tensor):
+        indices = torch.arange(len(losses), device=losses.device)
+    return {"losses": losses, "indices": indices, "reduction_type": kind, **extra}
+
+
+def listed(info: LossInfo) -> LossInfo:
+    """Return a loss with lists of values and indices, as pytorch-metric-learning has them."""
+    losses, indices = info["losses"], info["indices"]
+    if isinstance(losses, TripletLosses):
+        lists = losses.triplets.lists
+        indices = lists[0] if info["reduction_type"] == "element" else lists
+        return {**info, "losses": losses.listed(), "indices": indices}
+    return {**info, "indices": tuple(indices)} if isinstance(indices, PairList) else info
+
+
+def _sums(losses: Tensor | TripletLosses, low: float | None = None, high: float | None = None) -> tuple[Tensor, int]:
+    """Return the values between two bounds, or their sums by anchors, and their number."""
+    if isinstance(losses, TripletLosses):
+        return losses.sums(low, high)
+    if low is None and high is None:
+        return losses, losses.numel()
+    kept = within(losses, low, high)
+    return torch.where(kept, losses, 0.0), int(kept.sum())
+
+
+class BaseReducer(SettingsModule):
+    """Averages the values of a loss. Subclasses define `element_reduction`, and others where they differ."""
+
+    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+        (info,) = loss_dict.values()
+        losses, kind = info["losses"], info["reduction_type"]
+        if losses.numel() == 0 if isinstance(losses, Tensor) else not isinstance(losses, TripletLosses) and losses == 0:
+            return self.zero_loss(embeddings)
+        if kind == "already_reduced":
+            return losses
+        if isinstance(losses, TripletLosses) and not is_ours(type(self)):
+            info = listed(info)
+        reduce = getattr(self, f"{kind}_reduction")
+        return reduce(info["losses"], info["indices"], embeddings, labels, **self.unpack(info))
+
+    def unpack(self, info: LossInfo) -> dict[str, Any]:
+        """Return what else the reductions take."""
+        return {}
+
+    def zero_loss(self, embeddings: Tensor) -> Tensor:
+        return (embeddings * 0).sum()
+
+    def element_reduction(
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **extra: Any
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def pos_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.element_reduction(*args, **kwargs)
+
+    def neg_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.element_reduction(*args, **kwargs)
+
+    def triplet_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.element_reduction(*args, **kwargs)
+
+
+class MeanReducer(BaseReducer):
+    """The mean of all values."""
+
+    def element_reduction(self, losses: Any, *_: Any, **__: Any) -> Tensor:
+        total, number = _sums(losses)
+        return total.sum() / number
+
+
+class SumReducer(BaseReducer):
+    """The sum of all values."""
+
+    def element_reduction(self, losses: Any, *_: Any, **__: Any) -> Tensor:
+        return _sums(losses)[0].sum()
+
+
+class ThresholdReducer(BaseReducer):
+    """The mean of the values between two bounds; 0 if there are none."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low is None and self.high is None:
+            raise ConfigError(f"{type(self).__name__}: pass low, high or both.")
+
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, *_: Any, **__: Any) -> Tensor:
+        total, number = _sums(losses, self.low, self.high)
+        return total.sum() / number if number else self.zero_loss(embeddings)
+
+
+class AvgNonZeroReducer(ThresholdReducer):
+    """The mean of the values above 0."""
+
+    low: float | None = 0
+
+
+class DivisorReducer(BaseReducer):
+    """The sum of the values, divided by a number that the loss defines; 0 if that is 0."""
+
+    def unpack(self, info: LossInfo) -> dict[str, Any]:
+        if "divisor" not in info:
+            raise ConfigError("DivisorReducer: the loss defines no divisor. Use MeanReducer.")
+        return {"divisor": info["divisor"]}
+
+    def element_reduction(
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, *_: Any, divisor: Any = 1, **__: Any
+    ) -> Tensor:
+        return _sums(losses)[0].sum() / divisor if divisor != 0 else self.zero_loss(embeddings)
+
+
+class ClassWeightedReducer(BaseReducer):
+    """The mean of the values times the weight of the anchor's class."""
+
+    weights: Tensor
+
+    def element_reduction(
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
+    ) -> Tensor:
+        if labels is None:
+            raise ConfigError("ClassWeightedReducer needs labels.")
+        total, number = _sums(losses)
+        weights = self.weights.to(total)[labels]
+        if loss_indices is not None:  # None for sums by anchors
+            weights = weights[loss_indices if isinstance(loss_indices, Tensor) else next(iter(loss_indices))]
+        return (total * weights).sum() / number
+
+
+def _row_means(x: Tensor, num_per_row: Tensor) -> Tensor:
+    return torch.where(num_per_row > 0, x.sum(1) / num_per_row.clamp(min=1), 0.0)
+
+
+class PerAnchorReducer(BaseReducer):
+    """The values of each anchor's pairs are averaged first, and then reduced as values of samples."""
+
+    reducer: nn.Module = None  # type: ignore[assignment]  # the mean
+    aggregation_func: Callable[[Tensor, Tensor], Tensor] = _row_means
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reducer = MeanReducer() if self.reducer is None else self.reducer
+
+    def element_reduction(
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
+    ) -> Tensor:
+        return cast(Tensor, self.reducer({"loss": loss_info(losses, indices=loss_indices)}, embeddings, labels))
+
+    def pos_pair_reduction(
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
+    ) -> Tensor:
+        index, n = tuple(loss_indices), len(embeddings)
+        if int(index[1].max()) >= n:
+            raise ConfigError("PerAnchorReducer does not support ref_emb that is larger than the batch.")
+        values = losses.new_zeros(n, n).index_put(index, losses)
+        used = torch.zeros_like(values, dtype=torch.bool).index_put(index, torch.tensor(True, device=losses.device))
+        return self.element_reduction(self.aggregation_func(values, used.sum(1)), None, embeddings, labels)
+
+    def neg_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.pos_pair_reduction(*args, **kwargs)
+
+    def triplet_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("PerAnchorReducer does not support losses of triplets.")
+
+
+class DoNothingReducer(BaseReducer):
+    """Returns the values of the loss, with their indices, as a dictionary."""
+
+    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+        return {name: listed(info) for name, info in loss_dict.items()}
+
+
+class MultipleReducers(BaseReducer):
+    """A reducer for each part of a loss; the results are added."""
+
+    reducers: nn.ModuleDict | Mapping[str, nn.Module]
+    default_reducer: nn.Module = None  # type: ignore[assignment]  # the mean
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reducers = nn.ModuleDict(dict(self.reducers))
+        self.default_reducer = MeanReducer() if self.default_reducer is None else self.default_reducer
+
+    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+        parts = []
+        for name, info in loss_dict.items():
+            reducer = dict(self.reducers).get(name, self.default_reducer)
+            parts.append(reducer({name: info}, embeddings, labels).reshape(()).to(embeddings.dtype))
+        return self.sub_loss_reduction(torch.stack(parts), embeddings, labels)
+
+    def sub_loss_reduction(self, sub_losses: Tensor, embeddings: Any = None, labels: Any = None) -> Tensor:
+        return sub_losses.sum()

@@ -1,0 +1,92 @@
+"""The regularizers of pytorch-metric-learning: modules that take embeddings, or vectors of classes, [N, D]."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearkin.compat.pml._loss_base import WithReducer
+from nearkin.compat.pml.coverage import absent_names
+from nearkin.compat.pml.distances import CosineSimilarity, LpDistance
+from nearkin.compat.pml.reducers import DivisorReducer, LossDict, loss_info
+from nearkin.errors import ConfigError
+
+__all__ = [
+    "BaseRegularizer", "CenterInvariantRegularizer", "LpRegularizer", "RegularFaceRegularizer",
+    "SparseCentersRegularizer", "ZeroMeanRegularizer",
+]  # fmt: skip
+__getattr__ = absent_names("regularizers")
+
+
+class BaseRegularizer(WithReducer):
+    """The base of all regularizers: subclasses define `compute_loss`, as losses do."""
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Any:
+        return self.reducer(self.compute_loss(x), x, torch.arange(len(x), device=x.device))
+
+
+class LpRegularizer(BaseRegularizer):
+    """The p-norm of each vector, to a power."""
+
+    p: float = 2
+    power: float = 1
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        norm = torch.linalg.vector_norm(x, self.p, 1)
+        return {"loss": loss_info(norm if self.power == 1 else norm**self.power)}
+
+
+class ZeroMeanRegularizer(BaseRegularizer):
+    """The absolute sum of each vector's entries."""
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        return {"loss": loss_info(x.sum(1).abs())}
+
+
+class CenterInvariantRegularizer(BaseRegularizer):
+    """The squared deviation of each squared length from their mean."""
+
+    required = partial(LpDistance, power=1, normalize_embeddings=False)
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        squares = self.distance.get_norm(x) ** 2
+        return {"loss": loss_info((squares - squares.mean()) ** 2 / 4)}
+
+
+class RegularFaceRegularizer(BaseRegularizer):
+    """The similarity of each vector to the nearest other one."""
+
+    default_distance = CosineSimilarity
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        self.require_similarity()
+        sim = self.distance(x)
+        others = sim.detach().clone().fill_diagonal_(torch.finfo(sim.dtype).min)
+        return {"loss": loss_info(sim.gather(1, others.max(1, keepdim=True).indices)[:, 0])}
+
+
+class SparseCentersRegularizer(BaseRegularizer):
+    """The distances between the centres of each class."""
+
+    num_classes: int
+    centers_per_class: int
+
+    required = CosineSimilarity
+    default_reducer = DivisorReducer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.centers_per_class <= 1:
+            raise ConfigError("SparseCentersRegularizer: centers_per_class must be above 1.")
+
+    def compute_loss(self, x: Tensor) -> LossDict:
+        k = self.centers_per_class
+        unit = self.distance.normalize(x).view(self.num_classes, k, -1)
+        row, column = torch.triu_indices(k, k, 1, device=x.device)
+        sim = (unit @ unit.transpose(1, 2))[:, row, column].flatten()  # pairs within a class only
+        losses = (2.0 + torch.finfo(x.dtype).tiny - (2.0 * sim).clamp(max=2)).sqrt()
+        return {"loss": loss_info(losses, divisor=2 * len(losses))}

@@ -1,0 +1,100 @@
+"""Losses and miners over the batches of all processes."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from nearkin.compat.pml._tuples import match_masks
+from nearkin.compat.pml._wrappers import without_self
+from nearkin.compat.pml.coverage import absent_names
+from nearkin.compat.pml.losses import BaseMetricLossFunction, CrossBatchMemory
+from nearkin.compat.pml.miners import BaseMiner
+from nearkin.errors import ConfigError
+
+__all__ = ["DistributedLossWrapper", "DistributedMinerWrapper", "is_distributed"]
+__getattr__ = absent_names("utils.distributed")
+
+
+def is_distributed() -> bool:
+    """Return whether torch.distributed is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gather(x: Tensor | None) -> Any:
+    """Return the own rows, with their gradient, and after them those of the other processes, without."""
+    if x is None:
+        return None
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.detach().contiguous())
+    own = dist.get_rank()
+    return torch.cat([x, *parts[:own], *parts[own + 1 :]])
+
+
+class DistributedLossWrapper(nn.Module):
+    """A loss over the batches of all processes, for DistributedDataParallel."""
+
+    def __init__(self, loss: nn.Module, efficient: bool = False) -> None:
+        super().__init__()
+        if not isinstance(loss, BaseMetricLossFunction | CrossBatchMemory):
+            raise TypeError("The input loss must extend BaseMetricLossFunction or CrossBatchMemory")
+        if isinstance(loss, CrossBatchMemory) and efficient:
+            raise ConfigError("DistributedLossWrapper: efficient=True does not support CrossBatchMemory.")
+        self.loss, self.efficient = loss, efficient
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Any:
+        is_memory = isinstance(self.loss, CrossBatchMemory)
+        if is_memory and (ref_emb is not None or ref_labels is not None):
+            raise ValueError("CrossBatchMemory is not compatible with ref_emb and ref_labels")
+        if not is_memory and enqueue_mask is not None:
+            raise ConfigError("DistributedLossWrapper: enqueue_mask is for CrossBatchMemory.")
+        if not is_distributed():
+            warnings.warn("DistributedLossWrapper: torch.distributed is not initialised.", stacklevel=2)
+        size = dist.get_world_size() if is_distributed() else 1
+        labels = None if labels is None else labels.to(embeddings.device)
+        if size > 1:
+            own, own_labels = embeddings, labels
+            embeddings, labels, ref_emb, ref_labels = map(_gather, (embeddings, labels, ref_emb, ref_labels))
+            if self.efficient:
+                ref_emb = embeddings if ref_emb is None else ref_emb
+                ref_labels = labels if ref_labels is None else ref_labels
+                if indices_tuple is None and own_labels is not None and ref_labels is not None:
+                    masks = match_masks(own_labels, ref_labels)
+                    indices_tuple = without_self(tuple(x for m in masks for x in m.nonzero(as_tuple=True)))
+                embeddings, labels = own, own_labels
+            enqueue_mask = _gather(enqueue_mask)
+        if is_memory:
+            return self.loss(embeddings, labels, indices_tuple, enqueue_mask) * size
+        return self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels) * size
+
+
+class DistributedMinerWrapper(nn.Module):
+    """A miner over the batches of all processes."""
+
+    def __init__(self, miner: nn.Module, efficient: bool = False) -> None:
+        super().__init__()
+        if not isinstance(miner, BaseMiner):
+            raise TypeError("The input miner must extend BaseMiner")
+        self.miner, self.efficient = miner, efficient
+
+    def forward(
+        self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> Any:
+        if not is_distributed() or dist.get_world_size() <= 1:
+            return self.miner(emb, labels, ref_emb, ref_labels)
+        labels = labels.to(emb.device)
+        all_emb, all_labels, all_ref, all_ref_labels = map(_gather, (emb, labels, ref_emb, ref_labels))
+        if not self.efficient:
+            return self.miner(all_emb, all_labels, all_ref, all_ref_labels)
+        refs = (all_emb, all_labels) if all_ref is None else (all_ref, all_ref_labels)
+        return without_self(self.miner(emb, labels, *refs))

@@ -1,0 +1,16 @@
+from .benchmarks import BENCHMARKS as BENCHMARKS
+from .check import check_target as check_target
+from .own import as_table as as_table
+from .samplers import BalancedSampler as BalancedSampler
+from .samplers import CategorySampler as CategorySampler
+from .samplers import HardNegativeSampler as HardNegativeSampler
+from .samplers import NearClassSampler as NearClassSampler
+from .samplers import RandomSampler as RandomSampler
+from .samplers import make_sampler as make_sampler
+from .sources import load as load
+from .sources import load_features as load_features
+from .splits import Holdout as Holdout
+from .splits import Split as Split
+from .splits import make_split as make_split
+from .table import Table as Table
+from .transforms import AUGMENTS as AUGMENTS

@@ -1,0 +1,9 @@
+from . import export as export
+from .export import export_run as export_run
+from .index.index import Index as Index
+from .index.search import Hit as Hit
+from .index.search import SearchResult as SearchResult
+from .model_card import model_card as model_card
+from .serve.app import make_app as make_app
+from .serve.service import Service as Service
+from .stores import open_store as open_store

@@ -1,0 +1,13 @@
+from .clustering import Clustering as Clustering
+from .clustering import ami as ami
+from .clustering import cluster_scores as cluster_scores
+from .clustering import nmi as nmi
+from .clustering import pair_f1 as pair_f1
+from .ranking import Ranking as Ranking
+from .ranking import neighbours as neighbours
+from .ranking import rank as rank
+from .scores import Scores as Scores
+from .scores import compare as compare
+from .scores import score as score
+from .scores import score_file as score_file
+from .scores import score_levels as score_levels

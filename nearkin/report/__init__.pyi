@@ -1,0 +1,14 @@
+from . import contact_sheet as contact_sheet
+from .baselines import headline as headline
+from .losses import explain as explain
+from .losses import gradient_curves as gradient_curves
+from .losses import list_losses as list_losses
+from .page import build_report as build_report
+from .page import write_page as write_page
+from .page import write_report as write_report
+from .page import write_tables as write_tables
+from .print_figures import write_figures as write_figures
+from .study import build_study_report as build_study_report
+from .study import write_study_page as write_study_page
+from .tables import result_table as result_table
+from .tournament import draw_critical_difference as draw_critical_difference

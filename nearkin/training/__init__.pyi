@@ -1,0 +1,13 @@
+from . import distributed as distributed
+from . import recipes as recipes
+from ._run_key import run_key as run_key
+from .auto_recipe import choose_recipe as choose_recipe
+from .batch_norm import sync_batch_norm as sync_batch_norm
+from .device import choose_device as choose_device
+from .evaluation import evaluate as evaluate
+from .evaluation import evaluate_final as evaluate_final
+from .factory import make_model as make_model
+from .factory import make_objective as make_objective
+from .loop import fit as fit
+from .run import Run as Run
+from .step import backward_in_parts as backward_in_parts
