@@ -11,9 +11,14 @@ test classes. Runs are ordinary run folders: complete runs are not repeated.
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+
+import torch
 
 import nearkin as nk
 from nearkin._common.progress import Reporter
@@ -40,45 +45,55 @@ def candidates(features: Path, dim: int, loss: str) -> list[Recipe]:
     return [replace(base, train=replace(train, lr=lr, class_lr=max(lr, 1e-3))) for lr in LEARNING_RATES]
 
 
+Row = tuple[str, float, int, float, dict, list[float] | None]
+
+
+def measure(name: str, features: Path, dim: int, runs: Path) -> tuple[Row, dict] | str:
+    """Select the settings of one loss on the validation classes and evaluate it; a reason if it cannot be used."""
+    quiet = Reporter(quiet=True)
+    try:
+        fitted = [(nk.fit(r, runs, final=False, reporter=quiet), r) for r in candidates(features, dim, name)]
+    except UserError as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+    run, recipe = max(fitted, key=lambda pair: pair[0].result["val_R@1"])
+    epoch = run.result["protocol"]["epoch"]
+    # Epoch 0 means that training did not help: the whitened features themselves are reported.
+    final = replace(recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=epoch))
+    result = nk.fit(final, runs, reporter=quiet).result
+    whitened = result["test"]["whitened start"]
+    trained = result["test"]["trained"] if epoch else whitened
+    gain = [100 * bound for bound in result["differences"]["raw backbone"]["R@1"]["interval"]] if epoch else None
+    return (name, recipe.train.lr, epoch, run.result["val_R@1"], trained, gain), whitened
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("features", type=Path)
     parser.add_argument("--losses", nargs="*", default=list(LOSSES))
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--runs", type=Path, default=Path("runs/fast_lane"))
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of one thread each")
     args = parser.parse_args()
-    quiet = Reporter(quiet=True)
     start, rows, skipped = time.perf_counter(), [], []
-    whitened: dict[str, dict[str, float]] = {}
-    for name in args.losses:
-        try:
-            fitted = [
-                (nk.fit(r, args.runs, final=False, reporter=quiet), r)
-                for r in candidates(args.features, args.dim, name)
-            ]
-        except UserError as error:
-            skipped.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        run, recipe = max(fitted, key=lambda pair: pair[0].result["val_R@1"])
-        epoch = run.result["protocol"]["epoch"]
-        # Epoch 0 means that training did not help: the whitened features themselves are reported.
-        final = replace(recipe, data=replace(recipe.data, val_fraction=0.0), train=replace(recipe.train, epochs=epoch))
-        result = nk.fit(final, args.runs, reporter=quiet).result
-        whitened = result["test"]["whitened start"]
-        trained = result["test"]["trained"] if epoch else whitened
-        gain = [100 * bound for bound in result["differences"]["raw backbone"]["R@1"]["interval"]] if epoch else None
-        rows.append((name, recipe.train.lr, epoch, run.result["val_R@1"], trained, gain))
-        low, high = trained["R@1"]["interval"]
-        recall = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-        selected = f"lr {recipe.train.lr:g}  epoch {epoch:2}  val {100 * run.result['val_R@1']:.2f}"
-        print(f"{name:24} {selected}  test R@1 {recall}", flush=True)
+    whitened: dict = {}
+    with ProcessPoolExecutor(args.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for done in as_completed([pool.submit(measure, n, args.features, args.dim, args.runs) for n in args.losses]):
+            if isinstance(done.result(), str):
+                skipped.append(done.result())
+                continue
+            row, whitened = done.result()
+            rows.append(row)
+            name, lr, epoch, val, trained, _ = row
+            low, high = trained["R@1"]["interval"]
+            recall = f"{100 * trained['R@1']['mean']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+            print(f"{name:24} lr {lr:g}  epoch {epoch:2}  val {100 * val:.2f}  test R@1 {recall}", flush=True)
     print(f"\n{len(rows)} losses in {time.perf_counter() - start:.0f} s\n")
     print(markdown(rows, whitened))
     for line in skipped:
         print(f"skipped: {line}")
 
 
-def markdown(rows: list, whitened: dict) -> str:
+def markdown(rows: list[Row], whitened: dict) -> str:
     """Return the table of docs/fast-lane.md."""
     lines = ["| loss | lr | epoch | val R@1 | test R@1 | 95 % interval | gain over raw features | MAP@R |"]
     lines += ["|---|---|---|---|---|---|---|---|", _line("(whitened start)", "", "", None, whitened, None)]
