@@ -76,8 +76,8 @@ def make_features(source: Path, args: FeaturesArgs, reporter: Reporter) -> str:
     recipe = features_recipe(data, backbone=args.backbone, weights=args.weights, image_size=args.image_size)
     # Each image is read once, so that a cache of decoded images would only cost space.
     data = dataclasses.replace(recipe.data, cache=False, skip_broken=args.skip_broken)
-    recipe = dataclasses.replace(recipe, data=data)
-    table = write_features(recipe, args.out, views=args.views, device=args.device, reporter=reporter)
+    recipe = dataclasses.replace(recipe, data=data, model=dataclasses.replace(recipe.model, views=args.views))
+    table = write_features(recipe, args.out, device=args.device, reporter=reporter)
     assert table.features is not None
     size = args.out.stat().st_size / 1e6
     counts = f"{counted(len(table), 'image')} of {counted(table.num_classes, 'class')}"

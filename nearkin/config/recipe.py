@@ -97,7 +97,8 @@ class ModelConfig:
     feature_levels: Literal["high", "low_mid_high"] = "high"
     """Feature maps to pool: the last ones, or three depths, each with its own third of the embedding."""
     pool: str = "average_maximum"
-    """Pooling of the feature maps: average, maximum, average_maximum (their sum), gem, or grid (flattened)."""
+    """Pooling of the feature maps: average, maximum, average_maximum (their sum), gem, or grid (flattened). Of a
+    vision transformer: token (the class token), patches (their mean) or token_patches (both), else its own pooling."""
     gem_p: float = 3.0
     """Exponent of gem pooling: 1 is the average, large values approach the maximum."""
     learn_gem_p: bool = False
@@ -114,15 +115,20 @@ class ModelConfig:
     """Initial weights of the head: random, or whitened (within-class whitening of the features, then PCA)."""
     shrinkage: float = 1.0
     """Shrinkage of within-class variances in whitening; larger values change the features less."""
+    views: Literal[1, 2] = 1
+    """Views of an image outside of training: 1, or 2 for the mean features of the image and its mirror image."""
     normalize: bool = True
     """L2-normalise the vectors returned by `embed`."""
-    freeze: Literal["none", "backbone"] = "none"
-    """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch."""
+    freeze: Literal["none", "backbone", "stages"] = "none"
+    """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch. stages:
+    the same with all but the last stages of a timm network, whose inputs are cached for images and mirror images."""
+    tuned_stages: int = 2
+    """With model.freeze stages: how many of the last stages (blocks of a transformer) are trained."""
     freeze_norm: Literal["none", "statistics", "all"] = "none"
     """What to freeze in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, "model", width=1, dim=0)
+        _check_at_least(self, "model", width=1, dim=0, tuned_stages=1)
         _check(self.dim <= MAX_DIM, "model.dim", f"at most {MAX_DIM:,}", self.dim)
         _check_above_zero(self, "model", "gem_p", "shrinkage")
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
@@ -130,6 +136,8 @@ class ModelConfig:
         _check(self.feature_levels == "high" or self.dim % 3 == 0, "model.dim", thirds, self.dim)
         no_backbone = self.backbone == "none"
         _check(not no_backbone or self.weights == "none", "model.weights", "none without a backbone", self.weights)
+        tuned = "2 without model.freeze stages"
+        _check(self.freeze == "stages" or self.tuned_stages == 2, "model.tuned_stages", tuned, self.tuned_stages)
         for name, unused in (("gem_p", 3.0), ("learn_gem_p", False)):
             value = getattr(self, name)
             _check(self.pool == "gem" or value == unused, f"model.{name}", f"{unused} without model.pool gem", value)

@@ -33,6 +33,13 @@ class Backbone(nn.Module):
         """Compute the feature maps to pool: one, unless several networks stand side by side."""
         return (self(images),)
 
+    def cut(self, stages: int) -> tuple[nn.Module, nn.Module]:
+        """Split the network before its last stages into a stem and a tail, which share its layers."""
+        raise ConfigError(
+            f"model.freeze: stages needs a timm network that can be cut (EfficientNet, ResNet, ConvNeXt, ViT), "
+            f"not {type(self).__name__}. Use backbone, or none."
+        )
+
     def forward_levels(self, images: Tensor) -> dict[str, Tensor]:
         """Compute feature maps at three depths."""
         raise ConfigError(

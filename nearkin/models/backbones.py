@@ -23,6 +23,7 @@ from nearkin.models.own import OWN
 # backbone(model, in_channels) -> Backbone
 BACKBONES: Registry[Callable[[ModelConfig, int], Backbone]] = Registry("backbone")
 LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # weights in Python packages, no download
+TOKEN_POOLINGS = ("token", "patches", "token_patches")  # of vision transformers
 FIXED_WIDTH = (*LITE, "googlenet", "resnet50", "bn_inception")  # published networks, for colour images
 
 
@@ -35,7 +36,7 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
         )
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
-    return TimmBackbone(model.backbone, in_channels)
+    return TimmBackbone(model.backbone, in_channels, model.pool)
 
 
 def check_backbone(name: str) -> None:
@@ -116,13 +117,15 @@ class JoinedBackbone(Backbone):
     def parts(self) -> list[Backbone]:
         return list(self.networks)  # type: ignore[arg-type]
 
+    def forward_part(self, images: Tensor, index: int) -> Tensor:
+        """Compute the feature maps of one of the networks."""
+        network = self.parts[index]
+        assert network.pixel_norm is not None
+        mean, std = network.get_buffer("mean_and_std").unbind()
+        return network(((images.flip(1) if network.pixel_norm.bgr else images) - mean) / std)  # type: ignore[no-any-return]
+
     def forward_parts(self, images: Tensor) -> tuple[Tensor, ...]:
-        maps = []
-        for network in self.parts:
-            assert network.pixel_norm is not None
-            mean, std = network.get_buffer("mean_and_std").unbind()
-            maps.append(network(((images.flip(1) if network.pixel_norm.bgr else images) - mean) / std))
-        return tuple(maps)
+        return tuple(self.forward_part(images, index) for index in range(len(self.networks)))
 
 
 def joined_names(backbone: str) -> list[str]:
@@ -188,24 +191,50 @@ def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
 
 
 class TimmBackbone(Backbone):
-    """Any timm model: the last maps of a convolutional one, or the pooled vector of a transformer as 1 x 1 maps."""
+    """Any timm model: the last maps of a convolutional one, or of a transformer one vector as 1 x 1 maps.
 
-    def __init__(self, name: str, in_channels: int) -> None:
+    The vector is what the model itself pools, unless `pool` names tokens: its class token, the mean of its patches, or
+    both. Vision transformers take images of any size that their patches divide.
+    """
+
+    def __init__(self, name: str, in_channels: int, pool: str = "average") -> None:
         super().__init__()
-        timm = import_extra("timm", extra="images")
         check_backbone(name)
-        self.network = timm.create_model(name, pretrained=False, num_classes=0, in_chans=in_channels)
-        self.num_features = int(self.network.num_features)
+        self.name, self.tokens = name, pool if pool in TOKEN_POOLINGS else ""
+        self.network = _create_timm(name, in_channels)
+        self.num_features = int(self.network.num_features) * (2 if pool == "token_patches" else 1)
         config: dict[str, Any] = self.network.pretrained_cfg
         self.default_image_size = int(config["input_size"][-1]) if "input_size" in config else None
         if in_channels == 3 and "mean" in config:
             self.pixel_norm = PixelNorm(mean=tuple(config["mean"]), std=tuple(config["std"]))
 
     def forward(self, images: Tensor) -> Tensor:
-        maps = self.network.forward_features(images)
+        return self.finish(self.network.forward_features(images))
+
+    def finish(self, maps: Tensor) -> Tensor:
+        """Return what the last layer computed as feature maps."""
+        if self.tokens:
+            return self._pool_tokens(maps)[:, :, None, None]
         if maps.ndim == 4 and maps.shape[1] == self.num_features:
-            return maps  # type: ignore[no-any-return]
+            return maps
         return self.network.forward_head(maps, pre_logits=True)[:, :, None, None]  # type: ignore[no-any-return]
+
+    def cut(self, stages: int) -> tuple[nn.Module, nn.Module]:
+        before, middle, after = _layers_in_order(self.network)
+        if not 0 < stages < len(middle):
+            names = f"1 to {len(middle) - 1}" if middle else "none, as its stages are not known"
+            raise ConfigError(f"model.tuned_stages: {self.name} has {names}, got {stages}.")
+        return nn.Sequential(*before, *middle[:-stages]), nn.Sequential(*middle[-stages:], *after)
+
+    def _pool_tokens(self, tokens: Tensor) -> Tensor:
+        prefix = getattr(self.network, "num_prefix_tokens", 0)  # class and register tokens
+        if tokens.ndim != 3 or (self.tokens != "patches" and not prefix):
+            has = "no class token" if tokens.ndim == 3 else "feature maps instead of tokens"
+            raise ConfigError(f"model.pool: {self.name} has {has}. Use {'patches' if tokens.ndim == 3 else 'average'}.")
+        patches = tokens[:, prefix:].mean(1)
+        if self.tokens == "patches":
+            return patches
+        return tokens[:, 0] if self.tokens == "token" else torch.cat([tokens[:, 0], patches], dim=1)
 
     def forward_levels(self, images: Tensor) -> dict[str, Tensor]:
         try:
@@ -217,9 +246,45 @@ class TimmBackbone(Backbone):
         return {"low": intermediates[-3], "mid": intermediates[-2], "high": maps}
 
 
+def _layers_in_order(network: Any) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """Return the layers of a timm network before its stages, its stages, and those up to its feature maps."""
+    if hasattr(network, "conv_stem") and hasattr(network, "conv_head"):  # EfficientNet
+        return [network.conv_stem, network.bn1], list(network.blocks), [network.conv_head, network.bn2]
+    if hasattr(network, "layer4"):  # ResNet
+        stages = [network.layer1, network.layer2, network.layer3, network.layer4]
+        return [network.conv1, network.bn1, network.act1, network.maxpool], stages, []
+    if hasattr(network, "stem") and hasattr(network, "stages"):  # ConvNeXt
+        return [network.stem], list(network.stages), [network.norm_pre]
+    if hasattr(network, "patch_embed") and hasattr(network, "norm_pre"):  # vision transformer
+        embed = _Tokens(network)
+        return [embed, network.patch_drop, network.norm_pre], list(network.blocks), [network.norm]
+    return [], [], []
+
+
+class _Tokens(nn.Module):
+    """The tokens of a vision transformer with their positions."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = [network]  # in a list, so that its parameters are not registered twice
+
+    def forward(self, images: Tensor) -> Tensor:
+        network = self.network[0]
+        return network._pos_embed(network.patch_embed(images))  # type: ignore[no-any-return]
+
+
+def _create_timm(name: str, in_channels: int) -> Any:
+    timm = import_extra("timm", extra="images")
+    options: dict[str, Any] = {"pretrained": False, "num_classes": 0, "in_chans": in_channels}
+    try:
+        return timm.create_model(name, dynamic_img_size=True, **options)
+    except TypeError:  # not a vision transformer
+        return timm.create_model(name, **options)
+
+
 BACKBONES.add("small_conv", lambda model, in_channels: SmallConv(in_channels, model.width))
 for _name in LITE:
-    BACKBONES.add(_name, lambda model, in_channels: TimmBackbone(f"tf_{model.backbone}", in_channels))
+    BACKBONES.add(_name, lambda model, in_channels: TimmBackbone(f"tf_{model.backbone}", in_channels, model.pool))
 BACKBONES.add("googlenet", googlenet)
 BACKBONES.add("resnet50", resnet50)
 BACKBONES.add("bn_inception", lambda model, in_channels: BNInception())

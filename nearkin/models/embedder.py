@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,25 @@ from nearkin.data.transforms import AUGMENTS, eval_batches
 from nearkin.errors import ConfigError, DataError, RunError
 from nearkin.models import hub
 from nearkin.models._base import Backbone, PixelNorm
-from nearkin.models.backbones import JoinedBackbone, make_backbone
+from nearkin.models.backbones import TOKEN_POOLINGS, JoinedBackbone, TimmBackbone, make_backbone
 from nearkin.models.heads import Head, Pool, unit
 from nearkin.models.own import OWN, OwnBackbone, Preprocess, read_inputs
 from nearkin.models.weights import fingerprint, load_weights
+
+
+@dataclasses.dataclass
+class Cut:
+    """A backbone in two parts: only the tail is trained, on cached outputs [*shape] of the stem."""
+
+    stem: nn.Module
+    tail: nn.Module
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements per image and view."""
+        return math.prod(self.shape)
+
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
 FORMAT = 1  # version of model.json
@@ -74,10 +90,15 @@ class Embedder(nn.Module):
         parts: tuple[int, ...] = (channels,)
         if model.backbone != "none":
             self.backbone = backbone or make_backbone(model, channels)
+            if model.pool in TOKEN_POOLINGS and not isinstance(self.backbone, TimmBackbone | JoinedBackbone):
+                raise ConfigError(f"model.pool: {model.pool} is of timm's vision transformers. Use average.")
             self.pool = Pool(model)
             parts = tuple(self.pool(maps).shape[1] for maps in self._probe(self.backbone))
             self.backbone.train()
         self.num_features = sum(parts)
+        self.cut = self._cut() if model.freeze == "stages" else None
+        if model.views == 2 and (self.backbone is None or len(image_shape) != 3):
+            raise ConfigError("model.views: 2 needs images, which have a mirror image. Use 1.")
         self.head = Head(model, parts)
         self.dim = self.head.dim
         norm = (self.backbone and self.backbone.pixel_norm) or PixelNorm((0.5,) * channels, (0.25,) * channels)
@@ -191,7 +212,10 @@ class Embedder(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute raw embeddings [B, dim] of images uint8 [B, C, H, W] or pooled features [B, F]."""
-        features = inputs.to(self.mean.dtype) if self._is_features(inputs) else self.features(inputs)
+        if self.cut is not None and inputs.ndim == 2 and inputs.shape[1] % self.cut.size == 0:
+            features = self._tail_features(inputs)
+        else:
+            features = inputs.to(self.mean.dtype) if self._is_features(inputs) else self.features(inputs)
         return self.head(features)  # type: ignore[no-any-return]
 
     def _is_features(self, inputs: Tensor) -> bool:
@@ -204,6 +228,52 @@ class Embedder(nn.Module):
         """Compute the pooled features [B, F] of images uint8 [B, C, H, W]: the input of the head."""
         if self.backbone is None:
             raise DataError("This model has no backbone: it expects features [N, F], not images.")
+        networks = range(self.num_networks)
+        parts = [self.network_features(images, i) for i in networks]
+        if self.model.views == 2 and not self.training:
+            mirrored = images.flip(-1)
+            parts = [(parts[i] + self.network_features(mirrored, i)) / 2 for i in networks]
+        return self.join(parts)
+
+    @property
+    def num_networks(self) -> int:
+        """How many networks the backbone has side by side."""
+        return len(self.backbone.parts) if isinstance(self.backbone, JoinedBackbone) else 1
+
+    def stem_maps(self, images: Tensor) -> Tensor:
+        """Compute the inputs of the trained stages, one row [size] for each image; see `ModelConfig.freeze`."""
+        assert self.cut is not None
+        return self.cut.stem(self._scale(images)).flatten(1)  # type: ignore[no-any-return]
+
+    def _tail_features(self, maps: Tensor) -> Tensor:
+        """Compute pooled features from what `stem_maps` returned for one or several views, side by side."""
+        assert self.cut is not None
+        assert isinstance(self.backbone, TimmBackbone)
+        views = maps.shape[1] // self.cut.size
+        inputs = maps.to(self.mean.dtype).view(-1, *self.cut.shape)
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        pooled = self.pool(self.backbone.finish(self.cut.tail(inputs)))
+        return pooled if views == 1 else pooled.view(len(maps), views, -1).mean(1)  # type: ignore[no-any-return]
+
+    def _cut(self) -> Cut:
+        """Cut the backbone before the stages that are trained, and check that nothing is lost between the parts."""
+        assert self.backbone is not None
+        stem, tail = self.backbone.cut(self.model.tuned_stages)
+        assert isinstance(self.backbone, TimmBackbone)
+        network = self.backbone.network.eval()
+        images = torch.rand(1, *self.image_shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            maps = stem(images)
+            if not torch.allclose(tail(maps), network.forward_features(images), rtol=1e-3, atol=1e-4):
+                raise ConfigError(
+                    f"model.freeze: {self.model.backbone} is more than a chain of stages. Use backbone, or none."
+                )
+        network.train()
+        return Cut(stem, tail, tuple(maps.shape[1:]))
+
+    def _scale(self, images: Tensor) -> Tensor:
+        """Return images as the backbone takes them: floats with its mean, its deviation and its order of channels."""
         if self.bgr:
             images = images.flip(1)
         if self.own is None or images.dtype == torch.uint8:
@@ -214,10 +284,20 @@ class Embedder(nn.Module):
             scaled = images.to(self.mean.dtype) if images.is_floating_point() else images
         if scaled.ndim == 4:  # channels_last: convolutions on a CPU run 1.4 to 2.4 times as fast.
             scaled = scaled.contiguous(memory_format=torch.channels_last)
-        pooled = [self.pool(maps) for maps in self._feature_maps(scaled, self.backbone)]
+        return scaled
+
+    def network_features(self, images: Tensor, index: int = 0) -> Tensor:
+        """Compute the pooled features of one network of the backbone, of one view of the images."""
+        assert self.backbone is not None
+        scaled = self._scale(images)
         if isinstance(self.backbone, JoinedBackbone):
-            pooled = [unit(features) for features in pooled]
+            return self.pool(self.backbone.forward_part(scaled, index))  # type: ignore[no-any-return]
+        pooled = [self.pool(maps) for maps in self._feature_maps(scaled, self.backbone)]
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+
+    def join(self, features: list[Tensor]) -> Tensor:
+        """Join the features of the networks side by side, each scaled to length 1."""
+        return features[0] if len(features) == 1 else torch.cat([unit(part) for part in features], dim=1)
 
     def _feature_maps(self, scaled: Tensor, backbone: Backbone) -> tuple[Tensor, ...]:
         if self.model.feature_levels == "high":
@@ -228,9 +308,11 @@ class Embedder(nn.Module):
         """Set training mode; a frozen backbone and frozen batch norms stay in evaluation mode."""
         super().train(mode)
         if mode and self.backbone is not None:
-            if self.backbone_frozen or self.model.freeze == "backbone":
+            if self.backbone_frozen or self.model.freeze != "none":
                 self.backbone.eval()
-            elif self.model.freeze_norm != "none":
+            if self.cut is not None and not self.backbone_frozen:
+                self.cut.tail.train()
+            if self.model.freeze_norm != "none":
                 for norm in _batch_norms(self.backbone):
                     norm.eval()
         return self
@@ -244,6 +326,8 @@ class Embedder(nn.Module):
         trainable = not frozen and self.model.freeze == "none"
         self.backbone.requires_grad_(trainable)
         self.pool.requires_grad_(trainable)
+        if self.cut is not None:
+            self.cut.tail.requires_grad_(not frozen)
         for name, parameter in self.backbone.named_parameters():
             if name in self.backbone.always_frozen:
                 parameter.requires_grad_(False)
@@ -336,6 +420,8 @@ class Embedder(nn.Module):
     def _check_array(self, inputs: Tensor) -> Tensor:
         """Return an array of features or inputs in the type that the model takes, or raise."""
         is_input = tuple(inputs.shape[1:]) == self.image_shape
+        if self.cut is not None and inputs.ndim == 2 and inputs.shape[1] % self.cut.size == 0:
+            return inputs
         if inputs.ndim == 2 and inputs.shape[1] == self.num_features and self._is_features(inputs):
             if inputs.is_floating_point():
                 return inputs.to(self.mean.dtype)

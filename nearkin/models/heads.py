@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from nearkin._common.registry import Registry
 from nearkin.config.recipe import ModelConfig
+from nearkin.models.backbones import TOKEN_POOLINGS
 from nearkin.ops.whitening import within_class_whitening
 
 
@@ -26,6 +27,8 @@ POOLINGS.add("average_maximum", lambda maps: maps.mean(dim=(2, 3)) + maps.amax(d
 POOLINGS.add("gem", gem)
 # All positions, [B, F * h * w]: for very small images, where layout matters as much as texture.
 POOLINGS.add("grid", lambda maps: maps.flatten(1))
+for _name in TOKEN_POOLINGS:  # the backbone has pooled them: 1 x 1 maps
+    POOLINGS.add(_name, lambda maps: maps.flatten(1))
 
 
 class Pool(nn.Module):

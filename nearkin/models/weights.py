@@ -2,6 +2,9 @@
 
 import hashlib
 import pickle
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ from nearkin._common.files import verify_checksum
 from nearkin._common.progress import Reporter
 from nearkin.errors import ConfigError, RunError, import_extra
 from nearkin.models._base import Backbone
-from nearkin.models.backbones import LITE, JoinedBackbone, TimmBackbone, joined_names
+from nearkin.models.backbones import BACKBONES, LITE, JoinedBackbone, TimmBackbone, joined_names
 
 # Classifiers in a weights file, which the backbone does not have.
 _CLASSIFIERS = ("fc.", "classifier.", "last_linear.", "head.", "aux1.", "aux2.", "_fc.")
+_ANSWER_SECONDS = 4.0  # to wait for a server of weights
 _WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "net")
 _PREFIXES = ("module.", "model.", "backbone.", "network.", "encoder.")
 
@@ -169,6 +173,46 @@ def _from_timm(name: str) -> Mapping[str, Tensor]:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
     except Exception as error:  # huggingface_hub, httpx and urllib raise different types without a network
         raise _download_error(name, timm.get_pretrained_cfg(name).hf_hub_id or "its hub", error) from None
+
+
+def check_available(name: str) -> None:
+    """Refuse published weights that are neither on this machine nor to be reached, which downloads find out slowly."""
+    if name in _TORCHVISION:
+        models = import_extra("torchvision.models", extra="images")
+        url: str = getattr(models, _TORCHVISION[name]).IMAGENET1K_V1.url
+        if Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2]).exists():
+            return
+    elif name not in BACKBONES and name != "none" and "," not in name:
+        config = import_extra("timm", extra="images").get_pretrained_cfg(name)
+        hub = import_extra("huggingface_hub", extra="images")
+        repo = getattr(config, "hf_hub_id", None)
+        files = [getattr(config, "hf_hub_filename", None), "model.safetensors", "pytorch_model.bin"]
+        if not repo or any(isinstance(hub.try_to_load_from_cache(repo, file), str) for file in files if file):
+            return
+        url = f"{hub.constants.ENDPOINT}/{repo}"
+    else:
+        return
+    if reason := _unreachable(url):
+        raise _download_error(name, url, OSError(reason))
+
+
+def _unreachable(url: str) -> str:
+    """Return why a server does not answer within seconds, or an empty string."""
+    reasons = [f"no answer within {_ANSWER_SECONDS:g} s"]
+
+    def probe() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_ANSWER_SECONDS):
+                reasons.clear()
+        except urllib.error.HTTPError:  # an answer; what it means, the download will say
+            reasons.clear()
+        except OSError as error:
+            reasons[:] = [str(getattr(error, "reason", error))]
+
+    thread = threading.Thread(target=probe, daemon=True)  # looking up a name has no time limit of its own
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return "".join(reasons)
 
 
 def _download_error(name: str, url: str, error: Exception) -> ConfigError:

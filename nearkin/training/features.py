@@ -19,12 +19,12 @@ from nearkin.training.device import choose_device
 _MARK = "backbone"  # an array that only files written here have
 
 
-def write_features(recipe: Recipe, out: Path, *, views: int = 1, device: str = "auto", reporter: Reporter) -> Table:
+def write_features(recipe: Recipe, out: Path, *, device: str = "auto", reporter: Reporter) -> Table:
     """Save the features of all images of a recipe's data; an interrupted call resumes."""
     table = sources.load(recipe.data, reporter)
     model = factory.make_model(recipe, table, reporter)
     model.fit_pixel_norm(table.images)
-    table = FrozenFeatures(model.to(choose_device(device)), table, views=views, reporter=reporter).add_to(table)
+    table = FrozenFeatures(model.to(choose_device(device)), table, reporter=reporter).add_to(table)
     assert table.features is not None
     arrays: dict[str, Any] = {"features": table.features, "labels": np.array(table.class_names)[table.labels]}
     arrays |= {"paths": np.array([str(path) for path in table.paths]), _MARK: np.array(recipe.model.backbone)}

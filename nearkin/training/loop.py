@@ -24,7 +24,8 @@ from nearkin.data.table import Table
 from nearkin.data.transforms import training_inputs
 from nearkin.errors import TrainingFailedError, TrainingStoppedError
 from nearkin.models.embedder import Embedder
-from nearkin.models.frozen import FrozenFeatures
+from nearkin.models.frozen import FrozenFeatures, StemMaps
+from nearkin.models.weights import check_available
 from nearkin.training import distributed as dist
 from nearkin.training import factory
 from nearkin.training._run_key import run_key
@@ -124,6 +125,8 @@ def fit(
         if dist.world_size() == 1 and data is None and model is None:
             refuse_if_busy(recipe, runs)
         factory.validate_recipe(recipe, model)
+        if model is None and recipe.model.weights == "default":
+            check_available(recipe.model.backbone)
         if data is None:
             table = sources.load(recipe.data, reporter)
         else:
@@ -190,6 +193,9 @@ def prepare(
     train, val = split.train, split.val
     if frozen_features is not None and recipe.model.freeze == "backbone":
         train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
+    if recipe.model.freeze == "stages":
+        maps = StemMaps(initial_model, table, on_disk=recipe.data.cache, reporter=reporter)
+        train, val = maps.add_to(train, views=2), maps.add_to(val, views=recipe.model.views) if val else None
     objective = factory.make_objective(recipe, model.dim, train.num_classes).to(device)
     if recipe.model.head_init == "whitened":
         features = (frozen_features.add_to(split.train) if frozen_features else split.train).features

@@ -13,6 +13,7 @@ from nearkin.data import sources
 from nearkin.data.splits import make_split
 from nearkin.data.transforms import training_inputs
 from nearkin.errors import ConfigError, DataError
+from nearkin.models import frozen
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.report.baselines import comparison_lines
 from nearkin.report.page import write_page
@@ -69,7 +70,7 @@ def test_features_are_computed_once_and_a_run_without_the_cache_has_the_same_res
     def fail(*args, **kwargs):
         raise AssertionError("features were computed again")
 
-    monkeypatch.setattr(FrozenFeatures, "_compute", fail)
+    monkeypatch.setattr(frozen._RowFile, "_compute", fail)
     again = nk.fit(replace(frozen_recipe, seed=frozen_recipe.seed), tmp_path / "b", reporter=quiet)
     assert again.result["test"] == first.result["test"]
     monkeypatch.undo()
@@ -85,33 +86,36 @@ def test_a_damaged_or_truncated_cache_is_repaired(frozen_recipe, quiet):
     features = store.add_to(table).features
     # Recomputed in another batch, which changes the last bits of a convolution.
     tolerance = {"rtol": 1e-4, "atol": 1e-6}
-    with open(store.path, "r+b") as file:
-        file.seek(4 * store.width * 3 + 5)
+    [[stored]] = store.files
+    with open(stored.path, "r+b") as file:
+        file.seek(4 * stored.width * 3 + 5)
         file.write(b"\xff\x00\xff")
     np.testing.assert_allclose(store.add_to(table).features, features, **tolerance)
-    with open(store.path, "r+b") as file:
-        file.truncate(4 * store.width * 7)
+    with open(stored.path, "r+b") as file:
+        file.truncate(4 * stored.width * 7)
     np.testing.assert_allclose(store.add_to(table).features, features, **tolerance)
     np.testing.assert_allclose(store.add_to(table.take(np.array([9, 2, 2]))).features, features[[9, 2, 2]], **tolerance)
 
 
 def test_the_cache_depends_on_weights_and_preprocessing(frozen_recipe, quiet):
     table = sources.load(frozen_recipe.data, quiet)
-    model = make_model(frozen_recipe, table, quiet)
-    paths = {FrozenFeatures(model, table, reporter=quiet).path}
+
+    def path(recipe):
+        [[stored]] = FrozenFeatures(make_model(recipe, table, quiet), table, reporter=quiet).files
+        return stored.path
+
+    paths = {path(frozen_recipe)}
     for change in (
         {"seed": 1},
         {"model": replace(frozen_recipe.model, pool="maximum")},
         {"model": replace(frozen_recipe.model, feature_levels="low_mid_high")},
     ):
-        paths.add(
-            FrozenFeatures(make_model(replace(frozen_recipe, **change), table, quiet), table, reporter=quiet).path
-        )
+        paths.add(path(replace(frozen_recipe, **change)))
     assert len(paths) == 4
     same_features = replace(
         frozen_recipe, model=replace(frozen_recipe.model, dim=3, head="residual"), loss=ComponentConfig("triplet")
     )
-    assert FrozenFeatures(make_model(same_features, table, quiet), table, reporter=quiet).path in paths
+    assert path(same_features) in paths
 
 
 def test_no_features_of_test_classes_are_computed_before_the_final_evaluation(
@@ -211,4 +215,4 @@ def test_a_full_disk_is_reported_and_cached_rows_stay_valid(frozen_recipe, quiet
     store = FrozenFeatures(make_model(frozen_recipe, table, quiet), table, reporter=quiet)
     with max_file_size(200), pytest.raises(DataError, match=r"File too large.*\n.*--data.no-cache"):
         store.add_to(table)
-    assert store.add_to(table).features.shape == (len(table), store.width)
+    assert store.add_to(table).features.shape == (len(table), store.model.num_features)

@@ -130,7 +130,7 @@ def test_errors_name_the_weights_and_sizes_of_a_timm_model():
         check_backbone("resnet18.nonsense")
     check_backbone("resnet18.a1_in1k")
     with pytest.raises(ConfigError, match=r"does not accept images of 128 x 128 pixels .*--data\.image-size 224"):
-        Embedder(ModelConfig(backbone="vit_tiny_patch16_224", dim=4), (3, 128, 128))
+        Embedder(ModelConfig(backbone="mixer_s32_224", dim=4), (3, 128, 128))
 
 
 def test_poolings_match_the_golden_values():

@@ -73,26 +73,31 @@ def test_two_views_are_the_mean_of_the_image_and_its_mirror_image(capsys, photo_
 
 def test_an_interrupted_command_resumes(capsys, photo_folder, monkeypatch):
     monkeypatch.setattr(frozen, "_BATCH_SIZE", 20)
-    real, computed = Embedder.features, []
+    real, computed = Embedder.network_features, []
 
-    def interrupted(self, images):
+    def interrupted(self, images, index=0):
         if len(images) == 20 and len(computed) == 3:
             raise KeyboardInterrupt
         if len(images) == 20:
             computed.append(len(images))
-        return real(self, images)
+        return real(self, images, index)
 
-    monkeypatch.setattr(Embedder, "features", interrupted)
+    monkeypatch.setattr(Embedder, "network_features", interrupted)
     code, _, err = run(capsys, "features", photo_folder, "-o", "x.npz", *SMALL)
     assert code == 130
     assert "repeat the same command to resume" in err
     assert not Path("x.npz").exists()
-    monkeypatch.setattr(Embedder, "features", lambda self, images: computed.append(len(images)) or real(self, images))
+
+    def counted(self, images, index=0):
+        computed.append(len(images))
+        return real(self, images, index)
+
+    monkeypatch.setattr(Embedder, "network_features", counted)
     code, _, err = run(capsys, "features", photo_folder, "-o", "x.npz", *SMALL)
     assert code == 0
-    assert "features: 60 images to process" in err
+    assert ": 60 images to process" in err
     assert sum(count for count in computed[3:] if count == 20) == 60
-    monkeypatch.setattr(Embedder, "features", real)
+    monkeypatch.setattr(Embedder, "network_features", real)
     before = Path("x.npz").read_bytes()
     Path("cache").rename("elsewhere")
     run(capsys, "features", photo_folder, "-o", "x.npz", *SMALL)  # at once
@@ -140,7 +145,7 @@ def test_the_features_of_trials_are_cached_before_they_start(tiny_recipe, quiet,
     split, holdout = make_split(table, recipe.data)
     computed = []
     monkeypatch.setattr(
-        frozen.FrozenFeatures, "_compute", lambda self, part, positions, *rest: computed.append(len(positions))
+        frozen._RowFile, "_compute", lambda self, part, positions, *rest: computed.append(len(positions))
     )
     model = factory.make_model(recipe, table, quiet)
     model.fit_pixel_norm(split.train.images)
