@@ -87,7 +87,7 @@ def test_joined_backbones_and_views_share_the_files_of_single_ones(tiny_recipe, 
     monkeypatch.setattr(frozen._RowFile, "_compute", fail)
     for name, part, width in zip(networks, joined.backbone.parts, (0, 1), strict=True):
         single = Embedder(ModelConfig(backbone=name, pool="average", dim=0, views=2), shape)
-        single.backbone.load_state_dict({k: v for k, v in part.state_dict().items()})
+        single.backbone.load_state_dict(part.state_dict())
         alone = FrozenFeatures(single, rgb, reporter=quiet).add_to(rgb).features
         columns = np.split(together, [joined.head.parts[0]], axis=1)[width]
         unit = alone / np.linalg.norm(alone, axis=1, keepdims=True)
