@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ class TrainArgs:
     nearkin train glyphs_small --loss multi_similarity --loss.alpha 2 --train.epochs 12
 
     nearkin train --data photos/   (your images: photos/CLASS/IMAGE.jpg)
+
+    nearkin train --data photos/ --budget 30m   (the best model that half an hour can find)
 
     nearkin train --data photos.csv   (columns path and label)
 
@@ -63,6 +66,8 @@ class TrainArgs:
     """Miner, for pair losses: hard, semihard, multi_similarity, distance_weighted, random, all, or none."""
     memory: int = 0
     """Size of the cross-batch memory: embeddings of earlier batches used as extra references (pair losses only)."""
+    budget: str | None = None
+    """Find the best model in a given time, such as 5m, 30m or 2h, instead of training one recipe; with --data."""
     seed: int = 0
     """Seed of the initial weights and of the order of the images."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -85,9 +90,14 @@ def run(argv: list[str]) -> None:
     from nearkin._common.progress import Reporter
     from nearkin.report.baselines import comparison_lines, headline
     from nearkin.report.tables import result_table
+    from nearkin.training.autopilot import fit_within
     from nearkin.training.loop import fit
 
-    run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
+    reporter = Reporter(quiet=args.quiet)
+    if args.budget is not None:
+        run = fit_within(recipe, _seconds(args.budget), args.runs, device=args.device, reporter=reporter)
+    else:
+        run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=reporter)
     if not run.is_writer:  # only the main process prints
         return
     assert run.result is not None
@@ -97,6 +107,9 @@ def run(argv: list[str]) -> None:
 
 
 ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze", "--reduction": "--loss.reduction"}
+
+# Flags that go with --budget, besides --data.*.
+_WITH_BUDGET = ("--budget", "--runs", "--device", "--quiet", "--show", "--seed")
 
 Settings = dict[str, Scalar]
 
@@ -115,6 +128,7 @@ class _Arguments:
 def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
     """Build the recipe of `nearkin train`. Returns the recipe changed by the flags, and the flags."""
     arguments = _split_arguments(argv)
+    _check_budget(arguments)
     losses, miner = (_flag_value(f"--{kind}", arguments.flags) for kind in ("loss", "miner"))
     if losses is not None:  # before the data are looked at
         require_names("loss", [loss.name for _, loss in ComponentConfig.parse_sum(losses).terms])
@@ -192,10 +206,35 @@ def _base_recipe(arguments: _Arguments) -> Recipe:
 
     path, label = (_flag_value(f"--data.{name}-column", flags) for name in ("path", "label"))
     data = DataConfig(source=source, root=root, allow_missing=True, path_column=path, label_column=label)
-    recipe, reason = choose_recipe(data, gpu=choose_device(_flag_value("--device", flags) or "auto").type == "cuda")
-    if "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
+    budget = _flag_value("--budget", flags)
+    gpu = budget is None and choose_device(_flag_value("--device", flags) or "auto").type == "cuda"
+    recipe, reason = choose_recipe(data, gpu=gpu)
+    if budget is None and "--quiet" not in flags and os.environ.get("RANK", "0") == "0":  # only the main process prints
         print(f"recipe: {reason}", file=sys.stderr)
     return recipe
+
+
+def _check_budget(arguments: _Arguments) -> None:
+    """Refuse what --budget would ignore, before the data are looked at."""
+    budget = _flag_value("--budget", arguments.flags)
+    if budget is None:
+        return
+    _seconds(budget)
+    if arguments.recipe or arguments.data is None:
+        raise ConfigError("--budget: chooses the recipe for your images. Use: nearkin train --data FOLDER --budget 30m")
+    others = [flag.partition("=")[0] for flag in arguments.flags if flag.startswith("--")]
+    others += [f"--{name}.{key}" for name, settings in arguments.settings.items() for key in settings]
+    taken = [f for f in others if not f.startswith("--data.") and f not in _WITH_BUDGET]
+    if taken or arguments.regularizers:
+        raise ConfigError(f"{[*taken, '--loss.regularizers'][0]}: --budget chooses it. Leave out one of the two.")
+
+
+def _seconds(text: str) -> float:
+    """Parse a time such as 90s, 30m or 1.5h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if found is None:
+        raise ConfigError(f"--budget {text}: expected a time such as 90s, 30m or 1.5h.")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _flag_value(flag: str, flags: list[str]) -> str | None:

@@ -91,7 +91,8 @@ class ModelConfig:
     """small_conv, efficientnet_lite0 (or 1, 2), googlenet, resnet50, bn_inception, any timm model, none (features).
     Several, separated by commas, are joined."""
     weights: str = field(default="none", metadata=_NOT_IN_KEY)  # the run key contains a hash of their content
-    """Initial weights of the backbone: none (random), default (published), or a .pth or .safetensors file."""
+    """Initial weights of the backbone: none (random), default (published), a .pth or .safetensors file, or a run
+    folder. Of several backbones: default, or one for each, separated by commas."""
     width: int = 24
     """Channels of small_conv's first layer; later layers have two and four times as many."""
     feature_levels: Literal["high", "low_mid_high"] = "high"
@@ -116,12 +117,13 @@ class ModelConfig:
     shrinkage: float = 1.0
     """Shrinkage of within-class variances in whitening; larger values change the features less."""
     views: Literal[1, 2] = 1
-    """Views of an image outside of training: 1, or 2 for the mean features of the image and its mirror image."""
+    """Views of an image outside of training: 1, or 2 for the mean features of the image and its mirror image. With
+    model.freeze stages training draws from the same views."""
     normalize: bool = True
     """L2-normalise the vectors returned by `embed`."""
     freeze: Literal["none", "backbone", "stages"] = "none"
     """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch. stages:
-    the same with all but the last stages of a timm network, whose inputs are cached for images and mirror images."""
+    the same with all but the last stages of a timm network, whose inputs are cached."""
     tuned_stages: int = 2
     """With model.freeze stages: how many of the last stages (blocks of a transformer) are trained."""
     freeze_norm: Literal["none", "statistics", "all"] = "none"

@@ -308,7 +308,9 @@ def training_inputs(
         # Drawn for the global batch, so that an image does not depend on the number of ranks.
         rng = np.random.default_rng((recipe.seed, epoch, step, 0))
         size, share = batch_size or len(rows), slice(first, first + len(rows))
-        if recipe.model.freeze == "stages":  # a row has the feature maps of the image and of its mirror image
+        if (
+            recipe.model.freeze == "stages" and recipe.model.views == 2
+        ):  # a row has the feature maps of the image and of its mirror image
             views = torch.from_numpy(rng.integers(2, size=size)[share])
             batch = batch.view(len(batch), 2, -1)[torch.arange(len(batch)), views]
         if mix:

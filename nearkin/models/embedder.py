@@ -20,6 +20,7 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from nearkin._common.files import atomic_write
+from nearkin._common.processes import keep_freed_memory
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig, ModelConfig
 from nearkin.data.images import ArrayImages, FileImages, Images, PreparedImages
@@ -96,10 +97,12 @@ class Embedder(nn.Module):
             parts = tuple(self.pool(maps).shape[1] for maps in self._probe(self.backbone))
             self.backbone.train()
         self.num_features = sum(parts)
+        self.widths = parts if self.num_networks > 1 else (self.num_features,)  # features of each network
         self.cut = self._cut() if model.freeze == "stages" else None
         if model.views == 2 and (self.backbone is None or len(image_shape) != 3):
             raise ConfigError("model.views: 2 needs images, which have a mirror image. Use 1.")
-        self.head = Head(model, parts)
+        # Levels of one network have parts of the embedding of their own; several networks share all of it.
+        self.head = Head(model, parts if self.num_networks == 1 else (self.num_features,))
         self.dim = self.head.dim
         norm = (self.backbone and self.backbone.pixel_norm) or PixelNorm((0.5,) * channels, (0.25,) * channels)
         self.bgr = norm.bgr
@@ -389,6 +392,8 @@ class Embedder(nn.Module):
     def stream(self, function: Any, images: ImageInput, batch_size: int) -> Iterator[Tensor]:
         """Yield a function of each batch of images, computed in evaluation mode, as float32 on the CPU."""
         was_training = self.training
+        if self.backbone is not None and self.mean.device.type == "cpu":
+            keep_freed_memory()  # three times as fast
         self.eval()
         try:
             for batch in self._batches(images, batch_size):

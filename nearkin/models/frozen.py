@@ -47,13 +47,12 @@ class FrozenFeatures:
 
     def __init__(self, model: Embedder, table: Table, *, on_disk: bool = True, reporter: Reporter) -> None:
         self.model = model
-        widths = model.head.parts if model.num_networks > 1 else [model.num_features]
         self.files = [
             [
                 _RowFile(model, table, on_disk, reporter, width, network=i, mirrored=view == 1)
                 for view in range(model.model.views)
             ]
-            for i, width in enumerate(widths)
+            for i, width in enumerate(model.widths)
         ]
 
     def add_to(self, part: Table) -> Table:
@@ -77,20 +76,18 @@ class StemMaps:
 
     def __init__(self, model: Embedder, table: Table, *, on_disk: bool = True, reporter: Reporter) -> None:
         assert model.cut is not None
-        width = model.cut.size
-        self.files = [
-            _RowFile(model, table, on_disk, reporter, width, mirrored=view, stem=True) for view in (False, True)
-        ]
+        width, views = model.cut.size, range(model.model.views)
+        self.files = [_RowFile(model, table, on_disk, reporter, width, mirrored=view == 1, stem=True) for view in views]
 
-    def add_to(self, part: Table, *, views: int) -> Table:
-        """Return the same rows with the maps of the image, and with 2 views also of its mirror image, as `features`."""
-        size = len(part) * views * self.files[0].row_bytes
+    def add_to(self, part: Table) -> Table:
+        """Return the same rows with the maps of each view of the image as `features`."""
+        size = len(part) * len(self.files) * self.files[0].row_bytes
         if size > _MAX_MAPS:
             raise DataError(
                 f"{part.source}: training the last stages would hold {size / 1e9:.1f} GB of feature maps in memory "
                 f"(limit {_MAX_MAPS / 1e9:.0f} GB). Use fewer --model.tuned-stages, or --freeze backbone or none."
             )
-        return replace(part, features=np.concatenate([file.rows(part) for file in self.files[:views]], axis=1))
+        return replace(part, features=np.concatenate([file.rows(part) for file in self.files], axis=1))
 
 
 class _RowFile:

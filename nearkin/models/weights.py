@@ -30,10 +30,15 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
     if weights == "none":
         return
     if isinstance(backbone, JoinedBackbone):
-        if weights != "default":
-            raise ConfigError("model.weights: several backbones have their default weights or none, not a file.")
-        for part, part_name in zip(backbone.parts, joined_names(name), strict=True):
-            load_weights(part, part_name, weights, reporter)
+        each = [text.strip() for text in weights.split(",")]
+        each = each if len(each) > 1 else each * len(backbone.parts)
+        if len(each) != len(backbone.parts) or (len(set(each)) == 1 and weights != "default"):
+            raise ConfigError(
+                f"model.weights: got {weights} for {len(backbone.parts)} backbones. "
+                "Use default, or one of default, none or a file for each, separated by commas."
+            )
+        for part, part_name, part_weights in zip(backbone.parts, joined_names(name), each, strict=True):
+            load_weights(part, part_name, part_weights, reporter)
         return
     if weights != "default":
         unused = load_by_name(backbone, read_state_dict(Path(weights)), weights)
@@ -57,8 +62,10 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
+    path = path / "best.pt" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"model.weights: {path}: no such file. Use none, default, or a .pth or .safetensors file.")
+        fix = "Use none, default, a .pth or .safetensors file, or a run folder."
+        raise ConfigError(f"model.weights: {path}: no such file. {fix}")
     if path.suffix == ".safetensors":
         try:
             return safetensors.load_file(path)

@@ -195,7 +195,7 @@ def prepare(
         train, val = frozen_features.add_to(train), frozen_features.add_to(val) if val else None
     if recipe.model.freeze == "stages":
         maps = StemMaps(initial_model, table, on_disk=recipe.data.cache, reporter=reporter)
-        train, val = maps.add_to(train, views=2), maps.add_to(val, views=recipe.model.views) if val else None
+        train, val = maps.add_to(train), maps.add_to(val) if val else None
     objective = factory.make_objective(recipe, model.dim, train.num_classes).to(device)
     if recipe.model.head_init == "whitened":
         features = (frozen_features.add_to(split.train) if frozen_features else split.train).features

@@ -86,7 +86,7 @@ def test_it_is_trained_on_frozen_features_and_exported(photo_folder, tmp_path, q
         ({"backbone": "resnet50,none"}, "expected different names"),
         ({"backbone": "resnet50,small_conv"}, "small_conv has no pixel normalisation of its own"),
         ({"backbone": "resnet50,googlenet", "feature_levels": "all"}, "only their last feature maps"),
-        ({"backbone": "efficientnet_lite0,efficientnet_lite1", "weights": "x.pth"}, "default weights or none"),
+        ({"backbone": "efficientnet_lite0,efficientnet_lite1", "weights": "x.pth"}, "for 2 backbones"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(settings, message):

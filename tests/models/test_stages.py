@@ -89,7 +89,7 @@ def test_joined_backbones_and_views_share_the_files_of_single_ones(tiny_recipe, 
         single = Embedder(ModelConfig(backbone=name, pool="average", dim=0, views=2), shape)
         single.backbone.load_state_dict(part.state_dict())
         alone = FrozenFeatures(single, rgb, reporter=quiet).add_to(rgb).features
-        columns = np.split(together, [joined.head.parts[0]], axis=1)[width]
+        columns = np.split(together, [joined.widths[0]], axis=1)[width]
         unit = alone / np.linalg.norm(alone, axis=1, keepdims=True)
         np.testing.assert_allclose(columns, unit, rtol=1e-5, atol=1e-7)
 
@@ -155,7 +155,13 @@ def test_what_cannot_be_cut_is_refused(config, message):
 def staged_recipe(photo_folder):
     recipe = nk.recipes.folder_default()
     model = ModelConfig(
-        backbone="test_resnet", pool="average", dim=8, head_init="whitened", freeze="stages", freeze_norm="statistics"
+        backbone="test_resnet",
+        pool="average",
+        dim=8,
+        head_init="whitened",
+        freeze="stages",
+        freeze_norm="statistics",
+        views=2,
     )
     data = replace(recipe.data, root=photo_folder, image_size=64, val_fraction=0.3)
     train = replace(recipe.train, epochs=2, batch_size=16)
@@ -185,14 +191,14 @@ def test_training_the_last_stages(staged_recipe, tmp_path, quiet, monkeypatch):
     # Embedding whole images gives what the run measured from its cached maps, up to half precision.
     table = sources.load(staged_recipe.data, quiet)
     split, _ = make_split(table, staged_recipe.data)
-    maps = StemMaps(model, table, reporter=quiet).add_to(split.val, views=1)
+    maps = StemMaps(model, table, reporter=quiet).add_to(split.val)
     torch.testing.assert_close(model.embed(split.val.images), model.embed(maps.features), rtol=0, atol=5e-3)
 
 
 def test_a_batch_has_one_view_of_each_image_drawn_by_step(staged_recipe, quiet):
     table = sources.load(staged_recipe.data, quiet)
     model = make_model(staged_recipe, table, quiet)
-    maps = StemMaps(model, table, reporter=quiet).add_to(table, views=2)
+    maps = StemMaps(model, table, reporter=quiet).add_to(table)
     image, mirrored = np.split(maps.features, 2, axis=1)
     rows = np.arange(20)
     plan = [rows, rows]
@@ -212,4 +218,4 @@ def test_maps_that_would_fill_the_memory_are_refused(staged_recipe, quiet, monke
     table = sources.load(staged_recipe.data, quiet)
     maps = StemMaps(make_model(staged_recipe, table, quiet), table, reporter=quiet)
     with pytest.raises(nk.UserError, match="tuned-stages"):
-        maps.add_to(table, views=2)
+        maps.add_to(table)
