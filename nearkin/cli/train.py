@@ -36,10 +36,12 @@ class TrainArgs:
     nearkin train folder_finetune --data photos/   (fine-tune the whole network, not only a head on its features)
 
     RECIPE comes first: a name, a .toml file or a run folder. Flags override its settings. Names: glyphs_small,
-    folder_default, folder_finetune, features_default, from_scratch, cub_lite; from papers: ice_cub, ice_cars, ice_sop,
-    ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, thesis_LOSS or thesis_LOSS:DATA:NETWORK:SIZE,
-    thesis_tuned_LOSS; and as BASELINE:DATA what they are compared with: cce, norm_softmax, triplet_semihard,
-    lifted_struct, n_pair_mc, proxy_nca, margin, multi_similarity.
+    folder_default, folder_finetune, features_default, from_scratch, cub_lite; for a GPU: dinov2_small, dinov2_base,
+    dinov3_small, dinov3_base, clip_base, siglip_base (low-rank: dinov2_small_lora, dinov2_base_lora, dinov3_small_lora,
+    dinov3_base_lora, clip_base_lora, siglip_base_lora), convnext_tiny, convnext_base; from papers: ice_cub, ice_cars,
+    ice_sop, ce_cub, ce_cars, ce_sop, ce_inshop, mpa_cub, mpa_cars, mpa_sop, thesis_LOSS or
+    thesis_LOSS:DATA:NETWORK:SIZE, thesis_tuned_LOSS; and as BASELINE:DATA what they are compared with: cce,
+    norm_softmax, triplet_semihard, lifted_struct, n_pair_mc, proxy_nca, margin, multi_similarity.
 
     --data PATH (a folder, .csv, .parquet or .npz) sets --data.source and --data.root. --weights FILE, --freeze backbone
     and --reduction sum are short for --model.weights FILE, --model.freeze backbone and --loss.reduction sum.

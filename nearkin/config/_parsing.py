@@ -90,7 +90,10 @@ def to_plain_dict(config: Any, *, keyed_only: bool = False) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value is None or (keyed_only and not field.metadata.get("in_key", True)):
+        in_key = field.metadata.get("in_key", True)
+        if in_key == "changed":  # settings that came later: runs from before keep their keys
+            in_key = value != field.default
+        if value is None or (keyed_only and not in_key):
             continue
         if hasattr(value, "to_dict"):
             value = value.to_dict()

@@ -20,6 +20,7 @@ Scalar = bool | int | float | str
 MAX_DIM = 65_536  # of an embedding; a larger one is a typing error and would exhaust the memory
 # Metadata of a field that cannot change a result, such as a path or the number of workers: not part of the run key.
 _NOT_IN_KEY = {"in_key": False}
+_IN_KEY_IF_CHANGED = {"in_key": "changed"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ class ModelConfig:
     """Initial weights of the head: random, or whitened (within-class whitening of the features, then PCA)."""
     shrinkage: float = 1.0
     """Shrinkage of within-class variances in whitening; larger values change the features less."""
-    views: Literal[1, 2] = 1
+    lora_rank: int = field(default=0, metadata=_IN_KEY_IF_CHANGED)
+    """LoRA: rank of the updates of a transformer's attention layers, which alone are trained; 0: off."""
+    views: Literal[1, 2] = field(default=1, metadata=_IN_KEY_IF_CHANGED)
     """Views of an image outside of training: 1, or 2 for the mean features of the image and its mirror image. With
     model.freeze stages training draws from the same views."""
     normalize: bool = True
@@ -124,13 +127,13 @@ class ModelConfig:
     freeze: Literal["none", "backbone", "stages"] = "none"
     """backbone: compute its features once, cache them on disk and train only the head, in seconds per epoch. stages:
     the same with all but the last stages of a timm network, whose inputs are cached."""
-    tuned_stages: int = 2
+    tuned_stages: int = field(default=2, metadata=_IN_KEY_IF_CHANGED)
     """With model.freeze stages: how many of the last stages (blocks of a transformer) are trained."""
     freeze_norm: Literal["none", "statistics", "all"] = "none"
     """What to freeze in the backbone's batch norms: nothing, running statistics, or scale and shift as well."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, "model", width=1, dim=0, tuned_stages=1)
+        _check_at_least(self, "model", width=1, dim=0, tuned_stages=1, lora_rank=0)
         _check(self.dim <= MAX_DIM, "model.dim", f"at most {MAX_DIM:,}", self.dim)
         _check_above_zero(self, "model", "gem_p", "shrinkage")
         _check(0 <= self.dropout < 1, "model.dropout", "from 0 to below 1", self.dropout)
@@ -140,6 +143,7 @@ class ModelConfig:
         _check(not no_backbone or self.weights == "none", "model.weights", "none without a backbone", self.weights)
         tuned = "2 without model.freeze stages"
         _check(self.freeze == "stages" or self.tuned_stages == 2, "model.tuned_stages", tuned, self.tuned_stages)
+        _check(not self.lora_rank or self.freeze == "none", "model.lora_rank", "0 with model.freeze", self.lora_rank)
         for name, unused in (("gem_p", 3.0), ("learn_gem_p", False)):
             value = getattr(self, name)
             _check(self.pool == "gem" or value == unused, f"model.{name}", f"{unused} without model.pool gem", value)
@@ -253,6 +257,8 @@ class TrainConfig:
     """Peak learning rate of the head; by default lr. New layers on a pretrained backbone often use ten times lr."""
     class_lr: float | None = None
     """Peak learning rate of proxies and other class parameters; None uses the one the loss recommends."""
+    layer_decay: float = field(default=1.0, metadata=_IN_KEY_IF_CHANGED)
+    """Factor of the learning rate from each layer of a timm backbone to the one before it; 1: all the same."""
     weight_decay: float = 1e-4
     """Weight decay; not applied to biases, norms and other 1-D parameters."""
     class_decay: bool = False
@@ -299,6 +305,7 @@ class TrainConfig:
         _check(0 <= per_class <= self.batch_size, "train.samples_per_class", "from 0 to batch_size", per_class)
         whole_groups = f"a multiple of train.samples_per_class ({per_class})"
         _check(not per_class or self.batch_size % per_class == 0, "train.batch_size", whole_groups, self.batch_size)
+        _check(0 < self.layer_decay <= 1, "train.layer_decay", "above 0, up to 1", self.layer_decay)
         _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)
         frozen_fit = self.frozen_epochs >= 0 and (self.steps is not None or self.frozen_epochs <= self.epochs)

@@ -36,6 +36,7 @@ from nearkin.deploy.index.trained import read_training_classes
 from nearkin.errors import ConfigError, RunError, UserError, import_extra
 from nearkin.models.embedder import Embedder
 from nearkin.models.heads import unit
+from nearkin.models.lora import merge_lora
 from nearkin.models.saved import load
 from nearkin.training.run import Run
 
@@ -72,6 +73,7 @@ class ExportModel(nn.Module):
     def __init__(self, model: Embedder) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
+        merge_lora(self.model)
         # In-place activations make the exporter many times slower and change no result.
         for module in self.model.modules():
             if getattr(module, "inplace", False):

@@ -30,6 +30,7 @@ from nearkin.models import hub
 from nearkin.models._base import Backbone, PixelNorm
 from nearkin.models.backbones import TOKEN_POOLINGS, JoinedBackbone, TimmBackbone, make_backbone
 from nearkin.models.heads import Head, Pool, unit
+from nearkin.models.lora import add_lora
 from nearkin.models.own import OWN, OwnBackbone, Preprocess, read_inputs
 from nearkin.models.weights import fingerprint, load_weights
 
@@ -117,6 +118,8 @@ class Embedder(nn.Module):
             self.freeze_backbone(False)
         if self.backbone is not None:
             load_weights(self.backbone, model.backbone, model.weights, reporter or Reporter(quiet=True))
+            if model.lora_rank:
+                add_lora(self.backbone, model.lora_rank, model.backbone)
 
     @classmethod
     def wrap(
@@ -331,6 +334,9 @@ class Embedder(nn.Module):
         self.pool.requires_grad_(trainable)
         if self.cut is not None:
             self.cut.tail.requires_grad_(not frozen)
+        if self.model.lora_rank:
+            for name, parameter in self.backbone.named_parameters():
+                parameter.requires_grad_(trainable and name.endswith((".a", ".b")) and ".parametrizations." in name)
         for name, parameter in self.backbone.named_parameters():
             if name in self.backbone.always_frozen:
                 parameter.requires_grad_(False)

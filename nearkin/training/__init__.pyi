@@ -2,6 +2,7 @@ from . import distributed as distributed
 from . import recipes as recipes
 from ._run_key import run_key as run_key
 from .auto_recipe import choose_recipe as choose_recipe
+from .autopilot import fit_within as fit_within
 from .batch_norm import sync_batch_norm as sync_batch_norm
 from .device import choose_device as choose_device
 from .evaluation import evaluate as evaluate

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.config.recipe import TrainConfig
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, import_extra
 from nearkin.losses.weighted_sum import AnyObjective
+from nearkin.models.backbones import TimmBackbone
 from nearkin.models.embedder import Embedder
 from nearkin.training.batch_norm import sync_batch_norm
 from nearkin.training.distributed import all_gather_with_grad, all_reduce_gradients, fork_rng, rank, world_size
@@ -178,9 +179,10 @@ def make_optimizer(model: Embedder, objective: AnyObjective, config: TrainConfig
     """Build the optimiser; weight decay applies to matrices and kernels, and to class parameters if `class_decay`."""
     head = {id(p) for p in model.head.parameters()}
     learned = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = []
+    groups = _layer_groups(model, config) if config.layer_decay < 1 else []
+    grouped = {id(p) for group in groups for p in group["params"]}
     for name, lr, part in (
-        ("backbone", config.lr, [p for p in learned if id(p) not in head]),
+        ("backbone", config.lr, [p for p in learned if id(p) not in head | grouped]),
         ("head", config.head_lr or config.lr, [p for p in learned if id(p) in head]),
     ):
         matrices, vectors = [p for p in part if p.ndim > 1], [p for p in part if p.ndim <= 1]
@@ -202,6 +204,20 @@ def make_optimizer(model: Embedder, objective: AnyObjective, config: TrainConfig
     for group in optimizer.param_groups:
         group["highest_lr"] = group["lr"]
     return optimizer
+
+
+def _layer_groups(model: Embedder, config: TrainConfig) -> list[dict[str, Any]]:
+    """Group the parameters of a timm network by depth, the first layers with the lowest learning rate."""
+    if not isinstance(model.backbone, TimmBackbone):
+        raise ConfigError("train.layer_decay: needs a timm backbone, whose layers are known. Use 1.")
+    timm = import_extra("timm.optim", extra="images")
+    by_depth = timm.param_groups_layer_decay(
+        model.backbone.network, weight_decay=config.weight_decay, layer_decay=config.layer_decay
+    )
+    return [
+        {"name": "backbone", "params": g["params"], "lr": config.lr * g["lr_scale"], "weight_decay": g["weight_decay"]}
+        for g in by_depth
+    ]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int, steps_per_epoch: int) -> None:
