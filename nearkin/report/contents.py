@@ -32,6 +32,7 @@ from nearkin.metrics.scores import compare
 from nearkin.ops.pairs import pair_up
 from nearkin.report import gallery
 from nearkin.report.gallery import EvalData
+from nearkin.training.autopilot import read_record
 from nearkin.training.evaluation import score_embeddings
 from nearkin.training.run import Run
 
@@ -75,7 +76,8 @@ def summarize_run(run: Run) -> dict[str, Any]:
     assert result is not None
     events = run.events()
     data, model = run.recipe.data, run.recipe.model
-    recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=Path(model.weights).name))
+    weights = ",".join(Path(name).name for name in model.weights.split(","))
+    recipe = replace(run.recipe, data=replace(data, root=None), model=replace(model, weights=weights))
     environment = {name: value for name, value in run.stored_environment.items() if name != "command"}
     return {
         "key": run.path.resolve().name,
@@ -87,6 +89,7 @@ def summarize_run(run: Run) -> dict[str, Any]:
             for event in events
             if event["event"] == "epoch"
         ],
+        "search": read_record(run),
         "alarms": [{"epoch": e["epoch"], "text": e["text"]} for e in events if e["event"] == "alarm"],
         "recipe": recipe.to_toml(),
         "environment": environment,

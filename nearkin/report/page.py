@@ -166,6 +166,7 @@ def render(report: Report) -> str:
         "training_charts": [training_charts(summary) for summary in report.summaries],
         "similarity_charts": [similarity_charts(analysis) for analysis in report.analyses],
         "shared_chart": shared_chart(report),
+        "searches": [summary["search"] and describe_search(summary["search"]) for summary in report.summaries],
         "environments": [json.dumps(summary["environment"], indent=2) for summary in report.summaries],
         "num_neighbours": NEIGHBOURS,
         "data": safe_json(script_data),
@@ -259,6 +260,25 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
         title = "R@1 of the first dimensions, %"
         drawn.append((title, line_chart([series], title, x_name="size", logarithmic=True)))
     return drawn
+
+
+def describe_search(search: dict[str, Any]) -> dict[str, Any]:
+    """What `nearkin train --budget` tried: rows of a table, and the metrics of the best so far over time."""
+    steps = search["steps"]
+
+    def value(step: dict[str, Any]) -> float:
+        return float(step["val_R@1"] + step["val_MAP@R"])
+
+    rows = []
+    for step in steps:
+        faster = [other for other in steps if other["ms_per_image"] <= step["ms_per_image"] and other is not step]
+        # On the front of speed and quality: nothing as fast is as good.
+        rows.append(step | {"front": all(value(other) < value(step) for other in faster)})
+    kept = [step for step in steps if step["kept"]]
+    minutes = [round(step["minutes"], 1) for step in kept]
+    lines = [Series(name, minutes, [100 * step[f"val_{name}"] for step in kept]) for name in ("R@1", "MAP@R")]
+    chart = line_chart(lines, "Validation metrics of the best model so far", x_name="minutes")
+    return {"rows": rows, "chart": chart, "chosen": search["chosen"], "not_tried": search["not_tried"]}
 
 
 def shared_chart(report: Report) -> str:

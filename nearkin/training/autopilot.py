@@ -135,7 +135,8 @@ class Autopilot:
         if better:
             self.best = candidate
         self.save()
-        row = {"minutes": self.spent / 60, "name": name, "run": run.path.name, "kept": better}
+        speed = 1000 * self.forward(recipe.model.backbone, 1, recipe.model.views)
+        row = {"minutes": self.spent / 60, "name": name, "run": run.path.name, "kept": better, "ms_per_image": speed}
         self.record.append(row | {"val_R@1": candidate.recall, "val_MAP@R": candidate.map_at_r})
         verdict = "best so far" if better else "not better"
         metrics = f"R@1 {100 * candidate.recall:.1f}  MAP@R {100 * candidate.map_at_r:.1f}"
@@ -304,6 +305,25 @@ def seconds_per_image(base: Recipe, backbone: str, device: torch.device) -> floa
         model.embed(images, batch_size=count)
         times.append(time.perf_counter() - start)
     return min(times[1:]) / count
+
+
+def read_record(run: Run) -> dict[str, Any] | None:
+    """Return what was tried before this run, if a search ended with it."""
+    try:
+        record: dict[str, Any] = read_json(run.path / RECORD)
+        steps = [
+            {"name": str(step["name"]), "kept": bool(step["kept"])}
+            | {name: float(step[name]) for name in ("minutes", "val_R@1", "val_MAP@R", "ms_per_image")}
+            for step in record["steps"]
+        ]
+        return {
+            "budget": float(record["budget"]),
+            "chosen": str(record["chosen"]),
+            "steps": steps,
+            "not_tried": [str(name) for name in record["not_tried"]],
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _minutes(seconds: float) -> str:
