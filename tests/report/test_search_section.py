@@ -31,7 +31,7 @@ RECORDED = {"budget": 600.0, "chosen": "joined", "steps": STEPS, "not_tried": ["
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
-    recipe = clouds(folder, classes=20, samples_per_class=6, dim=8, seed=0)
+    recipe = clouds(folder, classes=20, samples_per_class=6, dim=8, seed=0, duplicates={})
     recipe = replace(recipe, model=replace(recipe.model, dim=4), train=replace(recipe.train, epochs=1))
     run = nk.fit(recipe, folder / "runs", reporter=QUIET)
     (run.path / RECORD).write_text(json.dumps(RECORDED))
