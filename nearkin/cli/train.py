@@ -25,6 +25,8 @@ class TrainArgs:
 
     nearkin train --data photos/ --budget 30m   (the best model that half an hour can find)
 
+    nearkin train --data photos/ --freeze stages --distil runs/LARGE   (a small network taught by a large one)
+
     nearkin train --data photos.csv   (columns path and label)
 
     nearkin train my_recipe.toml --seed 1
@@ -108,7 +110,12 @@ def run(argv: list[str]) -> None:
     show(result_table(run), headline(run), *comparison_lines(run.result), *notes, paths)
 
 
-ALIASES = {"--weights": "--model.weights", "--freeze": "--model.freeze", "--reduction": "--loss.reduction"}
+ALIASES = {
+    "--distil": "--train.teacher",
+    "--weights": "--model.weights",
+    "--freeze": "--model.freeze",
+    "--reduction": "--loss.reduction",
+}
 
 # Flags that go with --budget, besides --data.*.
 _WITH_BUDGET = ("--budget", "--runs", "--device", "--quiet", "--show", "--seed")

@@ -291,6 +291,10 @@ class TrainConfig:
     """Minutes between checkpoints within an epoch; each epoch also ends with one."""
     rank_timeout_minutes: float = field(default=30.0, metadata=_NOT_IN_KEY)
     """With several processes: minutes without a response after which a process counts as lost and the others end."""
+    teacher: str = field(default="", metadata=_NOT_IN_KEY)  # the key has the hash of its weights
+    """Distillation: run folder of a model whose similarities are to be reproduced, beside the loss."""
+    teacher_weight: float = field(default=20.0, metadata=_IN_KEY_IF_CHANGED)
+    """With a teacher: weight of the mean squared difference of the similarities."""
     feature_noise: float = 0.0
     """With a frozen backbone: noise added to training features, relative to each feature's standard deviation."""
     feature_mix: float = 0.0
@@ -305,6 +309,7 @@ class TrainConfig:
         _check(0 <= per_class <= self.batch_size, "train.samples_per_class", "from 0 to batch_size", per_class)
         whole_groups = f"a multiple of train.samples_per_class ({per_class})"
         _check(not per_class or self.batch_size % per_class == 0, "train.batch_size", whole_groups, self.batch_size)
+        _check(self.teacher_weight > 0, "train.teacher_weight", "above 0", self.teacher_weight)
         _check(0 < self.layer_decay <= 1, "train.layer_decay", "above 0, up to 1", self.layer_decay)
         _check(0 <= self.momentum < 1, "train.momentum", "from 0 to below 1", self.momentum)
         _check(0 < self.step_factor <= 1, "train.step_factor", "above 0, up to 1", self.step_factor)

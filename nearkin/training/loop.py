@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from nearkin.training import factory
 from nearkin.training._run_key import run_key
 from nearkin.training.checkpoint import TrainingInterrupted, TrainingState, defer_sigint
 from nearkin.training.device import choose_device, end_step
+from nearkin.training.distillation import distil, load_teacher, teacher_vectors
 from nearkin.training.evaluation import (
     COMPARED_METRICS,
     describe_protocol,
@@ -71,6 +73,7 @@ class Session:
     state: TrainingState  # the model, the objective, the optimizer and the progress
     log: Log  # to the experiment trackers
     reporter: Reporter
+    teacher: Tensor | None = None  # [N, T] vectors of the training images by the model to distil
 
     @property
     def selected_by(self) -> tuple[str, str]:
@@ -140,8 +143,9 @@ def fit(
         split, holdout = make_split(table, recipe.data)
         if warning := factory.warn_about_few_classes(recipe.data, table, split):
             reporter.info(warning)
+        teacher = load_teacher(recipe, own_data=data is not None)
         model = model or factory.make_model(recipe, table, reporter)
-        run = open_run(recipe, table, model, Path(runs))
+        run = open_run(recipe, table, model, Path(runs), teacher)
         if dist.broadcast_object(is_complete(run, final)):
             reporter.info(f"run already complete: {run.path}")
             return run
@@ -149,17 +153,21 @@ def fit(
             if dist.broadcast_object(is_complete(run, final)):  # another process finished it before we got the lock
                 return run
             session = prepare(recipe, run, table, split, model, torch_device, log, reporter)
+            if teacher is not None:
+                session.teacher = teacher_vectors(teacher, recipe, split.train, torch_device, reporter).to(torch_device)
             train(session, on_epoch_end)
             finish(session, holdout, final)
     return_freed_memory()
     return run
 
 
-def open_run(recipe: Recipe, table: Table, model: Embedder, runs: Path) -> Run:
+def open_run(recipe: Recipe, table: Table, model: Embedder, runs: Path, teacher: Embedder | None = None) -> Run:
     """Open or create the run folder of a recipe; only the main process writes to it."""
     fingerprint = f"{table.fingerprint}{factory.model_fingerprint(recipe, model)}"
     if dist.world_size() > 1 and not recipe.train.sync_batchnorm:
         fingerprint += f"-{dist.world_size()}-processes"  # their number changes the batch-norm statistics
+    if teacher is not None:
+        fingerprint += f"-taught-by-{teacher.fingerprint()}"
     key = run_key(recipe, fingerprint)
     path = dist.broadcast_object(Run.create(runs, key, recipe).path if dist.is_main_process() else None)
     run = Run(path or runs / key)
@@ -312,7 +320,11 @@ def train_epoch(s: Session, epoch: int, sigint_received: Callable[[], bool]) -> 
             x, labels = batch.to(s.device), all_labels[rows].to(s.device)
             try:
                 rng_key = (s.recipe.seed, epoch, state.step)
-                loss = backward(s.forward, objective, x, labels, config, scaler, rng_key)
+                loss_function: Callable[[Tensor, Tensor], Tensor] = objective
+                if s.teacher is not None:
+                    taught = dist.gather_rows(s.teacher[torch.from_numpy(rows)])
+                    loss_function = partial(distil, objective, taught, config.teacher_weight)
+                loss = backward(s.forward, loss_function, x, labels, config, scaler, rng_key)
                 optimizer_step(model, objective, optimizer, config, scaler)
             except NonFiniteError as error:
                 raise failed_step(s, rows, error, epoch=epoch + 1) from None

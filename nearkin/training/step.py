@@ -17,6 +17,7 @@ from nearkin.training.batch_norm import sync_batch_norm
 from nearkin.training.distributed import all_gather_with_grad, all_reduce_gradients, fork_rng, rank, world_size
 
 Forward = Callable[[Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 RngKey = tuple[int, int, int]
 HALF = ("fp16", "bf16")  # precisions of which only the network makes use
 
@@ -29,7 +30,7 @@ class NonFiniteError(Exception):
 
 def backward(
     forward: Forward,
-    objective: AnyObjective,
+    objective: LossFunction,
     batch: Tensor,
     labels: Tensor,
     config: TrainConfig,
@@ -102,7 +103,7 @@ def backward_in_parts(
     return loss.detach()
 
 
-def compute_loss(objective: AnyObjective, emb: Tensor, labels: Tensor, rng_key: RngKey) -> Tensor:
+def compute_loss(objective: LossFunction, emb: Tensor, labels: Tensor, rng_key: RngKey) -> Tensor:
     """Return the loss of the embeddings of all processes; it is the same on each of them."""
     bad_rows = (~emb.detach().isfinite()).any(dim=1).nonzero().flatten().tolist()
     all_emb, all_labels = all_gather_with_grad(emb, labels)

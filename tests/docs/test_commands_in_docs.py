@@ -53,6 +53,7 @@ NOT_RUN = {
     "nearkin train cub_lite --freeze backbone": DOWNLOAD,
     "nearkin train cub_lite --log tensorboard --train.ema 0.999 --train.patience 5": DOWNLOAD,
     "nearkin train --data photos/ --budget 30m": LONG,
+    "nearkin train --data photos/ --freeze stages --model.views 2 --distil runs/LARGE": LONG,
     "nearkin train folder_finetune --data photos/ --train.epochs 10 --train.micro-batch-size 32": LONG,
     "nearkin train ice_cub --data CUB_200_2011 --weights bn_inception-52deb4733.pth": DOWNLOAD,
     "nearkin train mpa_cub:mpa_ap --data CUB_200_2011 --weights bn_inception-52deb4733.pth": DOWNLOAD,
