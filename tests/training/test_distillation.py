@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.scored import QUIET
 
 import nearkin as nk
 from nearkin import cli
@@ -16,12 +17,12 @@ from nearkin.training.distillation import distil, teacher_vectors
 
 
 @pytest.fixture(scope="module")
-def teacher(photo_folder, tmp_path_factory, quiet):
+def teacher(photo_folder, tmp_path_factory):
     recipe = recipes.from_scratch()
     data = replace(recipe.data, root=photo_folder, image_size=32, val_fraction=0.2)
     train = replace(recipe.train, epochs=2, batch_size=16, samples_per_class=2)
     recipe = replace(recipe, data=data, model=replace(recipe.model, width=8, dim=12), train=train)
-    return nk.fit(recipe, tmp_path_factory.mktemp("teacher"), reporter=quiet)
+    return nk.fit(recipe, tmp_path_factory.mktemp("teacher"), reporter=QUIET)
 
 
 @pytest.fixture
