@@ -329,6 +329,8 @@ class EvalConfig:
     """Metrics to report besides R@1, such as nDCG@4; by default R@k, MAP@R and nDCG at the largest k."""
     similarity: Literal["cosine", "euclidean", "both"] = "cosine"
     """cosine, euclidean (distances of the raw embeddings), or both (cosine selects the epoch)."""
+    select_by: Literal["auto", "R@1", "MAP@R"] = "auto"
+    """Metric on the validation classes that selects the epoch; auto: R@1, or MAP@R with fewer than 8 classes."""
 
     def __post_init__(self) -> None:
         _check(all(k >= 1 for k in self.ks), "eval.ks", "integers of at least 1", list(self.ks))
@@ -336,7 +338,8 @@ class EvalConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, so that run keys do not depend on what is left open."""
         values = {"ks": list(self.ks), "metrics": list(self.metrics), "similarity": self.similarity}
-        return {name: value for name, value in values.items() if value and value != "cosine"}
+        values["select_by"] = self.select_by
+        return {name: value for name, value in values.items() if value and value not in ("cosine", "auto")}
 
 
 @dataclass(frozen=True)

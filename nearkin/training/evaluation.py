@@ -233,9 +233,10 @@ def summarize_scores(scores: Scores, metrics: Sequence[str]) -> dict[str, dict[s
     return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in metrics}
 
 
-def selection_metrics(num_classes: int) -> tuple[str, str]:
+def selection_metrics(num_classes: int, select_by: str = "auto") -> tuple[str, str]:
     """Return the metric that selects the epoch on this many validation classes, and the one that breaks its ties."""
-    return ("R@1", "MAP@R") if num_classes >= MIN_VAL_CLASSES else ("MAP@R", "R@1")
+    by_recall = select_by == "R@1" or (select_by == "auto" and num_classes >= MIN_VAL_CLASSES)
+    return ("R@1", "MAP@R") if by_recall else ("MAP@R", "R@1")
 
 
 def describe_protocol(
@@ -243,7 +244,7 @@ def describe_protocol(
 ) -> dict[str, Any]:
     """Describe how the result was obtained: the data, the classes of each part, and how the epoch was selected."""
     selected_on = "validation classes" if recipe.data.select_on == "validation" else TEST_SELECTED
-    metric, tie_break = selection_metrics(val.num_classes if val else 0)
+    metric, tie_break = selection_metrics(val.num_classes if val else 0, recipe.eval.select_by)
     return {
         **train.protocol(),
         "classes": {"train": train.num_classes, "val": val.num_classes if val else 0, "test": holdout.num_classes},

@@ -78,7 +78,7 @@ class Session:
     @property
     def selected_by(self) -> tuple[str, str]:
         """The metric that selects the epoch, and the one that breaks its ties."""
-        return selection_metrics(self.val.num_classes if self.val else 0)
+        return selection_metrics(self.val.num_classes if self.val else 0, self.recipe.eval.select_by)
 
 
 def fit(
