@@ -18,7 +18,8 @@ def is_ours(cls: type) -> bool:
 class SettingsModule(nn.Module):
     """A module whose annotated attributes are its settings, with the order and the defaults of PML's arguments.
 
-    Our subclasses are made dataclasses, which have their `__init__` from the attributes. Those of users are not.
+    Our subclasses are made dataclasses, which have their `__init__` from the attributes; those of users are not. What
+    follows the base class in `class Name(Base, option=value)` becomes a class attribute.
     """
 
     _: KW_ONLY
@@ -29,8 +30,10 @@ class SettingsModule(nn.Module):
         nn.Module.__init__(self)  # before the settings are set, some of which are modules
         return self
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__()
+        for name, value in options.items():
+            setattr(cls, name, value)
         if is_ours(cls):
             dataclass(eq=False, repr=False)(cls)
             for setting in fields(cls):  # a default in the class would hide a parameter or module of the same name

@@ -5,40 +5,40 @@ A loss passes `{name: {"losses", "indices", "reduction_type"}}`, as there. The t
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from nearkin.compat.pml._module import SettingsModule, is_ours
 from nearkin.compat.pml._tuples import PairList, TripletLosses, within
-from nearkin.compat.pml.coverage import absent_names
 from nearkin.errors import ConfigError
 
 __all__ = [
     "AvgNonZeroReducer", "BaseReducer", "ClassWeightedReducer", "DivisorReducer", "DoNothingReducer", "MeanReducer",
     "MultipleReducers", "PerAnchorReducer", "SumReducer", "ThresholdReducer",
 ]  # fmt: skip
-__getattr__ = absent_names("reducers")
 
 LossInfo = dict[str, Any]
-LossDict = dict[str, LossInfo]
+LossDict = Mapping[str, LossInfo]
 
 
 def loss_info(losses: Any, kind: str = "element", indices: Any = None, **extra: Any) -> LossInfo:
-    """Return what a reducer takes; the values of all samples in their order by default."""
-    if kind == "element" and indices is None and isinstance(losses, Tensor):
+    """Return what a reducer takes; the values of all samples in their order by default, or a finished 0-dim loss."""
+    if isinstance(losses, Tensor) and indices is None and losses.dim() == 0:
+        kind = "already_reduced"
+    elif isinstance(losses, Tensor) and indices is None and kind == "element":
         indices = torch.arange(len(losses), device=losses.device)
-    return {"losses": losses, "indices": indices, "reduction_type": kind, **extra}
+    info = {"losses": losses, "indices": indices, "reduction_type": kind, **extra}
+    return listed(info) if isinstance(losses, TripletLosses) and losses.triplets.is_listed else info
 
 
 def listed(info: LossInfo) -> LossInfo:
     """Return a loss with lists of values and indices, as pytorch-metric-learning has them."""
     losses, indices = info["losses"], info["indices"]
     if isinstance(losses, TripletLosses):
-        lists = losses.triplets.lists
-        indices = lists[0] if info["reduction_type"] == "element" else lists
-        return {**info, "losses": losses.listed(), "indices": indices}
+        values, lists = losses.listed()
+        return {**info, "losses": values, "indices": lists[0] if info["reduction_type"] == "element" else lists}
     return {**info, "indices": tuple(indices)} if isinstance(indices, PairList) else info
 
 
@@ -46,53 +46,43 @@ def _sums(losses: Tensor | TripletLosses, low: float | None = None, high: float 
     """Return the values between two bounds, or their sums by anchors, and their number."""
     if isinstance(losses, TripletLosses):
         return losses.sums(low, high)
-    if low is None and high is None:
-        return losses, losses.numel()
-    kept = within(losses, low, high)
-    return torch.where(kept, losses, 0.0), int(kept.sum())
+    used = within(losses, low, high)
+    return torch.where(used, losses, 0.0), int(used.sum())
 
 
 class BaseReducer(SettingsModule):
     """Averages the values of a loss. Subclasses define `element_reduction`, and others where they differ."""
 
-    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+    needs_divisor: ClassVar[bool] = False
+
+    def forward(self, loss_dict: LossDict, embeddings: Tensor, labels: Any) -> Any:
         (info,) = loss_dict.values()
+        if isinstance(info["losses"], TripletLosses) and not is_ours(type(self)):
+            info = listed(info)
         losses, kind = info["losses"], info["reduction_type"]
-        if losses.numel() == 0 if isinstance(losses, Tensor) else not isinstance(losses, TripletLosses) and losses == 0:
+        if losses.numel() == 0 if isinstance(losses, Tensor) else losses == 0:
             return self.zero_loss(embeddings)
         if kind == "already_reduced":
             return losses
-        if isinstance(losses, TripletLosses) and not is_ours(type(self)):
-            info = listed(info)
-        reduce = getattr(self, f"{kind}_reduction")
-        return reduce(info["losses"], info["indices"], embeddings, labels, **self.unpack(info))
-
-    def unpack(self, info: LossInfo) -> dict[str, Any]:
-        """Return what else the reductions take."""
-        return {}
+        extra = {"divisor": info.get("divisor")} if self.needs_divisor else {}
+        return getattr(self, f"{kind}_reduction")(losses, info["indices"], embeddings, labels, **extra)
 
     def zero_loss(self, embeddings: Tensor) -> Tensor:
         return (embeddings * 0).sum()
 
-    def element_reduction(
-        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **extra: Any
-    ) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Any:
         raise NotImplementedError
 
-    def pos_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+    def pos_pair_reduction(self, *args: Any, **kwargs: Any) -> Any:
         return self.element_reduction(*args, **kwargs)
 
-    def neg_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.element_reduction(*args, **kwargs)
-
-    def triplet_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.element_reduction(*args, **kwargs)
+    neg_pair_reduction = triplet_reduction = pos_pair_reduction
 
 
 class MeanReducer(BaseReducer):
     """The mean of all values."""
 
-    def element_reduction(self, losses: Any, *_: Any, **__: Any) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         total, number = _sums(losses)
         return total.sum() / number
 
@@ -100,7 +90,7 @@ class MeanReducer(BaseReducer):
 class SumReducer(BaseReducer):
     """The sum of all values."""
 
-    def element_reduction(self, losses: Any, *_: Any, **__: Any) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         return _sums(losses)[0].sum()
 
 
@@ -115,7 +105,7 @@ class ThresholdReducer(BaseReducer):
         if self.low is None and self.high is None:
             raise ConfigError(f"{type(self).__name__}: pass low, high or both.")
 
-    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, *_: Any, **__: Any) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         total, number = _sums(losses, self.low, self.high)
         return total.sum() / number if number else self.zero_loss(embeddings)
 
@@ -126,17 +116,14 @@ class AvgNonZeroReducer(ThresholdReducer):
     low: float | None = 0
 
 
-class DivisorReducer(BaseReducer):
+class DivisorReducer(BaseReducer, needs_divisor=True):
     """The sum of the values, divided by a number that the loss defines; 0 if that is 0."""
 
-    def unpack(self, info: LossInfo) -> dict[str, Any]:
-        if "divisor" not in info:
-            raise ConfigError("DivisorReducer: the loss defines no divisor. Use MeanReducer.")
-        return {"divisor": info["divisor"]}
-
     def element_reduction(
-        self, losses: Any, loss_indices: Any, embeddings: Tensor, *_: Any, divisor: Any = 1, **__: Any
+        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any, divisor: Any = None
     ) -> Tensor:
+        if divisor is None:
+            raise ConfigError("DivisorReducer: the loss defines no divisor. Use MeanReducer.")
         return _sums(losses)[0].sum() / divisor if divisor != 0 else self.zero_loss(embeddings)
 
 
@@ -145,9 +132,7 @@ class ClassWeightedReducer(BaseReducer):
 
     weights: Tensor
 
-    def element_reduction(
-        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
-    ) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         if labels is None:
             raise ConfigError("ClassWeightedReducer needs labels.")
         total, number = _sums(losses)
@@ -171,14 +156,10 @@ class PerAnchorReducer(BaseReducer):
         super().__post_init__()
         self.reducer = MeanReducer() if self.reducer is None else self.reducer
 
-    def element_reduction(
-        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
-    ) -> Tensor:
+    def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         return cast(Tensor, self.reducer({"loss": loss_info(losses, indices=loss_indices)}, embeddings, labels))
 
-    def pos_pair_reduction(
-        self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Tensor | None, **_: Any
-    ) -> Tensor:
+    def pos_pair_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         index, n = tuple(loss_indices), len(embeddings)
         if int(index[1].max()) >= n:
             raise ConfigError("PerAnchorReducer does not support ref_emb that is larger than the batch.")
@@ -186,17 +167,16 @@ class PerAnchorReducer(BaseReducer):
         used = torch.zeros_like(values, dtype=torch.bool).index_put(index, torch.tensor(True, device=losses.device))
         return self.element_reduction(self.aggregation_func(values, used.sum(1)), None, embeddings, labels)
 
-    def neg_pair_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.pos_pair_reduction(*args, **kwargs)
+    neg_pair_reduction = pos_pair_reduction
 
-    def triplet_reduction(self, *args: Any, **kwargs: Any) -> Tensor:
+    def triplet_reduction(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("PerAnchorReducer does not support losses of triplets.")
 
 
 class DoNothingReducer(BaseReducer):
     """Returns the values of the loss, with their indices, as a dictionary."""
 
-    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+    def forward(self, loss_dict: LossDict, embeddings: Tensor, labels: Any) -> Any:
         return {name: listed(info) for name, info in loss_dict.items()}
 
 
@@ -211,7 +191,7 @@ class MultipleReducers(BaseReducer):
         self.reducers = nn.ModuleDict(dict(self.reducers))
         self.default_reducer = MeanReducer() if self.default_reducer is None else self.default_reducer
 
-    def forward(self, loss_dict: Mapping[str, LossInfo], embeddings: Tensor, labels: Tensor | None) -> Any:
+    def forward(self, loss_dict: LossDict, embeddings: Tensor, labels: Any) -> Any:
         parts = []
         for name, info in loss_dict.items():
             reducer = dict(self.reducers).get(name, self.default_reducer)
