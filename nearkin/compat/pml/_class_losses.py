@@ -36,7 +36,7 @@ class ClassLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False):
 
     parameter: ClassVar[str] = "W"
     centers: ClassVar[str] = ""
-    default_init: ClassVar[Init] = nn.init.normal_
+    default_weight_init_func: ClassVar[Init] = nn.init.normal_
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,7 +46,7 @@ class ClassLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False):
         setattr(self, self.parameter, weight)
 
     def get_default_weight_init_func(self) -> Init:
-        return type(self).default_init
+        return type(self).default_weight_init_func
 
     def vectors(self) -> Tensor:
         """Return the vectors [C, D]."""
@@ -81,7 +81,7 @@ class ClassLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False):
         return cross_entropy(self.get_logits(embeddings), labels, reduction="none")
 
 
-class NormalizedSoftmaxLoss(ClassLoss, default_distance=DotProductSimilarity):
+class NormalizedSoftmaxLoss(ClassLoss, distance=DotProductSimilarity):
     """Cross entropy on products with unit vectors of the classes."""
 
     temperature: float = 0.05
@@ -90,7 +90,7 @@ class NormalizedSoftmaxLoss(ClassLoss, default_distance=DotProductSimilarity):
         return self.as_similarity(self.distance(embeddings, self.distance.normalize(self.vectors()))) / self.temperature
 
 
-class LargeMarginSoftmaxLoss(ClassLoss, default_distance=CosineSimilarity, required={}):
+class LargeMarginSoftmaxLoss(ClassLoss, distance=CosineSimilarity, required={}):
     """Cross entropy on products with the vectors of the classes, with a multiplied angle to the own class."""
 
     margin: float = 4
@@ -160,8 +160,8 @@ class SubCenterArcFaceLoss(ArcFaceLoss, centers="sub_centers"):
 
 
 class ProxyAnchorLoss(
-    ClassLoss, parameter="proxies", default_init=partial(nn.init.kaiming_normal_, mode="fan_out"),
-    default_distance=CosineSimilarity, default_reducer=DivisorReducer, parts=("pos_loss", "neg_loss"),
+    ClassLoss, parameter="proxies", weight_init_func=partial(nn.init.kaiming_normal_, mode="fan_out"),
+    distance=CosineSimilarity, reducer=DivisorReducer, parts=("pos_loss", "neg_loss"),
 ):  # fmt: skip
     """Soft maxima over the samples of each proxy's class, and over all others."""
 
@@ -188,7 +188,7 @@ def nca(loss: Any, b: Batch, ref: Tensor, ref_labels: Tensor) -> LossInfo:
     return loss_info(-log_sum_exp(torch.log_softmax(logits, 1), same)[kept] * weights, indices=kept)
 
 
-class ProxyNCALoss(ClassLoss, parameter="proxies", default_distance=partial(LpDistance, power=2)):
+class ProxyNCALoss(ClassLoss, parameter="proxies", distance=partial(LpDistance, power=2)):
     """NCALoss with a proxy for each class in place of the other samples."""
 
     softmax_scale: float = 1
@@ -198,8 +198,8 @@ class ProxyNCALoss(ClassLoss, parameter="proxies", default_distance=partial(LpDi
 
 
 class SoftTripleLoss(
-    ClassLoss, parameter="fc", centers="centers_per_class", default_distance=CosineSimilarity,
-    default_init=partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+    ClassLoss, parameter="fc", centers="centers_per_class", distance=CosineSimilarity,
+    weight_init_func=partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
 ):  # fmt: skip
     """Cross entropy on the soft similarity to several centres of each class."""
 
@@ -244,7 +244,7 @@ class P2SGradLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False, t
         return loss.mean()
 
 
-class ManifoldLoss(BaseMetricLossFunction, takes_refs=False, default_distance=CosineSimilarity):
+class ManifoldLoss(BaseMetricLossFunction, takes_refs=False, distance=CosineSimilarity):
     """Similarities after a random walk on the graph of samples and proxies; labels are not used."""
 
     l: int  # noqa: E741

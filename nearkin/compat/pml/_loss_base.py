@@ -10,17 +10,11 @@ from torch import Tensor, nn
 from nearkin.compat.pml._module import SettingsModule, is_ours
 from nearkin.compat.pml._tuples import Batch, Indices, PairList
 from nearkin.compat.pml.distances import BaseDistance, LpDistance, as_single
-from nearkin.compat.pml.reducers import (
-    BaseReducer,
-    DoNothingReducer,
-    LossInfo,
-    MeanReducer,
-    MultipleReducers,
-    listed,
-    loss_info,
-)
+from nearkin.compat.pml.reducers import BaseReducer, DoNothingReducer, MeanReducer, MultipleReducers, listed, loss_info
 from nearkin.errors import ConfigError, DataError
 from nearkin.ops.geometry import full_precision
+
+LossDict = dict[str, dict[str, Any]]
 
 # Methods of PML's losses that its users override, and that ours do not have.
 _INNER_METHODS = {
@@ -110,7 +104,7 @@ class BaseMetricLossFunction(WithReducer):
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
-    ) -> dict[str, LossInfo]:
+    ) -> LossDict:
         name = type(self).__name__
         if self.needs_labels and labels is None:
             raise ValueError(f"{name}: labels are required for this loss function")
@@ -140,11 +134,9 @@ class BaseMetricLossFunction(WithReducer):
     ) -> Any:
         emb, own = as_single(embeddings), check_labels(embeddings, labels)
         ref = emb if ref_emb is None or ref_emb is embeddings else ref_emb.to(emb.dtype)
-        is_same = ref_emb is None or ref_labels is labels
+        of_ref = own if ref_emb is None or ref_labels is labels else check_labels(ref, ref_labels)
         with full_precision(emb):
-            loss_dict = self.compute_loss(
-                emb, own, indices_tuple, ref, own if is_same else check_labels(ref, ref_labels)
-            )
+            loss_dict = self.compute_loss(emb, own, indices_tuple, ref, of_ref)
             if self.embedding_regularizer is not None:
                 loss = self.embedding_regularizer(emb) * self.embedding_reg_weight
                 loss_dict["embedding_reg_loss"] = loss_info(loss, "already_reduced")
@@ -153,10 +145,10 @@ class BaseMetricLossFunction(WithReducer):
             loss = self.reducer(loss_dict, emb, own)
         return loss.to(embeddings.dtype) if isinstance(loss, Tensor) else loss
 
-    def zero_loss(self) -> LossInfo:
+    def zero_loss(self) -> dict[str, Any]:
         return loss_info(0, "already_reduced")
 
-    def zero_losses(self) -> dict[str, LossInfo]:
+    def zero_losses(self) -> LossDict:
         return {name: self.zero_loss() for name in self.sub_loss_names()}
 
     def _sub_loss_names(self) -> list[str]:
@@ -200,7 +192,7 @@ class GenericPairLoss(PairLoss):
 
     mat_based_loss: bool
 
-    _compute_loss: ClassVar[Callable[..., dict[str, LossInfo]]]
+    _compute_loss: ClassVar[Callable[..., LossDict]]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,8 +18,8 @@ def is_ours(cls: type) -> bool:
 class SettingsModule(nn.Module):
     """A module whose annotated attributes are its settings, with the order and the defaults of PML's arguments.
 
-    Our subclasses are made dataclasses, which have their `__init__` from the attributes; those of users are not. What
-    follows the base class in `class Name(Base, option=value)` becomes a class attribute.
+    Our subclasses are made dataclasses, which have their `__init__` from the attributes; those of users are not. In
+    `class Name(Base, option=value)` an option is the class attribute `default_option` if there is one, else `option`.
     """
 
     _: KW_ONLY
@@ -33,7 +33,7 @@ class SettingsModule(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__()
         for name, value in options.items():
-            setattr(cls, name, value)
+            setattr(cls, f"default_{name}" if hasattr(cls, f"default_{name}") else name, value)
         if is_ours(cls):
             dataclass(eq=False, repr=False)(cls)
             for setting in fields(cls):  # a default in the class would hide a parameter or module of the same name

@@ -14,7 +14,7 @@ from nearkin.losses.ranking import soft_histogram
 from nearkin.ops.reductions import softplus
 
 
-class TripletMarginLoss(BaseMetricLossFunction, default_reducer=AvgNonZeroReducer):
+class TripletMarginLoss(BaseMetricLossFunction, reducer=AvgNonZeroReducer):
     """Negatives should be farther than positives by a margin."""
 
     margin: float = 0.05
@@ -36,7 +36,7 @@ class TripletMarginLoss(BaseMetricLossFunction, default_reducer=AvgNonZeroReduce
         return loss_info(TripletLosses(triplets, distance(b.emb, b.ref), value, self.swap), "triplet")
 
 
-class MarginLoss(BaseMetricLossFunction, default_reducer=DivisorReducer, parts=("margin_loss", "beta_reg_loss")):
+class MarginLoss(BaseMetricLossFunction, reducer=DivisorReducer, parts=("margin_loss", "beta_reg_loss")):
     """Positives nearer, and negatives farther, than a boundary beta, which can be learned, for each class."""
 
     margin: float = 0.2
@@ -129,7 +129,7 @@ def _hardest_gap(mat: Tensor) -> Tensor:
     return own - nearest
 
 
-class HistogramLoss(BaseMetricLossFunction, takes_refs=False, default_distance=CosineSimilarity):
+class HistogramLoss(BaseMetricLossFunction, takes_refs=False, distance=CosineSimilarity):
     """The probability that a random negative pair is more similar than a random positive one."""
 
     n_bins: int | None = None

@@ -59,10 +59,8 @@ class PairList:
 
     def select(self, values: Tensor) -> Tensor:
         """Return the entries [P] of a matrix [N, M], in the order of the lists."""
-        if self.is_listed:
-            return values.reshape(-1).index_select(
-                0, self._flat
-            )  # its backward pass is faster than that of values[a, p]
+        if self.is_listed:  # the backward pass is faster than that of values[a, p]
+            return values.reshape(-1).index_select(0, self._flat)
         return values.masked_select(self.mask)
 
     def log_sum_exp(self, x: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from nearkin.errors import ConfigError
 
 __all__ = ["BaseDistance", "BatchedDistance", "CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance"]
 
+EUCLIDEAN = {"p": 2, "power": 1, "normalize_embeddings": True}  # the settings of LpDistance by default
+
 
 class BaseDistance(SettingsModule):
     """A distance, or a similarity if it is inverted. Subclasses define `compute_mat` and `pairwise_distance`."""

@@ -28,7 +28,7 @@ from nearkin.compat.pml._loss_base import BaseMetricLossFunction, GenericPairLos
 from nearkin.compat.pml._triplet_losses import DynamicSoftMarginLoss, HistogramLoss, MarginLoss, TripletMarginLoss
 from nearkin.compat.pml._tuples import Batch, PairList, match_masks
 from nearkin.compat.pml._wrappers import BaseLossWrapper, CrossBatchMemory, MultipleLosses, SelfSupervisedLoss
-from nearkin.compat.pml.distances import CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
+from nearkin.compat.pml.distances import EUCLIDEAN, CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
 from nearkin.compat.pml.reducers import AvgNonZeroReducer, loss_info
 from nearkin.errors import ConfigError, DataError
 from nearkin.losses.ranking import soft_histogram
@@ -54,7 +54,7 @@ def _log1p_exp(x: Tensor) -> Tensor:
     return torch.where(x < math.log(torch.finfo(x.dtype).eps / 2), 0.0, softplus(x))
 
 
-class ContrastiveLoss(PairLoss, default_reducer=AvgNonZeroReducer, parts=("pos_loss", "neg_loss")):
+class ContrastiveLoss(PairLoss, reducer=AvgNonZeroReducer, parts=("pos_loss", "neg_loss")):
     """Hinges on the distances of positive and of negative pairs."""
 
     pos_margin: float = 0
@@ -66,13 +66,11 @@ class ContrastiveLoss(PairLoss, default_reducer=AvgNonZeroReducer, parts=("pos_l
         return loss_info(pull, "pos_pair", pos), loss_info(push, "neg_pair", neg)
 
 
-class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, default_distance=SNRDistance, required={}):
+class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, distance=SNRDistance, required={}):
     """ContrastiveLoss with SNRDistance."""
 
 
-class CircleLoss(
-    PairLoss, default_distance=CosineSimilarity, required={}, default_reducer=AvgNonZeroReducer, by_masks=True
-):
+class CircleLoss(PairLoss, distance=CosineSimilarity, required={}, reducer=AvgNonZeroReducer, by_masks=True):
     """Pairs weighted by their distance from the optimum."""
 
     m: float = 0.4
@@ -82,7 +80,7 @@ class CircleLoss(
         return LOSSES["circle"].function(Pairs(mat, pos.mask, neg.mask), margin=self.m, scale=self.gamma)[0]
 
 
-class MultiSimilarityLoss(PairLoss, default_distance=CosineSimilarity, by_masks=True):
+class MultiSimilarityLoss(PairLoss, distance=CosineSimilarity, by_masks=True):
     """Soft maxima over the positive and over the negative pairs of each anchor."""
 
     alpha: float = 2
@@ -96,9 +94,7 @@ class MultiSimilarityLoss(PairLoss, default_distance=CosineSimilarity, by_masks=
         return pull + push
 
 
-class SupConLoss(
-    PairLoss, default_distance=CosineSimilarity, default_reducer=AvgNonZeroReducer, by_masks=True, needs_both=True
-):
+class SupConLoss(PairLoss, distance=CosineSimilarity, reducer=AvgNonZeroReducer, by_masks=True, needs_both=True):
     """The mean over positives of the cross entropy among all pairs of an anchor."""
 
     temperature: float = 0.1
@@ -138,7 +134,7 @@ class LiftedStructureLoss(GeneralizedLiftedStructureLoss, by_masks=False, needs_
         return loss_info(pos.select(loss), "pos_pair", pos)
 
 
-class NTXentLoss(PairLoss, default_distance=CosineSimilarity, needs_both=True):
+class NTXentLoss(PairLoss, distance=CosineSimilarity, needs_both=True):
     """Cross entropy of each positive pair against the negatives of its anchor."""
 
     temperature: float = 0.07
@@ -148,7 +144,7 @@ class NTXentLoss(PairLoss, default_distance=CosineSimilarity, needs_both=True):
         return loss_info(_log1p_exp(neg.log_sum_exp(logits)[pos.lists[0]] - pos.select(logits)), "pos_pair", pos)
 
 
-class TupletMarginLoss(PairLoss, default_distance=CosineSimilarity, required={}, needs_both=True):
+class TupletMarginLoss(PairLoss, distance=CosineSimilarity, required={}, needs_both=True):
     """Cross entropy as in NTXentLoss, with an angular slack for the positive pair."""
 
     margin: float = 5.73
@@ -165,7 +161,7 @@ class TupletMarginLoss(PairLoss, default_distance=CosineSimilarity, required={},
         return loss_info(loss, "pos_pair", pos)
 
 
-class IntraPairVarianceLoss(PairLoss, default_distance=CosineSimilarity, parts=("pos_loss", "neg_loss")):
+class IntraPairVarianceLoss(PairLoss, distance=CosineSimilarity, parts=("pos_loss", "neg_loss")):
     """Pairs that are farther from the mean of all positive, or negative, pairs than a tolerance."""
 
     pos_eps: float = 0.01
@@ -180,7 +176,7 @@ class IntraPairVarianceLoss(PairLoss, default_distance=CosineSimilarity, parts=(
         return loss_info(pull, "pos_pair", pos), loss_info(push, "neg_pair", neg)
 
 
-class ThresholdConsistentMarginLoss(BaseMetricLossFunction, default_distance=CosineSimilarity, required={}):
+class ThresholdConsistentMarginLoss(BaseMetricLossFunction, distance=CosineSimilarity, required={}):
     """Hinges on cosines, averaged over the pairs beyond the thresholds."""
 
     lambda_plus: float = 1.0
@@ -198,9 +194,7 @@ class ThresholdConsistentMarginLoss(BaseMetricLossFunction, default_distance=Cos
         return self.lambda_plus * pull + self.lambda_minus * push
 
 
-class AngularLoss(
-    BaseMetricLossFunction, needs_labels=True, required={"p": 2, "power": 1, "normalize_embeddings": True}
-):
+class AngularLoss(BaseMetricLossFunction, needs_labels=True, required=EUCLIDEAN):
     """Each positive pair against all negatives, by the angle at the negative."""
 
     alpha: float = 40
@@ -225,7 +219,7 @@ class AngularLoss(
         return loss_info(by_rows(of_pairs, *pos, shared=shared, width=len(b.ref)), "pos_pair", pos)
 
 
-class NPairsLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False, default_distance=DotProductSimilarity):
+class NPairsLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False, distance=DotProductSimilarity):
     """Cross entropy among one positive pair of each class."""
 
     def compute(self, b: Batch) -> Any:
@@ -238,7 +232,7 @@ class NPairsLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False, de
         return loss_info(loss, indices=a[first])
 
 
-class NCALoss(BaseMetricLossFunction, needs_labels=True, default_distance=partial(LpDistance, power=2)):
+class NCALoss(BaseMetricLossFunction, needs_labels=True, distance=partial(LpDistance, power=2)):
     """The probability that a neighbour drawn by a softmax over distances has the same class."""
 
     softmax_scale: float = 1
@@ -247,9 +241,7 @@ class NCALoss(BaseMetricLossFunction, needs_labels=True, default_distance=partia
         return nca(self, b, b.ref, b.ref_labels) if len(b.emb) > 1 else None
 
 
-class _CosineLoss(
-    BaseMetricLossFunction, needs_labels=True, takes_refs=False, default_distance=CosineSimilarity, required={}
-):
+class _CosineLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False, distance=CosineSimilarity, required={}):
     def per_query(self, name: str, batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
         """Compute one of our ranking losses, with the query among its positives. Returns values and their number."""
         pairs = Pairs(self.distance(batch.emb), *match_masks(batch.labels, batch.labels))
@@ -299,7 +291,7 @@ class RankedListLoss(BaseMetricLossFunction, needs_labels=True, takes_refs=False
 
 class FastAPLoss(
     BaseMetricLossFunction, needs_labels=True, takes_refs=False,
-    default_distance=partial(LpDistance, power=2), required={"normalize_embeddings": True, "p": 2},
+    distance=partial(LpDistance, power=2), required={"normalize_embeddings": True, "p": 2},
 ):  # fmt: skip
     """One minus average precision, from soft histograms of distances."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nearkin.compat.pml._loss_base import WithDistance, check_labels
 from nearkin.compat.pml._tuples import as_pairs, match_masks, random_triplets
-from nearkin.compat.pml.distances import CosineSimilarity
+from nearkin.compat.pml.distances import EUCLIDEAN, CosineSimilarity
 from nearkin.errors import ConfigError
 from nearkin.losses.miners import distance_weights, multi_similarity
 from nearkin.ops.pairs import Pairs, pair_up
@@ -80,7 +80,7 @@ def _select_triplets(pos: Tensor, neg: Tensor, keep: Callable[[Tensor, Tensor], 
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
-class AngularMiner(BaseMiner, required={"p": 2, "power": 1, "normalize_embeddings": True}):
+class AngularMiner(BaseMiner, required=EUCLIDEAN):
     """Triplets whose angle at the negative exceeds a bound in degrees."""
 
     angle: float = 20
@@ -131,7 +131,7 @@ class PairMarginMiner(BaseMiner):
         return _lists(pos & farther(mat, self.pos_margin), neg & nearer(mat, self.neg_margin))
 
 
-class MultiSimilarityMiner(BaseMiner, default_distance=CosineSimilarity):
+class MultiSimilarityMiner(BaseMiner, distance=CosineSimilarity):
     """Pairs that are within epsilon of the hardest pair of the other sign."""
 
     epsilon: float = 0.1
@@ -202,7 +202,7 @@ class BatchHardMiner(BatchEasyHardMiner):
         return a, p, n
 
 
-class DistanceWeightedMiner(BaseMiner, required={"p": 2, "power": 1, "normalize_embeddings": True}):
+class DistanceWeightedMiner(BaseMiner, required=EUCLIDEAN):
     """Random negatives such that all distances are about equally likely, and random positives."""
 
     cutoff: float = 0.5

@@ -49,7 +49,7 @@ class ZeroMeanRegularizer(BaseRegularizer):
 
 
 class CenterInvariantRegularizer(
-    BaseRegularizer, default_distance=partial(LpDistance, normalize_embeddings=False),
+    BaseRegularizer, distance=partial(LpDistance, normalize_embeddings=False),
     required={"power": 1, "normalize_embeddings": False},
 ):  # fmt: skip
     """The squared deviation of each squared length from their mean."""
@@ -59,7 +59,7 @@ class CenterInvariantRegularizer(
         return (squares - squares.mean()) ** 2 / 4
 
 
-class RegularFaceRegularizer(BaseRegularizer, default_distance=CosineSimilarity):
+class RegularFaceRegularizer(BaseRegularizer, distance=CosineSimilarity):
     """The similarity of each vector to the nearest other one."""
 
     def values(self, x: Tensor) -> Tensor:
@@ -69,9 +69,7 @@ class RegularFaceRegularizer(BaseRegularizer, default_distance=CosineSimilarity)
         return sim.gather(1, others.max(1, keepdim=True).indices)[:, 0]
 
 
-class SparseCentersRegularizer(
-    BaseRegularizer, default_distance=CosineSimilarity, required={}, default_reducer=DivisorReducer
-):
+class SparseCentersRegularizer(BaseRegularizer, distance=CosineSimilarity, required={}, reducer=DivisorReducer):
     """The distances between the centres of each class."""
 
     num_classes: int

@@ -45,14 +45,9 @@ class DistributedLossWrapper(SettingsModule):
             raise ConfigError("DistributedLossWrapper: efficient=True does not support CrossBatchMemory.")
 
     def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        enqueue_mask: Tensor | None = None,
-    ) -> Any:
+        self, embeddings: Tensor, labels: Any = None, indices_tuple: Any = None, ref_emb: Any = None,
+        ref_labels: Any = None, enqueue_mask: Any = None,
+    ) -> Any:  # fmt: skip
         is_memory = isinstance(self.loss, CrossBatchMemory)
         if is_memory and (ref_emb is not None or ref_labels is not None):
             raise ValueError("CrossBatchMemory is not compatible with ref_emb and ref_labels")
