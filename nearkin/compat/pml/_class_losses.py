@@ -90,19 +90,14 @@ class NormalizedSoftmaxLoss(ClassLoss, distance=DotProductSimilarity):
         return self.as_similarity(self.distance(embeddings, self.distance.normalize(self.vectors()))) / self.temperature
 
 
-class LargeMarginSoftmaxLoss(ClassLoss, distance=CosineSimilarity, required={}):
+class LargeMarginSoftmaxLoss(ClassLoss, distance=CosineSimilarity, required={}, stored={"margin": int}):
     """Cross entropy on products with the vectors of the classes, with a multiplied angle to the own class."""
 
     margin: float = 4
     scale: float = 1
 
     core: ClassVar[str] = "large_margin_softmax"  # the loss of ours that computes it
-    stored_margin: ClassVar[Callable[[float], float]] = int
     norms: ClassVar[int] = 2  # lengths that multiply the cosines: of the embeddings, and of the vectors
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.margin = type(self).stored_margin(self.margin)
 
     def lengths(self, embeddings: Tensor) -> Tensor:
         of_emb = self.distance.get_norm(embeddings)[:, None]
@@ -124,14 +119,14 @@ class SphereFaceLoss(LargeMarginSoftmaxLoss, core="sphereface", norms=1):
     """LargeMarginSoftmaxLoss with unit vectors of the classes."""
 
 
-class CosFaceLoss(LargeMarginSoftmaxLoss, core="cosface", norms=0, stored_margin=float):
+class CosFaceLoss(LargeMarginSoftmaxLoss, core="cosface", norms=0, stored={}):
     """Cross entropy on cosines, with a margin subtracted from the cosine to the own class."""
 
     margin: float = 0.35
     scale: float = 64
 
 
-class ArcFaceLoss(CosFaceLoss, core="arcface", stored_margin=math.radians):
+class ArcFaceLoss(CosFaceLoss, core="arcface", stored={"margin": math.radians}):
     """Cross entropy on cosines, with a margin in degrees added to the angle to the own class."""
 
     margin: float = 28.6
@@ -199,7 +194,7 @@ class ProxyNCALoss(ClassLoss, parameter="proxies", distance=partial(LpDistance, 
 
 class SoftTripleLoss(
     ClassLoss, parameter="fc", centers="centers_per_class", distance=CosineSimilarity,
-    weight_init_func=partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+    weight_init_func=partial(nn.init.kaiming_uniform_, a=math.sqrt(5)), stored={"gamma": lambda x: 1.0 / x},
 ):  # fmt: skip
     """Cross entropy on the soft similarity to several centres of each class."""
 
@@ -211,7 +206,6 @@ class SoftTripleLoss(
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_similarity()
-        self.gamma = 1.0 / self.gamma
 
     def per_sample(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         sim = self.get_logits(embeddings)

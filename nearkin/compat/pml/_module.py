@@ -1,7 +1,8 @@
 """Modules whose settings are declared like the fields of a dataclass."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Self, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from torch import nn
 
@@ -25,6 +26,8 @@ class SettingsModule(nn.Module):
     _: KW_ONLY
     collect_stats: bool | None = None
 
+    stored: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # setting -> what its attribute is: PML has radians
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         nn.Module.__init__(self)  # before the settings are set, some of which are modules
@@ -41,5 +44,7 @@ class SettingsModule(nn.Module):
                     delattr(cls, setting.name)
 
     def __post_init__(self) -> None:
+        for name, convert in self.stored.items():
+            setattr(self, name, convert(getattr(self, name)))
         if self.collect_stats:
             raise ConfigError(f"{type(self).__name__}: collect_stats=True is not supported.")

@@ -75,7 +75,9 @@ class MarginLoss(BaseMetricLossFunction, reducer=DivisorReducer, parts=("margin_
         return loss_info(losses, "triplet", divisor=divisor), regularization
 
 
-class DynamicSoftMarginLoss(BaseMetricLossFunction, required={"normalize_embeddings": True, "p": 2}):
+class DynamicSoftMarginLoss(
+    BaseMetricLossFunction, required={"normalize_embeddings": True, "p": 2}, stored={"num_bins": int}
+):
     """The difference of distances, weighted by its share of smaller ones in a moving histogram."""
 
     min_val: float = -2.0
@@ -84,7 +86,6 @@ class DynamicSoftMarginLoss(BaseMetricLossFunction, required={"normalize_embeddi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.num_bins = int(self.num_bins)
         self.delta = 2 * abs(self.min_val) / self.num_bins
         self.hist_ = torch.zeros(self.num_bins)
 

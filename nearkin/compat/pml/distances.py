@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from nearkin.compat.pml._module import SettingsModule
 from nearkin.errors import ConfigError
 
-__all__ = ["BaseDistance", "BatchedDistance", "CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance"]
-
 EUCLIDEAN = {"p": 2, "power": 1, "normalize_embeddings": True}  # the settings of LpDistance by default
 
 

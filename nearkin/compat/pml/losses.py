@@ -144,15 +144,13 @@ class NTXentLoss(PairLoss, distance=CosineSimilarity, needs_both=True):
         return loss_info(_log1p_exp(neg.log_sum_exp(logits)[pos.lists[0]] - pos.select(logits)), "pos_pair", pos)
 
 
-class TupletMarginLoss(PairLoss, distance=CosineSimilarity, required={}, needs_both=True):
+class TupletMarginLoss(
+    PairLoss, distance=CosineSimilarity, required={}, needs_both=True, stored={"margin": math.radians}
+):
     """Cross entropy as in NTXentLoss, with an angular slack for the positive pair."""
 
     margin: float = 5.73
     scale: float = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.margin = math.radians(self.margin)
 
     def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> Any:
         positive = pos.select(mat)
@@ -194,14 +192,10 @@ class ThresholdConsistentMarginLoss(BaseMetricLossFunction, distance=CosineSimil
         return self.lambda_plus * pull + self.lambda_minus * push
 
 
-class AngularLoss(BaseMetricLossFunction, needs_labels=True, required=EUCLIDEAN):
+class AngularLoss(BaseMetricLossFunction, needs_labels=True, required=EUCLIDEAN, stored={"alpha": math.radians}):
     """Each positive pair against all negatives, by the angle at the negative."""
 
     alpha: float = 40
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.alpha = math.radians(self.alpha)
 
     def compute(self, b: Batch) -> Any:
         pos, neg = b.pairs()

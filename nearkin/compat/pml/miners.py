@@ -15,12 +15,6 @@ from nearkin.errors import ConfigError
 from nearkin.losses.miners import distance_weights, multi_similarity
 from nearkin.ops.pairs import Pairs, pair_up
 
-__all__ = [
-    "AngularMiner", "BaseMiner", "BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner",
-    "EmbeddingsAlreadyPackagedAsTriplets", "HDCMiner", "MultiSimilarityMiner", "PairMarginMiner", "TripletMarginMiner",
-    "UniformHistogramMiner",
-]  # fmt: skip
-
 Mined = tuple[Tensor, ...]
 Range = tuple[float, float]
 _BLOCK = 1 << 20  # triplets that are compared at a time
@@ -80,14 +74,10 @@ def _select_triplets(pos: Tensor, neg: Tensor, keep: Callable[[Tensor, Tensor], 
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
-class AngularMiner(BaseMiner, required=EUCLIDEAN):
+class AngularMiner(BaseMiner, required=EUCLIDEAN, stored={"angle": math.radians}):
     """Triplets whose angle at the negative exceeds a bound in degrees."""
 
     angle: float = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.angle = math.radians(self.angle)
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Mined:
         def keep(a: Tensor, p: Tensor) -> Tensor:

@@ -14,11 +14,6 @@ from nearkin.compat.pml._module import SettingsModule, is_ours
 from nearkin.compat.pml._tuples import PairList, TripletLosses, within
 from nearkin.errors import ConfigError
 
-__all__ = [
-    "AvgNonZeroReducer", "BaseReducer", "ClassWeightedReducer", "DivisorReducer", "DoNothingReducer", "MeanReducer",
-    "MultipleReducers", "PerAnchorReducer", "SumReducer", "ThresholdReducer",
-]  # fmt: skip
-
 LossInfo = dict[str, Any]
 LossDict = Mapping[str, LossInfo]
 

@@ -11,11 +11,6 @@ from nearkin.compat.pml.distances import CosineSimilarity, LpDistance
 from nearkin.compat.pml.reducers import DivisorReducer, loss_info
 from nearkin.errors import ConfigError
 
-__all__ = [
-    "BaseRegularizer", "CenterInvariantRegularizer", "LpRegularizer", "RegularFaceRegularizer",
-    "SparseCentersRegularizer", "ZeroMeanRegularizer",
-]  # fmt: skip
-
 
 class BaseRegularizer(WithReducer):
     """The base of all regularizers: subclasses define `compute_loss`, as losses do; ours `values`, one per vector."""

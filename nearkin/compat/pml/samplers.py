@@ -15,8 +15,6 @@ from nearkin.compat.pml._tuples import sample_weights
 from nearkin.compat.pml.utils.inference import default_device
 from nearkin.errors import ConfigError
 
-__all__ = ["FixedSetOfTriplets", "HierarchicalSampler", "MPerClassSampler", "TuplesToWeightsSampler"]
-
 _shuffle, _choice = np.random.shuffle, np.random.choice
 
 
@@ -49,9 +47,9 @@ class MPerClassSampler(Sampler[int]):
         self.list_size = length_before_new_iter
         whole = self.batch_size or self.length_of_single_pass
         if self.batch_size and (whole > min(self.list_size, self.length_of_single_pass) or whole % self.m_per_class):
+            limits = f"{self.list_size} (length_before_new_iter) and {self.length_of_single_pass} (m times the classes)"
             raise ConfigError(
-                f"MPerClassSampler: batch_size={whole} must be a multiple of m={self.m_per_class}, and at most "
-                f"{self.list_size} (length_before_new_iter) and {self.length_of_single_pass} (m times the classes)."
+                f"MPerClassSampler: batch_size={whole} must be a multiple of m={m}, and at most {limits}."
             )
         if whole <= self.list_size:
             self.list_size -= self.list_size % whole
@@ -110,10 +108,8 @@ class HierarchicalSampler(Sampler[list[int]]):
         self.sub_batch_len = self.batch_size // self.super_classes_per_batch
         fits = self.samples_per_class == "all" or self.sub_batch_len % int(self.samples_per_class) == 0
         if self.batch_size % self.super_classes_per_batch or not fits:
-            raise ConfigError(
-                f"HierarchicalSampler: batch_size={self.batch_size} must be a multiple of super_classes_per_batch="
-                f"{self.super_classes_per_batch}, and each part of samples_per_class={self.samples_per_class}."
-            )
+            what = f"batch_size={self.batch_size} must be a multiple of super_classes_per_batch"
+            raise ConfigError(f"HierarchicalSampler: {what}, and each part of samples_per_class.")
         labels = _as_array(labels)
         names = set(labels[:, self.outer_label])
         self.super_image_lists: dict[Any, dict[Any, list[int]]] = {name: defaultdict(list) for name in names}

@@ -16,8 +16,6 @@ from nearkin.metrics import clustering
 from nearkin.metrics.ranking import Ranking, rank
 from nearkin.metrics.retrieval import mean_average_precision, precision, r_precision, reciprocal_rank
 
-__all__ = ["AccuracyCalculator"]
-
 Floats = NDArray[np.float64]
 _CLUSTERING = {"AMI": clustering.ami, "NMI": clustering.nmi}
 _PREFIX = "calculate_"

@@ -14,8 +14,6 @@ from nearkin.compat.pml._wrappers import CrossBatchMemory, without_self
 from nearkin.compat.pml.miners import BaseMiner
 from nearkin.errors import ConfigError
 
-__all__ = ["DistributedLossWrapper", "DistributedMinerWrapper", "is_distributed"]
-
 
 def is_distributed() -> bool:
     """Return whether torch.distributed is initialised."""

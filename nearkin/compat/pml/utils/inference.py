@@ -12,8 +12,6 @@ from nearkin.compat.pml.distances import BatchedDistance, CosineSimilarity
 from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics.ranking import neighbours
 
-__all__ = ["CustomKNN", "FaissKMeans", "FaissKNN", "InferenceModel", "MatchFinder"]
-
 Found = tuple[Tensor, Tensor]
 
 
