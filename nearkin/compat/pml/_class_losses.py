@@ -193,7 +193,7 @@ class ProxyNCALoss(ClassLoss, parameter="proxies", distance=partial(LpDistance, 
 
 
 class SoftTripleLoss(
-    ClassLoss, parameter="fc", centers="centers_per_class", distance=CosineSimilarity,
+    ClassLoss, parameter="fc", centers="centers_per_class", needs_similarity=True, distance=CosineSimilarity,
     weight_init_func=partial(nn.init.kaiming_uniform_, a=math.sqrt(5)), stored={"gamma": lambda x: 1.0 / x},
 ):  # fmt: skip
     """Cross entropy on the soft similarity to several centres of each class."""
@@ -202,10 +202,6 @@ class SoftTripleLoss(
     la: float = 20
     gamma: float = 0.1
     margin: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_similarity()
 
     def per_sample(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         sim = self.get_logits(embeddings)

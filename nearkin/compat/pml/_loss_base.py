@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class WithDistance(SettingsModule):
 
     default_distance: ClassVar[Callable[[], BaseDistance]] = LpDistance
     required: ClassVar[Mapping[str, Any] | None] = None
+    needs_similarity: ClassVar[bool] = False  # whether higher values of the distance must be nearer
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,14 +43,11 @@ class WithDistance(SettingsModule):
             if not isinstance(self.distance, type(default)) or given != self.required:
                 words = "".join(f", {name}={value}" for name, value in self.required.items())
                 raise ConfigError(f"{type(self).__name__} requires the distance {type(default).__name__}{words}.")
+        if self.needs_similarity and not self.distance.is_inverted:
+            raise ConfigError(f"{type(self).__name__} requires a similarity, such as CosineSimilarity.")
 
     def get_default_distance(self) -> BaseDistance:
         return type(self).default_distance()
-
-    def require_similarity(self) -> None:
-        """Raise unless higher values of the distance are nearer."""
-        if not self.distance.is_inverted:
-            raise ConfigError(f"{type(self).__name__} requires a similarity, such as CosineSimilarity.")
 
     def as_similarity(self, mat: Tensor) -> Tensor:
         """Return a matrix of distances such that higher is nearer."""
@@ -172,14 +170,14 @@ def check_labels(emb: Tensor, labels: Tensor | None) -> Any:
 class PairLoss(BaseMetricLossFunction):
     """A loss of the matrix of distances and of positive and negative pairs: subclasses define `of_matrix`."""
 
-    by_masks: ClassVar[bool] = False  # whether a pair counts once however often it is listed, and has one sign
+    mat_based_loss: ClassVar[bool] = False  # whether a pair counts once however often it is listed, and has one sign
     needs_both: ClassVar[bool] = False  # whether it is 0 without positives or without negatives
 
     def compute(self, b: Batch) -> Any:
         pos, neg = b.pairs()
         if (pos.count <= 1 and neg.count <= 1) or (self.needs_both and not (pos.count and neg.count)):
             return None
-        if self.by_masks and pos.is_listed and bool((pos.mask & neg.mask).any()):
+        if self.mat_based_loss and pos.is_listed and bool((pos.mask & neg.mask).any()):
             raise DataError("indices_tuple: a pair is both positive and negative.")
         return self.of_matrix(self.distance(b.emb, b.ref), pos, neg)
 
@@ -190,13 +188,9 @@ class PairLoss(BaseMetricLossFunction):
 class GenericPairLoss(PairLoss):
     """The base of your own pair losses: define `_compute_loss`."""
 
-    mat_based_loss: bool
+    mat_based_loss: bool = field()  # type: ignore[misc]  # a setting here
 
     _compute_loss: ClassVar[Callable[..., LossDict]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.by_masks = self.mat_based_loss  # type: ignore[misc]
 
     def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> Any:
         if self.mat_based_loss:

@@ -70,7 +70,7 @@ class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, distance=SNRDistance, r
     """ContrastiveLoss with SNRDistance."""
 
 
-class CircleLoss(PairLoss, distance=CosineSimilarity, required={}, reducer=AvgNonZeroReducer, by_masks=True):
+class CircleLoss(PairLoss, distance=CosineSimilarity, required={}, reducer=AvgNonZeroReducer, mat_based_loss=True):
     """Pairs weighted by their distance from the optimum."""
 
     m: float = 0.4
@@ -80,7 +80,7 @@ class CircleLoss(PairLoss, distance=CosineSimilarity, required={}, reducer=AvgNo
         return LOSSES["circle"].function(Pairs(mat, pos.mask, neg.mask), margin=self.m, scale=self.gamma)[0]
 
 
-class MultiSimilarityLoss(PairLoss, distance=CosineSimilarity, by_masks=True):
+class MultiSimilarityLoss(PairLoss, distance=CosineSimilarity, mat_based_loss=True):
     """Soft maxima over the positive and over the negative pairs of each anchor."""
 
     alpha: float = 2
@@ -94,7 +94,7 @@ class MultiSimilarityLoss(PairLoss, distance=CosineSimilarity, by_masks=True):
         return pull + push
 
 
-class SupConLoss(PairLoss, distance=CosineSimilarity, reducer=AvgNonZeroReducer, by_masks=True, needs_both=True):
+class SupConLoss(PairLoss, distance=CosineSimilarity, reducer=AvgNonZeroReducer, mat_based_loss=True, needs_both=True):
     """The mean over positives of the cross entropy among all pairs of an anchor."""
 
     temperature: float = 0.1
@@ -105,7 +105,7 @@ class SupConLoss(PairLoss, distance=CosineSimilarity, reducer=AvgNonZeroReducer,
         return torch.where(pos.mask.any(1), loss, 0.0)
 
 
-class GeneralizedLiftedStructureLoss(PairLoss, by_masks=True):
+class GeneralizedLiftedStructureLoss(PairLoss, mat_based_loss=True):
     """Soft maxima over all positive and over all negative pairs of each anchor."""
 
     neg_margin: float = 1
@@ -118,7 +118,7 @@ class GeneralizedLiftedStructureLoss(PairLoss, by_masks=True):
         return torch.relu(pull + push)
 
 
-class LiftedStructureLoss(GeneralizedLiftedStructureLoss, by_masks=False, needs_both=True):
+class LiftedStructureLoss(GeneralizedLiftedStructureLoss, mat_based_loss=False, needs_both=True):
     """Each positive pair against the negatives of both of its samples."""
 
     def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> Any:

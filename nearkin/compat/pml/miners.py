@@ -23,9 +23,7 @@ _BLOCK = 1 << 20  # triplets that are compared at a time
 class BaseMiner(WithDistance):
     """The base of all miners: subclasses define `mine`. Sets `num_triplets`, or `num_pos_pairs` and `num_neg_pairs`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.num_pos_pairs = self.num_neg_pairs = self.num_triplets = 0
+    num_pos_pairs = num_neg_pairs = num_triplets = 0
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Mined:
         """Return indices; those of our miners that use nothing else define `select`."""
@@ -154,8 +152,20 @@ class BatchEasyHardMiner(BaseMiner):
             raise ValueError(f'strategies: expected "semihard" with "hard" or "easy", or others, got {sorted(both)}')
 
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
-        positive = partial(self._one, mat, pos, self.pos_strategy != "easy", self.allowed_pos_range)
-        negative = partial(self._one, mat, neg, self.neg_strategy == "easy", self.allowed_neg_range)
+        def extreme(
+            mask: Tensor, farthest: bool, allowed: Range | None, limit: Tensor | None = None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Return each anchor's farthest or nearest pair of a mask: value, index, and whether there is one."""
+            largest, bounds = farthest != self.distance.is_inverted, torch.finfo(mat.dtype)
+            if limit is not None:  # of a semihard pair
+                mask = mask & (mat < limit[:, None] if largest else mat > limit[:, None])
+            if allowed is not None:
+                mask = mask & (mat <= allowed[1]) & (mat >= allowed[0])
+            filled = torch.where(mask, mat, bounds.min if largest else bounds.max)
+            return *(filled.max(1) if largest else filled.min(1)), mask.any(1)
+
+        positive = partial(extreme, pos, self.pos_strategy != "easy", self.allowed_pos_range)
+        negative = partial(extreme, neg, self.neg_strategy == "easy", self.allowed_neg_range)
         # A semihard pair is compared with that of the other sign.
         n_values, n, has_neg = negative(positive()[0] if self.neg_strategy == "semihard" else None)
         _, p, has_pos = positive(n_values if self.pos_strategy == "semihard" else None)
@@ -165,20 +175,6 @@ class BatchEasyHardMiner(BaseMiner):
         of_pos = pos.nonzero(as_tuple=True) if self.pos_strategy == "all" else (anchors[has_pos], p[has_pos])
         of_neg = neg.nonzero(as_tuple=True) if self.neg_strategy == "all" else (anchors[has_neg], n[has_neg])
         return *of_pos, *of_neg
-
-    def _one(
-        self, mat: Tensor, mask: Tensor, farthest: bool, allowed: Range | None, limit: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each anchor's farthest or nearest pair of a mask: value, index, and whether there is one."""
-        largest = farthest != self.distance.is_inverted
-        if limit is not None:  # of a semihard pair
-            mask = mask & (mat < limit[:, None] if largest else mat > limit[:, None])
-        if allowed is not None:
-            mask = mask & (mat <= allowed[1]) & (mat >= allowed[0])
-        bounds = torch.finfo(mat.dtype)
-        filled = mat.masked_fill(~mask, bounds.min if largest else bounds.max)
-        values, index = filled.max(1) if largest else filled.min(1)
-        return values, index, mask.any(1)
 
 
 class BatchHardMiner(BatchEasyHardMiner):

@@ -137,19 +137,19 @@ class ClassWeightedReducer(BaseReducer):
         return (total * weights).sum() / number
 
 
+def _or_mean(reducer: nn.Module | None) -> nn.Module:
+    return MeanReducer() if reducer is None else reducer
+
+
 def _row_means(x: Tensor, num_per_row: Tensor) -> Tensor:
     return torch.where(num_per_row > 0, x.sum(1) / num_per_row.clamp(min=1), 0.0)
 
 
-class PerAnchorReducer(BaseReducer):
+class PerAnchorReducer(BaseReducer, stored={"reducer": _or_mean}):
     """The values of each anchor's pairs are averaged first, and then reduced as values of samples."""
 
     reducer: nn.Module = None  # type: ignore[assignment]  # the mean
     aggregation_func: Callable[[Tensor, Tensor], Tensor] = _row_means
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.reducer = MeanReducer() if self.reducer is None else self.reducer
 
     def element_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         return cast(Tensor, self.reducer({"loss": loss_info(losses, indices=loss_indices)}, embeddings, labels))
@@ -175,16 +175,13 @@ class DoNothingReducer(BaseReducer):
         return {name: listed(info) for name, info in loss_dict.items()}
 
 
-class MultipleReducers(BaseReducer):
+class MultipleReducers(
+    BaseReducer, stored={"reducers": lambda reducers: nn.ModuleDict(dict(reducers)), "default_reducer": _or_mean}
+):
     """A reducer for each part of a loss; the results are added."""
 
     reducers: nn.ModuleDict | Mapping[str, nn.Module]
     default_reducer: nn.Module = None  # type: ignore[assignment]  # the mean
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.reducers = nn.ModuleDict(dict(self.reducers))
-        self.default_reducer = MeanReducer() if self.default_reducer is None else self.default_reducer
 
     def forward(self, loss_dict: LossDict, embeddings: Tensor, labels: Any) -> Any:
         parts = []

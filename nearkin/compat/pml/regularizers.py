@@ -9,7 +9,6 @@ from torch import Tensor
 from nearkin.compat.pml._loss_base import WithReducer
 from nearkin.compat.pml.distances import CosineSimilarity, LpDistance
 from nearkin.compat.pml.reducers import DivisorReducer, loss_info
-from nearkin.errors import ConfigError
 
 
 class BaseRegularizer(WithReducer):
@@ -54,11 +53,10 @@ class CenterInvariantRegularizer(
         return (squares - squares.mean()) ** 2 / 4
 
 
-class RegularFaceRegularizer(BaseRegularizer, distance=CosineSimilarity):
+class RegularFaceRegularizer(BaseRegularizer, distance=CosineSimilarity, needs_similarity=True):
     """The similarity of each vector to the nearest other one."""
 
     def values(self, x: Tensor) -> Tensor:
-        self.require_similarity()
         sim: Tensor = self.distance(x)
         others = sim.detach().clone().fill_diagonal_(torch.finfo(sim.dtype).min)
         return sim.gather(1, others.max(1, keepdim=True).indices)[:, 0]
@@ -69,11 +67,6 @@ class SparseCentersRegularizer(BaseRegularizer, distance=CosineSimilarity, requi
 
     num_classes: int
     centers_per_class: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.centers_per_class <= 1:
-            raise ConfigError("SparseCentersRegularizer: centers_per_class must be above 1.")
 
     def compute_loss(self, x: Tensor) -> dict[str, Any]:
         k = self.centers_per_class

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from nearkin.compat.pml.distances import BatchedDistance, CosineSimilarity
+from nearkin.compat.pml.distances import CosineSimilarity
 from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics.ranking import neighbours
 
@@ -135,12 +135,9 @@ class CustomKNN:
     batch_size: int | None = None
 
     def __call__(self, query: Tensor, k: int, reference: Tensor, ref_includes_query: bool = False) -> Found:
-        k, parts = k + ref_includes_query, []
-
-        def nearest(mat: Tensor, *_: int) -> None:
-            parts.append(torch.topk(mat, k, largest=self.distance.is_inverted, dim=1))
-
-        BatchedDistance(self.distance, nearest, self.batch_size or len(query))(query, reference)
+        batches = torch.split(query, self.batch_size or len(query))
+        mats = (self.distance(batch, reference) for batch in batches)
+        parts = [mat.topk(k + ref_includes_query, dim=1, largest=self.distance.is_inverted) for mat in mats]
         distances, indices = (torch.cat(part) for part in zip(*parts, strict=True))
         return _without_self(distances, indices) if ref_includes_query else (distances, indices)
 
