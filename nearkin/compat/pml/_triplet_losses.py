@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nearkin.compat.pml._loss_base import BaseMetricLossFunction
 from nearkin.compat.pml._tuples import Batch, TripletLosses
-from nearkin.compat.pml.distances import CosineSimilarity
+from nearkin.compat.pml.distances import BaseDistance, CosineSimilarity
 from nearkin.compat.pml.reducers import AvgNonZeroReducer, DivisorReducer, loss_info
 from nearkin.errors import ConfigError
 from nearkin.losses.ranking import soft_histogram
@@ -33,7 +33,10 @@ class TripletMarginLoss(BaseMetricLossFunction, reducer=AvgNonZeroReducer):
             violation = distance.margin(ap, distance.smallest_dist(an, *pn) if pn else an) + self.margin
             return softplus(violation) if self.smooth_loss else torch.relu(violation)
 
-        return loss_info(TripletLosses(triplets, distance(b.emb, b.ref), value, self.swap), "triplet")
+        mat = distance(b.emb, b.ref)
+        is_hinge = not self.swap and not self.smooth_loss and type(distance).margin is BaseDistance.margin
+        hinge = (self.as_similarity(mat), self.margin) if is_hinge else None
+        return loss_info(TripletLosses(triplets, mat, value, self.swap, hinge), "triplet")
 
 
 class MarginLoss(BaseMetricLossFunction, reducer=DivisorReducer, parts=("margin_loss", "beta_reg_loss")):

@@ -15,8 +15,8 @@ from torch import Tensor
 from nearkin.compat.pml.distances import as_single
 from nearkin.errors import DataError
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import log_sum_exp
-from nearkin.ops.row_blocks import by_rows
+from nearkin.ops.reductions import log_sum_exp, sum_of_violations
+from nearkin.ops.row_blocks import by_rows, per_row
 
 
 class PairList:
@@ -111,12 +111,16 @@ class Triplets:
 
 @dataclass(frozen=True, eq=False)
 class TripletLosses:
-    """The values of triplets that need not be listed: `value` takes d(a, p), d(a, n) and, `with_pn`, d(p, n)."""
+    """The values of triplets that need not be listed: `value` takes d(a, p), d(a, n) and, `with_pn`, d(p, n).
+
+    `hinge` has similarities and a margin if the values are max(0, s_n - s_p + margin): their sums come from sorting.
+    """
 
     triplets: Triplets
     mat: Tensor
     value: Callable[..., Tensor]
     with_pn: bool = False
+    hinge: tuple[Tensor, float] | None = None
 
     def listed(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return one value per triplet, and the lists of anchors, positives and negatives."""
@@ -129,6 +133,10 @@ class TripletLosses:
 
     def sums(self, low: float | None = None, high: float | None = None) -> tuple[Tensor, int]:
         """Return the sums [N] of each anchor's values between two bounds, and the number of these values."""
+        if self.hinge is not None and high is None and low in (None, 0):
+            p = Pairs(self.hinge[0], self.triplets.pos.mask, self.triplets.neg.mask)
+            total = sum_of_violations(p, per_row(self.hinge[1], p.sim)[:, None])
+            return total, self.triplets.count if low is None else _count_violations(p, self.hinge[1])
 
         def block_sums(exists: Tensor, *distances: Tensor) -> Tensor:
             values = self.value(*distances)
@@ -137,6 +145,14 @@ class TripletLosses:
 
         total, number = self.triplets.by_blocks(block_sums, self.mat, self.with_pn).unbind(1)
         return total, int(number.long().sum())
+
+
+@torch.no_grad()
+def _count_violations(p: Pairs, margin: float) -> int:
+    """Count the triplets with s_n - s_p + margin > 0, by sorting the positives of each anchor."""
+    columns, is_positive = p.positive_columns()
+    ranked = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1).values
+    return int(torch.searchsorted(ranked, p.sim + margin).masked_fill_(~p.neg, 0).sum())
 
 
 def within(values: Tensor, low: float | None, high: float | None) -> Tensor:

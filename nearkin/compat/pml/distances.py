@@ -1,6 +1,5 @@
 """The distances of pytorch-metric-learning: modules that return a matrix [N, M] for two sets of embeddings."""
 
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.compat.pml._module import SettingsModule
-from nearkin.errors import ConfigError
 
 EUCLIDEAN = {"p": 2, "power": 1, "normalize_embeddings": True}  # the settings of LpDistance by default
 
@@ -110,12 +108,10 @@ class BatchedDistance(SettingsModule):
     """Compute a distance for some queries at a time: `iter_fn(mat, start, end)` gets each part."""
 
     distance: nn.Module
-    iter_fn: Callable[..., Any] | None = None
+    iter_fn: Any = None
     batch_size: int = 32
 
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> None:
-        if self.iter_fn is None:
-            raise ConfigError("BatchedDistance: pass iter_fn, which receives the parts of the matrix.")
         for start in range(0, len(query_emb), self.batch_size):
             end = start + self.batch_size
             self.iter_fn(self.distance(query_emb[start:end], query_emb if ref_emb is None else ref_emb), start, end)

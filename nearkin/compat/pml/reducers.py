@@ -156,8 +156,6 @@ class PerAnchorReducer(BaseReducer, stored={"reducer": _or_mean}):
 
     def pos_pair_reduction(self, losses: Any, loss_indices: Any, embeddings: Tensor, labels: Any) -> Tensor:
         index, n = tuple(loss_indices), len(embeddings)
-        if int(index[1].max()) >= n:
-            raise ConfigError("PerAnchorReducer does not support ref_emb that is larger than the batch.")
         values = losses.new_zeros(n, n).index_put(index, losses)
         used = torch.zeros_like(values, dtype=torch.bool).index_put(index, torch.tensor(True, device=losses.device))
         return self.element_reduction(self.aggregation_func(values, used.sum(1)), None, embeddings, labels)
