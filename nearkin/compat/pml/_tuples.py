@@ -136,7 +136,12 @@ class TripletLosses:
         if self.hinge is not None and high is None and low in (None, 0):
             p = Pairs(self.hinge[0], self.triplets.pos.mask, self.triplets.neg.mask)
             total = sum_of_violations(p, per_row(self.hinge[1], p.sim)[:, None])
-            return total, self.triplets.count if low is None else _count_violations(p, self.hinge[1])
+            if low is None:
+                return total, self.triplets.count
+            columns, is_positive = p.positive_columns()
+            ranked = p.sim.detach().gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1).values
+            below = torch.searchsorted(ranked, p.sim.detach() + self.hinge[1])  # [N, M] number of positives
+            return total, int(below.masked_fill_(~p.neg, 0).sum())
 
         def block_sums(exists: Tensor, *distances: Tensor) -> Tensor:
             values = self.value(*distances)
@@ -145,14 +150,6 @@ class TripletLosses:
 
         total, number = self.triplets.by_blocks(block_sums, self.mat, self.with_pn).unbind(1)
         return total, int(number.long().sum())
-
-
-@torch.no_grad()
-def _count_violations(p: Pairs, margin: float) -> int:
-    """Count the triplets with s_n - s_p + margin > 0, by sorting the positives of each anchor."""
-    columns, is_positive = p.positive_columns()
-    ranked = p.sim.gather(1, columns).masked_fill(~is_positive, float("inf")).sort(1).values
-    return int(torch.searchsorted(ranked, p.sim + margin).masked_fill_(~p.neg, 0).sum())
 
 
 def within(values: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -244,18 +244,16 @@ class UniformHistogramMiner(BaseMiner):
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
         found: list[Tensor] = []
         for mask, count in ((pos, self.pos_per_bin), (neg, self.neg_per_bin)):
-            lists = mask.nonzero(as_tuple=True)
-            if len(lists[0]):
-                index = self._draw(mat[lists], count)
-                lists = lists[0][index], lists[1][index]
-            found += lists
+            anchors, others = mask.nonzero(as_tuple=True)
+            values, index = mat[anchors, others], anchors[:0]
+            if len(values):
+                edges = torch.linspace(*values.aminmax(), self.num_bins + 1, dtype=mat.dtype, device=mat.device)
+                bins = (torch.bucketize(values, edges, right=True) - 1).clamp(0, self.num_bins - 1)
+                sizes = torch.bincount(bins)
+                parts = torch.split(bins.argsort(stable=True), sizes[sizes > 0].tolist())
+                # One call for each bin, as in the original: a seed gives the same pairs.
+                index = torch.cat(
+                    [x[torch.multinomial(torch.ones(len(x), device=x.device), count, True)] for x in parts]
+                )
+            found += [anchors[index], others[index]]
         return tuple(found)
-
-    def _draw(self, values: Tensor, count: int) -> Tensor:
-        edges = torch.linspace(*values.aminmax(), self.num_bins + 1, dtype=values.dtype, device=values.device)
-        bins = (torch.bucketize(values, edges, right=True) - 1).clamp(0, self.num_bins - 1)
-        sizes = torch.bincount(bins)
-        drawn = []  # one call for each bin, as in the original: a seed gives the same pairs
-        for rows in torch.split(bins.argsort(stable=True), sizes[sizes > 0].tolist()):
-            drawn.append(rows[torch.multinomial(torch.ones(len(rows), device=rows.device), count, replacement=True)])
-        return torch.cat(drawn)
