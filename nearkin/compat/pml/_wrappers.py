@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,15 @@ class BaseLossWrapper(SettingsModule):
 
     loss: nn.Module
 
+    supported: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_loss_support(type(self.loss).__name__)
 
-    @staticmethod
-    def supported_losses() -> list[str]:
-        raise NotImplementedError
+    @classmethod
+    def supported_losses(cls) -> list[str]:
+        return list(cls.supported)
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
@@ -37,7 +39,7 @@ class BaseLossWrapper(SettingsModule):
             raise ConfigError(f"{cls.__name__} does not support {loss_name}. Supported: {cls.supported_losses()}")
 
 
-class CrossBatchMemory(BaseLossWrapper):
+class CrossBatchMemory(BaseLossWrapper, supported=(*_WITH_REFS, "MarginLoss")):
     """A loss between each batch and the last embeddings, those of the batch included."""
 
     embedding_size: int
@@ -49,10 +51,6 @@ class CrossBatchMemory(BaseLossWrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reset_queue()
-
-    @staticmethod
-    def supported_losses() -> list[str]:
-        return [*_WITH_REFS, "MarginLoss"]
 
     def reset_queue(self) -> None:
         """Empty the memory."""
@@ -150,14 +148,10 @@ class MultipleLosses(SettingsModule):
         return total
 
 
-class SelfSupervisedLoss(BaseLossWrapper):
+class SelfSupervisedLoss(BaseLossWrapper, supported=_WITH_REFS):
     """A loss of two views: row i of both is a class of its own."""
 
     symmetric: bool = True
-
-    @staticmethod
-    def supported_losses() -> list[str]:
-        return [*_WITH_REFS]
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
         labels = torch.arange(len(embeddings), device=embeddings.device)

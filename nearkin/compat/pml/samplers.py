@@ -23,14 +23,10 @@ def _draw(items: Any, size: int) -> Any:
     return _choice(items, size=size, replace=len(items) < size)
 
 
-def _as_array(labels: Any) -> Any:
-    return labels.cpu().numpy() if isinstance(labels, Tensor) else labels
-
-
 def _by_label(labels: Any) -> dict[Any, Any]:
     """Label -> array of its rows, in the order of first occurrence."""
     rows: dict[Any, list[int]] = defaultdict(list)
-    for i, label in enumerate(_as_array(labels)):
+    for i, label in enumerate(labels.cpu().numpy() if isinstance(labels, Tensor) else labels):
         rows[label].append(i)
     return {label: np.array(indices, dtype=int) for label, indices in rows.items()}
 
@@ -110,7 +106,7 @@ class HierarchicalSampler(Sampler[list[int]]):
         if self.batch_size % self.super_classes_per_batch or not fits:
             what = f"batch_size={self.batch_size} must be a multiple of super_classes_per_batch"
             raise ConfigError(f"HierarchicalSampler: {what}, and each part of samples_per_class.")
-        labels = _as_array(labels)
+        labels = labels.cpu().numpy() if isinstance(labels, Tensor) else labels
         names = set(labels[:, self.outer_label])
         self.super_image_lists: dict[Any, dict[Any, list[int]]] = {name: defaultdict(list) for name in names}
         for i, row in enumerate(labels):

@@ -88,22 +88,20 @@ class AccuracyCalculator:
         if ref_includes_query and not (torch.allclose(emb, ref[:n]) and torch.equal(labels, ref_labels[:n])):
             raise ValueError("With ref_includes_query=True the reference must begin with the queries and their labels.")
         metrics = self._chosen(include, exclude)
+        own = [name for name in metrics if hasattr(self, _PREFIX + name)]
         data: dict[str, Any] = {"query": emb, "reference": ref, "query_labels": labels, "reference_labels": ref_labels}
         data["ref_includes_query"] = ref_includes_query
         results: dict[str, Any] = {}
         if set(metrics) - _CLUSTERING.keys():
-            results = self._of_neighbours(metrics, data)
+            results = self._of_neighbours(metrics, own, data)
         if set(metrics) & _CLUSTERING.keys():
             data["cluster_labels"] = clusters = self.kmeans_func(emb, len(torch.unique(labels)))
             codes, found = (torch.as_tensor(x).flatten().cpu().numpy() for x in (labels, clusters))
             results |= {name: function(codes, found) for name, function in _CLUSTERING.items() if name in metrics}
-        results |= {name: getattr(self, _PREFIX + name)(**data) for name in self._own(metrics)}
+        results |= {name: getattr(self, _PREFIX + name)(**data) for name in own}
         return {name: results[name] for name in metrics}
 
-    def _own(self, metrics: Sequence[str]) -> list[str]:
-        return [name for name in metrics if hasattr(self, _PREFIX + name)]
-
-    def _of_neighbours(self, metrics: list[str], data: dict[str, Any]) -> dict[str, Any]:
+    def _of_neighbours(self, metrics: list[str], own: list[str], data: dict[str, Any]) -> dict[str, Any]:
         labels, ref_labels, with_self = data["query_labels"], data["reference_labels"], int(data["ref_includes_query"])
         if labels.dim() > 1 and self.label_comparison_fn is None:
             raise DataError("labels: expected one per row, or a label_comparison_fn.")
@@ -119,7 +117,7 @@ class AccuracyCalculator:
                 warnings.warn(f"Metrics at R: {what}. Set k='max_bin_count'.", stacklevel=3)
         elif self.k == "max_bin_count":
             k = largest
-        if self.knn_func is None and self.label_comparison_fn is None and not self._own(metrics):
+        if self.knn_func is None and self.label_comparison_fn is None and not own:
             ranking = _ranking(data)
         else:
             search = FaissKNN() if self.knn_func is None else self.knn_func
