@@ -26,7 +26,7 @@ class SettingsModule(nn.Module):
     _: KW_ONLY
     collect_stats: bool | None = None
 
-    stored: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # setting -> what its attribute is: PML has radians
+    stored: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # setting -> what its attribute is, as in PML: radians
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)

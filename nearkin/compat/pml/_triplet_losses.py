@@ -62,11 +62,8 @@ class MarginLoss(BaseMetricLossFunction, reducer=DivisorReducer, parts=("margin_
         beta = self.beta.to(mat)
         rows = (beta[b.labels] if len(beta) > 1 else beta.expand(len(mat)))[:, None]  # of the anchors
         beyond = self.distance.margin(mat, rows)
-
-        def number(ap: Tensor, an: Tensor) -> Tensor:
-            return (ap + margin > 0).to(ap.dtype) + (margin - an > 0)
-
-        counts = TripletLosses(triplets, beyond.detach(), number)
+        fixed = beyond.detach()
+        counts = TripletLosses(triplets, fixed, lambda ap, an: (ap + margin > 0).to(fixed) + (margin - an > 0))
         divisor = (counts.listed() if triplets.is_listed else counts.sums())[0].sum()
         regularization = self.zero_loss()
         if self.learn_beta and len(beta) == 1:

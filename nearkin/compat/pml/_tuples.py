@@ -226,22 +226,21 @@ def random_triplets(
     found: list[tuple[Tensor, ...]] = [(torch.arange(0, device=labels.device),) * 3]
     with_self = ref_labels is labels
     for label in torch.unique(labels):
-        of_class, other = (ref_labels == label).nonzero()[:, 0], (ref_labels != label).nonzero()[:, 0]
-        anchors = (labels == label).nonzero()[:, 0]
-        if len(of_class) < 1 + with_self or not len(other):
+        masks = labels == label, ref_labels == label, ref_labels != label
+        anchors, of_class, other = (mask.nonzero()[:, 0] for mask in masks)
+        if len(of_class) <= with_self or not len(other):
             continue
-        draws = len(of_class) if per_anchor is None else per_anchor
+        draws = per_anchor or len(of_class)
         which = torch.randint(0, len(of_class) - with_self, (len(anchors) * draws,)).to(labels.device)
         row = torch.arange(len(anchors), device=labels.device).repeat_interleave(draws)
-        if with_self:  # the anchor's own position is skipped
-            which = which + (which >= row)
-        a, p = anchors[row], of_class[which]
+        skipped = (which >= row) * with_self  # the anchor's own position
+        a, p = anchors[row], of_class[which + skipped]
         if weights is None:
             n = torch.randint(0, len(other), (len(a),)).to(labels.device)
         else:
             weight = weights[:, other][a]
-            drawable = (weight.sum(1) > 0).nonzero()[:, 0]
-            if not len(drawable):
+            drawable = weight.sum(1) > 0
+            if not drawable.any():
                 continue
             a, p = a[drawable], p[drawable]
             n = torch.multinomial(as_single(weight[drawable]), 1, True).flatten()
