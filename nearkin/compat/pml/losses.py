@@ -3,7 +3,7 @@
 import math
 import warnings
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -321,12 +321,9 @@ class PNPLoss(_CosineLoss, takes_indices=False):
     anneal: float = 0.01
     variant: str = "O"
 
-    VARIANTS: ClassVar[tuple[str, ...]] = ("Ds", "Dq", "Iu", "Ib", "O")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant not in self.VARIANTS:
-            raise ValueError(f"variant={self.variant} but must be one of {self.VARIANTS}")
+        LOSSES["pnp"].check({"variant": self.variant})
 
     def compute(self, b: Batch) -> Any:
         settings = {"b": self.b, "alpha": self.alpha, "temperature": self.anneal, "variant": self.variant}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 
 from nearkin.compat.pml._tuples import sample_weights
 from nearkin.compat.pml.utils.inference import default_device
@@ -163,18 +163,14 @@ class TuplesToWeightsSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(len(self.dataset))
         rows = _draw(rows, self.subset_size) if self.subset_size else rows
-        embeddings, labels = self._embed(Subset(self.dataset, rows.tolist()))
+        data, device = Subset(self.dataset, rows.tolist()), default_device(self.data_device)
+        loader = DataLoader(data, batch_size=self.batch_size, num_workers=self.dataloader_num_workers)
+        self.model.eval()
+        with torch.no_grad():
+            parts = [(self.model(x.to(device)), labels.to(device).flatten()) for x, labels in loader]
+        embeddings, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+        embeddings = nn.functional.normalize(embeddings) if self.normalize_embeddings else embeddings
         found = self.miner(embeddings, labels)
         self.weights = torch.zeros(len(self.dataset), device=embeddings.device)
         self.weights[torch.as_tensor(rows)] = sample_weights(found, labels, torch.float32)
         return iter(WeightedRandomSampler(self.weights.tolist(), len(self), replacement=True))
-
-    @torch.no_grad()
-    def _embed(self, data: Dataset[Any]) -> tuple[Tensor, Tensor]:
-        loader = DataLoader(data, batch_size=self.batch_size, num_workers=self.dataloader_num_workers)
-        device = default_device(self.data_device)
-        self.model.eval()
-        parts = [(self.model(x.to(device)), labels) for x, labels in loader]
-        embeddings = torch.cat([x for x, _ in parts])
-        embeddings = nn.functional.normalize(embeddings) if self.normalize_embeddings else embeddings
-        return embeddings, torch.cat([labels.flatten() for _, labels in parts]).to(device)
