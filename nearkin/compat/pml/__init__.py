@@ -10,4 +10,6 @@ from nearkin.compat.pml import distances, losses, miners, reducers, regularizers
 from nearkin.compat.pml.coverage import absent_names
 
 __all__ = ["distances", "losses", "miners", "reducers", "regularizers", "samplers", "utils"]
-__getattr__ = absent_names("")
+__getattr__ = absent_names(__name__)
+for _module in (distances, losses, miners, reducers, regularizers, samplers, utils):
+    setattr(_module, "__getattr__", absent_names(_module.__name__))  # noqa: B010  # mypy would take any name for defined

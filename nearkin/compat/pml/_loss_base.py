@@ -1,38 +1,20 @@
 """What all losses with the interface of pytorch-metric-learning share."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from nearkin.compat.pml._module import SettingsModule, is_ours
-from nearkin.compat.pml._tuples import (
-    Indices,
-    PairList,
-    TripletSet,
-    as_pairs,
-    as_triplets,
-    match_masks,
-    random_triplets,
-    sample_weights,
-)
-from nearkin.compat.pml.distances import BaseDistance, LpDistance
-from nearkin.compat.pml.reducers import (
-    BaseReducer,
-    DoNothingReducer,
-    LossDict,
-    LossInfo,
-    MeanReducer,
-    MultipleReducers,
-    listed,
-    loss_info,
-)
+from nearkin.compat.pml._tuples import Batch, Indices, PairList
+from nearkin.compat.pml.distances import BaseDistance, LpDistance, as_single
+from nearkin.compat.pml.reducers import BaseReducer, DoNothingReducer, MeanReducer, MultipleReducers, listed, loss_info
 from nearkin.errors import ConfigError, DataError
 from nearkin.ops.geometry import full_precision
+
+LossDict = dict[str, dict[str, Any]]
 
 # Methods of PML's losses that its users override, and that ours do not have.
 _INNER_METHODS = {
@@ -42,75 +24,30 @@ _INNER_METHODS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What a loss is called with; the references are the batch itself if none are given."""
-
-    emb: Tensor
-    labels: Any
-    indices: Any
-    ref: Tensor
-    ref_labels: Any
-
-    def pairs(self) -> tuple[PairList, PairList]:
-        """Return the positive and the negative pairs: of the indices, or of the labels."""
-        shape = len(self.emb), len(self.ref)
-        if self.indices is None:
-            pos, neg = match_masks(*self._both_labels())
-            return PairList(shape, pos), PairList(shape, neg)
-        if isinstance(self.indices[0], PairList):
-            return self.indices[0], self.indices[1]
-        lists = as_pairs(self.indices)
-        return PairList(shape, lists=lists[:2]), PairList(shape, lists=lists[2:])
-
-    def triplets(self, per_anchor: int | str = "all") -> TripletSet:
-        """Return the triplets of the indices or of the labels: all, or some at random for each anchor."""
-        given = self.indices
-        if given is None and per_anchor != "all":
-            given = random_triplets(*self._both_labels(), int(per_anchor))
-        if given is None or isinstance(given[0], PairList):
-            return TripletSet(*self.pairs())
-        a, p, n = as_triplets(given)
-        shape = len(self.emb), len(self.ref)
-        return TripletSet(PairList(shape, lists=(a, p)), PairList(shape, lists=(a, n)), (a, p, n))
-
-    def _both_labels(self) -> tuple[Tensor, Tensor]:
-        if self.labels is None or self.ref_labels is None:
-            raise ValueError("labels and indices_tuple cannot both be None")
-        return self.labels, self.ref_labels
-
-    def weights(self) -> Tensor:
-        return sample_weights(self.indices, self.labels, self.emb.dtype)
-
-
 class WithDistance(SettingsModule):
-    """A module with a distance; it may require one, which is the default: `required = partial(LpDistance, p=2)`."""
+    """A module with a distance. With `required` it must be of the class of the default one, with these settings."""
 
     _: KW_ONLY
     distance: BaseDistance = None  # type: ignore[assignment]  # the default one
 
-    required: ClassVar[Callable[[], BaseDistance] | None] = None
     default_distance: ClassVar[Callable[[], BaseDistance]] = LpDistance
+    required: ClassVar[Mapping[str, Any] | None] = None
+    needs_similarity: ClassVar[bool] = False  # whether higher values of the distance must be nearer
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.distance = self.get_default_distance() if self.distance is None else self.distance
-        required = type(self).required
-        if required is not None:
-            wanted: Any = required.func if isinstance(required, partial) else required
-            settings = required.keywords if isinstance(required, partial) else {}
-            given = {name: getattr(self.distance, name, None) for name in settings}
-            if not isinstance(self.distance, wanted) or given != settings:
-                words = "".join(f", {name}={value}" for name, value in settings.items())
-                raise ConfigError(f"{type(self).__name__} requires the distance {wanted.__name__}{words}.")
+        default = self.get_default_distance()
+        self.distance = default if self.distance is None else self.distance
+        if self.required is not None:
+            given = {name: getattr(self.distance, name, None) for name in self.required}
+            if not isinstance(self.distance, type(default)) or given != self.required:
+                words = "".join(f", {name}={value}" for name, value in self.required.items())
+                raise ConfigError(f"{type(self).__name__} requires the distance {type(default).__name__}{words}.")
+        if self.needs_similarity and not self.distance.is_inverted:
+            raise ConfigError(f"{type(self).__name__} requires a similarity, such as CosineSimilarity.")
 
     def get_default_distance(self) -> BaseDistance:
-        return (type(self).required or type(self).default_distance)()
-
-    def require_similarity(self) -> None:
-        """Raise unless higher values of the distance are nearer."""
-        if not self.distance.is_inverted:
-            raise ConfigError(f"{type(self).__name__} requires a similarity, such as CosineSimilarity.")
+        return type(self).default_distance()
 
     def as_similarity(self, mat: Tensor) -> Tensor:
         """Return a matrix of distances such that higher is nearer."""
@@ -142,7 +79,9 @@ class WithReducer(WithDistance):
 class BaseMetricLossFunction(WithReducer):
     """The base of all losses: `loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)`.
 
-    Subclasses define `compute_loss`, which returns {name: {"losses", "indices", "reduction_type"}}; ours `compute`.
+    Subclasses define `compute_loss`, which returns {name: {"losses", "indices", "reduction_type"}}. Ours define
+    `compute`, which returns the values of the samples [N], a finished 0-dim loss or a `loss_info`; a tuple of these if
+    the loss has several parts; None for 0.
     """
 
     _: KW_ONLY
@@ -154,8 +93,8 @@ class BaseMetricLossFunction(WithReducer):
     takes_indices: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ("loss",)
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         ignored = _INNER_METHODS & vars(cls).keys()
         if ignored and not is_ours(cls) and not issubclass(cls, GenericPairLoss) and "compute_loss" not in vars(cls):
             what = f"{cls.__name__}: {', '.join(sorted(ignored))} would not be called"
@@ -171,9 +110,16 @@ class BaseMetricLossFunction(WithReducer):
             raise ValueError(f"{name}: indices_tuple is not supported for this loss function")
         if not self.takes_refs and (ref_emb is not embeddings or ref_labels is not labels):
             raise ValueError(f"{name}: ref_emb is not supported for this loss function")
-        return self.compute(Batch(embeddings, labels, indices_tuple, ref_emb, ref_labels))
+        values = self.compute(Batch(embeddings, labels, indices_tuple, ref_emb, ref_labels))
+        if values is None:
+            return self.zero_losses()
+        if isinstance(values, dict) and "losses" not in values:  # what a GenericPairLoss of the user returns
+            return values
+        values = values if isinstance(values, tuple) else (values,)
+        infos = (x if isinstance(x, dict) else loss_info(x) for x in values)
+        return dict(zip(self._sub_loss_names(), infos, strict=True))
 
-    def compute(self, b: Batch) -> LossDict:
+    def compute(self, b: Batch) -> Any:
         raise NotImplementedError
 
     def forward(
@@ -184,23 +130,20 @@ class BaseMetricLossFunction(WithReducer):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        dtype = embeddings.dtype
-        emb = embeddings.float() if dtype in (torch.float16, torch.bfloat16) else embeddings
+        emb, own = as_single(embeddings), check_labels(embeddings, labels)
         ref = emb if ref_emb is None or ref_emb is embeddings else ref_emb.to(emb.dtype)
-        own, labels = labels, check_labels(emb, labels)
-        is_same = ref_emb is None or ref_labels is own
-        ref_labels = labels if is_same else check_labels(ref, ref_labels)
+        of_ref = own if ref_emb is None or ref_labels is labels else check_labels(ref, ref_labels)
         with full_precision(emb):
-            loss_dict = self.compute_loss(emb, labels, indices_tuple, ref, ref_labels)
+            loss_dict = self.compute_loss(emb, own, indices_tuple, ref, of_ref)
             if self.embedding_regularizer is not None:
                 loss = self.embedding_regularizer(emb) * self.embedding_reg_weight
                 loss_dict["embedding_reg_loss"] = loss_info(loss, "already_reduced")
             if not isinstance(self.reducer, BaseReducer):
                 loss_dict = {name: listed(info) for name, info in loss_dict.items()}
-            loss = self.reducer(loss_dict, emb, labels)
-        return loss.to(dtype) if isinstance(loss, Tensor) else loss
+            loss = self.reducer(loss_dict, emb, own)
+        return loss.to(embeddings.dtype) if isinstance(loss, Tensor) else loss
 
-    def zero_loss(self) -> LossInfo:
+    def zero_loss(self) -> dict[str, Any]:
         return loss_info(0, "already_reduced")
 
     def zero_losses(self) -> LossDict:
@@ -227,33 +170,29 @@ def check_labels(emb: Tensor, labels: Tensor | None) -> Any:
 class PairLoss(BaseMetricLossFunction):
     """A loss of the matrix of distances and of positive and negative pairs: subclasses define `of_matrix`."""
 
-    by_masks: ClassVar[bool] = False  # whether a pair counts once however often it is listed, and has one sign
+    mat_based_loss: ClassVar[bool] = False  # whether a pair counts once however often it is listed, and has one sign
     needs_both: ClassVar[bool] = False  # whether it is 0 without positives or without negatives
 
-    def compute(self, b: Batch) -> LossDict:
+    def compute(self, b: Batch) -> Any:
         pos, neg = b.pairs()
         if (pos.count <= 1 and neg.count <= 1) or (self.needs_both and not (pos.count and neg.count)):
-            return self.zero_losses()
-        if self.by_masks and pos.given_mask is None and bool((pos.mask & neg.mask).any()):
+            return None
+        if self.mat_based_loss and pos.is_listed and bool((pos.mask & neg.mask).any()):
             raise DataError("indices_tuple: a pair is both positive and negative.")
         return self.of_matrix(self.distance(b.emb, b.ref), pos, neg)
 
-    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> LossDict:
+    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> Any:
         raise NotImplementedError
 
 
 class GenericPairLoss(PairLoss):
     """The base of your own pair losses: define `_compute_loss`."""
 
-    mat_based_loss: bool
+    mat_based_loss: bool = field()  # type: ignore[misc]  # a setting here
 
     _compute_loss: ClassVar[Callable[..., LossDict]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.by_masks = self.mat_based_loss  # type: ignore[misc]
-
-    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> LossDict:
+    def of_matrix(self, mat: Tensor, pos: PairList, neg: PairList) -> Any:
         if self.mat_based_loss:
             return self._compute_loss(mat, pos.mask.to(mat.dtype), neg.mask.to(mat.dtype))
         values: list[Any] = [pairs.select(mat) if pairs.count else [] for pairs in (pos, neg)]

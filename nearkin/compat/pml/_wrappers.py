@@ -1,12 +1,13 @@
 """Modules around a loss: a memory of earlier batches, a weighted sum, two views without labels."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from nearkin.compat.pml._module import is_ours
+from nearkin.compat.pml._module import SettingsModule, is_ours
 from nearkin.compat.pml._tuples import PairList, as_pairs, as_triplets
 from nearkin.errors import ConfigError
 
@@ -17,17 +18,20 @@ _WITH_REFS = (
 )  # fmt: skip
 
 
-class BaseLossWrapper(nn.Module):
+class BaseLossWrapper(SettingsModule):
     """A module around one of the losses that it supports."""
 
-    def __init__(self, loss: nn.Module, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.check_loss_support(type(loss).__name__)
-        self.loss = loss
+    loss: nn.Module
 
-    @staticmethod
-    def supported_losses() -> list[str]:
-        raise NotImplementedError
+    supported: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_loss_support(type(self.loss).__name__)
+
+    @classmethod
+    def supported_losses(cls) -> list[str]:
+        return list(cls.supported)
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
@@ -35,22 +39,18 @@ class BaseLossWrapper(nn.Module):
             raise ConfigError(f"{cls.__name__} does not support {loss_name}. Supported: {cls.supported_losses()}")
 
 
-class CrossBatchMemory(BaseLossWrapper):
+class CrossBatchMemory(BaseLossWrapper, supported=(*_WITH_REFS, "MarginLoss")):
     """A loss between each batch and the last embeddings, those of the batch included."""
 
-    embedding_memory: Tensor
-    label_memory: Tensor
+    embedding_size: int
+    memory_size: int = 1024
+    miner: nn.Module | None = None
+    embedding_memory: Tensor = field(init=False)
+    label_memory: Tensor = field(init=False)
 
-    def __init__(
-        self, loss: nn.Module, embedding_size: int, memory_size: int = 1024, miner: nn.Module | None = None
-    ) -> None:
-        super().__init__(loss=loss)
-        self.embedding_size, self.memory_size, self.miner = embedding_size, memory_size, miner
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.reset_queue()
-
-    @staticmethod
-    def supported_losses() -> list[str]:
-        return [*_WITH_REFS, "MarginLoss"]
 
     def reset_queue(self) -> None:
         """Empty the memory."""
@@ -70,11 +70,7 @@ class CrossBatchMemory(BaseLossWrapper):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Sequence[Tensor] | None = None,
-        enqueue_mask: Tensor | None = None,
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None, enqueue_mask: Tensor | None = None
     ) -> Any:
         if indices_tuple is not None and enqueue_mask is not None:
             raise ValueError("indices_tuple and enqueue_mask are mutually exclusive")
@@ -89,17 +85,18 @@ class CrossBatchMemory(BaseLossWrapper):
         # A copy: the memory changes before the backward pass if the loss is called twice.
         refs = self.embedding_memory[:filled].clone(), self.label_memory[:filled].clone()
         mined: Any
-        if self.miner is None:
-            mined = self._all_pairs(labels, refs[1], own)
-        else:
+        if self.miner is not None:
             mined = self.miner(embeddings, labels, *refs)
             mined = mined if own is None else without_self(mined, own)
+        else:  # all pairs with the memory, without those of a sample and its own copy
+            same = labels[:, None] == refs[1]
+            pos = same if own is None else same.scatter(1, own[:, None], False)
+            mined = PairList(same.shape, pos), PairList(same.shape, ~same)
+            if indices_tuple is not None or not is_ours(type(self.loss)):
+                mined = (*mined[0], *mined[1])
         if indices_tuple is not None:
             given = as_triplets(indices_tuple) if len(mined) == 3 else as_pairs(indices_tuple)
-            mined = [*mined[0], *mined[1]] if isinstance(mined[0], PairList) else mined
             mined = tuple(torch.cat([x, y.to(x.device)]) for x, y in zip(mined, given, strict=True))
-        elif isinstance(mined[0], PairList) and not is_ours(type(self.loss)):
-            mined = (*mined[0], *mined[1])
         return self.loss(embeddings, labels, mined, *refs)
 
     def _enqueue(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -114,13 +111,6 @@ class CrossBatchMemory(BaseLossWrapper):
         self.queue_idx = (self.queue_idx + n) % self.memory_size
         return rows
 
-    def _all_pairs(self, labels: Tensor, memory_labels: Tensor, own: Tensor | None) -> tuple[PairList, PairList]:
-        """Return all pairs with the memory, without those of a sample and its own copy."""
-        same = labels[:, None] == memory_labels
-        pos = same if own is None else same.scatter(1, own[:, None], False)
-        shape = len(labels), len(memory_labels)
-        return PairList(shape, pos), PairList(shape, ~same)
-
 
 def without_self(indices: tuple[Tensor, ...], own: Tensor | None = None) -> tuple[Tensor, ...]:
     """Remove pairs, or triplets, whose positive is the anchor; `own` [N] has the rows of the anchors as references."""
@@ -129,22 +119,24 @@ def without_self(indices: tuple[Tensor, ...], own: Tensor | None = None) -> tupl
     return (*(x[kept] for x in indices[:n]), *indices[n:])
 
 
-class MultipleLosses(nn.Module):
+class MultipleLosses(SettingsModule):
     """A weighted sum of losses, each with an optional miner."""
 
-    def __init__(
-        self,
-        losses: Sequence[nn.Module] | Mapping[str, nn.Module],
-        miners: Sequence[nn.Module | None] | Mapping[str, nn.Module] | None = None,
-        weights: Sequence[float] | Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__()
-        parts, chosen, factors = (_as_dict(x) for x in (losses, miners, weights))
-        if set(chosen) - set(parts) or (factors and set(factors) != set(parts)):
+    losses: Any
+    miners: Any = None
+    weights: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts, miners, weights = (
+            dict(x) if isinstance(x, Mapping) else {str(i): value for i, value in enumerate(x or ())}
+            for x in (self.losses, self.miners, self.weights)
+        )
+        if set(miners) - set(parts) or (weights and set(weights) != set(parts)):
             raise ConfigError(f"MultipleLosses: miners and weights must belong to the losses {', '.join(parts)}.")
-        self.losses = nn.ModuleDict(parts) if isinstance(losses, Mapping) else nn.ModuleList(parts.values())
-        self.miners = nn.ModuleDict({name: miner for name, miner in chosen.items() if miner is not None})
-        self.weights = factors or dict.fromkeys(parts, 1)
+        self.losses = nn.ModuleDict(parts) if isinstance(self.losses, Mapping) else nn.ModuleList(parts.values())
+        self.miners = nn.ModuleDict({name: miner for name, miner in miners.items() if miner is not None})
+        self.weights = weights or dict.fromkeys(parts, 1)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Any:
         if len(self.miners) and indices_tuple is not None:
@@ -156,20 +148,10 @@ class MultipleLosses(nn.Module):
         return total
 
 
-def _as_dict(x: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(x) if isinstance(x, Mapping) else {str(i): value for i, value in enumerate(x or ())}
-
-
-class SelfSupervisedLoss(BaseLossWrapper):
+class SelfSupervisedLoss(BaseLossWrapper, supported=_WITH_REFS):
     """A loss of two views: row i of both is a class of its own."""
 
-    def __init__(self, loss: nn.Module, symmetric: bool = True, **kwargs: Any) -> None:
-        super().__init__(loss=loss, **kwargs)
-        self.symmetric = symmetric
-
-    @staticmethod
-    def supported_losses() -> list[str]:
-        return [*_WITH_REFS]
+    symmetric: bool = True
 
     def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
         labels = torch.arange(len(embeddings), device=embeddings.device)

@@ -2,17 +2,15 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nearkin.errors import UnknownNameError, did_you_mean
 
-__all__ = ["COVERAGE", "DIFFERENCES", "Coverage", "absent_names"]
+__all__ = ["COVERAGE", "DIFFERENCES", "Coverage"]
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """How a class is covered.
 
     Attributes:
@@ -24,28 +22,19 @@ class Coverage:
     note: str = ""
 
 
-def _rows(table: dict[str, Any]) -> dict[str, Coverage]:
-    rows = {name: Coverage("same") for name in table.get("same", ())}
-    rows |= {name: Coverage("differs", note) for name, note in table.get("differs", {}).items()}
-    rows |= {name: Coverage("absent", note) for name, note in table.get("absent", {}).items()}
-    return dict(sorted(rows.items()))
-
-
 _DATA = tomllib.loads(files("nearkin.compat.pml").joinpath("coverage.toml").read_text(encoding="utf-8"))
-COVERAGE: dict[str, dict[str, Coverage]] = {module: _rows(table) for module, table in _DATA["coverage"].items()}
 DIFFERENCES: dict[str, str] = _DATA["differences"]
+COVERAGE: dict[str, dict[str, Coverage]] = {
+    module: {name: Coverage("same") for name in table["same"]}
+    | {name: Coverage("differs", note) for name, note in table.get("differs", {}).items()}
+    | {name: Coverage("absent", note) for name, note in table.get("absent", {}).items()}
+    for module, table in _DATA["coverage"].items()
+}
 
 
-def absent_names(module: str) -> Callable[[str], Any]:
-    """Make a module's `__getattr__`, which says what to use instead of a name that is not covered.
-
-    Args:
-        module: Below `nearkin.compat.pml`, for example "losses"; "" for the package itself.
-
-    Returns:
-        The function. It raises UnknownNameError for such a name, and AttributeError for any other.
-    """
-    path = f"nearkin.compat.pml{'.' if module else ''}{module}"
+def absent_names(path: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which says what to use instead of a name that is not covered."""
+    module = path.removeprefix("nearkin.compat.pml").removeprefix(".")
     absent = {**_DATA["modules"].get(module, {}), **_DATA["coverage"].get(module, {}).get("absent", {})}
 
     def getattribute(name: str) -> Any:

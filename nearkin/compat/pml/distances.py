@@ -1,6 +1,5 @@
 """The distances of pytorch-metric-learning: modules that return a matrix [N, M] for two sets of embeddings."""
 
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -8,12 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.compat.pml._module import SettingsModule
-from nearkin.compat.pml.coverage import absent_names
-from nearkin.errors import ConfigError
-from nearkin.ops.geometry import gram
 
-__all__ = ["BaseDistance", "BatchedDistance", "CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance"]
-__getattr__ = absent_names("distances")
+EUCLIDEAN = {"p": 2, "power": 1, "normalize_embeddings": True}  # the settings of LpDistance by default
 
 
 class BaseDistance(SettingsModule):
@@ -27,16 +22,10 @@ class BaseDistance(SettingsModule):
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> Tensor:
         if query_emb.dim() != 2 or (ref_emb is not None and ref_emb.dim() != 2):
             raise ValueError("embeddings must be a 2D tensor of shape (batch_size, embedding_size)")
-        dtype = query_emb.dtype
-        if dtype in (torch.float16, torch.bfloat16):  # sums of products overflow, and cdist does not exist
-            query_emb, ref_emb = query_emb.float(), None if ref_emb is None else ref_emb.float()
-        query = self.maybe_normalize(query_emb)
-        ref = query if ref_emb is None or ref_emb is query_emb else self.maybe_normalize(ref_emb)
-        return self.compute_power(query, ref).to(dtype)
-
-    def compute_power(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        mat = self.compute_mat(query_emb, ref_emb)
-        return mat if self.power == 1 else torch.pow(mat, self.power)
+        query = self.maybe_normalize(as_single(query_emb))
+        ref = query if ref_emb is None or ref_emb is query_emb else self.maybe_normalize(as_single(ref_emb))
+        mat: Tensor = self.compute_mat(query, ref)
+        return (mat if self.power == 1 else torch.pow(mat, self.power)).to(query_emb.dtype)
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         raise NotImplementedError
@@ -65,6 +54,11 @@ class BaseDistance(SettingsModule):
         return norm
 
 
+def as_single(x: Tensor) -> Tensor:
+    """Return half precision as float32: sums of products overflow in it, and cdist does not exist."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 class DotProductSimilarity(BaseDistance):
     """Dot products; of unit vectors unless `normalize_embeddings=False`."""
 
@@ -91,16 +85,6 @@ class LpDistance(BaseDistance):
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         return torch.cdist(query_emb, ref_emb, p=self.p)
 
-    def compute_power(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        if (self.p, self.power) != (2, 2):
-            return super().compute_power(query_emb, ref_emb)
-        # Squares from the products: roots and their gradient would take half of the time.
-        is_same = ref_emb is query_emb
-        products = gram(query_emb) if is_same else query_emb @ ref_emb.t()
-        query_sq = query_emb.square().sum(1)
-        ref_sq = query_sq if is_same else ref_emb.square().sum(1)
-        return torch.relu_(torch.sub(ref_sq, products, alpha=2).add_(query_sq[:, None]))
-
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         return nn.functional.pairwise_distance(query_emb, ref_emb, p=self.p)
 
@@ -120,16 +104,14 @@ class SNRDistance(BaseDistance):
         return (query_emb - ref_emb).var(1) / query_emb.var(1)
 
 
-class BatchedDistance(nn.Module):
+class BatchedDistance(SettingsModule):
     """Compute a distance for some queries at a time: `iter_fn(mat, start, end)` gets each part."""
 
-    def __init__(self, distance: nn.Module, iter_fn: Callable[..., Any] | None = None, batch_size: int = 32) -> None:
-        super().__init__()
-        self.distance, self.iter_fn, self.batch_size = distance, iter_fn, batch_size
+    distance: nn.Module
+    iter_fn: Any = None
+    batch_size: int = 32
 
     def forward(self, query_emb: Tensor, ref_emb: Tensor | None = None) -> None:
-        if self.iter_fn is None:
-            raise ConfigError("BatchedDistance: pass iter_fn, which receives the parts of the matrix.")
         for start in range(0, len(query_emb), self.batch_size):
             end = start + self.batch_size
             self.iter_fn(self.distance(query_emb[start:end], query_emb if ref_emb is None else ref_emb), start, end)

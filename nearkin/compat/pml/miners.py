@@ -4,25 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from nearkin.compat.pml._loss_base import WithDistance, check_labels
 from nearkin.compat.pml._tuples import as_pairs, match_masks, random_triplets
-from nearkin.compat.pml.coverage import absent_names
-from nearkin.compat.pml.distances import CosineSimilarity, LpDistance
+from nearkin.compat.pml.distances import EUCLIDEAN, CosineSimilarity
 from nearkin.errors import ConfigError
-from nearkin.losses.miners import multi_similarity
-from nearkin.ops.pairs import Pairs
-
-__all__ = [
-    "AngularMiner", "BaseMiner", "BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner",
-    "EmbeddingsAlreadyPackagedAsTriplets", "HDCMiner", "MultiSimilarityMiner", "PairMarginMiner", "TripletMarginMiner",
-    "UniformHistogramMiner",
-]  # fmt: skip
-__getattr__ = absent_names("miners")
+from nearkin.losses.miners import distance_weights, multi_similarity
+from nearkin.ops.pairs import Pairs, pair_up
 
 Mined = tuple[Tensor, ...]
 Range = tuple[float, float]
@@ -32,9 +23,7 @@ _BLOCK = 1 << 20  # triplets that are compared at a time
 class BaseMiner(WithDistance):
     """The base of all miners: subclasses define `mine`. Sets `num_triplets`, or `num_pos_pairs` and `num_neg_pairs`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.num_pos_pairs = self.num_neg_pairs = self.num_triplets = 0
+    num_pos_pairs = num_neg_pairs = num_triplets = 0
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Mined:
         """Return indices; those of our miners that use nothing else define `select`."""
@@ -48,13 +37,12 @@ class BaseMiner(WithDistance):
     def forward(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
     ) -> Mined:
-        own, labels = labels, check_labels(embeddings, labels)
+        own = check_labels(embeddings, labels)
         if ref_emb is None:
             ref_emb, ref_labels = embeddings, labels
         elif ref_labels is None:
             raise ConfigError(f"{type(self).__name__}: pass ref_labels with ref_emb.")
-        ref_labels = labels if ref_labels is own or ref_labels is labels else ref_labels.to(ref_emb.device)
-        mined = self.mine(embeddings, labels, ref_emb, ref_labels)
+        mined = self.mine(embeddings, own, ref_emb, own if ref_labels is labels else ref_labels.to(ref_emb.device))
         self.output_assertion(mined)
         return mined
 
@@ -78,31 +66,22 @@ def _select_triplets(pos: Tensor, neg: Tensor, keep: Callable[[Tensor, Tensor], 
     anchors, positives = pos.nonzero(as_tuple=True)
     found: list[Mined] = [(anchors[:0],) * 3]
     step = max(1, _BLOCK // pos.shape[1])
-    for start in range(0, len(anchors), step):
-        a, p = anchors[start : start + step], positives[start : start + step]
+    for a, p in zip(torch.split(anchors, step), torch.split(positives, step), strict=True):
         pair, n = (keep(a, p) & neg[a]).nonzero(as_tuple=True)
         found.append((a[pair], p[pair], n))
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
-class AngularMiner(BaseMiner):
+class AngularMiner(BaseMiner, required=EUCLIDEAN, stored={"angle": math.radians}):
     """Triplets whose angle at the negative exceeds a bound in degrees."""
 
     angle: float = 20
 
-    required = partial(LpDistance, p=2, power=1, normalize_embeddings=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.angle = math.radians(self.angle)
-
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Mined:
-        eps = 1e-6  # that torch adds to every difference in pairwise_distance
-
         def keep(a: Tensor, p: Tensor) -> Tensor:
             anchor, positive = embeddings[a], ref_emb[p]
-            center = (anchor + positive) / 2
-            to_negative = torch.cdist(center - eps, ref_emb, compute_mode="donot_use_mm_for_euclid_dist")
+            center = (anchor + positive) / 2 - 1e-6  # what torch adds to every difference in pairwise_distance
+            to_negative = torch.cdist(center, ref_emb, compute_mode="donot_use_mm_for_euclid_dist")
             width = nn.functional.pairwise_distance(anchor, positive)
             return torch.atan(width[:, None] / (2 * to_negative)) > self.angle
 
@@ -115,18 +94,16 @@ class TripletMarginMiner(BaseMiner):
     margin: float = 0.2
     type_of_triplets: str = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.type_of_triplets not in ("all", "hard", "semihard", "easy"):
-            raise ConfigError(f"TripletMarginMiner: unknown type_of_triplets {self.type_of_triplets!r}.")
-
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
+        inf, margin = float("inf"), self.margin
+        ranges = {"all": (-inf, margin), "hard": (-inf, min(0, margin)), "semihard": (0, margin), "easy": (margin, inf)}
+        if self.type_of_triplets not in ranges:
+            raise ConfigError(f"TripletMarginMiner: unknown type_of_triplets {self.type_of_triplets!r}.")
+        low, high = ranges[self.type_of_triplets]
+
         def keep(a: Tensor, p: Tensor) -> Tensor:
             gap: Tensor = self.distance.margin(mat[a], mat[a, p][:, None])
-            if self.type_of_triplets == "easy":
-                return gap > self.margin
-            ranges = {"all": gap <= self.margin, "hard": gap <= min(0, self.margin)}
-            return ranges.get(self.type_of_triplets, (gap > 0) & (gap <= self.margin))
+            return (gap > low) & (gap <= high)
 
         return _select_triplets(pos, neg, keep)
 
@@ -138,17 +115,14 @@ class PairMarginMiner(BaseMiner):
     neg_margin: float = 0.8
 
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
-        if self.distance.is_inverted:
-            return _lists(pos & (mat < self.pos_margin), neg & (mat > self.neg_margin))
-        return _lists(pos & (mat > self.pos_margin), neg & (mat < self.neg_margin))
+        farther, nearer = (torch.lt, torch.gt) if self.distance.is_inverted else (torch.gt, torch.lt)
+        return _lists(pos & farther(mat, self.pos_margin), neg & nearer(mat, self.neg_margin))
 
 
-class MultiSimilarityMiner(BaseMiner):
+class MultiSimilarityMiner(BaseMiner, distance=CosineSimilarity):
     """Pairs that are within epsilon of the hardest pair of the other sign."""
 
     epsilon: float = 0.1
-
-    default_distance = CosineSimilarity
 
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
         hard = multi_similarity(Pairs(self.as_similarity(mat), pos, neg), epsilon=self.epsilon)
@@ -169,10 +143,7 @@ class BatchEasyHardMiner(BaseMiner):
     allowed_pos_range: Range | None = None
     allowed_neg_range: Range | None = None
 
-    HARD: ClassVar[str] = "hard"
-    SEMIHARD: ClassVar[str] = "semihard"
-    EASY: ClassVar[str] = "easy"
-    ALL: ClassVar[str] = "all"
+    HARD, SEMIHARD, EASY, ALL = "hard", "semihard", "easy", "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,38 +152,29 @@ class BatchEasyHardMiner(BaseMiner):
             raise ValueError(f'strategies: expected "semihard" with "hard" or "easy", or others, got {sorted(both)}')
 
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
-        positive = partial(self._one, mat, pos, self.pos_strategy != "easy", self.allowed_pos_range)
-        negative = partial(self._one, mat, neg, self.neg_strategy == "easy", self.allowed_neg_range)
-        anchors = torch.arange(len(mat), device=mat.device)
-        if "all" in (self.pos_strategy, self.neg_strategy):
-            lists: list[Tensor] = []
-            sides = ((self.pos_strategy, pos, positive), (self.neg_strategy, neg, negative))
-            for strategy, mask, one in sides:
-                _, index, found = one()
-                lists += mask.nonzero(as_tuple=True) if strategy == "all" else (anchors[found], index[found])
-            return tuple(lists)
-        if self.pos_strategy == "semihard":
-            values, n, has_neg = negative()
-            _, p, has_pos = positive(values)
-        else:
-            values, p, has_pos = positive()
-            _, n, has_neg = negative(values if self.neg_strategy == "semihard" else None)
-        kept = has_pos & has_neg
-        return anchors[kept], p[kept], anchors[kept], n[kept]
+        def extreme(
+            mask: Tensor, farthest: bool, allowed: Range | None, limit: Tensor | None = None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Return each anchor's farthest or nearest pair of a mask: value, index, and whether there is one."""
+            largest, bounds = farthest != self.distance.is_inverted, torch.finfo(mat.dtype)
+            if limit is not None:  # of a semihard pair
+                mask = mask & (mat < limit[:, None] if largest else mat > limit[:, None])
+            if allowed is not None:
+                mask = mask & (mat <= allowed[1]) & (mat >= allowed[0])
+            filled = torch.where(mask, mat, bounds.min if largest else bounds.max)
+            return *(filled.max(1) if largest else filled.min(1)), mask.any(1)
 
-    def _one(
-        self, mat: Tensor, mask: Tensor, farthest: bool, allowed: Range | None, limit: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each anchor's farthest or nearest pair of a mask: value, index, and whether there is one."""
-        largest = farthest != self.distance.is_inverted
-        if limit is not None:  # of a semihard pair
-            mask = mask & (mat < limit[:, None] if largest else mat > limit[:, None])
-        if allowed is not None:
-            mask = mask & (mat <= allowed[1]) & (mat >= allowed[0])
-        bounds = torch.finfo(mat.dtype)
-        filled = mat.masked_fill(~mask, bounds.min if largest else bounds.max)
-        values, index = filled.max(1) if largest else filled.min(1)
-        return values, index, mask.any(1)
+        positive = partial(extreme, pos, self.pos_strategy != "easy", self.allowed_pos_range)
+        negative = partial(extreme, neg, self.neg_strategy == "easy", self.allowed_neg_range)
+        # A semihard pair is compared with that of the other sign.
+        n_values, n, has_neg = negative(positive()[0] if self.neg_strategy == "semihard" else None)
+        _, p, has_pos = positive(n_values if self.pos_strategy == "semihard" else None)
+        anchors = torch.arange(len(mat), device=mat.device)
+        if "all" not in (self.pos_strategy, self.neg_strategy):
+            has_pos = has_neg = has_pos & has_neg
+        of_pos = pos.nonzero(as_tuple=True) if self.pos_strategy == "all" else (anchors[has_pos], p[has_pos])
+        of_neg = neg.nonzero(as_tuple=True) if self.neg_strategy == "all" else (anchors[has_neg], n[has_neg])
+        return *of_pos, *of_neg
 
 
 class BatchHardMiner(BatchEasyHardMiner):
@@ -226,24 +188,16 @@ class BatchHardMiner(BatchEasyHardMiner):
         return a, p, n
 
 
-class DistanceWeightedMiner(BaseMiner):
+class DistanceWeightedMiner(BaseMiner, required=EUCLIDEAN):
     """Random negatives such that all distances are about equally likely, and random positives."""
 
     cutoff: float = 0.5
     nonzero_loss_cutoff: float = 1.4
 
-    required = partial(LpDistance, p=2, power=1, normalize_embeddings=True)
-
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Mined:
-        d = embeddings.shape[1]
-        mat = self.distance(embeddings, ref_emb).clamp(min=self.cutoff)
-        log_weight = (2.0 - d) * mat.log() - (d - 3) / 2 * torch.log(1.0 - 0.25 * mat**2)
-        is_finite = log_weight.isfinite()
-        _, neg = match_masks(labels, ref_labels)
-        log_weight = log_weight * neg
-        weight = (log_weight - log_weight[is_finite].max()).exp()
-        weight = weight.masked_fill(~(neg & is_finite & (mat < self.nonzero_loss_cutoff)), 0.0)
-        return random_triplets(labels, ref_labels, weights=weight / weight.sum(1, keepdim=True))
+        p = pair_up(embeddings, labels, ref_emb, ref_labels)
+        weights = distance_weights(p, cutoff=self.cutoff, limit=self.nonzero_loss_cutoff)
+        return random_triplets(labels, ref_labels, weights=weights)
 
 
 class EmbeddingsAlreadyPackagedAsTriplets(BaseMiner):
@@ -258,9 +212,7 @@ class HDCMiner(BaseMiner):
 
     filter_percentage: float = 0.5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._external: Mined | None = None
+    _external: Mined | None = field(default=None, init=False)
 
     def set_idx_externally(self, external_indices_tuple: Mined, labels: Tensor) -> None:
         """Use these pairs from now on, in place of all pairs of a batch."""
@@ -292,21 +244,16 @@ class UniformHistogramMiner(BaseMiner):
     def select(self, mat: Tensor, pos: Tensor, neg: Tensor) -> Mined:
         found: list[Tensor] = []
         for mask, count in ((pos, self.pos_per_bin), (neg, self.neg_per_bin)):
-            index = self._draw(mat.masked_select(mask), count)
-            found += [x[index] for x in mask.nonzero(as_tuple=True)]
+            anchors, others = mask.nonzero(as_tuple=True)
+            values, index = mat[anchors, others], anchors[:0]
+            if len(values):
+                edges = torch.linspace(*values.aminmax(), self.num_bins + 1, dtype=mat.dtype, device=mat.device)
+                bins = (torch.bucketize(values, edges, right=True) - 1).clamp(0, self.num_bins - 1)
+                sizes = torch.bincount(bins)
+                parts = torch.split(bins.argsort(stable=True), sizes[sizes > 0].tolist())
+                # One call for each bin, as in the original: a seed gives the same pairs.
+                index = torch.cat(
+                    [x[torch.multinomial(torch.ones(len(x), device=x.device), count, True)] for x in parts]
+                )
+            found += [anchors[index], others[index]]
         return tuple(found)
-
-    def _draw(self, values: Tensor, count: int) -> Tensor:
-        if not len(values):
-            return torch.arange(0, device=values.device)
-        low, high = values.aminmax()
-        edges = torch.linspace(low, high, self.num_bins + 1, dtype=values.dtype, device=values.device)
-        bins = (torch.bucketize(values, edges, right=True) - 1).clamp(0, self.num_bins - 1)
-        order, sizes = bins.argsort(stable=True), torch.bincount(bins, minlength=self.num_bins).tolist()
-        # One call for each bin, as in the original: a seed gives the same pairs.
-        drawn = [
-            part[torch.multinomial(torch.ones(len(part), device=part.device), count, replacement=True)]
-            for part in torch.split(order, sizes)
-            if len(part)
-        ]
-        return torch.cat(drawn)

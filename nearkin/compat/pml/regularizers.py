@@ -7,23 +7,18 @@ import torch
 from torch import Tensor
 
 from nearkin.compat.pml._loss_base import WithReducer
-from nearkin.compat.pml.coverage import absent_names
 from nearkin.compat.pml.distances import CosineSimilarity, LpDistance
-from nearkin.compat.pml.reducers import DivisorReducer, LossDict, loss_info
-from nearkin.errors import ConfigError
-
-__all__ = [
-    "BaseRegularizer", "CenterInvariantRegularizer", "LpRegularizer", "RegularFaceRegularizer",
-    "SparseCentersRegularizer", "ZeroMeanRegularizer",
-]  # fmt: skip
-__getattr__ = absent_names("regularizers")
+from nearkin.compat.pml.reducers import DivisorReducer, loss_info
 
 
 class BaseRegularizer(WithReducer):
-    """The base of all regularizers: subclasses define `compute_loss`, as losses do."""
+    """The base of all regularizers: subclasses define `compute_loss`, as losses do; ours `values`, one per vector."""
 
-    def compute_loss(self, x: Tensor) -> LossDict:
+    def values(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def compute_loss(self, x: Tensor) -> dict[str, Any]:
+        return {"loss": loss_info(self.values(x))}
 
     def forward(self, x: Tensor) -> Any:
         return self.reducer(self.compute_loss(x), x, torch.arange(len(x), device=x.device))
@@ -35,55 +30,45 @@ class LpRegularizer(BaseRegularizer):
     p: float = 2
     power: float = 1
 
-    def compute_loss(self, x: Tensor) -> LossDict:
-        norm = torch.linalg.vector_norm(x, self.p, 1)
-        return {"loss": loss_info(norm if self.power == 1 else norm**self.power)}
+    def values(self, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, self.p, 1)
+        return norm if self.power == 1 else norm**self.power
 
 
 class ZeroMeanRegularizer(BaseRegularizer):
     """The absolute sum of each vector's entries."""
 
-    def compute_loss(self, x: Tensor) -> LossDict:
-        return {"loss": loss_info(x.sum(1).abs())}
+    def values(self, x: Tensor) -> Tensor:
+        return x.sum(1).abs()
 
 
-class CenterInvariantRegularizer(BaseRegularizer):
+class CenterInvariantRegularizer(
+    BaseRegularizer, distance=partial(LpDistance, normalize_embeddings=False),
+    required={"power": 1, "normalize_embeddings": False},
+):  # fmt: skip
     """The squared deviation of each squared length from their mean."""
 
-    required = partial(LpDistance, power=1, normalize_embeddings=False)
-
-    def compute_loss(self, x: Tensor) -> LossDict:
+    def values(self, x: Tensor) -> Tensor:
         squares = self.distance.get_norm(x) ** 2
-        return {"loss": loss_info((squares - squares.mean()) ** 2 / 4)}
+        return (squares - squares.mean()) ** 2 / 4
 
 
-class RegularFaceRegularizer(BaseRegularizer):
+class RegularFaceRegularizer(BaseRegularizer, distance=CosineSimilarity, needs_similarity=True):
     """The similarity of each vector to the nearest other one."""
 
-    default_distance = CosineSimilarity
-
-    def compute_loss(self, x: Tensor) -> LossDict:
-        self.require_similarity()
-        sim = self.distance(x)
+    def values(self, x: Tensor) -> Tensor:
+        sim: Tensor = self.distance(x)
         others = sim.detach().clone().fill_diagonal_(torch.finfo(sim.dtype).min)
-        return {"loss": loss_info(sim.gather(1, others.max(1, keepdim=True).indices)[:, 0])}
+        return sim.gather(1, others.max(1, keepdim=True).indices)[:, 0]
 
 
-class SparseCentersRegularizer(BaseRegularizer):
+class SparseCentersRegularizer(BaseRegularizer, distance=CosineSimilarity, required={}, reducer=DivisorReducer):
     """The distances between the centres of each class."""
 
     num_classes: int
     centers_per_class: int
 
-    required = CosineSimilarity
-    default_reducer = DivisorReducer
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.centers_per_class <= 1:
-            raise ConfigError("SparseCentersRegularizer: centers_per_class must be above 1.")
-
-    def compute_loss(self, x: Tensor) -> LossDict:
+    def compute_loss(self, x: Tensor) -> dict[str, Any]:
         k = self.centers_per_class
         unit = self.distance.normalize(x).view(self.num_classes, k, -1)
         row, column = torch.triu_indices(k, k, 1, device=x.device)

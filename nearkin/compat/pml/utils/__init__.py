@@ -1,7 +1,5 @@
 """pytorch-metric-learning's utilities that a script uses: accuracy, inference, several processes."""
 
-from nearkin.compat.pml.coverage import absent_names
 from nearkin.compat.pml.utils import accuracy_calculator, distributed, inference
 
 __all__ = ["accuracy_calculator", "distributed", "inference"]
-__getattr__ = absent_names("utils")

@@ -7,15 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from nearkin.compat.pml._loss_base import BaseMetricLossFunction
+from nearkin.compat.pml._module import SettingsModule
 from nearkin.compat.pml._tuples import match_masks
-from nearkin.compat.pml._wrappers import without_self
-from nearkin.compat.pml.coverage import absent_names
-from nearkin.compat.pml.losses import BaseMetricLossFunction, CrossBatchMemory
+from nearkin.compat.pml._wrappers import CrossBatchMemory, without_self
 from nearkin.compat.pml.miners import BaseMiner
 from nearkin.errors import ConfigError
-
-__all__ = ["DistributedLossWrapper", "DistributedMinerWrapper", "is_distributed"]
-__getattr__ = absent_names("utils.distributed")
 
 
 def is_distributed() -> bool:
@@ -33,31 +30,25 @@ def _gather(x: Tensor | None) -> Any:
     return torch.cat([x, *parts[:own], *parts[own + 1 :]])
 
 
-class DistributedLossWrapper(nn.Module):
+class DistributedLossWrapper(SettingsModule):
     """A loss over the batches of all processes, for DistributedDataParallel."""
 
-    def __init__(self, loss: nn.Module, efficient: bool = False) -> None:
-        super().__init__()
-        if not isinstance(loss, BaseMetricLossFunction | CrossBatchMemory):
+    loss: nn.Module
+    efficient: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, BaseMetricLossFunction | CrossBatchMemory):
             raise TypeError("The input loss must extend BaseMetricLossFunction or CrossBatchMemory")
-        if isinstance(loss, CrossBatchMemory) and efficient:
+        if isinstance(self.loss, CrossBatchMemory) and self.efficient:
             raise ConfigError("DistributedLossWrapper: efficient=True does not support CrossBatchMemory.")
-        self.loss, self.efficient = loss, efficient
 
     def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        enqueue_mask: Tensor | None = None,
-    ) -> Any:
+        self, embeddings: Tensor, labels: Any = None, indices_tuple: Any = None, ref_emb: Any = None,
+        ref_labels: Any = None, enqueue_mask: Any = None,
+    ) -> Any:  # fmt: skip
         is_memory = isinstance(self.loss, CrossBatchMemory)
         if is_memory and (ref_emb is not None or ref_labels is not None):
             raise ValueError("CrossBatchMemory is not compatible with ref_emb and ref_labels")
-        if not is_memory and enqueue_mask is not None:
-            raise ConfigError("DistributedLossWrapper: enqueue_mask is for CrossBatchMemory.")
         if not is_distributed():
             warnings.warn("DistributedLossWrapper: torch.distributed is not initialised.", stacklevel=2)
         size = dist.get_world_size() if is_distributed() else 1
@@ -65,6 +56,7 @@ class DistributedLossWrapper(nn.Module):
         if size > 1:
             own, own_labels = embeddings, labels
             embeddings, labels, ref_emb, ref_labels = map(_gather, (embeddings, labels, ref_emb, ref_labels))
+            enqueue_mask = _gather(enqueue_mask)
             if self.efficient:
                 ref_emb = embeddings if ref_emb is None else ref_emb
                 ref_labels = labels if ref_labels is None else ref_labels
@@ -72,20 +64,19 @@ class DistributedLossWrapper(nn.Module):
                     masks = match_masks(own_labels, ref_labels)
                     indices_tuple = without_self(tuple(x for m in masks for x in m.nonzero(as_tuple=True)))
                 embeddings, labels = own, own_labels
-            enqueue_mask = _gather(enqueue_mask)
-        if is_memory:
-            return self.loss(embeddings, labels, indices_tuple, enqueue_mask) * size
-        return self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels) * size
+        others = {"enqueue_mask": enqueue_mask} if is_memory else {"ref_emb": ref_emb, "ref_labels": ref_labels}
+        return self.loss(embeddings, labels, indices_tuple, **others) * size
 
 
-class DistributedMinerWrapper(nn.Module):
+class DistributedMinerWrapper(SettingsModule):
     """A miner over the batches of all processes."""
 
-    def __init__(self, miner: nn.Module, efficient: bool = False) -> None:
-        super().__init__()
-        if not isinstance(miner, BaseMiner):
+    miner: nn.Module
+    efficient: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.miner, BaseMiner):
             raise TypeError("The input miner must extend BaseMiner")
-        self.miner, self.efficient = miner, efficient
 
     def forward(
         self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None

@@ -1,6 +1,5 @@
 """Search and verification with a trained model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from nearkin.compat.pml.coverage import absent_names
-from nearkin.compat.pml.distances import BatchedDistance, CosineSimilarity
+from nearkin.compat.pml.distances import CosineSimilarity
 from nearkin.errors import ConfigError, import_extra
 from nearkin.metrics.ranking import neighbours
-
-__all__ = ["CustomKNN", "FaissKMeans", "FaissKNN", "InferenceModel", "MatchFinder"]
-__getattr__ = absent_names("utils.inference")
 
 Found = tuple[Tensor, Tensor]
 
@@ -140,13 +135,10 @@ class CustomKNN:
     batch_size: int | None = None
 
     def __call__(self, query: Tensor, k: int, reference: Tensor, ref_includes_query: bool = False) -> Found:
-        k, parts = k + ref_includes_query, []
-
-        def nearest(mat: Tensor, *_: int) -> None:
-            parts.append(torch.topk(mat, k, largest=self.distance.is_inverted, dim=1))
-
-        BatchedDistance(self.distance, nearest, self.batch_size or len(query))(query, reference)
-        distances, indices = (torch.cat([part[i] for part in parts]) for i in range(2))
+        batches = torch.split(query, self.batch_size or len(query))
+        mats = (self.distance(batch, reference) for batch in batches)
+        parts = [mat.topk(k + ref_includes_query, dim=1, largest=self.distance.is_inverted) for mat in mats]
+        distances, indices = (torch.cat(part) for part in zip(*parts, strict=True))
         return _without_self(distances, indices) if ref_includes_query else (distances, indices)
 
 
@@ -171,16 +163,15 @@ class InferenceModel:
 
     def train_knn(self, inputs: Any, batch_size: int = 64) -> None:
         """Search among these inputs, a tensor, a list of tensors or a dataset of (input, label)."""
-        self._embed_all(self.knn_func.train, inputs, batch_size)
+        self.knn_func.train(self._embed_all(inputs, batch_size))
 
     def add_to_knn(self, inputs: Any, batch_size: int = 64) -> None:
         """Search among these inputs too."""
-        self._embed_all(self.knn_func.add, inputs, batch_size)
+        self.knn_func.add(self._embed_all(inputs, batch_size))
 
-    def _embed_all(self, receive: Callable[[Tensor], Any], inputs: Any, batch_size: int) -> None:
-        loader = DataLoader(inputs, batch_size=batch_size)
-        with_labels = isinstance(inputs, Dataset)
-        receive(torch.cat([self.get_embeddings(batch[0] if with_labels else batch) for batch in loader]))
+    def _embed_all(self, inputs: Any, batch_size: int) -> Tensor:
+        batches = DataLoader(inputs, batch_size=batch_size)
+        return torch.cat([self.get_embeddings(x[0] if isinstance(inputs, Dataset) else x) for x in batches])
 
     def get_nearest_neighbors(self, query: Any, k: int) -> Found:
         """Return distances and indices [N, k] of the nearest inputs."""
