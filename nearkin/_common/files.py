@@ -182,12 +182,7 @@ def read_json(path: Path) -> Any:
 
 
 def nan_to_none(value: Any) -> Any:
-    """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples.
-
-    Example:
-        >>> nan_to_none({"interval": (0.5, math.nan)})
-        {'interval': [0.5, None]}
-    """
+    """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: nan_to_none(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
