@@ -5,7 +5,7 @@ import re
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, confirm_pairs, inspe
 from nearkin.data.images import NoImages
 from nearkin.data.listing import Listing
 from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
-from nearkin.data.splits import EVAL_PARTS, make_split, merge_shared_parts
+from nearkin.data.splits import held_out_parts, make_split, merge_shared_parts
 from nearkin.errors import DataError
 
-Cases = Mapping[str, Iterable[str]]  # instances of each kind of finding
+Cases = dict[str, Iterable[str]]  # instances of each kind of finding
 
 
 def check_target(target: str, root: Path, reporter: Reporter | None = None) -> Report:
@@ -54,7 +54,7 @@ def check_target(target: str, root: Path, reporter: Reporter | None = None) -> R
     names = tuple(table.class_names[label] for label in shared)
     listing = Listing(table.source, Path(), rows, table.labels, table.class_names, part, shared_classes=names)
     infos = [ImageInfo(digest=vector.tobytes()) for vector in table.features]
-    return _report(listing, {**_check_listing(listing), **_check_exact_duplicates(listing, infos)}, table.fingerprint)
+    return _report(listing, table.fingerprint, _check_exact_duplicates(listing, infos))
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
@@ -65,22 +65,19 @@ def check(listing: Listing, reporter: Reporter) -> Report:
         for path in listing.paths:
             infos.append(inspect_image(path))
             bar.advance()
-    cases = {
-        **_check_listing(listing),
-        **_check_files(listing, infos),
-        **_check_exact_duplicates(listing, infos),
-        **_check_near_duplicates(listing, infos),
-    }
+    cases = _check_files(listing, infos) | _check_exact_duplicates(listing, infos)
+    cases |= _check_near_duplicates(listing, infos)
     content_fingerprint = None
     if not any(info.error for info in infos):  # that of the table that training loads, without boxes
         present = listing.without_empty_classes()
         content_fingerprint = fingerprint(
             (info.digest for info in infos), present.labels, present.class_names, listing.part
         )
-    return _report(listing, cases, content_fingerprint)
+    return _report(listing, content_fingerprint, cases)
 
 
-def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> Report:
+def _report(listing: Listing, content_fingerprint: str | None, cases: Cases) -> Report:
+    cases = _check_listing(listing) | cases
     findings = (
         Finding(kind, level, *words, tuple(cases.get(kind, ())))
         for level, kinds in CATALOGUE.items()
@@ -100,6 +97,8 @@ def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> 
 def _check_listing(listing: Listing) -> Cases:
     names = listing.class_names
     class_sizes = np.bincount(listing.labels, minlength=len(names))
+    part = np.array("") if listing.part is None else listing.part
+    query, gallery = (listing.labels[np.broadcast_to(part == name, len(listing))] for name in ("query", "gallery"))
     by_normalized: dict[str, list[str]] = defaultdict(list)
     for name in names:
         by_normalized[normalize_class_name(name)].append(name)
@@ -113,7 +112,7 @@ def _check_listing(listing: Listing) -> Cases:
         "label_typo": (" = ".join(map(repr, group)) for group in by_normalized.values() if len(group) > 1),
         "single_image": (names[c] for c in np.flatnonzero(class_sizes == 1)),
         "empty_class": [*listing.empty, *(names[c] for c in np.flatnonzero(class_sizes == 0))],
-        "unanswerable": _classes_without_gallery(listing),
+        "unanswerable": (names[c] for c in np.setdiff1d(query, gallery) if len(gallery)),
         "loose": map(listing.shown, listing.unlabelled),
         "listed_twice": (listing.shown(path) for path, count in Counter(listing.paths).items() if count > 1),
         "ignored": map(listing.shown, listing.ignored),
@@ -135,31 +134,12 @@ def _split_problems(listing: Listing) -> list[str]:
 def _overlapping_classes(listing: Listing) -> list[str]:
     if listing.part is None:
         return []
-    test = np.isin(listing.part, EVAL_PARTS)
-    val = listing.part == "val"
-    train = ~test & ~val
-    overlap: set[int] = set()
-    for a, b in ((train, test), (train, val), (val, test)):
-        overlap |= set(np.intersect1d(listing.labels[a], listing.labels[b]).tolist())
-    return [listing.class_names[c] for c in sorted(overlap)]
-
-
-def _classes_without_gallery(listing: Listing) -> list[str]:
-    if listing.part is None or not (listing.part == "gallery").any():
-        return []
-    query, gallery = (listing.labels[listing.part == part] for part in ("query", "gallery"))
-    return [listing.class_names[c] for c in np.setdiff1d(query, gallery)]
+    overlaps = [np.intersect1d(listing.labels[a], listing.labels[b]) for _, a, b in held_out_parts(listing.part)]
+    return [listing.class_names[c] for c in np.union1d(*overlaps)]
 
 
 def normalize_class_name(name: str) -> str:
-    """Normalize case, spacing and Unicode form, so that spellings of one class compare equal.
-
-    Example:
-        >>> normalize_class_name("Blue  Jay") == normalize_class_name("blue_jay ")
-        True
-        >>> normalize_class_name("A1") == normalize_class_name("A 1")
-        False
-    """
+    """Normalize case, spacing and Unicode form, so that spellings of one class compare equal."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return re.sub(r"[\s_\-\u200b]+", " ", folded).strip()
 

@@ -198,12 +198,17 @@ def _refuse_overlap(table: Table | Listing, train: NDArray[np.int64], others: ND
         )
 
 
+def held_out_parts(part: NDArray[np.str_]) -> list[tuple[str, NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Return, for test and validation, the purpose, the rows held out for it and the rows to train on before."""
+    test, val = np.isin(part, EVAL_PARTS), part == "val"
+    return [("test", test, ~test), ("val", val, ~test & ~val)]
+
+
 def check_parts(listing: Table | Listing, data: DataConfig) -> None:
     """Refuse parts that share classes, before any image is decoded."""
     if listing.part is not None and data.split != "by_class":
-        test, val = np.isin(listing.part, EVAL_PARTS), listing.part == "val"
-        _refuse_overlap(listing, listing.labels[~test], listing.labels[test], "test")
-        _refuse_overlap(listing, listing.labels[~test & ~val], listing.labels[val], "val")
+        for purpose, held_out, rest in held_out_parts(listing.part):
+            _refuse_overlap(listing, listing.labels[rest], listing.labels[held_out], purpose)
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
@@ -241,16 +246,14 @@ def merge_shared_parts(
     labels: NDArray[np.int64], part: NDArray[np.str_] | None
 ) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
     """Merge parts that share most of their classes; return the parts that are left and the shared classes."""
-    none = np.empty(0, np.int64)
     if part is None:
-        return None, none
-    test, val = np.isin(part, EVAL_PARTS), part == "val"
-    for held_out, rest, merged in ((test, ~test, None), (val, ~test & ~val, np.where(val, "train", part))):
+        return None, np.empty(0, np.int64)
+    for purpose, held_out, rest in held_out_parts(part):
         classes = np.unique(labels[held_out])
         shared = np.intersect1d(classes, labels[rest])
         if len(shared) and 2 * len(shared) >= len(classes):
-            return merged, shared
-    return part, none
+            return None if purpose == "test" else np.where(held_out, "train", part), shared
+    return part, np.empty(0, np.int64)
 
 
 def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:
