@@ -3,14 +3,12 @@
 Training, evaluation, search and export all call this module, so that they preprocess images identically.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -105,7 +103,7 @@ class Embedder(nn.Module):
         example: Tensor | None = None,
         name: str = "",
         config: ModelConfig | None = None,
-    ) -> Embedder:
+    ) -> Self:
         """Make a model of your own network, for `fit`, `evaluate`, `Index`, serving and export.
 
         Args:
@@ -163,30 +161,24 @@ class Embedder(nn.Module):
     @torch.no_grad()
     def _probe(self, backbone: Backbone) -> tuple[Tensor, ...]:
         """Return the feature maps of one blank image, or raise if the backbone does not accept this image size."""
-        if isinstance(backbone, OwnBackbone):
-            return self._probe_own(backbone.eval())
+        is_own = isinstance(backbone, OwnBackbone)
+        blank = backbone.blank(1) if isinstance(backbone, OwnBackbone) else torch.zeros(1, *self.image_shape)
         try:
-            return self._feature_maps(torch.zeros(1, *self.image_shape), backbone.eval())
-        except (AssertionError, RuntimeError) as error:
+            return self._feature_maps(blank, backbone.eval())
+        except Exception as error:  # a module of the user may raise any exception
+            if isinstance(error, ConfigError) or not (is_own or isinstance(error, AssertionError | RuntimeError)):
+                raise
+            reason = str(error).partition("\n")[0]
+            if is_own:
+                raise ConfigError(
+                    f"module: failed on a batch of zeros {list(blank.shape)} ({type(error).__name__}: {reason}).\n"
+                    "Pass what it takes: preprocess=(mean, std, image size), image_size= or example=batch."
+                ) from None
             height, width = self.image_shape[1:]
             size = backbone.default_image_size
-            fix = f"--data.image-size {size}" if size else "another --data.image-size"
             raise ConfigError(
                 f"model.backbone: {self.model.backbone} does not accept images of {height} x {width} pixels "
-                f"({str(error).splitlines()[0]}). Use {fix}."
-            ) from None
-
-    def _probe_own(self, backbone: OwnBackbone) -> tuple[Tensor, ...]:
-        blank = backbone.blank(1)
-        try:
-            return self._feature_maps(blank, backbone)
-        except ConfigError:
-            raise
-        except Exception as error:  # the module may raise any exception
-            raise ConfigError(
-                f"module: failed on a batch of zeros {list(blank.shape)} ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}).\n"
-                "Pass what it takes: preprocess=(mean, std, image size), image_size= or example=batch."
+                f"({reason}). Use {f'--data.image-size {size}' if size else 'another --data.image-size'}."
             ) from None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -224,7 +216,7 @@ class Embedder(nn.Module):
             return backbone.forward_parts(scaled)
         return tuple(backbone.forward_levels(scaled).values())
 
-    def train(self, mode: bool = True) -> Embedder:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode; a frozen backbone and frozen batch norms stay in evaluation mode."""
         super().train(mode)
         if mode and self.backbone is not None:
@@ -242,11 +234,9 @@ class Embedder(nn.Module):
             return
         self.train(self.training)
         trainable = not frozen and self.model.freeze == "none"
-        self.backbone.requires_grad_(trainable)
         self.pool.requires_grad_(trainable)
         for name, parameter in self.backbone.named_parameters():
-            if name in self.backbone.always_frozen:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(trainable and name not in self.backbone.always_frozen)
         if self.model.freeze_norm == "all":
             for norm in _batch_norms(self.backbone):
                 norm.requires_grad_(False)

@@ -58,15 +58,12 @@ class FrozenFeatures:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A second process waits here, then finds the rows in the cache.
             with file_lock(self.path.with_suffix(".lock"), wait=True):
-                mark_used(
-                    self.path, f"{self.source}, {self.model.model.backbone} at {self.model.image_shape[-1]} pixels"
-                )
+                name, side = self.model.model.backbone, self.model.image_shape[-1]
+                mark_used(self.path, f"{self.source}, {name} at {side} pixels")
                 missing = self._read(part.row_numbers, features)
                 if len(missing):
-                    size = f"{4e-6 * self.width * self.total:,.1f} MB"
-                    self.reporter.info(
-                        f"features: {len(missing):,} images to process; cache: up to {size} in {self.path}"
-                    )
+                    where = f"up to {4e-6 * self.width * self.total:,.1f} MB in {self.path}"
+                    self.reporter.info(f"features: {len(missing):,} images to process; cache: {where}")
                     self._compute(part, missing, features)
         except OSError as error:
             error = full_disk(error, self.path, 4 * self.width * self.total) or error
