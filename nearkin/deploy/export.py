@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from nearkin.deploy.images import (
     input_dtype,
     random_check_images,
 )
-from nearkin.deploy.index.trained import read_training_classes
+from nearkin.deploy.index.sources import read_training_classes
 from nearkin.errors import ConfigError, RunError, UserError, import_extra
 from nearkin.models.embedder import Embedder
 from nearkin.models.heads import unit
@@ -45,7 +45,6 @@ MAX_DIFFERENCE = 1e-4  # of a vector element between file and model; more means 
 MAX_ONNX_BYTES = 1_900_000_000  # of weights; ONNX files are limited to 2 GiB
 
 Target = Literal["onnx", "torch"]
-Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,11 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
     channels, side = model.image_shape[0], model.image_shape[-1]
     augment = AUGMENTS[model.augment]
-    trained_on = None
+    trained_on: dict[str, Any] | None = None
     if run is not None:
-        try:
-            names = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names)
-        except (UserError, OSError):  # the run's data are gone or have changed
-            names = []
-        trained_on = {"source": run.recipe.data.source, "classes": names or None}
+        trained_on = {"source": run.recipe.data.source, "classes": None}
+        with suppress(UserError, OSError):  # the run's data are gone or have changed
+            trained_on["classes"] = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names) or None
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -248,9 +245,10 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
 def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) -> float:
     """Compare an exported file with its model. Returns the largest difference of any vector element."""
     run_file = load_exported(path, to)
-    largest = 0.0
-    # In batches of several sizes, 1 included, to check that the batch size is dynamic.
-    for batch in torch.split(pixels, _batch_sizes(len(pixels))):
+    start, size, largest = 0, 1, 0.0
+    while start < len(pixels):
+        batch = pixels[start : start + size]
+        start, size = start + size, min(size + 1, 32)  # several sizes, to check that the batch size is dynamic
         expected = model.embed(batch)
         actual = torch.from_numpy(run_file(batch.numpy()))
         if actual.shape != expected.shape:
@@ -275,19 +273,11 @@ def load_exported(path: Path, to: Target) -> Any:
         return lambda pixels: session.run(None, {"images": pixels})[0]
     module = torch.export.load(path).module()
 
-    def run(pixels: NDArray[np.uint8]) -> Vectors:
+    def run(pixels: NDArray[np.uint8]) -> Any:
         with torch.inference_mode():
-            return module(torch.from_numpy(pixels)).numpy()  # type: ignore[no-any-return]
+            return module(torch.from_numpy(pixels)).numpy()
 
     return run
-
-
-def _batch_sizes(count: int) -> list[int]:
-    """Return batch sizes 1, 2, 3, ... up to 32 that sum to `count`."""
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(min(len(sizes) + 1, 32, count - sum(sizes)))
-    return sizes
 
 
 def _check_takes_images(model: Embedder) -> None:

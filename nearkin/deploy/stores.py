@@ -4,8 +4,6 @@ The index folder stays authoritative: the store can be refilled from it. Whether
 approximately depends on its own configuration; hits are sorted by the float32 cosine that it returns.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,7 @@ _BATCH_SIZE = 256  # items per request to Qdrant
 _NAMESPACE = uuid.UUID("6f0f8f2e-6f6b-4c0e-9f61-6e6561726b69")  # Qdrant needs UUIDs; they are derived from item ids
 
 
-def open_store(url: str, dim: int, model: str) -> Store:
+def open_store(url: str, dim: int, model: str) -> "Store":
     """Open a vector store, creating its collection or table if needed.
 
     Args:
@@ -62,12 +60,7 @@ def open_store(url: str, dim: int, model: str) -> Store:
 
 
 def without_secrets(url: str) -> str:
-    """Remove passwords and keys from a store URL, so that it can be shown and saved.
-
-    Example:
-        >>> without_secrets("pgvector://me:secret@db/photos?table=birds&password=secret")
-        'pgvector://me@db/photos?table=birds'
-    """
+    """Remove passwords and keys from a store URL, so that it can be shown and saved."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     query = [(key, value) for key, value in parse_qsl(parts.query) if "pass" not in key and "key" not in key]

@@ -80,10 +80,6 @@ def calibrate(
 
     The interval of the false-accept rate comes from a bootstrap over classes: the threshold is set on the sampled
     classes and the rate measured on the others, so it predicts the rate on classes that took no part in calibration.
-
-    Example:
-        >>> calibrate([0.9, 0.8], [0.1, 0.2, 0.3, 0.4], false_accept=0.25).value
-        0.3
     """
     check_rate(false_accept)
     known, unknown = _as_similarities(query_sims_known, "known"), _as_similarities(query_sims_unknown, "unknown")
