@@ -110,9 +110,7 @@ def format_rate(rate: float, unit: str) -> str:
 
 def escape_controls(text: str, *, keep_colours: bool = False) -> str:
     r"""Write control characters as text: those in file names could change the terminal or hide output."""
-    return _CONTROLS.sub(
-        lambda match: match[0] if keep_colours and match[1] else match[0].encode("unicode_escape").decode(), text
-    )
+    return _CONTROLS.sub(lambda m: m[0] if keep_colours and m[1] else m[0].encode("unicode_escape").decode(), text)
 
 
 def format_duration(seconds: float) -> str:

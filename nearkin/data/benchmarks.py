@@ -177,9 +177,8 @@ class Benchmark:
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
         if root is None:
-            raise DataError(
-                f"{self.name}: give its folder with --data.root DIR, or download it: nearkin data get {self.name}."
-            )
+            get = f"nearkin data get {self.name}"
+            raise DataError(f"{self.name}: give its folder with --data.root DIR, or download it: {get}.")
         folder = self.find(root)
         if folder is None:
             expected = " or ".join(str(p / self.marker_files[0]) for p in (root, root / self.folder))

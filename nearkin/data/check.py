@@ -67,13 +67,11 @@ def check(listing: Listing, reporter: Reporter) -> Report:
             bar.advance()
     cases = _check_files(listing, infos) | _check_exact_duplicates(listing, infos)
     cases |= _check_near_duplicates(listing, infos)
-    content_fingerprint = None
+    content = None
     if not any(info.error for info in infos):  # that of the table that training loads, without boxes
         present = listing.without_empty_classes()
-        content_fingerprint = fingerprint(
-            (info.digest for info in infos), present.labels, present.class_names, listing.part
-        )
-    return _report(listing, content_fingerprint, cases)
+        content = fingerprint((info.digest for info in infos), present.labels, present.class_names, listing.part)
+    return _report(listing, content, cases)
 
 
 def _report(listing: Listing, content_fingerprint: str | None, cases: Cases) -> Report:

@@ -185,6 +185,5 @@ def file_digest(path: Path) -> bytes:
         with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}). Fix or remove it, or skip it with --data.skip-broken."
-        ) from None
+        fix = "Fix or remove it, or skip it with --data.skip-broken."
+        raise DataError(f"{path}: cannot be read ({error.strerror}). {fix}") from None

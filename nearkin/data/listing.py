@@ -23,6 +23,7 @@ from nearkin.errors import DataError, MissingExtraError, did_you_mean
 if TYPE_CHECKING:
     from nearkin.data.images import Images
 
+Columns = dict[str, list[str]]  # the columns of a table as text, by our names
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 TABLE_SUFFIXES = {".csv", ".tsv", ".parquet"}
 # Accepted names of each column, ours first.
@@ -199,9 +200,7 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
     return images
 
 
-def list_table(
-    path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
-) -> Listing:
+def list_table(path: Path, path_column: str | None = None, label_column: str | None = None, fewest: int = 2) -> Listing:
     """List the rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (or one per part)."""
     files = metadata_files(path) if path.is_dir() else [path]
     if not files:
@@ -228,9 +227,7 @@ def list_table(
     return list_columns(columns, paths, path.resolve().stem, root, str(path), fewest).without_missing()
 
 
-def list_columns(
-    columns: dict[str, list[str]], paths: list[Path], source: str, root: Path, name: str, fewest: int = 2
-) -> Listing:
+def list_columns(columns: Columns, paths: list[Path], source: str, root: Path, name: str, fewest: int = 2) -> Listing:
     """List the rows of a table whose columns have our names; errors call it `name`."""
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
@@ -257,7 +254,7 @@ def metadata_files(root: Path) -> list[Path]:
 
 def text_columns(
     table: Mapping[str, Sequence[Any]], chosen: dict[str, str | None], name: str, row_numbers: list[str]
-) -> dict[str, list[str]]:
+) -> Columns:
     """Return the known columns of a table under our names, as text, and "row", the number of each row."""
     columns = {"row": row_numbers}
     for column, found in find_columns(table, chosen, name).items():

@@ -373,9 +373,7 @@ def _encode(labels: Labels) -> Rows:
     """Return the class of each row as an integer; the order of the classes is that of the labels."""
     array = np.asarray(labels)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "biuUSO":
-        raise ConfigError(
-            f"labels: expected a number or a name for each row, got {array.dtype} of shape {list(array.shape)}."
-        )
+        raise ConfigError(f"labels: expected a number or a name for each row, got {array.dtype} {list(array.shape)}.")
     try:
         return np.unique(array, return_inverse=True)[1].astype(np.int64)
     except TypeError:  # None among names, or numbers and names mixed

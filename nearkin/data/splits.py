@@ -13,6 +13,8 @@ from nearkin.data.listing import Listing
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
 
+Ints = NDArray[np.int64]
+Parts = NDArray[np.str_]
 EVAL_PARTS = ("test", "query", "gallery")  # only `evaluate_final` may open these
 SPLITS = ("auto", "half", "by_class")
 _PURPOSES = {"test": ("test", "test"), "val": ("validation", "validate")}
@@ -157,9 +159,8 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
     if set(table.parts) & set(EVAL_PARTS):
         return official(table)
     if table.num_classes < 6:
-        raise DataError(
-            f"{table.source}: {agreeing(table.num_classes, 'classes are')} too few to halve; at least 6 are needed."
-        )
+        counts = agreeing(table.num_classes, "classes are")
+        raise DataError(f"{table.source}: {counts} too few to halve; at least 6 are needed.")
     classes = np.arange(table.num_classes)
     middle = table.num_classes // 2
     description = "first half of the classes trains"
@@ -172,9 +173,7 @@ def official(table: Table) -> tuple[Table, Holdout]:
     return _subset(table, train, "official"), _holdout(table, test, "official")
 
 
-def _classes_of_parts(
-    table: Table, parts: Sequence[str], purpose: str, *, min_train: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _classes_of_parts(table: Table, parts: Sequence[str], purpose: str, *, min_train: int) -> tuple[Ints, Ints]:
     """The classes of all other parts and those of these parts, which must differ."""
     assert table.part is not None
     selected = np.isin(table.part, parts)
@@ -242,9 +241,7 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     return _split(table, train, val, description)
 
 
-def merge_shared_parts(
-    labels: NDArray[np.int64], part: NDArray[np.str_] | None
-) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
+def merge_shared_parts(labels: Ints, part: Parts | None) -> tuple[Parts | None, Ints]:
     """Merge parts that share most of their classes; return the parts that are left and the shared classes."""
     if part is None:
         return None, np.empty(0, np.int64)

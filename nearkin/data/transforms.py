@@ -28,6 +28,8 @@ _SQUASH_SIZE = 256  # side of the square in which boxes of squashed images are d
 _CHUNK_SIZE = 8  # images per task of a thread
 
 CropBox = tuple[int, int, int, int]  # top, left, height, width
+Range = tuple[float, float]
+Task = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
     return resize(image[:, top : top + height, left : left + width], side, side)
 
 
-def random_crop_box(
-    height: int, width: int, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float]
-) -> CropBox:
+def random_crop_box(height: int, width: int, draws: Draws, *, scale: Range, ratio: Range) -> CropBox:
     """Draw the box of torchvision's RandomResizedCrop."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for attempt in range(_CROP_ATTEMPTS):
@@ -136,8 +136,8 @@ def random_resized_crop(
     draws: Draws,
     side: int,
     *,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: Range = (0.08, 1.0),
+    ratio: Range = (3 / 4, 4 / 3),
     squash: bool = False,
     jitter: float = 0.0,
     hue: float = 0.0,
@@ -246,9 +246,7 @@ def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, work
     return prefetch(jobs, workers=workers)
 
 
-def _batch_tasks(
-    images: Images, rows: Rows, transform: Callable[[int, Tensor], Tensor], side: int
-) -> list[Callable[[], Tensor]]:
+def _batch_tasks(images: Images, rows: Rows, transform: Callable[[int, Tensor], Tensor], side: int) -> list[Task]:
     """Split one batch into tasks for several threads; each fills its own rows of one tensor and returns it."""
     batch = empty_batch(len(rows), images.shape[0], side, side)
 

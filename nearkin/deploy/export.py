@@ -223,9 +223,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
     """Convert a traced network to ONNX."""
     weights = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     if weights > MAX_ONNX_BYTES:
-        raise ConfigError(
-            f"export: {weights / 1e9:.1f} GB of weights exceed the 2 GB limit of ONNX files. Use --to torch."
-        )
+        raise ConfigError(f"export: {weights / 1e9:.1f} GB of weights exceed the 2 GB of ONNX files. Use --to torch.")
     onnx = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["vectors"], verbose=False)
     assert onnx is not None
     graph: Any = onnx.model.graph
@@ -252,9 +250,8 @@ def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) 
         expected = model.embed(batch)
         actual = torch.from_numpy(run_file(batch.numpy()))
         if actual.shape != expected.shape:
-            raise RunError(
-                f"export: the file returns shape {list(actual.shape)}, the model {list(expected.shape)}; not saved."
-            )
+            shapes = f"{list(actual.shape)}, the model {list(expected.shape)}"
+            raise RunError(f"export: the file returns shape {shapes}; not saved.")
         largest = max(largest, float((actual - expected).abs().max().nan_to_num(torch.inf)))
     if not largest <= MAX_DIFFERENCE:
         raise RunError(
@@ -267,9 +264,8 @@ def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) 
 def load_exported(path: Path, to: Target) -> Any:
     """Load an exported file with the runtime its users will use."""
     if to == "onnx":
-        session = import_extra("onnxruntime", extra="export").InferenceSession(
-            str(path), providers=["CPUExecutionProvider"]
-        )
+        runtime = import_extra("onnxruntime", extra="export")
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         return lambda pixels: session.run(None, {"images": pixels})[0]
     module = torch.export.load(path).module()
 

@@ -229,7 +229,7 @@ class PgvectorStore(Store):
             found = re.fullmatch(r"nearkin vectors of ([0-9]+) dimensions, model (.*)", comment or "")
             if found is None:
                 raise DataError(
-                    f"{self.name}: table {self.table} was not created by nearkin. Use another one: ?table=NAME."
+                    f"{self.name}: {self.table} was not created by nearkin. Use another table: ?table=NAME."
                 )
             self._check_compatible(int(found[1]), found[2])
             return

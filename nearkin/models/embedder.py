@@ -279,14 +279,14 @@ class Embedder(nn.Module):
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
     def _run_batches(
-        self, function: Any, images: ImageInput, batch_size: int, reporter: Reporter | None, width: int
+        self, function: Any, images: ImageInput, size: int, reporter: Reporter | None, width: int
     ) -> Tensor:
         """Apply a function to all images; `width` is that of an empty result."""
         if isinstance(images, str | Path):
             raise DataError(f"embed: expected a list of images, got one path. Use embed([{str(images)!r}]).")
         outputs = []
         with (reporter or Reporter(quiet=True)).track("embedding", len(images), unit="img") as bar:
-            for output in self.stream(function, images, batch_size):
+            for output in self.stream(function, images, size):
                 outputs.append(output)
                 bar.advance(len(output))
         return torch.cat(outputs) if outputs else torch.empty(0, width)

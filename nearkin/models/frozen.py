@@ -41,9 +41,7 @@ class FrozenFeatures:
         reporter: Shows the progress.
     """
 
-    def __init__(
-        self, model: Embedder, table: Table, *, on_disk: bool = True, views: int = 1, reporter: Reporter
-    ) -> None:
+    def __init__(self, model: Embedder, table: Table, reporter: Reporter, on_disk: bool = True, views: int = 1) -> None:
         self.model, self.total, self.width, self.reporter = model, len(table), model.num_features, reporter
         self.views, self.source = views, table.source
         self.path = cache_dir() / "features" / f"{_key(model, table, views)}.f32" if on_disk else None

@@ -91,10 +91,8 @@ class Head(nn.Module):
             layer.bias.copy_(bias)
 
 
-def _mlp(in_features: int, out_features: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(in_features, out_features), nn.ReLU(inplace=True), nn.Linear(out_features, out_features)
-    )
+def _mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Linear(outputs, outputs))
 
 
 def unit(emb: Tensor) -> Tensor:

@@ -33,9 +33,7 @@ def download(address: str) -> Path:
         options = {"revision": revision or None, "allow_patterns": _FILES, "etag_timeout": TIMEOUT}
         folder = Path(hub.snapshot_download(repo, **options))
     if not (folder / _FILES[0]).exists():
-        raise RunError(
-            f"{PREFIX}{repo}: has no {_FILES[0]}, so it is not a model of nearkin. Load it with timm instead."
-        )
+        raise RunError(f"{PREFIX}{repo}: has no {_FILES[0]}, so it is not a model of nearkin. Load it with timm.")
     return folder
 
 

@@ -61,9 +61,7 @@ def _read_run(folder: Path, weights: Path) -> dict[str, Any]:
             f"Train it again: nearkin train {recipe_file}"
         )
     if not recipe_file.exists() or not weights.exists():
-        raise RunError(
-            f"{folder}: no trained model here (recipe.toml and best.pt, or model.json). Give a folder below runs/."
-        )
+        raise RunError(f"{folder}: no trained model here (best.pt or model.json). Give a folder below runs/.")
     checkpoint = load_checkpoint(weights, keys=("model", "image_shape"))
     recipe = Recipe.from_toml(recipe_file)
     config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed

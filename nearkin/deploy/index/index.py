@@ -6,6 +6,7 @@ Search is exact and ranks as `nk.score` does: by cosine similarity of the float3
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -184,12 +185,11 @@ class Index:
     def answer(self, query: Any, k: int = 10, *, exclude: int | None = None, exact: bool = False) -> SearchResult:
         """Search as `search` does, without the row `exclude`, and tell whether the query's class is known."""
         vector = self.vector_of(query)
-        rows, cosines = self._nearest(vector, k, exclude, exact)
+        nearest = partial(self._nearest, exclude=exclude, exact=exact)
+        rows, cosines = nearest(vector, k)
         top = float(cosines[0]) if len(cosines) else -1.0
         if self.rerank is not None and not exact:
-            rows, cosines = apply_rerank(
-                vector, self.vectors, k, self.rerank, lambda q, n: self._nearest(q, n, exclude, exact)
-            )
+            rows, cosines = apply_rerank(vector, self.vectors, k, self.rerank, nearest)
         hits = tuple(
             Hit(self.ids[row], self.labels[row], cosine, row)
             for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
@@ -328,9 +328,7 @@ class Index:
             index.model_info = state["model"] and from_dict(ModelInfo, state["model"], "model.")
             index.root = state["root"] and Path(state["root"])
             index.threshold = state["threshold"] and from_dict(Threshold, state["threshold"], "threshold.")
-            index.rerank = state["rerank"] and from_dict(
-                RERANKERS[state["rerank"][0]], state["rerank"][1], f"{state['rerank'][0]}."
-            )
+            index.rerank = state["rerank"] and from_dict(RERANKERS[state["rerank"][0]], state["rerank"][1], "rerank.")
             index.store = state["store"]
             if graph is not None:
                 index.graph = HNSWGraph(graph, from_dict(GraphStats, state["graph"], "graph."))

@@ -21,6 +21,7 @@ Vectors = NDArray[np.float32]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Label = str | int | None
+Pair = tuple[int, int, float]  # two rows and their cosine
 
 MAX_NORM = 1e15  # of a vector; above it float32 sums could overflow
 _MAX_SHORTLIST_QUERIES = 32  # up to here a shortlist per query is faster than one product with all items
@@ -154,9 +155,7 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
         yield start, np.asarray(vectors[start : start + step])
 
 
-def near_pairs(
-    vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000
-) -> tuple[list[tuple[int, int, float]], int]:
+def near_pairs(vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000) -> tuple[list[Pair], int]:
     """Find pairs of near-duplicate rows by comparing all pairs, block by block."""
     if not -1 <= min_similarity <= 1:
         raise ConfigError(f"min_similarity: expected a cosine from -1 to 1, got {min_similarity}.")

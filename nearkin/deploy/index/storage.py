@@ -40,9 +40,7 @@ def read_state(folder: Path) -> State:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if (folder / _JOURNAL).exists():
-            raise DataError(
-                f"{folder}: indexing was interrupted. Run the same `nearkin index` command again to resume."
-            ) from None
+            raise DataError(f"{folder}: indexing was interrupted. Run the same command again to resume.") from None
         raise DataError(f"{folder}: no index found. Create one with: nearkin index RUN FOLDER -o DIR.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot read ({error.strerror}).") from None

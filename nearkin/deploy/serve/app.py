@@ -138,9 +138,7 @@ async def _check_parameters(request: Request) -> None:
     given = request.query_params
     for name in given:
         if name not in known:
-            raise HTTPException(
-                400, f"Unknown parameter '{shorten(name)}'.{did_you_mean(name, known) if known else ''}"
-            )
+            raise HTTPException(400, f"Unknown parameter '{shorten(name)}'.{did_you_mean(name, known)}")
         if len(given.getlist(name)) > 1:
             raise HTTPException(400, f"{name}: given more than once.")
         value, schema = given[name], known[name]["schema"]
