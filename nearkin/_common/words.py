@@ -23,3 +23,8 @@ def agreeing(number: int, phrase: str) -> str:
         phrase = re.sub(r"\b(class)es\b|\b(\w+)s\b", r"\1\2", phrase, count=1)
         phrase = re.sub(rf"\b({'|'.join(_SINGULAR)})\b", lambda verb: _SINGULAR[verb[0]], phrase, count=1)
     return f"{number:,} {phrase}"
+
+
+def printable(text: str) -> str:
+    """Escape bytes of file names that are not UTF-8, for example as \\udce9, which JSON decodes to the same name."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -30,7 +30,7 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
     if "," in model.backbone:
         return JoinedBackbone(model, in_channels)
     if model.backbone in FIXED_WIDTH and in_channels != 3:
-        raise ConfigError(f"model.backbone: {model.backbone} expects colour images, got {in_channels} channel(s).")
+        raise ConfigError(f"model.backbone: {model.backbone} expects 3 channels (colour images), got {in_channels}.")
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
     return TimmBackbone(model.backbone, in_channels)

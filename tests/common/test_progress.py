@@ -45,7 +45,7 @@ def test_the_waits_are_short():
 
 
 def test_findings_agree_with_their_number():
-    from nearkin.data.findings import CATALOGUE
+    from nearkin.data.check import CATALOGUE
 
     for kinds in CATALOGUE.values():
         for title, _ in kinds.values():

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from nearkin.data.findings import printable
+from nearkin._common.words import printable
 from nearkin.data.loading import available_cores
 from nearkin.data.reading import name_of, read_image, square
 from nearkin.deploy.images import model_input
