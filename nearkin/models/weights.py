@@ -66,7 +66,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     items = state.items() if isinstance(state, Mapping) else ()
     tensors = {key: value for key, value in items if isinstance(value, Tensor)}
     if not tensors:
-        raise ConfigError(f"{path}: no named tensors found. Save them with torch.save(model.state_dict(), FILE).")
+        raise ConfigError(f"{path}: no weights found. Save them with torch.save(model.state_dict(), FILE).")
     return tensors
 
 
