@@ -1,7 +1,4 @@
-"""`Listing`: the files and labels of a source, before any image is decoded.
-
-Lists class folders, CSV and Parquet files, and Hugging Face-style folders; layouts.py those of the benchmarks.
-"""
+"""`Listing`: the files and labels of a folder, a CSV or Parquet file, or a benchmark, before any image is decoded."""
 
 import csv
 import importlib

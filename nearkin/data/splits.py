@@ -112,7 +112,7 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
             return split_by_class(table, val_fraction=data.val_fraction, test_fraction=test_fraction, seed=seed)
         test, rest = _draw(table, seed, "train and validate", 4, test=test_fraction)  # the rest: `kfold` or `fixed`
         description = f"by class, seed {seed}"
-        training, holdout = _subset(table, rest, description), _holdout(table, test, description)
+        training, holdout = _subset(table, rest, description), Holdout(_subset(table, test, description))
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
     if data.select_on == "test":
@@ -130,7 +130,7 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
 def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
     """Assign whole classes at random to training, validation and test."""
     test, val, train = _draw(table, seed, "train", 2, test=test_fraction, val=val_fraction)
-    return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
+    return _split(table, train, val, f"by class, seed {seed}"), Holdout(_subset(table, test, f"by class, seed {seed}"))
 
 
 def _draw(table: Table, seed: int, rest: str, min_rest: int, **fractions: float) -> list[NDArray[np.int64]]:
@@ -164,13 +164,13 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
     classes = np.arange(table.num_classes)
     middle = table.num_classes // 2
     description = "first half of the classes trains"
-    return _subset(table, classes[:middle], description), _holdout(table, classes[middle:], description)
+    return _subset(table, classes[:middle], description), Holdout(_subset(table, classes[middle:], description))
 
 
 def official(table: Table) -> tuple[Table, Holdout]:
     """The parts that the source defines, provided that no class is in both training and test."""
     train, test = _classes_of_parts(table, EVAL_PARTS, "test", min_train=4)
-    return _subset(table, train, "official"), _holdout(table, test, "official")
+    return _subset(table, train, "official"), Holdout(_subset(table, test, "official"))
 
 
 def _classes_of_parts(table: Table, parts: Sequence[str], purpose: str, *, min_train: int) -> tuple[Ints, Ints]:
@@ -255,10 +255,6 @@ def merge_shared_parts(labels: Ints, part: Parts | None) -> tuple[Parts | None, 
 
 def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:
     return replace(table.of_classes(np.sort(classes)), split=description)
-
-
-def _holdout(table: Table, classes: NDArray[np.int64], description: str) -> Holdout:
-    return Holdout(_subset(table, classes, description))
 
 
 def _split(table: Table, train: NDArray[np.int64], val: NDArray[np.int64], description: str) -> Split:

@@ -1,7 +1,4 @@
-"""Export a trained model to a single ONNX or torch.export file that runs without nearkin.
-
-Scaling, channel order and normalization are part of the file; how to crop an image is described in its metadata.
-"""
+"""Export a trained model to a single ONNX or torch.export file that runs without nearkin; its metadata say how."""
 
 import copy
 import hashlib

@@ -16,17 +16,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def download(address: str) -> Path:
-    """Download a model, or find it in the cache.
-
-    Args:
-        address: "hf:user/name", or "hf:user/name@REVISION" for a tag, branch or commit.
-
-    Returns:
-        The folder of its files.
-
-    Raises:
-        RunError: The Hub cannot be reached, or has no such model.
-    """
+    """Download "hf:user/name" or "hf:user/name@REVISION", or find it in the cache. Returns the folder of its files."""
     repo, _, revision = _check_name(address.removeprefix(PREFIX)).partition("@")
     hub: Any = import_extra("huggingface_hub", extra="images")
     with _hub_errors(repo):

@@ -1,7 +1,4 @@
-"""List the images to index, and find the indexed classes that a run was trained on.
-
-Those must not calibrate a threshold or select a re-ranking.
-"""
+"""The images to index, and the classes a run was trained on, which must not calibrate a threshold or a re-ranking."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,4 @@
-"""The ASGI application of `nearkin serve`: a web page and a JSON API, described at /docs and /openapi.json.
-
-Images are read and embedded in worker threads, so that the server stays responsive.
-"""
+"""The ASGI application of `nearkin serve`: a web page and a JSON API, described at /docs and /openapi.json."""
 
 import hashlib
 import re

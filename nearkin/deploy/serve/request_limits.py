@@ -1,7 +1,4 @@
-"""Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images.
-
-Requests are rejected as early as possible, with a status code and one sentence without paths of this machine.
-"""
+"""Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images."""
 
 import asyncio
 import re
