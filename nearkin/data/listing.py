@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from nearkin._common.words import counted
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, MissingExtraError, did_you_mean
-
-if TYPE_CHECKING:
-    from nearkin.data.images import Images
 
 Columns = dict[str, list[str]]  # the columns of a table as text, by our names
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -86,7 +83,7 @@ class Listing:
         present, labels = np.unique(self.labels, return_inverse=True)
         return replace(self, labels=labels.astype(np.int64), class_names=tuple(self.class_names[c] for c in present))
 
-    def to_table(self, images: "Images", fingerprint: str) -> Table:
+    def to_table(self, images: Any, fingerprint: str) -> Table:
         columns = ("source", "labels", "class_names", "paths", "part", "groups", "boxes", "notes")
         return Table(images=images, fingerprint=fingerprint, **{name: getattr(self, name) for name in columns})
 

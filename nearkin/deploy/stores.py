@@ -9,8 +9,8 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
@@ -85,7 +85,7 @@ def _store_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {reason[:300]}") from None
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A vector store; `name` is its URL without secrets. Subclasses implement the methods that start with _."""
 
     def __init__(self, client: Any, table: str, dim: int, model: str, name: str = "store") -> None:
@@ -116,9 +116,6 @@ class Store:
 
     def close(self) -> None:
         self.client.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

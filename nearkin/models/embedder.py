@@ -51,6 +51,8 @@ class Embedder(nn.Module):
     Attributes:
         dim: Dimension of the embedding.
         num_features: Number F of pooled features.
+        takes_pixels: Whether the inputs are images uint8 that the model normalises itself.
+        channels: Channels of the images that are read for the model.
     """
 
     mean: Tensor
@@ -75,6 +77,8 @@ class Embedder(nn.Module):
             self.pool = Pool(model)
             parts = tuple(self.pool(maps).shape[1] for maps in self._probe(self.backbone))
             self.backbone.train()
+        self.takes_pixels = self.backbone is not None and (backbone is None or backbone.inputs.dtype == torch.uint8)
+        self.channels = channels if self.takes_pixels else 3
         self.num_features = sum(parts)
         self.head = Head(model, parts)
         self.dim = self.head.dim
@@ -138,19 +142,9 @@ class Embedder(nn.Module):
         return self.backbone if isinstance(self.backbone, OwnBackbone) else None
 
     @property
-    def takes_pixels(self) -> bool:
-        """Whether the inputs are images uint8 that the model normalises itself."""
-        return self.backbone is not None and (self.own is None or self.own.inputs.dtype == torch.uint8)
-
-    @property
     def preprocess(self) -> Preprocess | None:
         """The function of the user that turns a PIL image into an input, if there is one."""
         return self.own.inputs.function if self.own else None
-
-    @property
-    def channels(self) -> int:
-        """Channels of the images that are read for the model."""
-        return self.image_shape[0] if self.takes_pixels else 3
 
     def data_config(self, data: DataConfig | None = None) -> DataConfig:
         """Return the settings with which images are read for this model: its size, and without `data` its crop."""
