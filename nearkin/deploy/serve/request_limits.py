@@ -36,7 +36,7 @@ class RequestLimits:
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
         if self.max_pixels > MAX_PIXELS:
-            raise ConfigError(f"--max-pixels: the decoder's limit is {MAX_PIXELS:,}, got {self.max_pixels:,}.")
+            raise ConfigError(f"--max-pixels: expected at most {MAX_PIXELS:,}, got {self.max_pixels:,}.")
 
 
 def too_busy() -> HTTPException:
