@@ -85,9 +85,8 @@ def temporary_path(target: Path, size: int = 0) -> Iterator[Path]:
     except (OSError, RuntimeError) as error:
         if full := full_disk(error, target, size):
             raise full from error
-        if not isinstance(error, OSError) or error.errno is None:
-            raise
-        if error.filename not in (None, temporary, str(temporary)):
+        ours = (None, temporary, str(temporary))
+        if not isinstance(error, OSError) or error.errno is None or error.filename not in ours:
             raise
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
@@ -122,16 +121,11 @@ def replace_file(source: Path, target: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Delete the temporary files and folders of killed processes, never those of a process that is alive."""
     with suppress(OSError):
-        for path in folder.iterdir():
-            found = _TEMPORARY.fullmatch(path.name)
-            if found is None:
-                continue
+        for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(folder))):
+            path = folder / found[0]
             with suppress(OSError):
-                if found["machine"] == _machine():
-                    abandoned = not is_alive(int(found["pid"]))
-                else:
-                    abandoned = time.time() - path.stat().st_mtime > _FOREIGN_AGE
-                if abandoned:
+                is_local, age = found["machine"] == _machine(), time.time() - path.stat().st_mtime
+                if not is_alive(int(found["pid"])) if is_local else age > _FOREIGN_AGE:
                     _remove(path)
 
 
@@ -182,12 +176,7 @@ def read_json(path: Path) -> Any:
 
 
 def nan_to_none(value: Any) -> Any:
-    """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples.
-
-    Example:
-        >>> nan_to_none({"interval": (0.5, math.nan)})
-        {'interval': [0.5, None]}
-    """
+    """Replace NaN and infinity by None, which JSON can hold, in nested dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: nan_to_none(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make `__getattr__`, `__dir__` and `__all__` for a package whose exports are the imports of its __init__.pyi.
-
-    They are imported on first use, so that the package starts fast. The stub tells type checkers the same names.
-    """
+    """Make `__getattr__`, `__dir__` and `__all__` for a package whose exports are the imports of its __init__.pyi."""
     modules: dict[str, str] = {}
     for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         assert isinstance(node, ast.ImportFrom)

@@ -33,14 +33,9 @@ def add_plugin_files(files: list[str]) -> None:
 
 
 def load_plugins() -> None:
-    """Import all plugins that are not imported yet.
-
-    Raises:
-        ConfigError: A plugin cannot be imported.
-    """
-    for path in os.environ.get(VARIABLE, "").split(os.pathsep):
-        if path:
-            _import_file(Path(path))
+    """Import all plugins that are not imported yet, or raise a ConfigError."""
+    for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        _import_file(Path(path))
     for name, module in _installed():
         if module not in sys.modules:
             try:

@@ -48,11 +48,7 @@ def other_processes_run(loadavg: str = "/proc/loadavg") -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, for the next step to use.
-
-    glibc returns every large block to the system, which clears its pages before it hands them out again: for a
-    convolutional network on the CPU that takes as long as the arithmetic. Other C libraries do not have the function.
-    """
+    """Keep freed memory: glibc would return large blocks, and clearing new ones takes a network as long as its sums."""
     if any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")):
         return  # the user's choice
     mmap_threshold, trim_threshold = -3, -1  # names of glibc's parameters
@@ -94,18 +90,18 @@ def interrupt_after(wait: Callable[[], object]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def check_address_space(*, needed: int = 160 << 20, ample: int = 8 << 30) -> None:
-    """Refuse a `ulimit -v` in which torch's libraries would abort this process; unless it is `ample`, a child tries."""
+def check_address_space() -> None:
+    """Refuse a `ulimit -v` in which torch's libraries would abort this process; below 8 GB, a child process tries."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY or limit >= ample:
+    if limit == resource.RLIM_INFINITY or limit >= 8 << 30:
         return
     import subprocess
 
-    code = f"import mmap, torch; mmap.mmap(-1, {needed})"
+    code = "import mmap, torch; mmap.mmap(-1, 160 << 20)"
     if subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode:
         raise UserError(
             f"The limit on the address space is {limit / 1e9:.1f} GB (ulimit -v), too little to load torch. "

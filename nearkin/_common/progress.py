@@ -33,24 +33,12 @@ class ProgressBar:
             rate = self.done / max(time.monotonic() - self._start, 1e-9)
             self._progress.update(self._task, advance=count, note=f"{format_rate(rate, self.unit)}  {note}")
 
-    @contextmanager
-    def print_lines(self) -> Iterator[None]:
-        """Print a line every few seconds while the block runs, also while no unit completes."""
-        finished = threading.Event()
-
-        def run() -> None:
-            wait = FIRST_LINE
-            while not finished.wait(wait):
-                print(self._line(), file=self._out, flush=True)
-                wait = LINE_INTERVAL
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            finished.set()
-            thread.join()
+    def print_lines(self, finished: threading.Event) -> None:
+        """Print a line every few seconds, also while no unit completes."""
+        wait = FIRST_LINE
+        while not finished.wait(wait):
+            print(self._line(), file=self._out, flush=True)
+            wait = LINE_INTERVAL
 
     def _line(self) -> str:
         elapsed, done = time.monotonic() - self._start, self.done
@@ -77,9 +65,14 @@ class Reporter:
             yield ProgressBar(label, total, unit, None, None)
             return
         if not self._console.is_terminal:
-            bar = ProgressBar(label, total, unit, self._out, None)
-            with bar.print_lines():
+            bar, finished = ProgressBar(label, total, unit, self._out, None), threading.Event()
+            thread = threading.Thread(target=bar.print_lines, args=[finished], daemon=True)
+            thread.start()
+            try:
                 yield bar
+            finally:
+                finished.set()
+                thread.join()
             return
         columns = (
             SpinnerColumn(),
@@ -111,34 +104,17 @@ class Pace:
 
 
 def format_rate(rate: float, unit: str) -> str:
-    """Format a speed for people: units per second, or seconds per unit if that is more.
-
-    Example:
-        >>> format_rate(412.25, "img"), format_rate(0.05, "step")
-        ('412.2 img/s', '20.0 s/step')
-    """
+    """Format a speed for people: "412.2 img/s", or "20.0 s/step" if that is more than a second."""
     return f"{rate:,.1f} {unit}/s" if rate >= 1 or not rate else f"{1 / rate:,.1f} s/{unit}"
 
 
 def escape_controls(text: str, *, keep_colours: bool = False) -> str:
-    r"""Write control characters as text: those in file names could change the terminal or hide output.
-
-    Example:
-        >>> print(escape_controls("\x1b[2Jbird\x07.jpg"))
-        \x1b[2Jbird\x07.jpg
-    """
-    return _CONTROLS.sub(
-        lambda match: match[0] if keep_colours and match[1] else match[0].encode("unicode_escape").decode(), text
-    )
+    r"""Write control characters as text: those in file names could change the terminal or hide output."""
+    return _CONTROLS.sub(lambda m: m[0] if keep_colours and m[1] else m[0].encode("unicode_escape").decode(), text)
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration for people.
-
-    Example:
-        >>> format_duration(8.2), format_duration(95), format_duration(3700), format_duration(200000)
-        ('8 s', '95 s', '62 min', '56 h')
-    """
+    """Format a duration for people: "95 s", "62 min" or "56 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 2 * 3600:

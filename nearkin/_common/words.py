@@ -7,12 +7,7 @@ _SINGULAR = {"are": "is", "have": "has", "differ": "differs", "do": "does", "wer
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun, given in the singular.
-
-    Example:
-        >>> counted(1, "image"), counted(1234, "class"), counted(0, "file")
-        ('1 image', '1,234 classes', '0 files')
-    """
+    """Write a number with its noun, given in the singular: "1 image", "1,234 classes", "0 files"."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
@@ -23,15 +18,13 @@ def joined(names: Sequence[str]) -> str:
 
 
 def agreeing(number: int, phrase: str) -> str:
-    """Write a number with a phrase that starts with a plural noun, both in the singular for 1.
-
-    Example:
-        >>> agreeing(1, "pairs of identical images are in different parts")
-        '1 pair of identical images is in different parts'
-        >>> agreeing(2, "classes have a single image")
-        '2 classes have a single image'
-    """
+    """Write a number with a phrase that starts with a plural noun, in the singular for 1: "1 class has no image"."""
     if number == 1:
         phrase = re.sub(r"\b(class)es\b|\b(\w+)s\b", r"\1\2", phrase, count=1)
         phrase = re.sub(rf"\b({'|'.join(_SINGULAR)})\b", lambda verb: _SINGULAR[verb[0]], phrase, count=1)
     return f"{number:,} {phrase}"
+
+
+def printable(text: str) -> str:
+    """Escape bytes of file names that are not UTF-8, for example as \\udce9, which JSON decodes to the same name."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

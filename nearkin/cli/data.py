@@ -87,8 +87,7 @@ def data_check(argv: list[str]) -> None:
 
     require_target(target)  # before torch is imported
     from nearkin._common.progress import Reporter
-    from nearkin.data.check import check_target
-    from nearkin.data.findings import write_json
+    from nearkin.data.check import check_target, write_json
     from nearkin.report.data_check import render
 
     report = check_target(target, args.root, Reporter(quiet=args.quiet))

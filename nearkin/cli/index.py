@@ -17,7 +17,7 @@ from nearkin.errors import ConfigError, require_extra
 if TYPE_CHECKING:
     from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
-    from nearkin.deploy.index.trained import TrainingClasses
+    from nearkin.deploy.index.sources import TrainingClasses
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
 FALSE_ACCEPT = 0.01
@@ -87,9 +87,8 @@ def run(argv: list[str]) -> None:
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)  # before torch is imported
     from nearkin.deploy.index.builder import update_index
-    from nearkin.deploy.index.sources import find_images
+    from nearkin.deploy.index.sources import TrainingClasses, find_images, training_classes
     from nearkin.deploy.index.storage import lock_index
-    from nearkin.deploy.index.trained import TrainingClasses, training_classes
     from nearkin.deploy.stores import open_store
     from nearkin.report.contact_sheet import printable
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from nearkin._common.registry import is_number
 from nearkin.config._parsing import from_dict, load_toml, to_plain_dict
 from nearkin.errors import ConfigError, did_you_mean
 
@@ -189,7 +190,7 @@ class ComponentConfig:
         if not isinstance(name, str):
             raise ConfigError(f"{section}.name: expected a name in quotes, got {name!r}.")
         regularizers = settings.pop("regularizers", {}) if section.startswith("loss") else {}
-        if not isinstance(regularizers, Mapping) or not all(map(_is_number, regularizers.values())):
+        if not isinstance(regularizers, Mapping) or not all(is_number(w, float) for w in regularizers.values()):
             raise ConfigError(f"{section}.regularizers: expected names with weights, as {{lp = 0.1}}.")
         for key, value in settings.items():
             if not isinstance(value, bool | int | float | str):
@@ -204,7 +205,7 @@ class ComponentConfig:
             if section != "loss" or not isinstance(value, Mapping):
                 raise ConfigError(f"{section}: expected a section [{section}], got {list(values)!r}.")
             weight = value.get("weight", 1.0)
-            if not _is_number(weight):
+            if not is_number(weight, float):
                 raise ConfigError(f"loss[{i}].weight: expected a number, got {weight!r}.")
             settings = {key: setting for key, setting in value.items() if key != "weight"}
             parts.append((float(weight), cls.from_dict(settings, f"loss[{i}]")))
@@ -394,10 +395,6 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> Recipe:
         """Read a recipe from a TOML file, which errors name."""
         return load_toml(Path(path), "recipe", cls.from_dict)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(valid: bool, name: str, expected: str, got: object) -> None:

@@ -4,7 +4,8 @@ Each is split by class. The archives of CUB and Cars also contain a classificati
 both sides. It is never used here, because its scores say nothing about unseen classes.
 """
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,9 +136,9 @@ CLOSED_SET_REASON = (
 class Archive:
     name: str  # file name
     creates: str  # what unpacking it creates, relative to --root
-    urls: tuple[str, ...] = ()  # addresses, tried in order; empty if it can only be requested by hand
-    sha256: str | None = None  # none if no trustworthy one is published; `nearkin data get` then prints the one it got
-    md5: str | None = None  # detects damage, not forgery; independent public loaders have pinned these values for years
+    urls: Sequence[str] = ()  # addresses, tried in order; empty if it can only be requested by hand
+    # detects damage, not forgery; independent public loaders have pinned these values for years
+    md5: str | None = None
     extract_to: str = "."  # folder, relative to --root, to which it is unpacked or copied
 
 
@@ -147,7 +148,7 @@ class Benchmark:
     title: str  # name in the literature
     parts: Mapping[str, Counts]  # official numbers of images and classes of each part
     folder: str  # folder that its archive creates
-    marker_files: tuple[str, ...]  # files in that folder that identify the layout; any one of them suffices
+    marker_files: Sequence[str]  # files in that folder that identify the layout; any one of them suffices
     archives: tuple[Archive, ...]  # files to download
     homepage: str  # where people find it
     terms: str  # terms of use
@@ -176,9 +177,8 @@ class Benchmark:
 
     def list(self, root: Path | None, *, allow_missing: bool = False) -> Listing:
         if root is None:
-            raise DataError(
-                f"{self.name}: give its folder with --data.root DIR, or download it: nearkin data get {self.name}."
-            )
+            get = f"nearkin data get {self.name}"
+            raise DataError(f"{self.name}: give its folder with --data.root DIR, or download it: {get}.")
         folder = self.find(root)
         if folder is None:
             expected = " or ".join(str(p / self.marker_files[0]) for p in (root, root / self.folder))
@@ -199,101 +199,25 @@ class Benchmark:
             return ""
         folder = folder / self.image_folder
         if listing.missing:
-            path = listing.missing[0]
-            path = path.relative_to(folder) if path.is_relative_to(folder) else path
+            path = replace(listing, root=folder).shown(listing.missing[0])
             return (
                 f"{self.name}: expected {self.total.images:,} images under {folder}, "
                 f"found {sum(c.images for c in actual.values()):,} (first missing: {path})."
             )
         part = next(p for p in [*self.parts, *actual] if self.parts.get(p) != actual.get(p))
-        zero = Counts(0, 0)
-        expected, found = self.parts.get(part, zero), actual.get(part, zero)
+        expected, found = (counts.get(part, Counts(0, 0)) for counts in (self.parts, actual))
         return (
             f"{self.name}: expected {expected.images:,} {part} images of {expected.classes:,} classes under {folder}, "
             f"found {found.images:,} of {found.classes:,}."
         )
 
 
-def _cars_archive(name: str, creates: str, md5: str) -> Archive:
-    # Both addresses have been reported dead since 2023; they are listed because they are the official ones.
-    servers = ("http://ai.stanford.edu/~jkrause/car196", "http://imagenet.stanford.edu/internal/car196")
-    return Archive(name, creates, tuple(f"{server}/{name}" for server in servers), md5=md5, extract_to="cars196")
-
-
 BENCHMARKS: Registry[Benchmark] = Registry("benchmark")
-for _benchmark in (
-    Benchmark(
-        name="cub",
-        title="CUB-200-2011",
-        parts={"train": Counts(5_864, 100), "test": Counts(5_924, 100)},
-        folder="CUB_200_2011",
-        marker_files=("image_class_labels.txt",),  # images.txt is too common a name
-        image_folder="images",
-        archives=(
-            Archive(
-                "CUB_200_2011.tgz",
-                creates="CUB_200_2011",
-                urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
-                md5="97eceeb196236b17998738112f37df78",
-            ),
-        ),
-        homepage="https://data.caltech.edu/records/65de6-vp158",
-        terms="for research, not for sale; the photos belong to their photographers",
-        read_layout=read_cub,
-    ),
-    Benchmark(
-        name="cars",
-        title="Cars196",
-        parts={"train": Counts(8_054, 98), "test": Counts(8_131, 98)},
-        folder="cars196",
-        marker_files=("cars_annos.mat",),
-        allow_class_folders=True,
-        archives=(
-            _cars_archive("car_ims.tgz", "cars196/car_ims", "d5c8f0aa497503f355e17dc7886c3f14"),
-            _cars_archive("cars_annos.mat", "cars196/cars_annos.mat", "b407c6086d669747186bd1d764ff9dbc"),
-        ),
-        homepage="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
-        terms="for research only",
-        read_layout=read_cars,
-    ),
-    Benchmark(
-        name="sop",
-        title="Stanford Online Products",
-        parts={"train": Counts(59_551, 11_318), "test": Counts(60_502, 11_316)},
-        folder="Stanford_Online_Products",
-        marker_files=("Ebay_train.txt",),
-        archives=(
-            Archive(
-                "Stanford_Online_Products.zip",
-                creates="Stanford_Online_Products",
-                urls=(
-                    "http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
-                    "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
-                ),
-                md5="7f73d41a2f44250d4779881525aea32e",
-            ),
-        ),
-        homepage="https://cvgl.stanford.edu/projects/lifted_struct/",
-        terms="for research; the photos belong to their sellers",
-        read_layout=read_sop,
-    ),
-    Benchmark(
-        name="inshop",
-        title="In-Shop Clothes Retrieval",
-        parts={"train": Counts(25_882, 3_997), "query": Counts(14_218, 3_985), "gallery": Counts(12_612, 3_985)},
-        folder="inshop",
-        marker_files=("Eval/list_eval_partition.txt", "list_eval_partition.txt"),
-        # The authors share it on request; there is no address to download from.
-        archives=(
-            Archive("img.zip", creates="inshop/img", extract_to="inshop"),
-            Archive("list_eval_partition.txt", creates="inshop/Eval/list_eval_partition.txt", extract_to="inshop/Eval"),
-        ),
-        homepage="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
-        terms="for research only, on request from its authors",
-        read_layout=read_inshop,
-    ),
-):
-    BENCHMARKS.add(_benchmark.name, _benchmark)
+for _name, _read in {"cub": read_cub, "cars": read_cars, "sop": read_sop, "inshop": read_inshop}.items():
+    _settings = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[_name]
+    _settings["parts"] = {part: Counts(*counts) for part, counts in _settings["parts"].items()}
+    _settings["archives"] = tuple(Archive(**archive) for archive in _settings["archives"])
+    BENCHMARKS.add(_name, Benchmark(name=_name, read_layout=_read, **_settings))
 
 
 def require_target(target: str) -> None:

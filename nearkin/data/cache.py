@@ -8,8 +8,6 @@ time is missed, as with make or rsync; the fingerprint then still matches the ca
 file only once, and a crash or a full disk leaves nothing behind. A damaged image is decoded from its file instead.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -110,9 +108,6 @@ class CachedImages(Images):
         self._verified = np.zeros(len(files), np.bool_)
         self.rows: Rows = np.arange(len(files))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def whole(self, row: int) -> Tensor:
         """Return one full image as uint8 [channels, h, w], its shorter side at most `side`."""
         index = int(self.rows[row])
@@ -127,13 +122,6 @@ class CachedImages(Images):
 
     def original(self, row: int) -> Any:
         return self.files.original(int(self.rows[row]))
-
-    def take(self, rows: Rows) -> CachedImages:
-        """Return a view of these rows; it shares the memory map and the record of verified images."""
-        view = object.__new__(CachedImages)
-        view.__dict__.update(self.__dict__)
-        view.rows = self.rows[rows]
-        return view
 
     def damaged(self, indices: Rows) -> list[int]:
         """Return which of these images have pixels that do not match their checksum."""
@@ -169,32 +157,34 @@ def _common_folder(files: FileImages) -> Path:
 
 def _open_or_build(files: FileImages, folder: Path, limit_gb: float, reporter: Reporter) -> CachedImages:
     path = folder / f"{cache_key(files)}.pixels"
-    purpose = f"{counted(len(files), 'image')} at {files.side} pixels, {_common_folder(files)}"
     images = _open_valid(path, files, reporter)
-    if images is not None:
-        mark_used(path, purpose)
-        return images
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            lock = path.with_suffix(".lock")
-            if not stack.enter_context(file_lock(lock)):
-                reporter.info("cache: another process is building it; waiting")
-                stack.enter_context(file_lock(lock, wait=True))
-            images = _open_valid(path, files, reporter)  # another process may have built it meanwhile
-            if images is None:
-                remove_leftovers(folder)
-                size = _check_size(folder, files, limit_gb, reporter)
-                with atomic_file(path, size=size) as temporary, open(temporary, "wb") as out:
-                    _write(out, files, reporter)
-                images = CachedImages(path, files, reporter)
-            mark_used(path, purpose)
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot write the cache of {len(files):,} images ({error.strerror or error}); the partial file "
-            f"was removed.\n{_FREE_SPACE}"
-        ) from None
+    if images is None:
+        try:
+            images = _build(path, files, limit_gb, reporter)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot write the cache of {len(files):,} images ({error.strerror or error}); the partial "
+                f"file was removed.\n{_FREE_SPACE}"
+            ) from None
+    mark_used(path, f"{counted(len(files), 'image')} at {files.side} pixels, {_common_folder(files)}")
     return images
+
+
+def _build(path: Path, files: FileImages, limit_gb: float, reporter: Reporter) -> CachedImages:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        lock = path.with_suffix(".lock")
+        if not stack.enter_context(file_lock(lock)):
+            reporter.info("cache: another process is building it; waiting")
+            stack.enter_context(file_lock(lock, wait=True))
+        images = _open_valid(path, files, reporter)  # another process may have built it meanwhile
+        if images is not None:
+            return images
+        remove_leftovers(path.parent)
+        size = _check_size(path.parent, files, limit_gb, reporter)
+        with atomic_file(path, size=size) as temporary, open(temporary, "wb") as out:
+            _write(out, files, reporter)
+        return CachedImages(path, files, reporter)
 
 
 def _open_valid(path: Path, files: FileImages, reporter: Reporter) -> CachedImages | None:

@@ -74,12 +74,11 @@ def choose_entries(
     entries: Sequence[CacheEntry], *, max_age_days: float | None, max_bytes: float | None
 ) -> list[CacheEntry]:
     """Choose what to delete: what was not used for so many days, then the least recently used beyond the size."""
-    now = time.time()
+    oldest = 0.0 if max_age_days is None else time.time() - max_age_days * 86400
     chosen = []
     left = sum(entry.size for entry in entries)
     for entry in entries:
-        too_old = max_age_days is not None and now - entry.last_used > max_age_days * 86400
-        if too_old or (max_bytes is not None and left > max_bytes):
+        if entry.last_used < oldest or (max_bytes is not None and left > max_bytes):
             chosen.append(entry)
             left -= entry.size
     return chosen

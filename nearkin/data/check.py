@@ -1,28 +1,89 @@
 """Data validation: problems that would make a score wrong or a run fail, each with a fix, found before training."""
 
+import json
 import math
 import re
+import tomllib
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from nearkin._common.progress import Reporter
+from nearkin._common.words import printable
 from nearkin.config.recipe import DataConfig
 from nearkin.data.benchmarks import BENCHMARKS, require_target
-from nearkin.data.findings import CATALOGUE, Finding, Report
 from nearkin.data.image_info import HUGE_PIXELS, ImageInfo, confirm_pairs, inspect_image, is_flat, near_pairs
 from nearkin.data.images import NoImages
 from nearkin.data.listing import Listing
 from nearkin.data.sources import detect_source, fingerprint, list_source, load_features
-from nearkin.data.splits import EVAL_PARTS, make_split, merge_shared_parts
+from nearkin.data.splits import held_out_parts, make_split, merge_shared_parts
 from nearkin.errors import DataError
 
-Cases = Mapping[str, Iterable[str]]  # instances of each kind of finding
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+# Errors that do not stop training, though its scores would be wrong. It refuses all others, as does the check.
+_ACCEPTED = ("exact_across_parts", "exact_across_labels")
+_WORDS = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+# Title and advice of each kind of finding, by level and importance.
+CATALOGUE: dict[Level, dict[str, tuple[str, str]]] = {
+    level: {kind: (w["title"].format(huge_pixels=HUGE_PIXELS / 1e6), w["advice"]) for kind, w in _WORDS[level].items()}
+    for level in LEVELS
+}
+Cases = dict[str, Iterable[str]]  # instances of each kind of finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str  # a key of `CATALOGUE[level]`
+    level: Level  # how bad it is
+    title: str  # what it is; reads after the number of cases
+    advice: str  # what to do
+    cases: tuple[str, ...] = field(repr=False)  # every instance
+
+
+@dataclass(frozen=True)
+class Report:
+    source: str  # name of the source
+    root: str  # its folder
+    images: int
+    classes: int
+    parts: dict[str, dict[str, int]]  # numbers of images and classes of each part; empty if the source has no parts
+    # that of the table, so that a result can be matched to it; None if some files cannot be read
+    fingerprint: str | None
+    findings: tuple[Finding, ...]  # most severe first
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error: nothing that would make a score wrong or stop a run."""
+        return not any(finding.level == "error" for finding in self.findings)
+
+    @property
+    def refused(self) -> bool:
+        """Whether `nearkin train`, with default settings, would refuse the data."""
+        return any(finding.level == "error" and finding.kind not in _ACCEPTED for finding in self.findings)
+
+    def find(self, kind: str) -> Finding | None:
+        return next((finding for finding in self.findings if finding.kind == kind), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, including every case."""
+        findings = [asdict(finding) | {"count": len(finding.cases)} for finding in self.findings]
+        return asdict(self) | {"ok": self.ok, "findings": findings}
+
+
+def write_json(report: Report, file: Path) -> None:
+    text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(printable(text) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}). Choose another file for --json.") from None
 
 
 def check_target(target: str, root: Path, reporter: Reporter | None = None) -> Report:
@@ -54,7 +115,7 @@ def check_target(target: str, root: Path, reporter: Reporter | None = None) -> R
     names = tuple(table.class_names[label] for label in shared)
     listing = Listing(table.source, Path(), rows, table.labels, table.class_names, part, shared_classes=names)
     infos = [ImageInfo(digest=vector.tobytes()) for vector in table.features]
-    return _report(listing, {**_check_listing(listing), **_check_exact_duplicates(listing, infos)}, table.fingerprint)
+    return _report(listing, table.fingerprint, _check_exact_duplicates(listing, infos))
 
 
 def check(listing: Listing, reporter: Reporter) -> Report:
@@ -65,22 +126,17 @@ def check(listing: Listing, reporter: Reporter) -> Report:
         for path in listing.paths:
             infos.append(inspect_image(path))
             bar.advance()
-    cases = {
-        **_check_listing(listing),
-        **_check_files(listing, infos),
-        **_check_exact_duplicates(listing, infos),
-        **_check_near_duplicates(listing, infos),
-    }
-    content_fingerprint = None
+    cases = _check_files(listing, infos) | _check_exact_duplicates(listing, infos)
+    cases |= _check_near_duplicates(listing, infos)
+    content = None
     if not any(info.error for info in infos):  # that of the table that training loads, without boxes
         present = listing.without_empty_classes()
-        content_fingerprint = fingerprint(
-            (info.digest for info in infos), present.labels, present.class_names, listing.part
-        )
-    return _report(listing, cases, content_fingerprint)
+        content = fingerprint((info.digest for info in infos), present.labels, present.class_names, listing.part)
+    return _report(listing, content, cases)
 
 
-def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> Report:
+def _report(listing: Listing, content_fingerprint: str | None, cases: Cases) -> Report:
+    cases = _check_listing(listing) | cases
     findings = (
         Finding(kind, level, *words, tuple(cases.get(kind, ())))
         for level, kinds in CATALOGUE.items()
@@ -100,6 +156,8 @@ def _report(listing: Listing, cases: Cases, content_fingerprint: str | None) -> 
 def _check_listing(listing: Listing) -> Cases:
     names = listing.class_names
     class_sizes = np.bincount(listing.labels, minlength=len(names))
+    part = np.array("") if listing.part is None else listing.part
+    query, gallery = (listing.labels[np.broadcast_to(part == name, len(listing))] for name in ("query", "gallery"))
     by_normalized: dict[str, list[str]] = defaultdict(list)
     for name in names:
         by_normalized[normalize_class_name(name)].append(name)
@@ -113,7 +171,7 @@ def _check_listing(listing: Listing) -> Cases:
         "label_typo": (" = ".join(map(repr, group)) for group in by_normalized.values() if len(group) > 1),
         "single_image": (names[c] for c in np.flatnonzero(class_sizes == 1)),
         "empty_class": [*listing.empty, *(names[c] for c in np.flatnonzero(class_sizes == 0))],
-        "unanswerable": _classes_without_gallery(listing),
+        "unanswerable": (names[c] for c in np.setdiff1d(query, gallery) if len(gallery)),
         "loose": map(listing.shown, listing.unlabelled),
         "listed_twice": (listing.shown(path) for path, count in Counter(listing.paths).items() if count > 1),
         "ignored": map(listing.shown, listing.ignored),
@@ -135,31 +193,12 @@ def _split_problems(listing: Listing) -> list[str]:
 def _overlapping_classes(listing: Listing) -> list[str]:
     if listing.part is None:
         return []
-    test = np.isin(listing.part, EVAL_PARTS)
-    val = listing.part == "val"
-    train = ~test & ~val
-    overlap: set[int] = set()
-    for a, b in ((train, test), (train, val), (val, test)):
-        overlap |= set(np.intersect1d(listing.labels[a], listing.labels[b]).tolist())
-    return [listing.class_names[c] for c in sorted(overlap)]
-
-
-def _classes_without_gallery(listing: Listing) -> list[str]:
-    if listing.part is None or not (listing.part == "gallery").any():
-        return []
-    query, gallery = (listing.labels[listing.part == part] for part in ("query", "gallery"))
-    return [listing.class_names[c] for c in np.setdiff1d(query, gallery)]
+    overlaps = [np.intersect1d(listing.labels[a], listing.labels[b]) for _, a, b in held_out_parts(listing.part)]
+    return [listing.class_names[c] for c in np.union1d(*overlaps)]
 
 
 def normalize_class_name(name: str) -> str:
-    """Normalize case, spacing and Unicode form, so that spellings of one class compare equal.
-
-    Example:
-        >>> normalize_class_name("Blue  Jay") == normalize_class_name("blue_jay ")
-        True
-        >>> normalize_class_name("A1") == normalize_class_name("A 1")
-        False
-    """
+    """Normalize case, spacing and Unicode form, so that spellings of one class compare equal."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return re.sub(r"[\s_\-\u200b]+", " ", folded).strip()
 

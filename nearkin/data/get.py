@@ -238,25 +238,27 @@ def get_benchmark(
 ) -> str:
     """Download and unpack a benchmark, and check its counts. Returns one line about the result."""
     reporter.info(f"{benchmark.title}: {benchmark.terms} ({benchmark.homepage})")
-    if sha256 and len(benchmark.archives) > 1:
-        raise DataError(
-            f"--sha256: {benchmark.name} consists of {len(benchmark.archives)} files; one checksum is not enough."
-        )
-    local_files = _match_files(benchmark, files)
+    names = [archive.name for archive in benchmark.archives]
+    if sha256 and len(names) > 1:
+        raise DataError(f"--sha256: {benchmark.name} consists of {len(names)} files; one checksum is not enough.")
+    # The file of a benchmark with a single one may have any name.
+    local_files = {names[0]: files[0]} if len(files) == len(names) == 1 else {file.name: file for file in files}
+    if unknown := [file for name, file in local_files.items() if name not in names]:
+        one_of = ", ".join(sorted(names))
+        raise DataError(f"{unknown[0]}: not a file of {benchmark.name}. Rename it to the one it is: {one_of}.")
     try:
         for archive in benchmark.archives:
             if (root / archive.creates).exists():  # unpacking is all or nothing, so what exists is complete
                 continue
-            known = {"sha256": sha256 or archive.sha256, "md5": archive.md5}
-            checksums = {name: value for name, value in known.items() if value is not None}
+            checksums = {"sha256": sha256} if sha256 else {}
+            checksums |= {"md5": archive.md5} if archive.md5 else {}
             file = local_files.get(archive.name, root / archive.name)
             is_local = archive.name in local_files or file.is_file()
             if not is_local:
                 if not archive.urls:
-                    names = " ".join(a.name for a in benchmark.archives)
                     raise DataError(
                         f"{benchmark.name}: {archive.name} has no public download; request it at {benchmark.homepage}."
-                        f"\nThen run: nearkin data get {benchmark.name} --root {root} --from {names}"
+                        f"\nThen run: nearkin data get {benchmark.name} --root {root} --from {' '.join(names)}"
                     )
                 download(archive.urls, file, checksums=checksums, reporter=reporter)
             _check_file(file, checksums, reporter)
@@ -275,19 +277,6 @@ def get_benchmark(
         ) from None
     listing = benchmark.list(root)
     return f"{benchmark.name}: {len(listing):,} images of {benchmark.total.classes:,} classes in {listing.root}"
-
-
-def _match_files(benchmark: Benchmark, files: Sequence[Path]) -> dict[str, Path]:
-    """Match files to archives: by name, or because there is only one."""
-    if len(files) == 1 and len(benchmark.archives) == 1:
-        return {benchmark.archives[0].name: files[0]}
-    names = {archive.name for archive in benchmark.archives}
-    for file in files:
-        if file.name not in names:
-            raise DataError(
-                f"{file}: not a file of {benchmark.name}. Rename it to the one it is: {', '.join(sorted(names))}."
-            )
-    return {file.name: file for file in files}
 
 
 def _check_file(file: Path, checksums: Checksums, reporter: Reporter) -> None:

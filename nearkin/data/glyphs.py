@@ -82,7 +82,7 @@ def distinct_characters() -> tuple[str, ...]:
     similarity = np.einsum("afp,bfp->ab", shapes, shapes, optimize=True) / len(fonts)
     distinct: list[int] = []
     for i in range(len(candidates)):
-        if not any(similarity[i, j] > MAX_SIMILARITY for j in distinct):
+        if not (similarity[i, distinct] > MAX_SIMILARITY).any():
             distinct.append(i)
     return tuple(candidates[i] for i in distinct)
 
@@ -112,11 +112,10 @@ def _shape(font: Any, char: str, side: int = 24, margin: int = 4) -> NDArray[np.
     """The drawing scaled to a square and blurred, so that size, position and stroke width do not matter."""
     from PIL import Image, ImageFilter
 
-    (width, height), data = _bitmap(font, char)
-    scale = side / max(width, height)
-    small = Image.frombytes("L", (width, height), data).resize(
-        (max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.BOX
-    )
+    size, data = _bitmap(font, char)
+    scale = side / max(size)
+    small_size = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+    small = Image.frombytes("L", size, data).resize(small_size, Image.Resampling.BOX)
     blurred = _centred(small, side + 2 * margin).filter(ImageFilter.GaussianBlur(1.0))
     return np.asarray(blurred, np.float64).ravel() / 255
 
@@ -150,17 +149,13 @@ def _distort(stencil: Any, rng: np.random.Generator) -> NDArray[np.uint8]:
     a, b = zoom[0] * cos, zoom[0] * (shear * cos - sin)
     d, e = zoom[1] * sin, zoom[1] * (shear * sin + cos)
     center_in, center_out = stencil.width / 2, SIZE / 2 + shift
-    inverse = (
-        *(a, b, center_in - a * center_out[0] - b * center_out[1]),
-        *(d, e, center_in - d * center_out[0] - e * center_out[1]),
-    )
+    c, f = center_in - a * center_out[0] - b * center_out[1], center_in - d * center_out[0] - e * center_out[1]
     # A light blur before sampling, so that thin strokes do not vanish between output pixels.
     blurred = stencil.filter(ImageFilter.GaussianBlur(rng.uniform(0.8, 1.6)))
-    image = blurred.transform((SIZE, SIZE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
+    image = blurred.transform((SIZE, SIZE), Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR)
     ink = np.asarray(image, np.float64) / 255
     slope = rng.uniform(-1, 1, 2)
     ramp = np.linspace(-0.5, 0.5, SIZE)
     background = 0.25 + 0.15 * (slope[0] * ramp[:, None] + slope[1] * ramp[None, :])
     pixels = background + rng.uniform(0.35, 0.75) * ink + rng.normal(0, rng.uniform(0.02, 0.10), ink.shape)
-    drawing: NDArray[np.uint8] = (np.clip(pixels, 0, 1) * 255).round().astype(np.uint8)
-    return drawing
+    return np.asarray((np.clip(pixels, 0, 1) * 255).round().astype(np.uint8))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nearkin.data.reading import EXIF_ORIENTATION, TooManyPixelsError, open_file, open_header, reason_of
 from nearkin.errors import import_extra
 
+HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any benefit
 MAX_HAMMING = 3  # hashes that differ in at most this many of 64 bits are candidates
 THUMB_SIZE = 16
 # Minimum correlation of two candidates' thumbnails. Among CUB's 11,788 photos there are ten candidate pairs: nine
@@ -63,15 +64,11 @@ def is_flat(thumbs: NDArray[np.uint8]) -> NDArray[np.bool_]:
 def confirm_pairs(pairs: NDArray[np.int64], thumbs: NDArray[np.uint8]) -> NDArray[np.int64]:
     confirmed = []
     for chunk in np.array_split(pairs, max(1, len(pairs) // 65_536)):
-        a, b = (thumbs[chunk[:, i]].reshape(len(chunk), THUMB_SIZE * THUMB_SIZE).astype(np.float64) for i in (0, 1))
-        a -= a.mean(axis=1, keepdims=True)
-        b -= b.mean(axis=1, keepdims=True)
+        a, b = (thumbs[chunk[:, i]].reshape(len(chunk), THUMB_SIZE**2).astype(np.float64) for i in (0, 1))
+        a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
         norm = np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
         confirmed.append(chunk[(a * b).sum(axis=1) >= MIN_CORRELATION * norm])
     return np.concatenate(confirmed)
-
-
-HUGE_PIXELS = 50_000_000  # above this an image slows reading down without any benefit
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """`Images`: random access to a table's pixels (or tensors) by row, independent of how they are stored."""
 
-from __future__ import annotations
-
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,19 +23,22 @@ class Images(ABC):
     """A store of uint8 images."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of the images that `read` returns
+    rows: Rows  # number of each image in the data that all views share
     workers = 0  # threads that read; 0: one per core
     is_pixels = True  # False if `read` returns other tensors than images
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.rows)
 
     @abstractmethod
     def whole(self, row: int) -> Tensor:
         """Return one image as uint8 [channels, h, w], uncropped, for random crops."""
 
-    @abstractmethod
-    def take(self, rows: Rows) -> Images:
+    def take(self, rows: Rows) -> Self:
         """Return a view of the store restricted to these rows."""
+        view = copy.copy(self)
+        view.rows = self.rows[rows]
+        return view
 
     def original(self, row: int) -> Any:
         """Return one image as a PIL image, at its full size where the store has it."""
@@ -60,19 +62,13 @@ class NoImages(Images):
     is_pixels = False
 
     def __init__(self, source: str, count: int) -> None:
-        self.source, self.count, self.shape = source, count, (0, 0, 0)
-
-    def __len__(self) -> int:
-        return self.count
+        self.source, self.rows, self.shape = source, np.arange(count), (0, 0, 0)
 
     def read(self, rows: Rows) -> Tensor:
         raise DataError(f"{self.source}: contains features, not images. Use `table.features`.")
 
     def whole(self, row: int) -> Tensor:
         return self.read(np.array([row]))
-
-    def take(self, rows: Rows) -> NoImages:
-        return NoImages(self.source, len(rows))
 
 
 class ArrayImages(Images):
@@ -81,10 +77,7 @@ class ArrayImages(Images):
     def __init__(self, pixels: NDArray[Any]) -> None:
         self.pixels = torch.from_numpy(pixels)
         self.shape = pixels.shape[1:]  # three for images, any number for other tensors
-        self.is_pixels = pixels.dtype == np.uint8
-
-    def __len__(self) -> int:
-        return len(self.pixels)
+        self.rows, self.is_pixels = np.arange(len(pixels)), pixels.dtype == np.uint8
 
     def read(self, rows: Rows) -> Tensor:
         return self.pixels[torch.from_numpy(rows)]
@@ -92,8 +85,8 @@ class ArrayImages(Images):
     def whole(self, row: int) -> Tensor:
         return self.pixels[row]
 
-    def take(self, rows: Rows) -> ArrayImages:
-        return ArrayImages(self.read(rows).numpy())
+    def take(self, rows: Rows) -> Self:
+        return type(self)(self.read(rows).numpy())
 
 
 class FileImages(Images):
@@ -111,10 +104,7 @@ class FileImages(Images):
         if boxes is not None and boxes.shape != (len(paths), 4):
             raise DataError(f"boxes: expected [{len(paths)}, 4] (x, y, width, height), got {list(boxes.shape)}.")
         self.paths, self.boxes, self.side, self.workers = tuple(paths), boxes, side, workers
-        self.shape = (channels, side, side)
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        self.rows, self.shape = np.arange(len(paths)), (channels, side, side)
 
     def box(self, row: int) -> list[float] | None:
         return None if self.boxes is None else self.boxes[row].tolist()
@@ -130,10 +120,10 @@ class FileImages(Images):
             return to_pillow(read_pixels(self.paths[row]))
         return to_pillow(read_image(self.paths[row], MAX_SIDE, box=self.box(row)))
 
-    def take(self, rows: Rows) -> FileImages:
-        paths = [self.paths[row] for row in rows]
-        boxes = None if self.boxes is None else self.boxes[rows]
-        return FileImages(paths, self.side, boxes=boxes, channels=self.shape[0], workers=self.workers)
+    def take(self, rows: Rows) -> Self:
+        taken = super().take(rows)
+        taken.paths, taken.boxes = tuple(self.paths[r] for r in rows), None if self.boxes is None else self.boxes[rows]
+        return taken
 
 
 class MemoryImages(Images):
@@ -141,12 +131,9 @@ class MemoryImages(Images):
 
     workers = 1  # the data may not be safe to use in threads
 
-    def __init__(self, pixels: Sequence[Tensor], side: int, original: Callable[[int], Any], rows: Rows) -> None:
-        self.pixels, self.get_original, self.rows = pixels, original, rows
+    def __init__(self, pixels: Sequence[Tensor], side: int, original: Callable[[int], Any]) -> None:
+        self.pixels, self.get_original, self.rows = pixels, original, np.arange(len(pixels))
         self.shape = (len(pixels[0]), side, side)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def whole(self, row: int) -> Tensor:
         return self.pixels[int(self.rows[row])]
@@ -154,29 +141,20 @@ class MemoryImages(Images):
     def original(self, row: int) -> Any:
         return self.get_original(int(self.rows[row]))
 
-    def take(self, rows: Rows) -> MemoryImages:
-        return MemoryImages(self.pixels, self.shape[1], self.get_original, self.rows[rows])
-
 
 class PreparedImages(Images):
     """Images that a function of the user turns into the inputs of a model; reports and baselines read the pixels."""
 
     def __init__(self, images: Images, preprocess: Callable[[Any], Any], input_shape: tuple[int, ...]) -> None:
         self.images, self.preprocess, self.input_shape = images, preprocess, input_shape
-        self.shape, self.workers = images.shape, images.workers
-
-    def __len__(self) -> int:
-        return len(self.images)
+        self.rows, self.shape, self.workers = np.arange(len(images)), images.shape, images.workers
 
     def whole(self, row: int) -> Tensor:
-        return self.images.whole(row)
-
-    def take(self, rows: Rows) -> PreparedImages:
-        return PreparedImages(self.images.take(rows), self.preprocess, self.input_shape)
+        return self.images.whole(int(self.rows[row]))
 
     def inputs(self, rows: Rows) -> Tensor:
         """Return the inputs of these rows [len(rows), ...]."""
-        originals = (self.images.original(int(row)) for row in rows)
+        originals = (self.images.original(int(self.rows[row])) for row in rows)
         return torch.stack([apply_preprocess(self.preprocess, image, self.input_shape) for image in originals])
 
 
@@ -207,6 +185,5 @@ def file_digest(path: Path) -> bytes:
         with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}). Fix or remove it, or skip it with --data.skip-broken."
-        ) from None
+        fix = "Fix or remove it, or skip it with --data.skip-broken."
+        raise DataError(f"{path}: cannot be read ({error.strerror}). {fix}") from None

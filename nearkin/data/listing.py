@@ -1,9 +1,4 @@
-"""`Listing`: the files and labels of a source, before any image is decoded.
-
-Lists class folders, CSV and Parquet files, and Hugging Face-style folders; layouts.py those of the benchmarks.
-"""
-
-from __future__ import annotations
+"""`Listing`: the files and labels of a folder, a CSV or Parquet file, or a benchmark, before any image is decoded."""
 
 import csv
 import importlib
@@ -13,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +17,7 @@ from nearkin._common.words import counted
 from nearkin.data.table import PARTS, Table
 from nearkin.errors import DataError, MissingExtraError, did_you_mean
 
-if TYPE_CHECKING:
-    from nearkin.data.images import Images
-
+Columns = dict[str, list[str]]  # the columns of a table as text, by our names
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 TABLE_SUFFIXES = {".csv", ".tsv", ".parquet"}
 # Accepted names of each column, ours first.
@@ -73,24 +66,24 @@ class Listing:
         """Return a path as messages show it: relative to `root` if possible."""
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
-    def take(self, rows: NDArray[np.int64]) -> Listing:
+    def take(self, rows: NDArray[np.int64]) -> Self:
         """Return a listing of these rows; labels and class names stay the same."""
         columns = ((name, getattr(self, name)) for name in ("labels", "part", "groups", "boxes"))
         selected = {name: column[rows] for name, column in columns if column is not None}
         return replace(self, paths=tuple(self.paths[r] for r in rows), **selected)
 
-    def without_missing(self) -> Listing:
+    def without_missing(self) -> Self:
         """Return the rows whose file exists (even as a broken link), with the others in `missing`."""
         exists = np.fromiter((os.path.lexists(path) for path in self.paths), bool, len(self.paths))
         missing = tuple(self.paths[r] for r in np.flatnonzero(~exists))
         return replace(self.take(np.flatnonzero(exists)), missing=missing) if missing else self
 
-    def without_empty_classes(self) -> Listing:
+    def without_empty_classes(self) -> Self:
         """Return the same rows, relabelled without the classes that have none."""
         present, labels = np.unique(self.labels, return_inverse=True)
         return replace(self, labels=labels.astype(np.int64), class_names=tuple(self.class_names[c] for c in present))
 
-    def to_table(self, images: Images, fingerprint: str) -> Table:
+    def to_table(self, images: Any, fingerprint: str) -> Table:
         columns = ("source", "labels", "class_names", "paths", "part", "groups", "boxes", "notes")
         return Table(images=images, fingerprint=fingerprint, **{name: getattr(self, name) for name in columns})
 
@@ -101,12 +94,7 @@ class Listing:
 
 
 def encode_labels(names: Sequence[str]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Convert class names to labels.
-
-    Example:
-        >>> encode_labels(["10", "9", "10"])
-        (array([1, 0, 1]), ('9', '10'))
-    """
+    """Convert class names to labels; names that are all numbers are sorted as such."""
     distinct = set(names)
     numeric = all(name.isascii() and name.isdigit() for name in distinct)
     class_names = sorted(distinct)  # "01" before "1"
@@ -193,9 +181,8 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
     images: list[Path] = []
     # A link back to the folder or to one around it would loop, or list the images of other classes.
     visited = {os.path.realpath(parent) for parent in (*folder.absolute().parents, *folder.resolve().parents)}
-    for top, subfolders, files in os.walk(
-        folder, followlinks=True, onerror=lambda error: unopened.append(Path(error.filename))
-    ):
+    walk = os.walk(folder, followlinks=True, onerror=lambda error: unopened.append(Path(error.filename)))
+    for top, subfolders, files in walk:
         real = os.path.realpath(top)
         if real in visited:
             subfolders.clear()
@@ -207,21 +194,20 @@ def list_image_files(folder: Path, ignored: list[Path], unopened: list[Path]) ->
     return images
 
 
-def list_table(
-    path: Path, *, path_column: str | None = None, label_column: str | None = None, fewest: int = 2
-) -> Listing:
+def list_table(path: Path, path_column: str | None = None, label_column: str | None = None, fewest: int = 2) -> Listing:
     """List the rows of a CSV, TSV or Parquet file, or of a folder with metadata.csv (or one per part)."""
     files = metadata_files(path) if path.is_dir() else [path]
     if not files:
-        raise DataError(
-            f"{path}: contains no metadata.csv. Add one with columns file_name and label, or give a .csv file."
-        )
+        raise DataError(f"{path}: contains no metadata.csv. Add one (columns file_name and label), or give a .csv.")
     if not files[0].is_file():
         raise DataError(f"{path}: no such file. Expected a .csv or .parquet file with columns path and label.")
     columns: dict[str, list[str]] = {}
     paths: list[Path] = []
     for file in files:
-        rows = _read_columns(file, {"path": path_column, "label": label_column})
+        table, row_numbers = _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
+        rows = text_columns(table, {"path": path_column, "label": label_column}, str(file), row_numbers)
+        if not rows["path"]:
+            raise DataError(f"{file}: has a header but no rows.")
         paths += [file.parent / value for value in rows["path"]]
         # In a Hugging Face-style folder, the folder of metadata.csv names the part.
         if "part" not in rows and part_name(file.parent.name) in PARTS and path.is_dir():
@@ -235,15 +221,12 @@ def list_table(
     return list_columns(columns, paths, path.resolve().stem, root, str(path), fewest).without_missing()
 
 
-def list_columns(
-    columns: dict[str, list[str]], paths: list[Path], source: str, root: Path, name: str, fewest: int = 2
-) -> Listing:
+def list_columns(columns: Columns, paths: list[Path], source: str, root: Path, name: str, fewest: int = 2) -> Listing:
     """List the rows of a table whose columns have our names; errors call it `name`."""
     labels, names = encode_labels(columns["label"])
     if len(names) < fewest:
-        raise DataError(
-            f"{name}: found {counted(len(names), 'class')}, need at least {fewest}. Is the label column correct?"
-        )
+        found = counted(len(names), "class")
+        raise DataError(f"{name}: found {found}, need at least {fewest}. Is the label column correct?")
     return Listing(
         source=source,
         root=root,
@@ -263,23 +246,17 @@ def metadata_files(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("*/metadata.csv") if part_name(p.parent.name) in PARTS)
 
 
-def _read_columns(file: Path, chosen: dict[str, str | None]) -> dict[str, list[str]]:
-    """The known columns under our names, as text, and "row", the row numbers that an editor shows."""
-    is_parquet = file.suffix.lower() == ".parquet"
-    table, row_numbers = _read_parquet(file) if is_parquet else _read_csv(file)
-    columns = text_columns(table, chosen, str(file), row_numbers)
-    if not columns["path"]:
-        raise DataError(f"{file}: has a header but no rows.")
-    return columns
-
-
 def text_columns(
     table: Mapping[str, Sequence[Any]], chosen: dict[str, str | None], name: str, row_numbers: list[str]
-) -> dict[str, list[str]]:
+) -> Columns:
     """Return the known columns of a table under our names, as text, and "row", the number of each row."""
     columns = {"row": row_numbers}
     for column, found in find_columns(table, chosen, name).items():
-        columns[column] = _strings(table[found], found, name)
+        for number, value in enumerate(table[found], start=1):
+            if not isinstance(value, str) and hasattr(value, "__len__"):
+                what = f"a {type(value).__name__} in row {number}"
+                raise DataError(f"{name}: column '{found}' contains {what}, expected text or a number.")
+        columns[column] = ["" if is_missing(value) else str(value) for value in table[found]]
     for column in ("path", "label"):
         if "" in columns[column]:
             row = row_numbers[columns[column].index("")]
@@ -344,15 +321,6 @@ def _read_parquet(file: Path) -> tuple[dict[str, list[Any]], list[str]]:
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]}).") from None
     return {str(name): frame[name].tolist() for name in frame.columns}, [str(n) for n in range(1, len(frame) + 1)]
-
-
-def _strings(values: Sequence[Any], column: str, table: str) -> list[str]:
-    for row, value in enumerate(values, start=1):
-        if not isinstance(value, str) and hasattr(value, "__len__"):
-            raise DataError(
-                f"{table}: column '{column}' contains a {type(value).__name__} in row {row}, expected text or a number."
-            )
-    return ["" if is_missing(value) else str(value) for value in values]
 
 
 def is_missing(value: Any) -> bool:

@@ -29,15 +29,14 @@ def available_cores() -> int:
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T], *, workers: int = 0) -> Iterator[list[R]]:
     """Apply a function to all items in threads and yield the results in order, in chunks."""
-    chunks = [items[start : start + _CHUNK_SIZE] for start in range(0, len(items), _CHUNK_SIZE)]
-    if len(chunks) <= 1:  # not worth a thread
-        yield from ([work(item) for item in chunk] for chunk in chunks)
-        return
 
     def run(chunk: Sequence[T]) -> list[R]:
         return [work(item) for item in chunk]
 
-    yield from prefetch(([partial(run, chunk)] for chunk in chunks), workers=workers, depth=64)
+    chunks = [items[start : start + _CHUNK_SIZE] for start in range(0, len(items), _CHUNK_SIZE)]
+    if len(chunks) <= 1:  # not worth a thread
+        return map(run, chunks)
+    return prefetch(([partial(run, chunk)] for chunk in chunks), workers=workers, depth=64)
 
 
 def map_with_progress(

@@ -62,7 +62,7 @@ def as_table(
     items = _items_of(data, config)
     if not items.count:
         raise DataError("data: empty. Pass a dataset with at least two classes of two items.")
-    if items.columns is None and not isinstance(_first_value(items), str | os.PathLike):
+    if items.columns is None and not _lists_files(items):
         table = _read_items(items, config, channels, reporter)
         _check_classes(table.labels, table.class_names, min_classes)
         check_parts(table := restrict_table(table, config, reporter), config)
@@ -123,11 +123,11 @@ def _items_of(data: Any, config: DataConfig) -> _Items:
     if hasattr(data, "columns") and not is_dataset:  # of pandas or polars
         table = {str(name): data[name].to_list() for name in data.columns}
         names = find_columns(table, chosen, "data")
-        values, labels = table[names["path"]], table[names["label"]]
-        if all(isinstance(value, str | os.PathLike) or is_missing(value) for value in values):
-            columns = text_columns(table, chosen, "data", [str(row) for row in range(len(data))])
-            return _Items(len(data), lambda i: (values[i], labels[i]), columns=columns)
-        return _Items(len(data), lambda i: (values[i], labels[i]), part=table.get(names.get("part", "")))
+        values, labels, part = table[names["path"]], table[names["label"]], table.get(names.get("part", ""))
+        lists_files = all(isinstance(value, str | os.PathLike) or is_missing(value) for value in values)
+        rows = [str(row) for row in range(len(data))]
+        columns = text_columns(table, chosen, "data", rows) if lists_files else None
+        return _Items(len(data), lambda i: (values[i], labels[i]), part=part, columns=columns)
 
     def get(index: int) -> tuple[Any, Any]:
         item = data[index]
@@ -147,26 +147,25 @@ def is_pair_of_columns(data: Any) -> bool:
     return isinstance(data, tuple) and len(data) == 2 and (isinstance(data[0], list) or hasattr(data[0], "ndim"))
 
 
-def _first_value(items: _Items) -> Any:
+def _lists_files(items: _Items) -> bool:
     try:
-        return items.get(0)[0]
+        return isinstance(items.get(0)[0], str | os.PathLike)
     except DataError:
         raise
     except Exception:  # reported with its index later
-        return None
+        return False
 
 
 def _path_columns(items: _Items) -> dict[str, list[str]]:
-    pairs = []
+    columns: dict[str, list[str]] = {"path": [], "label": []}
     for index in range(items.count):
         try:
-            pairs.append(items.get(index))
+            path, label = items.get(index)
         except Exception as error:  # the dataset may raise any exception
-            raise DataError(
-                f"data: item {index} cannot be read ({type(error).__name__}: {reason_of(error)})."
-            ) from None
-    columns = {"path": [str(path) for path, _ in pairs]}
-    columns["label"] = [_label_name(label, items.class_names, i) for i, (_, label) in enumerate(pairs)]
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise DataError(f"data: item {index} cannot be read ({reason}).") from None
+        columns["path"].append(str(path))
+        columns["label"].append(_label_name(label, items.class_names, index))
     return columns | ({} if items.part is None else {"part": [str(part) for part in items.part]})
 
 
@@ -232,7 +231,7 @@ def _read_items(items: _Items, config: DataConfig, channels: int, reporter: Repo
     images: Images = NoImages("data", len(kept))
     features = None
     if stored[0].dtype == torch.uint8:
-        images = MemoryImages(stored, side, original, np.arange(len(kept)))
+        images = MemoryImages(stored, side, original)
     elif stored[0].ndim == 1 and stored[0].is_floating_point():
         features = torch.stack(stored).numpy()
     else:

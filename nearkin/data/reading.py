@@ -176,11 +176,10 @@ def open_header(file: Any) -> Any:
 
 def check_pillow(image: Any) -> None:
     """Raise an exception for a PIL image that is too large to decode or has no defined range of values."""
-    if image.width * image.height > MAX_PIXELS:
-        limit = f"more than {MAX_PIXELS / 1e6:.0f} million"
+    is_long = max(image.size) > MAX_SIDE
+    if is_long or image.width * image.height > MAX_PIXELS:
+        limit = f"a side of more than {MAX_SIDE:,}" if is_long else f"more than {MAX_PIXELS / 1e6:.0f} million"
         raise TooManyPixelsError(f"{image.width:,} x {image.height:,} pixels, {limit}. Downscale it")
-    if max(image.size) > MAX_SIDE:
-        raise TooManyPixelsError(f"{image.width:,} x {image.height:,} pixels, a side of more than {MAX_SIDE:,}")
     if image.mode == "F":
         raise ValueError("float pixels have no defined range; save the image with 8 or 16 bits per channel")
 
@@ -239,9 +238,7 @@ def _from_pillow(image: Any) -> Tensor:
         image = image.convert(unpremultiplied) if unpremultiplied else image
         return _convert_in_strips(image, 3, lambda strip: _over_white(_to_tensor(strip.convert("RGBA"))))
     mode = "L" if image.mode in {"1", "L"} else "RGB"
-    return _convert_in_strips(
-        image, len(mode), lambda strip: _to_tensor(strip if strip.mode == mode else strip.convert(mode))
-    )
+    return _convert_in_strips(image, len(mode), lambda strip: _to_tensor(strip.convert(mode)))
 
 
 def _convert_in_strips(image: Any, channels: int, convert: Callable[[Any], Tensor]) -> Tensor:
@@ -280,9 +277,7 @@ def _resized_shape(height: int, width: int, side: int) -> tuple[int, int]:
     """Height and width with the shorter side at most `side`."""
     if min(height, width) <= side:
         return height, width
-    if height <= width:
-        return side, int(side * width / height)
-    return int(side * height / width), side
+    return (side, int(side * width / height)) if height <= width else (int(side * height / width), side)
 
 
 @lru_cache(maxsize=1)

@@ -59,6 +59,14 @@ class Sampler(ABC):
         """Select the epoch that the next iteration yields, and its first batch, to resume in the middle of an epoch."""
         self._next_epoch, self._next_batch = epoch, first_batch
 
+    def _set_batch_size(self, batch_size: int, rank: int, world_size: int) -> None:
+        if batch_size < world_size:  # the losses accept an empty share, but batch norm does not
+            raise ConfigError(
+                f"train.batch_size: a batch of {batch_size} leaves some of {world_size} processes without an image. "
+                f"Start at most {batch_size} processes."
+            )
+        self.batch_size, self.share = batch_size, rank_share(batch_size, rank, world_size)
+
 
 class RandomSampler(Sampler):
     """Random batches: every image at most once per epoch; an incomplete last batch is dropped.
@@ -78,8 +86,7 @@ class RandomSampler(Sampler):
 
     def __init__(self, labels: Labels, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.num_rows, self.seed = len(_encode(labels)), seed
-        self.batch_size = min(batch_size, self.num_rows)
-        self.share = _batch_share(self.batch_size, rank, world_size)
+        self._set_batch_size(min(batch_size, self.num_rows), rank, world_size)
         self.batches_per_epoch = self.num_rows // self.batch_size
 
     def epoch(self, number: int) -> list[Rows]:
@@ -131,15 +138,16 @@ class BalancedSampler(Sampler):
         self.samples_per_class, self.seed = samples_per_class, seed
         # If there are fewer classes than fit in a batch, every batch holds every class once.
         self.classes_per_batch = min(batch_size // samples_per_class, len(self.class_rows))
-        self.batch_size = self.classes_per_batch * samples_per_class
-        self.share = _batch_share(self.batch_size, rank, world_size)
+        self._set_batch_size(self.classes_per_batch * samples_per_class, rank, world_size)
         num_groups = np.array([max(1, len(rows) // samples_per_class) for rows in self.class_rows])
         self.batches_per_epoch = longest_epoch(num_groups, self.classes_per_batch)
         self.num_groups = np.minimum(num_groups, self.batches_per_epoch)
 
     def epoch(self, number: int) -> list[Rows]:
         """Return all batches of this epoch, in order."""
-        rng = np.random.default_rng((self.seed, number))
+        return list(self._batches(np.random.default_rng((self.seed, number))))
+
+    def _batches(self, rng: np.random.Generator) -> Iterable[Rows]:
         groups = self._draw_groups(rng)
         # Assign each class's groups to different batches, classes with the most groups first and always to the
         # emptiest batches (ties broken at random): no batch gets a class twice and all stay equally full.
@@ -220,17 +228,14 @@ class CategorySampler(BalancedSampler):
         self.category_share = np.bincount(codes) / len(codes)
         self._category = np.array([codes[rows[0]] for rows in self.class_rows])
 
-    def epoch(self, number: int) -> list[Rows]:
-        """Return all batches of this epoch, in order."""
-        rng = np.random.default_rng((self.seed, number))
-        return [self._batch(self._classes(rng), rng) for _ in range(self.batches_per_epoch)]
-
-    def _classes(self, rng: np.random.Generator) -> Rows:
-        drawn = rng.choice(len(self.category_share), len(self.category_share), replace=False, p=self.category_share)
-        place = np.argsort(drawn)[self._category]  # of each class's category in this order
-        # Classes of the first categories in random order, then those of each further one.
-        order = np.lexsort((rng.random(len(place)), np.maximum(place, self.categories_per_batch - 1)))
-        return np.asarray(order[: self.classes_per_batch])
+    def _batches(self, rng: np.random.Generator) -> Iterable[Rows]:
+        share = self.category_share
+        for _ in range(self.batches_per_epoch):
+            drawn = rng.choice(len(share), len(share), replace=False, p=share)
+            place = np.argsort(drawn)[self._category]  # of each class's category in this order
+            # Classes of the first categories in random order, then those of each further one.
+            order = np.lexsort((rng.random(len(place)), np.maximum(place, self.categories_per_batch - 1)))
+            yield self._batch(order[: self.classes_per_batch], rng)
 
 
 class NearClassSampler(BalancedSampler):
@@ -272,21 +277,18 @@ class NearClassSampler(BalancedSampler):
         np.fill_diagonal(distance, -np.inf)
         self._nearest = np.argsort(distance, axis=1, kind="stable")
 
-    def epoch(self, number: int) -> list[Rows]:
-        """Return all batches of this epoch, in order."""
+    def _batches(self, rng: np.random.Generator) -> Iterable[Rows]:
         if self._nearest is None:
-            return super().epoch(number)
-        rng = np.random.default_rng((self.seed, number))
+            yield from super()._batches(rng)
+            return
         nearest = self._nearest.tolist()
         turns = (c for _ in itertools.count() for c in rng.permutation(len(nearest)).tolist())
-        batches = []
         for _ in range(self.batches_per_epoch):
             chosen: dict[int, None] = {}  # in order
             while len(chosen) < self.classes_per_batch:
                 if (c := next(turns)) not in chosen:
                     chosen |= dict.fromkeys([n for n in nearest[c] if n not in chosen][: self.neighbourhood])
-            batches.append(self._batch(list(chosen)[: self.classes_per_batch], rng))
-        return batches
+            yield self._batch(list(chosen)[: self.classes_per_batch], rng)
 
 
 class HardNegativeSampler(BalancedSampler):
@@ -314,9 +316,7 @@ class HardNegativeSampler(BalancedSampler):
         if self.has_label_sets or negatives < 1:
             raise ConfigError(f"negatives: expected at least 1, and one label per row; got {negatives}.")
         self.negatives = negatives
-        self._class = np.zeros(sum(map(len, self.class_rows)), np.int64)
-        for c, rows in enumerate(self.class_rows):
-            self._class[rows] = c
+        self._class = _encode(labels)
         self._nearest: Rows | None = None
 
     def refresh(self, emb: NDArray[Any] | Tensor) -> None:
@@ -330,30 +330,22 @@ class HardNegativeSampler(BalancedSampler):
             found.append(similarity.topk(most).indices)
         self._nearest = torch.cat(found).numpy()
 
-    def epoch(self, number: int) -> list[Rows]:
-        """Return all batches of this epoch, in order."""
+    def _batches(self, rng: np.random.Generator) -> Iterable[Rows]:
         if self._nearest is None:
-            return super().epoch(number)
-        rng = np.random.default_rng((self.seed, number))
+            yield from super()._batches(rng)
+            return
         turns = (row for _ in itertools.count() for row in rng.permutation(len(self._class)))
-        batches = []
         for _ in range(self.batches_per_epoch):
             chosen: dict[int, Rows] = {}  # rows by class
             while len(chosen) < self.classes_per_batch:
                 if self._class[anchor := next(turns)] not in chosen:
-                    for row in (anchor, *self._hard_negatives(anchor, chosen)):
+                    found: dict[int, int] = {}  # the nearest row of each class that the batch does not have yet
+                    for row in self._nearest[anchor].tolist():
+                        if (c := int(self._class[row])) not in chosen:
+                            found.setdefault(c, row)
+                    for row in (anchor, *list(found.values())[: self.negatives]):
                         chosen[int(self._class[row])] = self._with_others(row, rng)
-            batches.append(self._join(dict(list(chosen.items())[: self.classes_per_batch]), rng))
-        return batches
-
-    def _hard_negatives(self, anchor: int, chosen: Mapping[int, Rows]) -> list[int]:
-        """The nearest rows of classes that the batch does not have yet, one of each."""
-        assert self._nearest is not None
-        found: dict[int, int] = {}
-        for row in self._nearest[anchor].tolist():
-            if (c := int(self._class[row])) not in chosen:
-                found.setdefault(c, row)
-        return list(found.values())[: self.negatives]
+            yield self._join(dict(list(chosen.items())[: self.classes_per_batch]), rng)
 
     def _with_others(self, row: int, rng: np.random.Generator) -> Rows:
         """A row and K - 1 others of its class, which repeat if there are too few."""
@@ -381,9 +373,7 @@ def _encode(labels: Labels) -> Rows:
     """Return the class of each row as an integer; the order of the classes is that of the labels."""
     array = np.asarray(labels)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "biuUSO":
-        raise ConfigError(
-            f"labels: expected a number or a name for each row, got {array.dtype} of shape {list(array.shape)}."
-        )
+        raise ConfigError(f"labels: expected a number or a name for each row, got {array.dtype} {list(array.shape)}.")
     try:
         return np.unique(array, return_inverse=True)[1].astype(np.int64)
     except TypeError:  # None among names, or numbers and names mixed
@@ -391,12 +381,7 @@ def _encode(labels: Labels) -> Rows:
 
 
 def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
-    """Return how many batches of different classes, the last perhaps short, can be filled without repeating a group.
-
-    Example:
-        >>> longest_epoch(np.array([250, 1, 1, 1]), classes_per_batch=2)
-        4
-    """
+    """Return how many batches of different classes, the last perhaps short, can be filled without repeating a group."""
     batches = -(-len(num_groups) // classes_per_batch)  # enough for every class once
     # A batch takes at most one group of a class, so B batches use min(num_groups[c], B) groups of class c.
     while -(-int(np.minimum(num_groups, batches + 1).sum()) // classes_per_batch) > batches:
@@ -405,24 +390,10 @@ def longest_epoch(num_groups: NDArray[np.int64], classes_per_batch: int) -> int:
 
 
 def rank_share(count: int, rank: int, world_size: int) -> slice:
-    """Return a rank's contiguous share of `count` rows; shares differ in length by at most one.
-
-    Example:
-        >>> [rank_share(7, rank, 3) for rank in range(3)]
-        [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
-    """
+    """Return a rank's contiguous share of `count` rows; shares differ in length by at most one."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 to {world_size - 1} of {world_size} processes, got {rank}.")
     return slice(rank * count // world_size, (rank + 1) * count // world_size)
-
-
-def _batch_share(batch_size: int, rank: int, world_size: int) -> slice:
-    if batch_size < world_size:  # the losses accept an empty share, but batch norm does not
-        raise ConfigError(
-            f"train.batch_size: a batch of {batch_size} leaves some of {world_size} processes without an image. "
-            f"Start at most {batch_size} processes."
-        )
-    return rank_share(batch_size, rank, world_size)
 
 
 def make_sampler(
@@ -441,8 +412,7 @@ def make_sampler(
     Returns:
         The sampler, which yields this rank's share of every batch.
     """
+    settings = {"batch_size": batch_size, "seed": seed, "rank": rank, "world_size": world_size}
     if samples_per_class == 0:
-        return RandomSampler(labels, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size)
-    return BalancedSampler(
-        labels, batch_size=batch_size, samples_per_class=samples_per_class, seed=seed, rank=rank, world_size=world_size
-    )
+        return RandomSampler(labels, **settings)
+    return BalancedSampler(labels, samples_per_class=samples_per_class, **settings)

@@ -63,8 +63,7 @@ def load(data: DataConfig, reporter: Reporter | None = None) -> Table:
             raise ConfigError(f"data.{name}: a source of type {data.source} does not use it. Remove it.")
     if data.source == "glyphs":
         reporter.info("data: glyphs, drawn from matplotlib's fonts")
-        limits = data.max_classes, data.max_per_class
-        return _glyph_subset(*limits) if any(limits) else glyphs.load()
+        return _load_glyphs(data.max_classes, data.max_per_class)
     if data.source == "features":
         table = load_features(_root(data, "an .npz file of features and labels with --data FILE"))
         assert table.features is not None
@@ -158,7 +157,7 @@ def _subset_rows(labels: NDArray[np.int64], part: NDArray[np.str_] | None, data:
 
 
 @functools.lru_cache(maxsize=4)  # rehearsals load the same one for every trial
-def _glyph_subset(max_classes: int | None, max_per_class: int | None) -> Table:
+def _load_glyphs(max_classes: int | None, max_per_class: int | None) -> Table:
     return _subset_table(glyphs.load(), DataConfig(max_classes=max_classes, max_per_class=max_per_class))
 
 
@@ -193,9 +192,9 @@ def detect_source(path: Path) -> str:
 def make_table(listing: Listing, data: DataConfig, reporter: Reporter, *, channels: int = 3) -> Table:
     """Open the listed images as a table, without classes that have no images."""
     if listing.unopened and not data.skip_broken:
+        folders = counted(len(listing.unopened), "folder")
         raise DataError(
-            f"{listing.root}: {counted(len(listing.unopened), 'folder')} cannot be opened, "
-            f"first {listing.unopened[0]}.\n"
+            f"{listing.root}: {folders} cannot be opened, first {listing.unopened[0]}.\n"
             f"Fix their permissions, or skip them with --data.skip-broken."
         )
     loose = [listing.shown(path) for path in listing.unlabelled]
@@ -269,8 +268,7 @@ def load_features(path: Path, labels: Path | None = None) -> Table:
         raise DataError(f"{path}: row {columns['labels'].index('')} has no label. Fill it in or remove the row.")
     with np.errstate(over="ignore"):
         vectors = np.ascontiguousarray(features, np.float32)
-    invalid = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(invalid):
+    if len(invalid := np.flatnonzero(~np.isfinite(vectors).all(axis=1))):
         raise DataError(f"{path}: NaN or infinity in {counted(len(invalid), 'feature')}, first in row {invalid[0]}.")
     class_labels, class_names = encode_labels(columns["labels"])
     part = parse_parts(columns["part"], path) if "part" in columns else None

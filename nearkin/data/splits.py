@@ -13,6 +13,8 @@ from nearkin.data.listing import Listing
 from nearkin.data.table import Table
 from nearkin.errors import ConfigError, DataError, did_you_mean
 
+Ints = NDArray[np.int64]
+Parts = NDArray[np.str_]
 EVAL_PARTS = ("test", "query", "gallery")  # only `evaluate_final` may open these
 SPLITS = ("auto", "half", "by_class")
 _PURPOSES = {"test": ("test", "test"), "val": ("validation", "validate")}
@@ -110,7 +112,7 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
             return split_by_class(table, val_fraction=data.val_fraction, test_fraction=test_fraction, seed=seed)
         test, rest = _draw(table, seed, "train and validate", 4, test=test_fraction)  # the rest: `kfold` or `fixed`
         description = f"by class, seed {seed}"
-        training, holdout = _subset(table, rest, description), _holdout(table, test, description)
+        training, holdout = _subset(table, rest, description), Holdout(_subset(table, test, description))
     else:
         training, holdout = half_half(table) if data.split == "half" else official(table)
     if data.select_on == "test":
@@ -128,7 +130,7 @@ def _split_as_configured(table: Table, data: DataConfig) -> tuple[Split, Holdout
 def split_by_class(table: Table, *, val_fraction: float, test_fraction: float, seed: int) -> tuple[Split, Holdout]:
     """Assign whole classes at random to training, validation and test."""
     test, val, train = _draw(table, seed, "train", 2, test=test_fraction, val=val_fraction)
-    return _split(table, train, val, f"by class, seed {seed}"), _holdout(table, test, f"by class, seed {seed}")
+    return _split(table, train, val, f"by class, seed {seed}"), Holdout(_subset(table, test, f"by class, seed {seed}"))
 
 
 def _draw(table: Table, seed: int, rest: str, min_rest: int, **fractions: float) -> list[NDArray[np.int64]]:
@@ -157,24 +159,21 @@ def half_half(table: Table) -> tuple[Table, Holdout]:
     if set(table.parts) & set(EVAL_PARTS):
         return official(table)
     if table.num_classes < 6:
-        raise DataError(
-            f"{table.source}: {agreeing(table.num_classes, 'classes are')} too few to halve; at least 6 are needed."
-        )
+        counts = agreeing(table.num_classes, "classes are")
+        raise DataError(f"{table.source}: {counts} too few to halve; at least 6 are needed.")
     classes = np.arange(table.num_classes)
     middle = table.num_classes // 2
     description = "first half of the classes trains"
-    return _subset(table, classes[:middle], description), _holdout(table, classes[middle:], description)
+    return _subset(table, classes[:middle], description), Holdout(_subset(table, classes[middle:], description))
 
 
 def official(table: Table) -> tuple[Table, Holdout]:
     """The parts that the source defines, provided that no class is in both training and test."""
     train, test = _classes_of_parts(table, EVAL_PARTS, "test", min_train=4)
-    return _subset(table, train, "official"), _holdout(table, test, "official")
+    return _subset(table, train, "official"), Holdout(_subset(table, test, "official"))
 
 
-def _classes_of_parts(
-    table: Table, parts: Sequence[str], purpose: str, *, min_train: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _classes_of_parts(table: Table, parts: Sequence[str], purpose: str, *, min_train: int) -> tuple[Ints, Ints]:
     """The classes of all other parts and those of these parts, which must differ."""
     assert table.part is not None
     selected = np.isin(table.part, parts)
@@ -198,12 +197,17 @@ def _refuse_overlap(table: Table | Listing, train: NDArray[np.int64], others: ND
         )
 
 
+def held_out_parts(part: NDArray[np.str_]) -> list[tuple[str, NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Return, for test and validation, the purpose, the rows held out for it and the rows to train on before."""
+    test, val = np.isin(part, EVAL_PARTS), part == "val"
+    return [("test", test, ~test), ("val", val, ~test & ~val)]
+
+
 def check_parts(listing: Table | Listing, data: DataConfig) -> None:
     """Refuse parts that share classes, before any image is decoded."""
     if listing.part is not None and data.split != "by_class":
-        test, val = np.isin(listing.part, EVAL_PARTS), listing.part == "val"
-        _refuse_overlap(listing, listing.labels[~test], listing.labels[test], "test")
-        _refuse_overlap(listing, listing.labels[~test & ~val], listing.labels[val], "val")
+        for purpose, held_out, rest in held_out_parts(listing.part):
+            _refuse_overlap(listing, listing.labels[rest], listing.labels[held_out], purpose)
 
 
 def kfold(table: Table, *, folds: int = 10, seed: int) -> list[Split]:
@@ -237,28 +241,20 @@ def fixed(table: Table, *, ratio: float = 0.9, seed: int) -> Split:
     return _split(table, train, val, description)
 
 
-def merge_shared_parts(
-    labels: NDArray[np.int64], part: NDArray[np.str_] | None
-) -> tuple[NDArray[np.str_] | None, NDArray[np.int64]]:
+def merge_shared_parts(labels: Ints, part: Parts | None) -> tuple[Parts | None, Ints]:
     """Merge parts that share most of their classes; return the parts that are left and the shared classes."""
-    none = np.empty(0, np.int64)
     if part is None:
-        return None, none
-    test, val = np.isin(part, EVAL_PARTS), part == "val"
-    for held_out, rest, merged in ((test, ~test, None), (val, ~test & ~val, np.where(val, "train", part))):
+        return None, np.empty(0, np.int64)
+    for purpose, held_out, rest in held_out_parts(part):
         classes = np.unique(labels[held_out])
         shared = np.intersect1d(classes, labels[rest])
         if len(shared) and 2 * len(shared) >= len(classes):
-            return merged, shared
-    return part, none
+            return None if purpose == "test" else np.where(held_out, "train", part), shared
+    return part, np.empty(0, np.int64)
 
 
 def _subset(table: Table, classes: NDArray[np.int64], description: str) -> Table:
     return replace(table.of_classes(np.sort(classes)), split=description)
-
-
-def _holdout(table: Table, classes: NDArray[np.int64], description: str) -> Holdout:
-    return Holdout(_subset(table, classes, description))
 
 
 def _split(table: Table, train: NDArray[np.int64], val: NDArray[np.int64], description: str) -> Split:

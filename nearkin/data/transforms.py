@@ -28,6 +28,8 @@ _SQUASH_SIZE = 256  # side of the square in which boxes of squashed images are d
 _CHUNK_SIZE = 8  # images per task of a thread
 
 CropBox = tuple[int, int, int, int]  # top, left, height, width
+Range = tuple[float, float]
+Task = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,8 @@ class Augment:
 
     def input_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return the (channels, height, width) of the model input for images stored in this shape."""
-        if self.evaluates_center_square:
-            return stored
         side = self.input_side(stored[1])
-        return stored[0], side, side
+        return stored if self.evaluates_center_square else (stored[0], side, side)
 
     @property
     def evaluates_center_square(self) -> bool:
@@ -67,15 +67,8 @@ def resized_crop(image: Tensor, box: CropBox, side: int) -> Tensor:
     return resize(image[:, top : top + height, left : left + width], side, side)
 
 
-def random_crop_box(
-    height: int, width: int, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float]
-) -> CropBox:
-    """Draw the box of torchvision's RandomResizedCrop.
-
-    Example:
-        >>> random_crop_box(100, 200, [0.0] * 32, scale=(0.25, 1.0), ratio=(1.0, 1.0))
-        (0, 0, 71, 71)
-    """
+def random_crop_box(height: int, width: int, draws: Draws, *, scale: Range, ratio: Range) -> CropBox:
+    """Draw the box of torchvision's RandomResizedCrop."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for attempt in range(_CROP_ATTEMPTS):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
@@ -143,8 +136,8 @@ def random_resized_crop(
     draws: Draws,
     side: int,
     *,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: Range = (0.08, 1.0),
+    ratio: Range = (3 / 4, 4 / 3),
     squash: bool = False,
     jitter: float = 0.0,
     hue: float = 0.0,
@@ -190,11 +183,9 @@ def _reflected_indices(side: int, shift: int) -> Tensor:
     return torch.where(indices < side, indices, 2 * (side - 1) - indices)
 
 
-def _add(
-    name: str, paper: str, train: Callable[..., Tensor], *, resize_size: int = 256, crop_size: int = 224, squash: bool
-) -> None:
-    evaluate = partial(center_crop, resize_size=resize_size, crop_size=crop_size, squash=squash)
-    AUGMENTS.add(name, Augment(paper, resize_size, crop_size, train, evaluate))
+def _add(name: str, paper: str, train: Callable[..., Tensor], *, crop_size: int = 224, squash: bool = False) -> None:
+    evaluate = partial(center_crop, resize_size=256, crop_size=crop_size, squash=squash)
+    AUGMENTS.add(name, Augment(paper, 256, crop_size, train, evaluate))
 
 
 AUGMENTS.add("none", Augment("no augmentation: the center square", 1, 1, no_augmentation, square))
@@ -202,18 +193,13 @@ AUGMENTS.add("light", Augment("ours, for small images: shift by up to 1/8, flip"
 # Song et al. 2016 and those who follow them squash images to 256 x 256 before they crop.
 _ICE = "Wang et al. 2019, Instance Cross Entropy"
 _add("ice", _ICE, partial(random_crop, resize_size=256, crop_size=227), crop_size=227, squash=True)
-_CE = "Boudiaf et al. 2020, cross-entropy"
-_add("ce_cub", _CE, partial(random_resized_crop, scale=(0.16, 1.0), jitter=0.25), squash=False)
-_add(
-    "ce_cars",
-    _CE,
-    partial(random_resized_crop, scale=(0.16, 1.0), ratio=(1.0, 1.0), squash=True, jitter=0.3, hue=0.1),
-    squash=True,
-)
-_add("ce_sop", _CE, partial(random_resized_crop, scale=(0.16, 1.0), squash=True), squash=True)
+_CE, _ce_crop = "Boudiaf et al. 2020, cross-entropy", partial(random_resized_crop, scale=(0.16, 1.0))
+_add("ce_cub", _CE, partial(_ce_crop, jitter=0.25))
+_add("ce_cars", _CE, partial(_ce_crop, ratio=(1.0, 1.0), squash=True, jitter=0.3, hue=0.1), squash=True)
+_add("ce_sop", _CE, partial(_ce_crop, squash=True), squash=True)
 # Their published code does not resize In-Shop, whose images are 256 x 256 already.
-_add("ce_inshop", _CE, partial(random_resized_crop, scale=(0.16, 1.0)), squash=False)
-_add("thesis", "Proxy-Anchor's code and the thesis after it", random_resized_crop, squash=False)
+_add("ce_inshop", _CE, _ce_crop)
+_add("thesis", "Proxy-Anchor's code and the thesis after it", random_resized_crop)
 _add("mpa", "Multi-Proxy Anchor", random_resized_crop, squash=True)
 
 
@@ -237,43 +223,36 @@ def training_batches(
 ) -> Iterator[Tensor]:
     """Yield the augmented batches plan[start:] of an epoch; `first` is this rank's first row in the global batch."""
     if augment.train is no_augmentation:
-        yield from eval_batches(images, plan[start:], augment, workers=workers)
-        return
+        return eval_batches(images, plan[start:], augment, workers=workers)
     side = augment.input_side(images.shape[1])
 
-    def batch(step: int, rows: Rows) -> list[Callable[[], Tensor]]:
-        draws = random_draws(seed, epoch, step, first + len(rows))[first:].tolist()
-        return _batch_tasks(lambda i: augment.train(images.whole(int(rows[i])), draws[i], side), rows, images, side)
+    def transforms(step: int) -> Callable[[int, Tensor], Tensor]:
+        draws = random_draws(seed, epoch, step, first + len(plan[step]))[first:].tolist()
+        return lambda i, image: augment.train(image, draws[i], side)
 
-    yield from prefetch((batch(step, plan[step]) for step in range(start, len(plan))), workers=workers)
+    jobs = (_batch_tasks(images, plan[step], transforms(step), side) for step in range(start, len(plan)))
+    return prefetch(jobs, workers=workers)
 
 
 def eval_batches(images: Images, plan: Iterable[Rows], augment: Augment, *, workers: int = 0) -> Iterator[Tensor]:
     """Yield batches with the evaluation transform, prefetched in threads."""
     if isinstance(images, PreparedImages):
-        jobs = ([partial(images.inputs, rows)] for rows in plan)
-        yield from (job() for [job] in jobs) if images.workers == 1 else prefetch(jobs, workers=workers)
-        return
+        inputs = ([partial(images.inputs, rows)] for rows in plan)
+        return (job() for [job] in inputs) if images.workers == 1 else prefetch(inputs, workers=workers)
     if augment.evaluates_center_square and isinstance(images, ArrayImages):
-        yield from (images.read(rows) for rows in plan)
-        return
+        return map(images.read, plan)
     side = augment.input_side(images.shape[1])
-
-    def batch(rows: Rows) -> list[Callable[[], Tensor]]:
-        return _batch_tasks(lambda i: augment.evaluate(images.whole(int(rows[i])), side), rows, images, side)
-
-    yield from prefetch((batch(rows) for rows in plan), workers=workers)
+    jobs = (_batch_tasks(images, rows, lambda i, image: augment.evaluate(image, side), side) for rows in plan)
+    return prefetch(jobs, workers=workers)
 
 
-def _batch_tasks(
-    transform: Callable[[int], Tensor], rows: Rows, images: Images, side: int
-) -> list[Callable[[], Tensor]]:
+def _batch_tasks(images: Images, rows: Rows, transform: Callable[[int, Tensor], Tensor], side: int) -> list[Task]:
     """Split one batch into tasks for several threads; each fills its own rows of one tensor and returns it."""
     batch = empty_batch(len(rows), images.shape[0], side, side)
 
     def fill(indices: range) -> Tensor:
         for index in indices:
-            batch[index] = transform(index)
+            batch[index] = transform(index, images.whole(int(rows[index])))
         return batch
 
     return [partial(fill, range(s, min(s + _CHUNK_SIZE, len(rows)))) for s in range(0, len(rows), _CHUNK_SIZE)]

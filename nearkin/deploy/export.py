@@ -1,7 +1,4 @@
-"""Export a trained model to a single ONNX or torch.export file that runs without nearkin.
-
-Scaling, channel order and normalization are part of the file; how to crop an image is described in its metadata.
-"""
+"""Export a trained model to a single ONNX or torch.export file that runs without nearkin; its metadata say how."""
 
 import copy
 import hashlib
@@ -10,7 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +29,7 @@ from nearkin.deploy.images import (
     input_dtype,
     random_check_images,
 )
-from nearkin.deploy.index.trained import read_training_classes
+from nearkin.deploy.index.sources import read_training_classes
 from nearkin.errors import ConfigError, RunError, UserError, import_extra
 from nearkin.models.embedder import Embedder
 from nearkin.models.heads import unit
@@ -46,7 +43,6 @@ MAX_DIFFERENCE = 1e-4  # of a vector element between file and model; more means 
 MAX_ONNX_BYTES = 1_900_000_000  # of weights; ONNX files are limited to 2 GiB
 
 Target = Literal["onnx", "torch"]
-Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -163,13 +159,11 @@ def export_metadata(model: Embedder, run: Run | None = None, reporter: Reporter 
     """Describe what is needed to use the file without nearkin. Returns JSON values."""
     channels, side = model.image_shape[0], model.image_shape[-1]
     augment = AUGMENTS[model.augment]
-    trained_on = None
+    trained_on: dict[str, Any] | None = None
     if run is not None:
-        try:
-            names = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names)
-        except (UserError, OSError):  # the run's data are gone or have changed
-            names = []
-        trained_on = {"source": run.recipe.data.source, "classes": names or None}
+        trained_on = {"source": run.recipe.data.source, "classes": None}
+        with suppress(UserError, OSError):  # the run's data are gone or have changed
+            trained_on["classes"] = sorted(read_training_classes(run, reporter or Reporter(quiet=True)).names) or None
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -228,9 +222,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
     """Convert a traced network to ONNX."""
     weights = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     if weights > MAX_ONNX_BYTES:
-        raise ConfigError(
-            f"export: {weights / 1e9:.1f} GB of weights exceed the 2 GB limit of ONNX files. Use --to torch."
-        )
+        raise ConfigError(f"export: {weights / 1e9:.1f} GB of weights exceed the 2 GB of ONNX files. Use --to torch.")
     onnx = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["vectors"], verbose=False)
     assert onnx is not None
     graph: Any = onnx.model.graph
@@ -250,15 +242,15 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
 def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) -> float:
     """Compare an exported file with its model. Returns the largest difference of any vector element."""
     run_file = load_exported(path, to)
-    largest = 0.0
-    # In batches of several sizes, 1 included, to check that the batch size is dynamic.
-    for batch in torch.split(pixels, _batch_sizes(len(pixels))):
+    start, size, largest = 0, 1, 0.0
+    while start < len(pixels):
+        batch = pixels[start : start + size]
+        start, size = start + size, min(size + 1, 32)  # several sizes, to check that the batch size is dynamic
         expected = model.embed(batch)
         actual = torch.from_numpy(run_file(batch.numpy()))
         if actual.shape != expected.shape:
-            raise RunError(
-                f"export: the file returns shape {list(actual.shape)}, the model {list(expected.shape)}; not saved."
-            )
+            shapes = f"{list(actual.shape)}, the model {list(expected.shape)}"
+            raise RunError(f"export: the file returns shape {shapes}; not saved.")
         largest = max(largest, float((actual - expected).abs().max().nan_to_num(torch.inf)))
     if not largest <= MAX_DIFFERENCE:
         raise RunError(
@@ -271,25 +263,16 @@ def largest_difference(model: Embedder, path: Path, to: Target, pixels: Tensor) 
 def load_exported(path: Path, to: Target) -> Any:
     """Load an exported file with the runtime its users will use."""
     if to == "onnx":
-        session = import_extra("onnxruntime", extra="export").InferenceSession(
-            str(path), providers=["CPUExecutionProvider"]
-        )
+        runtime = import_extra("onnxruntime", extra="export")
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         return lambda pixels: session.run(None, {"images": pixels})[0]
     module = torch.export.load(path).module()
 
-    def run(pixels: NDArray[np.uint8]) -> Vectors:
+    def run(pixels: NDArray[np.uint8]) -> Any:
         with torch.inference_mode():
-            return module(torch.from_numpy(pixels)).numpy()  # type: ignore[no-any-return]
+            return module(torch.from_numpy(pixels)).numpy()
 
     return run
-
-
-def _batch_sizes(count: int) -> list[int]:
-    """Return batch sizes 1, 2, 3, ... up to 32 that sum to `count`."""
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(min(len(sizes) + 1, 32, count - sum(sizes)))
-    return sizes
 
 
 def _check_takes_images(model: Embedder) -> None:

@@ -1,6 +1,7 @@
 """Preprocess single images exactly as evaluation does, and choose images to check an exported file on."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from nearkin.data.listing import list_image_files
 from nearkin.data.reading import MAX_SIDE, Box, read_image, read_pixels, to_pillow
 from nearkin.data.splits import make_split
 from nearkin.data.transforms import AUGMENTS
-from nearkin.deploy.index.trained import list_training_data
+from nearkin.deploy.index.sources import list_training_data
 from nearkin.errors import DataError, UserError
 from nearkin.models.embedder import Embedder
 from nearkin.training.run import Run
@@ -64,12 +65,9 @@ def check_images_of_run(model: Embedder, run: Run | None, reporter: Reporter) ->
         split = make_split(glyphs.load() if data.source == "glyphs" else list_training_data(data, reporter), data)[0]
         table, part = (split.train, "training") if split.val is None else (split.val, "validation")
         rows = _evenly_spaced(len(table))
-        if table.paths:
-            boxes = table.boxes
-            sources = [(table.paths[row], None if boxes is None else boxes[row].tolist()) for row in rows]
-            pixels = _read_images(model, sources)
-        else:
-            pixels = table.images.read(np.array(rows))
+        boxes = [None] * len(table) if table.boxes is None else table.boxes.tolist()
+        sources = [(table.paths[row], boxes[row]) for row in rows if table.paths]
+        pixels = _read_images(model, sources) if sources else table.images.read(np.array(rows))
     except (UserError, OSError) as error:
         return random_check_images(model, f"the run's data cannot be used: {str(error).splitlines()[0]}")
     if not len(pixels):
@@ -92,13 +90,11 @@ def random_check_images(model: Embedder, reason: str = "") -> CheckImages:
 
 
 def _read_images(model: Embedder, sources: Sequence[tuple[Path, Any]]) -> Tensor:
-    pixels = []
+    pixels = [torch.empty((0, *model.image_shape), dtype=input_dtype(model))]
     for path, box in sources:
-        try:
-            pixels.append(model_input(model, path, box))
-        except DataError:
-            continue
-    return torch.stack(pixels) if pixels else torch.empty((0, *model.image_shape), dtype=torch.uint8)
+        with suppress(DataError):
+            pixels.append(model_input(model, path, box)[None])
+    return torch.cat(pixels)
 
 
 def input_dtype(model: Embedder) -> torch.dtype:

@@ -4,15 +4,13 @@ The index folder stays authoritative: the store can be refilled from it. Whether
 approximately depends on its own configuration; hits are sorted by the float32 cosine that it returns.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
@@ -25,7 +23,7 @@ _BATCH_SIZE = 256  # items per request to Qdrant
 _NAMESPACE = uuid.UUID("6f0f8f2e-6f6b-4c0e-9f61-6e6561726b69")  # Qdrant needs UUIDs; they are derived from item ids
 
 
-def open_store(url: str, dim: int, model: str) -> Store:
+def open_store(url: str, dim: int, model: str) -> "Store":
     """Open a vector store, creating its collection or table if needed.
 
     Args:
@@ -62,12 +60,7 @@ def open_store(url: str, dim: int, model: str) -> Store:
 
 
 def without_secrets(url: str) -> str:
-    """Remove passwords and keys from a store URL, so that it can be shown and saved.
-
-    Example:
-        >>> without_secrets("pgvector://me:secret@db/photos?table=birds&password=secret")
-        'pgvector://me@db/photos?table=birds'
-    """
+    """Remove passwords and keys from a store URL, so that it can be shown and saved."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     query = [(key, value) for key, value in parse_qsl(parts.query) if "pass" not in key and "key" not in key]
@@ -92,7 +85,7 @@ def _store_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {reason[:300]}") from None
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A vector store; `name` is its URL without secrets. Subclasses implement the methods that start with _."""
 
     def __init__(self, client: Any, table: str, dim: int, model: str, name: str = "store") -> None:
@@ -123,9 +116,6 @@ class Store:
 
     def close(self) -> None:
         self.client.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -236,7 +226,7 @@ class PgvectorStore(Store):
             found = re.fullmatch(r"nearkin vectors of ([0-9]+) dimensions, model (.*)", comment or "")
             if found is None:
                 raise DataError(
-                    f"{self.name}: table {self.table} was not created by nearkin. Use another one: ?table=NAME."
+                    f"{self.name}: {self.table} was not created by nearkin. Use another table: ?table=NAME."
                 )
             self._check_compatible(int(found[1]), found[2])
             return

@@ -31,9 +31,7 @@ def make_backbone(model: ModelConfig, in_channels: int) -> Backbone:
     if "," in model.backbone:
         return JoinedBackbone(model, in_channels)
     if model.backbone in FIXED_WIDTH and in_channels != 3:
-        raise ConfigError(
-            f"model.backbone: {model.backbone} expects colour images (3 channels), got {in_channels} channels."
-        )
+        raise ConfigError(f"model.backbone: {model.backbone} expects 3 channels (colour images), got {in_channels}.")
     if model.backbone in BACKBONES:
         return BACKBONES[model.backbone](model, in_channels)
     return TimmBackbone(model.backbone, in_channels, model.pool)
@@ -59,14 +57,11 @@ def check_backbone(name: str) -> None:
             f"No backbone named '{name}'.{did_you_mean(name, known)} Available: {', '.join(BACKBONES)}, "
             f"and the {len(known) - len(BACKBONES):,} models of timm. {HINT}"
         )
-    if tag:
-        try:
-            timm.get_pretrained_cfg(name)
-        except RuntimeError:
-            known = timm.list_pretrained(f"{architecture}.*")
-            available = f" Available: {', '.join(known[:6])}." if known else " It has none."
-            hint = did_you_mean(name, known) or available
-            raise ConfigError(f"model.backbone: timm has no weights '{tag}' for {architecture}.{hint}") from None
+    known = timm.list_pretrained(f"{architecture}.*") if tag else []
+    if tag and name not in known:
+        available = f" Available: {', '.join(known[:6])}." if known else " It has none."
+        hint = did_you_mean(name, known) or available
+        raise ConfigError(f"model.backbone: timm has no weights '{tag}' for {architecture}.{hint}")
 
 
 class SmallConv(Backbone):
@@ -110,8 +105,7 @@ class JoinedBackbone(Backbone):
             norm = torch.tensor([network.pixel_norm.mean, network.pixel_norm.std])[..., None, None]
             network.register_buffer("mean_and_std", norm, persistent=False)
         self.pixel_norm = PixelNorm(mean=(0.0,) * in_channels, std=(1.0,) * in_channels)  # each network has its own
-        sizes = [network.default_image_size for network in self.parts if network.default_image_size]
-        self.default_image_size = max(sizes, default=None)
+        self.default_image_size = max(filter(None, (n.default_image_size for n in self.parts)), default=None)
 
     @property
     def parts(self) -> list[Backbone]:
@@ -129,12 +123,7 @@ class JoinedBackbone(Backbone):
 
 
 def joined_names(backbone: str) -> list[str]:
-    """Split names of backbones, "a,b".
-
-    Example:
-        >>> joined_names("efficientnet_lite0, efficientnet_lite2")
-        ['efficientnet_lite0', 'efficientnet_lite2']
-    """
+    """Split names of backbones, "a,b"."""
     names = [name.strip() for name in backbone.split(",")]
     if "" in names or "none" in names or len(set(names)) < len(names):
         raise ConfigError(f"model.backbone: expected different names, separated by commas, got '{backbone}'.")
@@ -155,11 +144,12 @@ def _double_conv(in_channels: int, out_channels: int) -> list[nn.Module]:
 class TorchvisionBackbone(Backbone):
     """A torchvision network up to its last feature maps. Parameters keep torchvision's names."""
 
-    def __init__(self, network: nn.Module, *, layers: list[str], low: str, mid: str, num_features: int) -> None:
+    def __init__(self, network: nn.Module, low: str, mid: str, num_features: int, pixel_norm: PixelNorm) -> None:
         super().__init__()
-        self.num_features, self.low, self.mid = num_features, low, mid
-        for name in layers:
-            self.add_module(name, network.get_submodule(name))
+        self.num_features, self.low, self.mid, self.pixel_norm = num_features, low, mid, pixel_norm
+        for name, layer in network.named_children():
+            if name not in ("aux1", "aux2", "avgpool", "dropout", "fc"):
+                self.add_module(name, layer)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_levels(images)["high"]
@@ -174,20 +164,14 @@ class TorchvisionBackbone(Backbone):
 
 def resnet50(model: ModelConfig, in_channels: int) -> Backbone:
     network = import_extra("torchvision.models", extra="images").resnet50()
-    layers = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
-    backbone = TorchvisionBackbone(network, layers=layers, low="layer2", mid="layer3", num_features=2048)
-    backbone.pixel_norm = IMAGENET_NORM
-    return backbone
+    return TorchvisionBackbone(network, "layer2", "layer3", 2048, IMAGENET_NORM)
 
 
 def googlenet(model: ModelConfig, in_channels: int) -> Backbone:
     network = import_extra("torchvision.models", extra="images").googlenet(aux_logits=False, init_weights=False)
-    layers = [name for name, _ in network.named_children() if name not in ("aux1", "aux2", "avgpool", "dropout", "fc")]
-    backbone = TorchvisionBackbone(network, layers=layers, low="inception3b", mid="inception4e", num_features=1024)
     # Its weights were trained in TensorFlow on pixels from -1 to 1. torchvision's `transform_input` converts ImageNet
     # normalisation back to that range; we normalise to it directly.
-    backbone.pixel_norm = INCEPTION_NORM
-    return backbone
+    return TorchvisionBackbone(network, "inception3b", "inception4e", 1024, INCEPTION_NORM)
 
 
 class TimmBackbone(Backbone):

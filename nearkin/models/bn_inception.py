@@ -4,9 +4,8 @@ Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by R
 One table of widths builds the layers and runs them; docs/bn-inception.md lists the entries of a weights file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,74 +20,46 @@ STD = (1.0, 1.0, 1.0)
 
 # Blocks after which the papers attach their low, middle and high embedding.
 LEVELS = {"3c": "low", "4e": "mid", "5b": "high"}
-
 MIN_IMAGE_SIZE = 7  # smaller images leave the pooling of the stem with empty maps
 
-
-class ConvSpec(NamedTuple):
-    """A convolution with bias, always followed by batch normalisation (named `<name>_bn`) and ReLU."""
-
-    name: str
-    in_channels: int
-    out_channels: int
-    kernel_size: int
-    stride: int = 1
-
-
-class BlockSpec(NamedTuple):
-    """Widths of one inception block. With pool "halve" it has no 1x1 branch and does not project its pooled input."""
-
-    name: str
-    in_channels: int
-    single: int  # 1x1
-    reduce: int  # 1x1 before
-    triple: int  # the 3x3
-    double_reduce: int  # 1x1 before
-    double: int  # two 3x3
-    pool: str
-    project: int  # 1x1 after the pooling
-
-    def branches(self) -> list[list[ConvSpec]]:
-        """Return the parallel chains of convolutions in the order of their outputs; the last has the pooled input."""
-        stride = 2 if self.pool == "halve" else 1
-        chains = [
-            [ConvSpec("1x1", self.in_channels, self.single, 1)],
-            [
-                ConvSpec("3x3_reduce", self.in_channels, self.reduce, 1),
-                ConvSpec("3x3", self.reduce, self.triple, 3, stride),
-            ],
-            [
-                ConvSpec("double_3x3_reduce", self.in_channels, self.double_reduce, 1),
-                ConvSpec("double_3x3_1", self.double_reduce, self.double, 3),
-                ConvSpec("double_3x3_2", self.double, self.double, 3, stride),
-            ],
-            [ConvSpec("pool_proj", self.in_channels, self.project, 1)],
-        ]
-        if stride == 2:
-            chains = [*chains[1:3], []]
-        return [[c._replace(name=f"inception_{self.name}_{c.name}") for c in chain] for chain in chains]
-
-
-STEM = (
-    ConvSpec("conv1_7x7_s2", 3, 64, 7, stride=2),
-    ConvSpec("conv2_3x3_reduce", 64, 64, 1),
-    ConvSpec("conv2_3x3", 64, 192, 3),
-)
+# A convolution with bias, always followed by batch normalisation (named `<name>_bn`) and ReLU:
+# name, input channels, output channels, kernel size, stride.
+Conv = tuple[str, int, int, int, int]
+STEM: list[Conv] = [("conv1_7x7_s2", 3, 64, 7, 2), ("conv2_3x3_reduce", 64, 64, 1, 1), ("conv2_3x3", 64, 192, 3, 1)]
+# Widths of the inception blocks. A block that halves the maps has no 1x1 branch and does not project its pooled input.
 # fmt: off
 BLOCKS = (
-    #        name  inputs 1x1  reduce 3x3  reduce double  pooling    projection
-    BlockSpec("3a",  192,  64,   64,  64,    64,  96,   "average",   32),
-    BlockSpec("3b",  256,  64,   64,  96,    64,  96,   "average",   64),
-    BlockSpec("3c",  320,   0,  128, 160,    64,  96,   "halve",      0),
-    BlockSpec("4a",  576, 224,   64,  96,    96, 128,   "average",  128),
-    BlockSpec("4b",  576, 192,   96, 128,    96, 128,   "average",  128),
-    BlockSpec("4c",  576, 160,  128, 160,   128, 160,   "average",  128),
-    BlockSpec("4d",  608,  96,  128, 192,   160, 192,   "average",  128),
-    BlockSpec("4e",  608,   0,  128, 192,   192, 256,   "halve",      0),
-    BlockSpec("5a", 1056, 352,  192, 320,   160, 224,   "average",  128),
-    BlockSpec("5b", 1024, 352,  192, 320,   192, 224,   "maximum",  128),
+    # name inputs 1x1  reduce 3x3  reduce double  pooling  projection
+    ("3a",  192,  64,   64,  64,    64,  96,   "average",   32),
+    ("3b",  256,  64,   64,  96,    64,  96,   "average",   64),
+    ("3c",  320,   0,  128, 160,    64,  96,   "halve",      0),
+    ("4a",  576, 224,   64,  96,    96, 128,   "average",  128),
+    ("4b",  576, 192,   96, 128,    96, 128,   "average",  128),
+    ("4c",  576, 160,  128, 160,   128, 160,   "average",  128),
+    ("4d",  608,  96,  128, 192,   160, 192,   "average",  128),
+    ("4e",  608,   0,  128, 192,   192, 256,   "halve",      0),
+    ("5a", 1056, 352,  192, 320,   160, 224,   "average",  128),
+    ("5b", 1024, 352,  192, 320,   192, 224,   "maximum",  128),
 )
 # fmt: on
+
+
+def _branches(
+    block: str, inputs: int, single: int, reduce: int, triple: int, reduce2: int, double: int, pool: str, project: int
+) -> list[list[Conv]]:
+    """Return the parallel chains of a block in the order of their outputs; the last has the pooled input."""
+    name, stride = f"inception_{block}", 2 if pool == "halve" else 1
+    direct: list[list[Conv]] = [
+        [(f"{name}_3x3_reduce", inputs, reduce, 1, 1), (f"{name}_3x3", reduce, triple, 3, stride)],
+        [
+            (f"{name}_double_3x3_reduce", inputs, reduce2, 1, 1),
+            (f"{name}_double_3x3_1", reduce2, double, 3, 1),
+            (f"{name}_double_3x3_2", double, double, 3, stride),
+        ],
+    ]
+    if pool == "halve":
+        return [*direct, []]
+    return [[(f"{name}_1x1", inputs, single, 1, 1)], *direct, [(f"{name}_pool_proj", inputs, project, 1, 1)]]
 
 
 class BNInception(Backbone):
@@ -107,16 +78,16 @@ class BNInception(Backbone):
 
     def __init__(self) -> None:
         super().__init__()
-        for spec in convolutions():
-            # Batch normalisation cancels this bias in training, but the public weights have it.
-            layer = nn.Conv2d(
-                spec.in_channels, spec.out_channels, spec.kernel_size, spec.stride, padding=spec.kernel_size // 2
-            )
-            assert layer.bias is not None
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.zeros_(layer.bias)
-            self.add_module(spec.name, layer)
-            self.add_module(f"{spec.name}_bn", nn.BatchNorm2d(spec.out_channels))
+        self.chains = {block[0]: _branches(*block) for block in BLOCKS}
+        for chain in (STEM, *(chain for chains in self.chains.values() for chain in chains)):
+            for name, inputs, outputs, size, stride in chain:
+                # Batch normalisation cancels this bias in training, but the public weights have it.
+                layer = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2)
+                assert layer.bias is not None
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
+                self.add_module(name, layer)
+                self.add_module(f"{name}_bn", nn.BatchNorm2d(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the last feature map of a batch of images."""
@@ -132,27 +103,18 @@ class BNInception(Backbone):
         maps = _max_pool(self._run(STEM[:1], images))
         maps = _max_pool(self._run(STEM[1:], maps))
         levels = {}
-        for block in BLOCKS:
-            *direct, pooled = block.branches()
+        for name, *_, pool, _ in BLOCKS:
+            *direct, pooled = self.chains[name]
             outputs = [self._run(chain, maps) for chain in direct]
-            maps = torch.cat([*outputs, self._run(pooled, POOLS[block.pool](maps))], dim=1)
-            if block.name in LEVELS:
-                levels[LEVELS[block.name]] = maps
+            maps = torch.cat([*outputs, self._run(pooled, POOLS[pool](maps))], dim=1)
+            if name in LEVELS:
+                levels[LEVELS[name]] = maps
         return levels
 
-    def _run(self, chain: Sequence[ConvSpec], maps: Tensor) -> Tensor:
-        for spec in chain:
-            conv, bn = getattr(self, spec.name), getattr(self, f"{spec.name}_bn")
-            maps = F.relu(bn(conv(maps)), inplace=True)
+    def _run(self, chain: Sequence[Conv], maps: Tensor) -> Tensor:
+        for name, *_ in chain:
+            maps = F.relu(getattr(self, f"{name}_bn")(getattr(self, name)(maps)), inplace=True)
         return maps
-
-
-def convolutions() -> Iterator[ConvSpec]:
-    """Yield all 69 convolutions, in the order of the public weights."""
-    yield from STEM
-    for block in BLOCKS:
-        for chain in block.branches():
-            yield from chain
 
 
 def _max_pool(maps: Tensor) -> Tensor:

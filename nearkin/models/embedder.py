@@ -3,15 +3,13 @@
 Training, evaluation, search and export all call this module, so that they preprocess images identically.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -71,6 +69,8 @@ class Embedder(nn.Module):
     Attributes:
         dim: Dimension of the embedding.
         num_features: Number F of pooled features.
+        takes_pixels: Whether the inputs are images uint8 that the model normalises itself.
+        channels: Channels of the images that are read for the model.
     """
 
     mean: Tensor
@@ -97,6 +97,8 @@ class Embedder(nn.Module):
             self.pool = Pool(model)
             parts = tuple(self.pool(maps).shape[1] for maps in self._probe(self.backbone))
             self.backbone.train()
+        self.takes_pixels = self.backbone is not None and (backbone is None or backbone.inputs.dtype == torch.uint8)
+        self.channels = channels if self.takes_pixels else 3
         self.num_features = sum(parts)
         self.widths = parts if self.num_networks > 1 else (self.num_features,)  # features of each network
         self.cut = self._cut() if model.freeze == "stages" else None
@@ -132,7 +134,7 @@ class Embedder(nn.Module):
         example: Tensor | None = None,
         name: str = "",
         config: ModelConfig | None = None,
-    ) -> Embedder:
+    ) -> Self:
         """Make a model of your own network, for `fit`, `evaluate`, `Index`, serving and export.
 
         Args:
@@ -167,19 +169,9 @@ class Embedder(nn.Module):
         return self.backbone if isinstance(self.backbone, OwnBackbone) else None
 
     @property
-    def takes_pixels(self) -> bool:
-        """Whether the inputs are images uint8 that the model normalises itself."""
-        return self.backbone is not None and (self.own is None or self.own.inputs.dtype == torch.uint8)
-
-    @property
     def preprocess(self) -> Preprocess | None:
         """The function of the user that turns a PIL image into an input, if there is one."""
         return self.own.inputs.function if self.own else None
-
-    @property
-    def channels(self) -> int:
-        """Channels of the images that are read for the model."""
-        return self.image_shape[0] if self.takes_pixels else 3
 
     def data_config(self, data: DataConfig | None = None) -> DataConfig:
         """Return the settings with which images are read for this model: its size, and without `data` its crop."""
@@ -190,30 +182,24 @@ class Embedder(nn.Module):
     @torch.no_grad()
     def _probe(self, backbone: Backbone) -> tuple[Tensor, ...]:
         """Return the feature maps of one blank image, or raise if the backbone does not accept this image size."""
-        if isinstance(backbone, OwnBackbone):
-            return self._probe_own(backbone.eval())
+        is_own = isinstance(backbone, OwnBackbone)
+        blank = backbone.blank(1) if isinstance(backbone, OwnBackbone) else torch.zeros(1, *self.image_shape)
         try:
-            return self._feature_maps(torch.zeros(1, *self.image_shape), backbone.eval())
-        except (AssertionError, RuntimeError) as error:
+            return self._feature_maps(blank, backbone.eval())
+        except Exception as error:  # a module of the user may raise any exception
+            if isinstance(error, ConfigError) or not (is_own or isinstance(error, AssertionError | RuntimeError)):
+                raise
+            reason = str(error).partition("\n")[0]
+            if is_own:
+                raise ConfigError(
+                    f"module: failed on a batch of zeros {list(blank.shape)} ({type(error).__name__}: {reason}).\n"
+                    "Pass what it takes: preprocess=(mean, std, image size), image_size= or example=batch."
+                ) from None
             height, width = self.image_shape[1:]
             size = backbone.default_image_size
-            fix = f"--data.image-size {size}" if size else "another --data.image-size"
             raise ConfigError(
                 f"model.backbone: {self.model.backbone} does not accept images of {height} x {width} pixels "
-                f"({str(error).splitlines()[0]}). Use {fix}."
-            ) from None
-
-    def _probe_own(self, backbone: OwnBackbone) -> tuple[Tensor, ...]:
-        blank = backbone.blank(1)
-        try:
-            return self._feature_maps(blank, backbone)
-        except ConfigError:
-            raise
-        except Exception as error:  # the module may raise any exception
-            raise ConfigError(
-                f"module: failed on a batch of zeros {list(blank.shape)} ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}).\n"
-                "Pass what it takes: preprocess=(mean, std, image size), image_size= or example=batch."
+                f"({reason}). Use {f'--data.image-size {size}' if size else 'another --data.image-size'}."
             ) from None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -310,7 +296,7 @@ class Embedder(nn.Module):
             return backbone.forward_parts(scaled)
         return tuple(backbone.forward_levels(scaled).values())
 
-    def train(self, mode: bool = True) -> Embedder:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode; a frozen backbone and frozen batch norms stay in evaluation mode."""
         super().train(mode)
         if mode and self.backbone is not None:
@@ -330,16 +316,13 @@ class Embedder(nn.Module):
             return
         self.train(self.training)
         trainable = not frozen and self.model.freeze == "none"
-        self.backbone.requires_grad_(trainable)
         self.pool.requires_grad_(trainable)
+        for name, parameter in self.backbone.named_parameters():
+            is_update = name.endswith((".a", ".b")) and ".parametrizations." in name
+            tuned = is_update if self.model.lora_rank else name not in self.backbone.always_frozen
+            parameter.requires_grad_(trainable and tuned)
         if self.cut is not None:
             self.cut.tail.requires_grad_(not frozen)
-        if self.model.lora_rank:
-            for name, parameter in self.backbone.named_parameters():
-                parameter.requires_grad_(trainable and name.endswith((".a", ".b")) and ".parametrizations." in name)
-        for name, parameter in self.backbone.named_parameters():
-            if name in self.backbone.always_frozen:
-                parameter.requires_grad_(False)
         if self.model.freeze_norm == "all":
             for norm in _batch_norms(self.backbone):
                 norm.requires_grad_(False)
@@ -382,14 +365,14 @@ class Embedder(nn.Module):
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
     def _run_batches(
-        self, function: Any, images: ImageInput, batch_size: int, reporter: Reporter | None, width: int
+        self, function: Any, images: ImageInput, size: int, reporter: Reporter | None, width: int
     ) -> Tensor:
         """Apply a function to all images; `width` is that of an empty result."""
         if isinstance(images, str | Path):
             raise DataError(f"embed: expected a list of images, got one path. Use embed([{str(images)!r}]).")
         outputs = []
         with (reporter or Reporter(quiet=True)).track("embedding", len(images), unit="img") as bar:
-            for output in self.stream(function, images, batch_size):
+            for output in self.stream(function, images, size):
                 outputs.append(output)
                 bar.advance(len(output))
         return torch.cat(outputs) if outputs else torch.empty(0, width)

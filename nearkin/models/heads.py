@@ -62,12 +62,8 @@ class Head(nn.Module):
             self.norm = nn.BatchNorm1d(num_features, affine=False)
         self.dropout = nn.Dropout(model.dropout)
         self.correction: nn.Sequential | None = None
-        if not model.dim:
-            self.maps = nn.ModuleList()
-        elif model.head == "mlp":
-            self.maps = nn.ModuleList(_mlp(size, model.dim // len(parts)) for size in parts)
-        else:
-            self.maps = nn.ModuleList(nn.Linear(size, model.dim // len(parts)) for size in parts)
+        layer = _mlp if model.head == "mlp" else nn.Linear
+        self.maps = nn.ModuleList(layer(size, model.dim // len(parts)) for size in parts if model.dim)
         if model.dim and model.head == "residual":
             self.correction = _mlp(num_features, model.dim)
             nn.init.zeros_(self.correction[-1].weight)  # type: ignore[arg-type]
@@ -86,10 +82,8 @@ class Head(nn.Module):
         """Set the linear map to within-class whitening, then PCA, which keeps what a backbone has learned."""
         if isinstance(self.norm, nn.BatchNorm1d):
             # Evaluation uses the running statistics, so they must be those of the features.
-            assert self.norm.running_mean is not None
-            assert self.norm.running_var is not None
-            self.norm.running_mean.copy_(features.mean(0))
-            self.norm.running_var.copy_(features.var(0))
+            self.norm.get_buffer("running_mean").copy_(features.mean(0))
+            self.norm.get_buffer("running_var").copy_(features.var(0))
         normalized = self.norm.eval()(features)
         self.norm.train(self.training)
         parts = torch.split(normalized, list(self.parts), dim=1)
@@ -100,10 +94,8 @@ class Head(nn.Module):
             layer.bias.copy_(bias)
 
 
-def _mlp(in_features: int, out_features: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(in_features, out_features), nn.ReLU(inplace=True), nn.Linear(out_features, out_features)
-    )
+def _mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Linear(outputs, outputs))
 
 
 def unit(emb: Tensor) -> Tensor:

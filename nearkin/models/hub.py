@@ -16,26 +16,14 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def download(address: str) -> Path:
-    """Download a model, or find it in the cache.
-
-    Args:
-        address: "hf:user/name", or "hf:user/name@REVISION" for a tag, branch or commit.
-
-    Returns:
-        The folder of its files.
-
-    Raises:
-        RunError: The Hub cannot be reached, or has no such model.
-    """
+    """Download "hf:user/name" or "hf:user/name@REVISION", or find it in the cache. Returns the folder of its files."""
     repo, _, revision = _check_name(address.removeprefix(PREFIX)).partition("@")
     hub: Any = import_extra("huggingface_hub", extra="images")
     with _hub_errors(repo):
         options = {"revision": revision or None, "allow_patterns": _FILES, "etag_timeout": TIMEOUT}
         folder = Path(hub.snapshot_download(repo, **options))
     if not (folder / _FILES[0]).exists():
-        raise RunError(
-            f"{PREFIX}{repo}: has no {_FILES[0]}, so it is not a model of nearkin. Load it with timm instead."
-        )
+        raise RunError(f"{PREFIX}{repo}: has no {_FILES[0]}, so it is not a model of nearkin. Load it with timm.")
     return folder
 
 

@@ -53,16 +53,13 @@ class OwnBackbone(Backbone):
         elif not isinstance(output, Tensor):  # of Hugging Face
             pooled = getattr(output, "pooler_output", None)
             output = getattr(output, "last_hidden_state", output) if pooled is None else pooled
-        ndim = output.ndim if isinstance(output, Tensor) else 0
-        if ndim == 4:
-            return output  # type: ignore[no-any-return]
-        if ndim == 3:
-            return output.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
-        if ndim != 2:
-            got = f"shape {list(output.shape)}" if ndim else f"a {type(output).__name__}"
-            expected = "vectors [B, D], tokens [B, T, F] or maps [B, F, h, w]"
-            raise ConfigError(f"module: {self.identity.partition(',')[0]} returned {got}, expected {expected}.")
-        return output[:, :, None, None]  # type: ignore[no-any-return]
+        if isinstance(output, Tensor) and output.ndim in (2, 3, 4):
+            if output.ndim == 4:
+                return output
+            return output[:, :, None, None] if output.ndim == 2 else output.transpose(1, 2)[..., None]
+        got = f"shape {list(output.shape)}" if getattr(output, "ndim", 0) else f"a {type(output).__name__}"
+        expected = "vectors [B, D], tokens [B, T, F] or maps [B, F, h, w]"
+        raise ConfigError(f"module: {self.identity.partition(',')[0]} returned {got}, expected {expected}.")
 
     def blank(self, count: int) -> Tensor:
         """Return a batch of zeros as the module takes it, where its weights are."""
@@ -107,11 +104,10 @@ def read_inputs(module: Any, preprocess: Any, image_size: int | None, example: T
                 "that takes other tensors example=batch."
             )
         shape = (3 if mean is None else len(mean), side, side)
-    channels = shape[0]
-    norm = PixelNorm((0.0,) * channels if mean is None else mean, (1.0,) * channels if std is None else std)
-    if len(norm.mean) != channels or len(norm.std) != channels:
-        raise ConfigError(f"preprocess: mean and std have {len(norm.mean)} and {len(norm.std)} values for {channels}.")
-    return Inputs(shape, torch.uint8, norm)
+    mean, std = mean or (0.0,) * shape[0], std or (1.0,) * shape[0]
+    if not len(mean) == len(std) == shape[0]:
+        raise ConfigError(f"preprocess: mean and std have {len(mean)} and {len(std)} values for {shape[0]}.")
+    return Inputs(shape, torch.uint8, PixelNorm(mean, std))
 
 
 def _pixel_settings(source: Any) -> tuple[tuple[float, ...], tuple[float, ...], int | None] | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import torch as safetensors
-from torch import Tensor
 
 from nearkin._common.files import read_json
 from nearkin.config._parsing import from_dict
@@ -34,57 +33,49 @@ def load(path: str | Path, module: Any = None, preprocess: Preprocess | None = N
         RunError: The folder has no model, its files are damaged, or they need a `module` that does not fit.
     """
     folder = hub.download(str(path)) if str(path).startswith(hub.PREFIX) else Path(path)
-    if (folder / "model.json").exists():
-        return _load_saved(folder, module, preprocess)
-    recipe_file, weights_file = folder / "recipe.toml", folder / "best.pt"
-    if recipe_file.exists() and (folder / "result.json").exists() and not weights_file.exists():
-        raise RunError(
-            f"{folder}: the weights of this run were deleted, as studies do with keep_models = false. "
-            "Train it again: nearkin train " + str(recipe_file)
-        )
-    if not recipe_file.exists() or not weights_file.exists():
-        raise RunError(
-            f"{folder}: no trained model here (recipe.toml and best.pt, or model.json). Give a folder below runs/."
-        )
-    checkpoint = load_checkpoint(weights_file, keys=("model", "image_shape"))
-    recipe = Recipe.from_toml(recipe_file)
-    config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed
-    shape = tuple(checkpoint["image_shape"])
-    backbone = restore_own(folder, config.backbone, shape, checkpoint.get(OWN), module, preprocess)
-    model = Embedder(config, shape, augment=recipe.data.augment, backbone=backbone)
-    _load_state(model, checkpoint["model"], weights_file)
-    return model.eval()
-
-
-def _load_saved(folder: Path, module: Any, preprocess: Preprocess | None) -> Embedder:
-    weights = folder / "model.safetensors"
+    is_saved = (folder / "model.json").exists()
+    weights = folder / ("model.safetensors" if is_saved else "best.pt")
     try:
-        config = read_json(folder / "model.json")
-        if config["format"] != FORMAT:
-            raise RunError(
-                f"{folder / 'model.json'}: format {config['format']}, but this version of nearkin reads "
-                f"format {FORMAT}. Load it with the version that wrote it."
-            )
-        data = weights.read_bytes()
-        if hashlib.sha256(data).hexdigest() != config["sha256"]:
-            raise RunError(f"{weights}: does not match model.json (its checksum differs). Copy both files again.")
-        state = safetensors.load(data)
-        shape = tuple(config["image_shape"])
-        settings = from_dict(ModelConfig, config["model"], "model.")
-        backbone = restore_own(folder, settings.backbone, shape, config.get(OWN), module, preprocess)
-        model = Embedder(settings, shape, augment=config["augment"], backbone=backbone)
+        stored = _read_saved(folder, weights) if is_saved else _read_run(folder, weights)
+        config, shape = stored["config"], tuple(stored["image_shape"])
+        backbone = restore_own(folder, config.backbone, shape, stored.get(OWN), module, preprocess)
+        model = Embedder(config, shape, augment=stored["augment"], backbone=backbone)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RunError):
+        if isinstance(error, RunError) or not is_saved:
             raise
         raise RunError(f"{folder}: not a readable model ({type(error).__name__}: {error}).") from None
-    _load_state(model, state, weights)
-    return model.eval()
-
-
-def _load_state(model: Embedder, state: dict[str, Tensor], path: Path) -> None:
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(stored["state"])
     except (RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         what = "the configuration in the same folder" if model.own is None else "the module that you passed"
-        raise RunError(f"{path}: does not fit {what} ({reason}).") from None
+        raise RunError(f"{weights}: does not fit {what} ({reason}).") from None
+    return model.eval()
+
+
+def _read_run(folder: Path, weights: Path) -> dict[str, Any]:
+    recipe_file = folder / "recipe.toml"
+    if recipe_file.exists() and (folder / "result.json").exists() and not weights.exists():
+        raise RunError(
+            f"{folder}: the weights of this run were deleted, as studies do with keep_models = false. "
+            f"Train it again: nearkin train {recipe_file}"
+        )
+    if not recipe_file.exists() or not weights.exists():
+        raise RunError(f"{folder}: no trained model here (best.pt or model.json). Give a folder below runs/.")
+    checkpoint = load_checkpoint(weights, keys=("model", "image_shape"))
+    recipe = Recipe.from_toml(recipe_file)
+    config = dataclasses.replace(recipe.model, weights="none")  # the initial ones may be gone, and are not needed
+    return {**checkpoint, "state": checkpoint["model"], "config": config, "augment": recipe.data.augment}
+
+
+def _read_saved(folder: Path, weights: Path) -> dict[str, Any]:
+    stored = read_json(folder / "model.json")
+    if stored["format"] != FORMAT:
+        raise RunError(
+            f"{folder / 'model.json'}: format {stored['format']}, but this version of nearkin reads format {FORMAT}. "
+            "Load it with the version that wrote it."
+        )
+    data = weights.read_bytes()
+    if hashlib.sha256(data).hexdigest() != stored["sha256"]:
+        raise RunError(f"{weights}: does not match model.json (its checksum differs). Copy both files again.")
+    return {**stored, "state": safetensors.load(data), "config": from_dict(ModelConfig, stored["model"], "model.")}

@@ -48,10 +48,9 @@ def load_weights(backbone: Backbone, name: str, weights: str, reporter: Reporter
         return
     if name in LITE:
         load_by_position(backbone, read_state_dict(lite_weights_file(name)))
-    elif isinstance(backbone, TimmBackbone):
-        load_by_name(backbone, _from_timm(name), f"timm's weights of {name}")
-    elif name in _TORCHVISION:
-        load_by_name(backbone, _from_torchvision(name), f"torchvision's weights of {name}")
+    elif isinstance(backbone, TimmBackbone) or name in _TORCHVISION:
+        library = "torchvision" if name in _TORCHVISION else "timm"
+        load_by_name(backbone, _download(name, library), f"{library}'s weights of {name}")
     elif name == "bn_inception":
         raise ConfigError(
             "model.weights: bn_inception's public ImageNet weights come as a file (bn_inception-52deb4733.pth).\n"
@@ -78,9 +77,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     items = state.items() if isinstance(state, Mapping) else ()
     tensors = {key: value for key, value in items if isinstance(value, Tensor)}
     if not tensors:
-        raise ConfigError(
-            f"{path}: no weights (named tensors) found. Save them with torch.save(model.state_dict(), FILE)."
-        )
+        raise ConfigError(f"{path}: no weights found. Save them with torch.save(model.state_dict(), FILE).")
     return tensors
 
 
@@ -117,14 +114,14 @@ def load_by_name(backbone: Backbone, state: Mapping[str, Tensor], source: str) -
     # Old files lack num_batches_tracked.
     missing = [k for k in expected if k not in found and not k.endswith("num_batches_tracked")]
     mismatched = [k for k in expected if k in found and found[k].shape != expected[k].shape]
-    if missing or mismatched:
-        problems = []
-        if missing:
-            problems.append(f"{len(missing)} of {len(expected)} tensors are missing (first {missing[0]})")
-        if mismatched:
-            first = mismatched[0]
-            shapes = f"expected {list(expected[first].shape)}, got {list(found[first].shape)}"
-            problems.append(f"{len(mismatched)} tensors have the wrong shape (first {first}: {shapes})")
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(expected)} tensors are missing (first {missing[0]})")
+    if mismatched:
+        first = mismatched[0]
+        shapes = f"expected {list(expected[first].shape)}, got {list(found[first].shape)}"
+        problems.append(f"{len(mismatched)} tensors have the wrong shape (first {first}: {shapes})")
+    if problems:
         raise ConfigError(
             f"{source}: does not fit the backbone: {'; '.join(problems)}.\n"
             f"First names in the file: {', '.join(list(state)[:3])}; in the backbone: {', '.join(list(expected)[:3])}."
@@ -164,22 +161,19 @@ def lite_weights_file(name: str) -> Path:
 _TORCHVISION = {"resnet50": "ResNet50_Weights", "googlenet": "GoogLeNet_Weights"}
 
 
-def _from_torchvision(name: str) -> Mapping[str, Tensor]:
-    models = import_extra("torchvision.models", extra="images")
-    # The papers of this field start from V1; V2 is torchvision's newer training recipe.
-    weights = getattr(models, _TORCHVISION[name]).IMAGENET1K_V1
+def _download(name: str, library: str) -> Mapping[str, Tensor]:
+    url = "its hub"
+    module = import_extra("torchvision.models" if library == "torchvision" else "timm", extra="images")
     try:
-        return weights.get_state_dict(progress=False, check_hash=True)  # type: ignore[no-any-return]
-    except OSError as error:
-        raise _download_error(name, weights.url, error) from None
-
-
-def _from_timm(name: str) -> Mapping[str, Tensor]:
-    timm = import_extra("timm", extra="images")
-    try:
-        return timm.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
+        if library == "torchvision":
+            # The papers of this field start from V1; V2 is torchvision's newer training recipe.
+            weights = getattr(module, _TORCHVISION[name]).IMAGENET1K_V1
+            url = weights.url
+            return weights.get_state_dict(progress=False, check_hash=True)  # type: ignore[no-any-return]
+        url = module.get_pretrained_cfg(name).hf_hub_id or url
+        return module.create_model(name, pretrained=True, num_classes=0).state_dict()  # type: ignore[no-any-return]
     except Exception as error:  # huggingface_hub, httpx and urllib raise different types without a network
-        raise _download_error(name, timm.get_pretrained_cfg(name).hf_hub_id or "its hub", error) from None
+        raise _download_error(name, url, error) from None
 
 
 def check_available(name: str) -> None:

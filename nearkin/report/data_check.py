@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from nearkin._common.words import agreeing, counted
-from nearkin.data.findings import LEVELS, Report, printable
+from nearkin._common.words import agreeing, counted, printable
+from nearkin.data.check import LEVELS, Report
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -1,5 +1,6 @@
 """Atomic writes and locks, with processes that are killed."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from helpers.limits import leftover_of_a_killed_process, max_file_size, start_writer
 from helpers.studies import small_study, write_features
 
-from nearkin._common.files import atomic_file, atomic_write, file_lock, is_locked, remove_leftovers
+from nearkin._common.files import atomic_file, atomic_write, file_lock, is_locked, nan_to_none, remove_leftovers
 
 
 def names(folder) -> list[str]:
@@ -143,3 +144,7 @@ def test_whether_a_read_only_file_is_locked(tmp_path):
         assert is_locked(lock)
     assert not is_locked(lock)
     lock.chmod(0o600)
+
+
+def test_nan_becomes_null_in_json():
+    assert nan_to_none({"interval": (0.5, math.nan)}) == {"interval": [0.5, None]}

@@ -84,7 +84,7 @@ def test_another_source_is_another_run(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         file = write_loss(tmp_path / folder, "fifth_own", margin)
         monkeypatch.setenv(plugins.VARIABLE, str(file))
-        LOSSES._items.pop("fifth_own", None)
+        LOSSES.data.pop("fifth_own", None)
         own = recipe.__class__(**{**vars(recipe), "loss": ComponentConfig("fifth_own", {"margin": 0.3})})
         keys.add(run_key(own, "x"))
     assert len(keys) == 2  # the folder does not matter, the code does

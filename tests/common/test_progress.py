@@ -4,7 +4,7 @@ import io
 import time
 
 from nearkin._common import progress
-from nearkin._common.progress import ProgressBar, Reporter
+from nearkin._common.progress import ProgressBar, Reporter, escape_controls, format_duration, format_rate
 from nearkin._common.words import agreeing
 
 
@@ -45,7 +45,7 @@ def test_the_waits_are_short():
 
 
 def test_findings_agree_with_their_number():
-    from nearkin.data.findings import CATALOGUE
+    from nearkin.data.check import CATALOGUE
 
     for kinds in CATALOGUE.values():
         for title, _ in kinds.values():
@@ -54,3 +54,12 @@ def test_findings_agree_with_their_number():
             assert many[1:] == title.split()
             assert one[noun] in (many[noun].removesuffix("es"), many[noun].removesuffix("s")), title
             assert not {"are", "have", "differ"} & set(one), title
+
+
+def test_rates_and_durations_are_written_for_people():
+    assert (format_rate(412.25, "img"), format_rate(0.05, "step")) == ("412.2 img/s", "20.0 s/step")
+    assert [format_duration(s) for s in (8.2, 95, 3700, 200000)] == ["8 s", "95 s", "62 min", "56 h"]
+
+
+def test_control_characters_are_written_as_text():
+    assert escape_controls("\x1b[2Jbird\x07.jpg") == r"\x1b[2Jbird\x07.jpg"

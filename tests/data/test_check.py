@@ -14,8 +14,7 @@ from PIL import Image, ImageEnhance
 from nearkin import cli
 from nearkin._common.progress import Reporter
 from nearkin.config.recipe import DataConfig
-from nearkin.data.check import check, check_target, normalize_class_name
-from nearkin.data.findings import LEVELS
+from nearkin.data.check import LEVELS, check, check_target, normalize_class_name
 from nearkin.data.image_info import confirm_pairs, hash_image, near_pairs
 from nearkin.data.listing import list_folder
 from nearkin.data.sources import load

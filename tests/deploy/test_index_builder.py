@@ -27,9 +27,8 @@ from nearkin.cli import index as index_command
 from nearkin.cli import search as search_command
 from nearkin.deploy.index import builder, storage
 from nearkin.deploy.index.items import FileStamp
-from nearkin.deploy.index.sources import find_images
+from nearkin.deploy.index.sources import find_images, training_classes
 from nearkin.deploy.index.storage import Journal
-from nearkin.deploy.index.trained import training_classes
 from nearkin.errors import ConfigError, DataError, UserError
 
 # --- listing ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from helpers.small_runs import make_result, make_run
 import nearkin as nk
 from nearkin._common.progress import Reporter
 from nearkin.cli import index as index_command
-from nearkin.deploy.index.trained import training_classes
+from nearkin.deploy.index.sources import training_classes
 from nearkin.errors import ConfigError, DataError, UserError
 
 QUIET = Reporter(quiet=True)

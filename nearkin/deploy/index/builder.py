@@ -48,8 +48,8 @@ class UpdateSummary:
         if self.broken:
             lines.append(f"{len(self.broken):,} could not be read:")
             lines += [f"  {reason}" for reason in list(self.broken.values())[:_MAX_ERRORS_SHOWN]]
-            more = len(self.broken) - _MAX_ERRORS_SHOWN
-            lines += [f"  and {more:,} more"] if more > 0 else []
+        if len(self.broken) > _MAX_ERRORS_SHOWN:
+            lines.append(f"  and {len(self.broken) - _MAX_ERRORS_SHOWN:,} more")
         if self.gone:
             lines.append(f"{agreeing(self.gone, 'items are no longer listed')}; remove with --prune.")
         return lines
@@ -256,13 +256,22 @@ class _Update:
 
 def embed_files(model: EmbeddingModel, paths: Sequence[Path]) -> tuple[list[int], Vectors, dict[int, str]]:
     """Embed image files. Returns which were embedded, their vectors, and error messages of the others."""
+
+    def check(path: Path) -> str:
+        try:
+            read_image(path, max(model.image_shape[1:], default=256))
+        except DataError as error:
+            return str(error)
+        return ""
+
     indices = list(range(len(paths)))
     broken: dict[int, str] = {}
     try:
         embedded = model.embed(paths)
     except DataError as error:
         # At least one file is broken: find out which, and embed the rest.
-        broken = _find_broken(model, paths)
+        reasons = (reason for part in map_in_threads(check, paths) for reason in part)
+        broken = {n: reason for n, reason in enumerate(reasons) if reason}
         if not broken:
             raise error from None
         indices = [n for n in indices if n not in broken]
@@ -273,18 +282,3 @@ def embed_files(model: EmbeddingModel, paths: Sequence[Path]) -> tuple[list[int]
         broken[indices[n]] = f"{paths[indices[n]]}: the model returns NaN or infinity."
     indices = [n for n in indices if n not in broken]
     return indices, check_vectors(vectors[finite], None, "the model's vectors"), dict(sorted(broken.items()))
-
-
-def _find_broken(model: EmbeddingModel, paths: Sequence[Path]) -> dict[int, str]:
-    """Return an error message by index for every file that cannot be read."""
-    side = max(model.image_shape[1:], default=256)
-
-    def check(path: Path) -> str:
-        try:
-            read_image(path, side)
-        except DataError as error:
-            return str(error)
-        return ""
-
-    reasons = (reason for part in map_in_threads(check, paths) for reason in part)
-    return {n: reason for n, reason in enumerate(reasons) if reason}

@@ -1,25 +1,15 @@
 """Approximate search in large indexes by an HNSW graph (Malkov and Yashunin 2018, with faiss) of measured recall."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.deploy.index.search import (
-    Floats,
-    Ints,
-    Vectors,
-    blocks,
-    exclude_row,
-    inverse_norms,
-    nearest_among,
-    normalize_rows,
-)
+from nearkin.deploy.index import search
+from nearkin.deploy.index.search import Floats, Ints, Vectors, exclude_row, normalize_rows
 from nearkin.errors import ConfigError, DataError, import_extra
 from nearkin.metrics.bootstrap import bootstrap, percentiles
 from nearkin.metrics.ranking import neighbours
@@ -55,15 +45,14 @@ class HNSWGraph:
         self._lock = threading.Lock()
 
     @classmethod
-    def build(cls, vectors: Vectors, *, recall: float = 0.99) -> HNSWGraph:
+    def build(cls, vectors: Vectors, *, recall: float = 0.99) -> Self:
         """Build a graph, then double `ef_search` until both recalls reach the target (or it reaches 1024)."""
         faiss = import_extra("faiss", extra="stores")
         if len(vectors) < 2:
             raise ConfigError("graph: needs at least two items.")
         graph = faiss.IndexHNSWFlat(vectors.shape[1], LINKS, faiss.METRIC_INNER_PRODUCT)
-        inv_norms = inverse_norms(vectors)
-        for start, block in blocks(vectors):
-            graph.add((block * inv_norms[start : start + len(block), None]).astype(np.float32))
+        for _, block in search.blocks(vectors):
+            graph.add((block * search.inverse_norms(block)[:, None]).astype(np.float32))
         k = min(NEIGHBOURS, len(vectors) - 1)
         rows = np.random.default_rng(0).choice(len(vectors), min(NUM_QUERIES, len(vectors)), replace=False)
         # Any graph finds a stored item itself, so it is excluded from its own neighbours.
@@ -71,16 +60,14 @@ class HNSWGraph:
         queries += [(query, -1) for query in _random_queries(vectors, len(rows))]
         exact = neighbours(np.stack([query for query, _ in queries]), vectors, k + 1)
         truth = [exclude_row(row, *result)[1][:k] for (_, row), *result in zip(queries, *exact, strict=True)]
-        ef_search = 16
-        while True:
-            ef_search *= 2
+        for ef_search in (32, 64, 128, 256, 512, MAX_EF_SEARCH):
             candidate = cls(graph, GraphStats(LINKS, ef_search, 0.0, 0.0, 0.0, k, len(rows), 0.0))
             results = [exclude_row(row, *candidate.search(query, vectors, k + 1)) for query, row in queries]
             pairs = zip((cosines[:k] for _, cosines in results), truth, strict=True)
             # An item as near as the k-th true neighbour counts as found.
             recalls = np.array([(found >= exact_k[-1] - 1e-12).sum() / len(exact_k) for found, exact_k in pairs])
             stored, random_recall = recalls[: len(rows)], float(recalls[len(rows) :].mean())
-            if min(float(stored.mean()), random_recall) >= recall or ef_search >= MAX_EF_SEARCH:
+            if min(float(stored.mean()), random_recall) >= recall:
                 break
         low, high = percentiles(bootstrap(stored[None], np.arange(len(stored)))[:, 0], 0.95)
         return cls(graph, GraphStats(LINKS, ef_search, float(stored.mean()), low, high, k, len(rows), random_recall))
@@ -97,7 +84,7 @@ class HNSWGraph:
             graph.hnsw.efSearch = ef_search
             _, found = graph.search(unit[None], min(ef_search, len(items)))
         candidates = np.unique(found[0][found[0] >= 0]).astype(np.int64)
-        return nearest_among(query, items, candidates, min(k, len(items)))
+        return search.nearest_among(query, items, candidates, min(k, len(items)))
 
     def to_bytes(self) -> bytes:
         if isinstance(self._graph, bytes):

@@ -3,13 +3,12 @@
 Search is exact and ranks as `nk.score` does: by cosine similarity of the float32 vectors, ties in row order.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -76,7 +75,7 @@ class Index:
         ids: Sequence[str] | None = None,
         run: str | Path | None = None,
         embed: EmbeddingModel | None = None,
-    ) -> Index:
+    ) -> Self:
         """Embed images and index them, or index vectors.
 
         Args:
@@ -94,10 +93,10 @@ class Index:
         if model is None:
             vectors = search.check_vectors(images, None, "vectors")
             return cls(vectors, ids or [str(row) for row in range(len(vectors))], labels, model=embed)
-        if items.has_labels(images):
+        if labelled := items.read_labelled(model, images):
             if labels is not None:
                 raise DataError("labels: the data have labels already. Pass one or the other.")
-            images, labels, numbered = items.read_labelled(model, images)
+            images, labels, numbered = labelled
             ids = ids or numbered
         names = items.ids_of(images) if ids is None else list(ids)
         vectors = items.embed_images(model, images, names)
@@ -186,12 +185,11 @@ class Index:
     def answer(self, query: Any, k: int = 10, *, exclude: int | None = None, exact: bool = False) -> SearchResult:
         """Search as `search` does, without the row `exclude`, and tell whether the query's class is known."""
         vector = self.vector_of(query)
-        rows, cosines = self._nearest(vector, k, exclude, exact)
+        nearest = partial(self._nearest, exclude=exclude, exact=exact)
+        rows, cosines = nearest(vector, k)
         top = float(cosines[0]) if len(cosines) else -1.0
         if self.rerank is not None and not exact:
-            rows, cosines = apply_rerank(
-                vector, self.vectors, k, self.rerank, lambda q, n: self._nearest(q, n, exclude, exact)
-            )
+            rows, cosines = apply_rerank(vector, self.vectors, k, self.rerank, nearest)
         hits = tuple(
             Hit(self.ids[row], self.labels[row], cosine, row)
             for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
@@ -309,7 +307,7 @@ class Index:
             storage.commit(folder, state)
 
     @classmethod
-    def load(cls, folder: str | Path, model: EmbeddingModel | None = None) -> Index:
+    def load(cls, folder: str | Path, model: EmbeddingModel | None = None) -> Self:
         """Open an index, its vectors memory-mapped; without `model`, its run folder gives the model when needed."""
         path = Path(folder)
         index = storage.read_consistent(path, lambda state: cls._read(path, state))
@@ -318,7 +316,7 @@ class Index:
         return index
 
     @classmethod
-    def _read(cls, folder: Path, state: storage.State) -> Index:
+    def _read(cls, folder: Path, state: storage.State) -> Self:
         index = cls.__new__(cls)  # without checking the vectors again
         vectors = storage.read_vectors(folder, state)
         graph = storage.find_file(folder, state, "hnsw").read_bytes() if state.get("graph") else None
@@ -330,9 +328,7 @@ class Index:
             index.model_info = state["model"] and from_dict(ModelInfo, state["model"], "model.")
             index.root = state["root"] and Path(state["root"])
             index.threshold = state["threshold"] and from_dict(Threshold, state["threshold"], "threshold.")
-            index.rerank = state["rerank"] and from_dict(
-                RERANKERS[state["rerank"][0]], state["rerank"][1], f"{state['rerank'][0]}."
-            )
+            index.rerank = state["rerank"] and from_dict(RERANKERS[state["rerank"][0]], state["rerank"][1], "rerank.")
             index.store = state["store"]
             if graph is not None:
                 index.graph = HNSWGraph(graph, from_dict(GraphStats, state["graph"], "graph."))

@@ -61,15 +61,14 @@ def embed_images(model: EmbeddingModel, images: Any, ids: Sequence[str]) -> Vect
     return vectors
 
 
-def has_labels(images: Any) -> bool:
-    """Return whether images are data of the user that `as_table` reads, with labels, and not a list or an array."""
-    if isinstance(images, list | tuple):
-        return is_pair_of_columns(images) or (len(images) > 0 and isinstance(images[0], list | tuple | dict))
-    return not isinstance(images, str | os.PathLike | np.ndarray | Tensor) and not hasattr(images, "read")
-
-
-def read_labelled(model: Any, data: Any) -> tuple[Any, list[Label], list[str]]:
-    """Return the images (or tensors), labels and ids of data of the user."""
+def read_labelled(model: Any, data: Any) -> tuple[Any, list[Label], list[str]] | None:
+    """Return the images (or tensors), labels and ids of data that `as_table` reads; None for images without labels."""
+    if isinstance(data, list | tuple):
+        has_labels = is_pair_of_columns(data) or (len(data) > 0 and isinstance(data[0], list | tuple | dict))
+    else:
+        has_labels = not isinstance(data, str | os.PathLike | np.ndarray | Tensor) and not hasattr(data, "read")
+    if not has_labels:
+        return None
     if not hasattr(model, "data_config"):
         raise DataError(f"model: {type(model).__name__} is no nearkin.Embedder. Pass images, labels= and ids= apart.")
     table = as_table(data, model.data_config(), channels=model.channels, min_classes=1)
@@ -105,10 +104,9 @@ def as_labels(labels: Any, count: int) -> list[Label]:
 
 def row_by_id(ids: Sequence[str], labels: Sequence[Label], count: int) -> dict[str, int]:
     """Map ids to rows, after checking that there are `count` distinct strings, and the types of the labels."""
-    types = {type(label) for label in labels} - {type(None)}
-    if types not in (set(), {str}, {int}):
-        names = ", ".join(sorted(cls.__name__ for cls in types))
-        raise DataError(f"labels: expected all strings or all integers (or None), got {names}.")
+    types = {type(label).__name__ for label in labels} - {"NoneType"}
+    if types not in (set(), {"str"}, {"int"}):
+        raise DataError(f"labels: expected all strings or all integers (or None), got {', '.join(sorted(types))}.")
     check_count("ids", len(ids), "vector", count)
     rows: dict[str, int] = {}
     for row, id in enumerate(ids):

@@ -47,15 +47,11 @@ class Threshold:
             f"{_format_interval(self.true_accept_interval)}",
         ]
         if self.true_accept < 0.5:
-            lines.append(
-                f"  {1 - self.true_accept:.0%} of the known queries would be called unknown; "
-                f"about half with --false-accept-rate {max(self.half_rate, 0.01):.2f}"
-            )
+            half = f"about half with --false-accept-rate {max(self.half_rate, 0.01):.2f}"
+            lines.append(f"  {1 - self.true_accept:.0%} of the known queries would be called unknown; {half}")
         if self.unknown_queries * self.false_accept < 1:
-            lines.append(
-                f"{self.unknown_queries:,} unknown queries are too few for this rate; the threshold is their highest "
-                "similarity."
-            )
+            too_few = f"{self.unknown_queries:,} unknown queries are too few for this rate"
+            lines.append(f"{too_few}; the threshold is their highest similarity.")
         return "\n".join(lines)
 
 
@@ -80,10 +76,6 @@ def calibrate(
 
     The interval of the false-accept rate comes from a bootstrap over classes: the threshold is set on the sampled
     classes and the rate measured on the others, so it predicts the rate on classes that took no part in calibration.
-
-    Example:
-        >>> calibrate([0.9, 0.8], [0.1, 0.2, 0.3, 0.4], false_accept=0.25).value
-        0.3
     """
     check_rate(false_accept)
     known, unknown = _as_similarities(query_sims_known, "known"), _as_similarities(query_sims_unknown, "unknown")

@@ -42,14 +42,13 @@ class Reciprocal:
     depth: int = 100  # number of nearest items that are re-ranked
 
     def __post_init__(self) -> None:
-        if self.k1 < 1 or self.k2 < 1 or self.depth < 1 or not 0 <= self.weight <= 1:
+        if min(self.k1, self.k2, self.depth) < 1 or not 0 <= self.weight <= 1:
             raise ConfigError(f"reciprocal: expected k1, k2, depth >= 1 and weight in [0, 1], got {self}.")
 
 
 Rerank = Expansion | Reciprocal
 RERANKERS = Registry[type[Expansion] | type[Reciprocal]]("re-ranking method")
-RERANKERS.add("expansion", Expansion)
-RERANKERS.add("reciprocal", Reciprocal)
+RERANKERS.update(expansion=Expansion, reciprocal=Reciprocal)
 
 
 def rerank_name(option: Rerank) -> str:
@@ -75,15 +74,11 @@ def k_reciprocal(query: Vectors, near: Vectors, *, k1: int, k2: int, weight: flo
     points = normalize_rows(np.concatenate([query[None], near]))
     cosine = points @ points.T
     np.fill_diagonal(cosine, 2.0)  # a point is its own nearest, regardless of rounding
-    rank = np.empty(cosine.shape, np.int64)
     order = np.argsort(-cosine, axis=1, kind="stable")
-    np.put_along_axis(rank, order, np.arange(len(points))[None, :], axis=1)
+    rank = np.argsort(order, axis=1)  # the inverse permutation
     np.fill_diagonal(cosine, 1.0)
-
-    def mutual(k: int) -> Any:
-        return np.maximum(rank, rank.T) <= k
-
-    full, half = mutual(k1), mutual(round(k1 / 2))
+    mutual_rank = np.maximum(rank, rank.T)
+    full, half = mutual_rank <= k1, mutual_rank <= round(k1 / 2)
     shared = full.astype(np.int64) @ half.T.astype(np.int64)
     similar = full & (3 * shared >= 2 * half.sum(axis=1)[None, :])
     extended = full | (similar.astype(np.int64) @ half.astype(np.int64) > 0)

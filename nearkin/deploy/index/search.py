@@ -21,6 +21,7 @@ Vectors = NDArray[np.float32]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Label = str | int | None
+Pair = tuple[int, int, float]  # two rows and their cosine
 
 MAX_NORM = 1e15  # of a vector; above it float32 sums could overflow
 _MAX_SHORTLIST_QUERIES = 32  # up to here a shortlist per query is faster than one product with all items
@@ -81,36 +82,33 @@ def check_vectors(values: Any, dim: int | None, what: str) -> Vectors:
         vectors = np.ascontiguousarray(array, np.float32)
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: cannot be converted to vectors ({error}).") from None
-    if vectors.ndim != 2:
+    if vectors.ndim != 2 or vectors.shape[1] == 0:
         raise DataError(f"{what}: expected one row per item, [N, D]; got shape {list(vectors.shape)}.")
     if dim is not None and vectors.shape[1] != dim:
         raise DataError(f"{what}: expected {dim} dimensions as in the index, got {vectors.shape[1]}.")
-    if vectors.shape[1] == 0:
-        raise DataError(f"{what}: expected at least one dimension, got shape {list(vectors.shape)}.")
     for start, block in blocks(vectors):
-        norms = np.sqrt(np.square(block, dtype=np.float64).sum(axis=1))
-        bad = np.flatnonzero(~(norms <= MAX_NORM))  # written so that NaN counts as bad
+        bad = np.flatnonzero(~(_norms(block) <= MAX_NORM))  # written so that NaN counts as bad
         if len(bad):
             problem = f"norm above {MAX_NORM:g}" if np.isfinite(block[bad[0]]).all() else "NaN or infinity"
             raise DataError(f"{what}: {problem} in row {start + int(bad[0])}. Remove this row.")
     return vectors
 
 
+def _norms(vectors: Vectors | Floats) -> Floats:
+    return np.asarray(np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1)))
+
+
 def inverse_norms(vectors: Vectors) -> Vectors:
     """Compute the factors that scale each row to unit length. Returns [N]; 0 for a row that ranking treats as zero."""
-    inverse = np.empty(len(vectors), np.float32)
-    for start, block in blocks(vectors):
-        norms = np.sqrt(np.square(block, dtype=np.float64).sum(axis=1))
-        with np.errstate(divide="ignore"):
-            inverse[start : start + len(block)] = np.where(norms > ZERO_NORM, 1 / norms, 0)
-    return inverse
+    norms = np.concatenate([np.empty(0), *(_norms(block) for _, block in blocks(vectors))])
+    with np.errstate(divide="ignore"):
+        return np.where(norms > ZERO_NORM, 1 / norms, 0).astype(np.float32)
 
 
 def normalize_rows(vectors: Vectors | Floats) -> Floats:
     """Scale rows to unit length in float64. Returns float64 [N, D]; a row that ranking treats as zero stays 0."""
-    norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))
-    nonzero = norms > ZERO_NORM
-    return np.asarray(np.where(nonzero, vectors / np.where(nonzero, norms, 1.0), 0.0))
+    norms = _norms(vectors)[:, None]
+    return np.divide(vectors, norms, out=np.zeros(vectors.shape), where=norms > ZERO_NORM)
 
 
 def nearest(queries: Vectors, items: Vectors, k: int, inv_norms: Vectors | None = None) -> tuple[Ints, Floats]:
@@ -157,16 +155,14 @@ def blocks(vectors: Vectors) -> Iterator[tuple[int, Vectors]]:
         yield start, np.asarray(vectors[start : start + step])
 
 
-def near_pairs(
-    vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000
-) -> tuple[list[tuple[int, int, float]], int]:
+def near_pairs(vectors: Vectors, min_similarity: float, *, max_pairs: int = 10_000) -> tuple[list[Pair], int]:
     """Find pairs of near-duplicate rows by comparing all pairs, block by block."""
     if not -1 <= min_similarity <= 1:
         raise ConfigError(f"min_similarity: expected a cosine from -1 to 1, got {min_similarity}.")
     units = (vectors * inverse_norms(vectors)[:, None]).astype(np.float32)
     slack = 2 * 1.05 * (vectors.shape[1] + 16) * U32
     step = max(1, min(2048, _BLOCK_BYTES // (4 * max(1, len(units)))))
-    pairs: list[tuple[int, int, float]] = []
+    pairs: list[tuple[float, int, int]] = []  # the cosine is negated, so that the most similar pair is first in order
     count = 0
     for start in range(0, len(units), step):
         product = units[start : start + step] @ units[start:].T
@@ -178,11 +174,7 @@ def near_pairs(
             cosines = np.where(x.any(axis=1) & y.any(axis=1), 1 - np.square(x - y).sum(axis=1) / 2, 0.0)
             near = cosines >= min_similarity
             count += int(near.sum())
-            pairs += zip(i[near].tolist(), j[near].tolist(), cosines[near].tolist(), strict=True)
+            pairs += zip((-cosines[near]).tolist(), i[near].tolist(), j[near].tolist(), strict=True)
             if len(pairs) > 2 * max_pairs:
-                pairs = sorted(pairs, key=_most_similar_first)[:max_pairs]
-    return sorted(pairs, key=_most_similar_first)[:max_pairs], count
-
-
-def _most_similar_first(pair: tuple[int, int, float]) -> tuple[float, int, int]:
-    return -pair[2], pair[0], pair[1]
+                pairs = sorted(pairs)[:max_pairs]
+    return [(i, j, -negative) for negative, i, j in sorted(pairs)[:max_pairs]], count

@@ -13,8 +13,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,9 +40,7 @@ def read_state(folder: Path) -> State:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if (folder / _JOURNAL).exists():
-            raise DataError(
-                f"{folder}: indexing was interrupted. Run the same `nearkin index` command again to resume."
-            ) from None
+            raise DataError(f"{folder}: indexing was interrupted. Run the same command again to resume.") from None
         raise DataError(f"{folder}: no index found. Create one with: nearkin index RUN FOLDER -o DIR.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot read ({error.strerror}).") from None
@@ -53,9 +52,8 @@ def read_state(folder: Path) -> State:
         raise DataError(f"{path}: not the manifest of a nearkin index.")
     version = state.get("version", 0)
     if version != VERSION:
-        age, fix = ("an older", "Index again into another folder")
-        if isinstance(version, int) and version > VERSION:
-            age, fix = ("a newer", "Upgrade nearkin")
+        is_newer = isinstance(version, int) and version > VERSION
+        age, fix = ("a newer", "Upgrade nearkin") if is_newer else ("an older", "Index again into another folder")
         raise DataError(f"{path}: written by {age} nearkin (format {version}, this version reads {VERSION}). {fix}.")
     if content != _with_checksum(content.partition(b"\n")[2]):
         raise DataError(f"{path}: damaged (checksum mismatch). {_RESTORE_HINT}")
@@ -85,10 +83,11 @@ def read_consistent(folder: Path, read: Callable[[State], T]) -> T:
 
 
 def find_file(folder: Path, state: State, role: str) -> Path:
-    if not re.fullmatch("[0-9a-f]{64}", str(state["files"].get(role))):  # it becomes part of a file name
+    sha256 = str(state["files"].get(role))
+    if not re.fullmatch("[0-9a-f]{64}", sha256):  # it becomes part of a file name
         raise DataError(f"{folder / _MANIFEST}: not a valid index (files.{role}). {_RESTORE_HINT}")
-    path = _data_path(folder, role, state["files"][role])
-    if not _is_intact(path, state["files"][role]):
+    path = _data_path(folder, role, sha256)
+    if not _is_intact(path, sha256):
         raise DataError(f"{path}: damaged (checksum mismatch). {_RESTORE_HINT}")
     return path
 
@@ -105,10 +104,10 @@ def _is_intact(path: Path, sha256: str) -> bool:
 def read_vectors(folder: Path, state: State) -> Vectors:
     """Open the vectors. Returns float32 [N, D], memory-mapped."""
     path = find_file(folder, state, "vectors")
-    # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared.
-    mode: Literal["c"] | None = "c" if state["ids"] else None  # an empty array cannot be mapped
     try:
-        vectors = np.load(path, mmap_mode=mode, allow_pickle=False)
+        # Copy-on-write because torch warns about read-only memory; nothing writes to it, so pages stay shared. An empty
+        # array cannot be mapped.
+        vectors = np.load(path, mmap_mode="c" if state["ids"] else None, allow_pickle=False)
     except ValueError as error:
         raise DataError(f"{path}: cannot read as a numeric array ({error}).") from None
     if vectors.dtype != np.float32 or vectors.ndim != 2 or len(vectors) != len(state["ids"]):
@@ -195,10 +194,7 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 class Journal:
-    """Batches embedded so far, so that a killed update loses at most one. Opening it recovers those of an earlier one.
-
-    Each line is a CRC-32 and JSON. The first truncated or damaged line and everything after it are dropped.
-    """
+    """Batches embedded so far, as lines of a CRC-32 and JSON; opening it recovers those of a killed process."""
 
     def __init__(self, folder: Path, fingerprint: str, dim: int) -> None:
         self.folder, self.path = folder, folder / _JOURNAL
@@ -234,9 +230,7 @@ class Journal:
                     )
                 return 0
             end = len(first)
-            for line in file:
-                if not _is_intact_line(line):
-                    break
+            for line in takewhile(_is_intact_line, file):  # what follows a damaged line is dropped
                 names, stamps, encoded = json.loads(line.partition(b" ")[2])
                 vectors = np.frombuffer(base64.b64decode(encoded), "<f4").reshape(len(names), -1)
                 rows = zip((FileStamp(*stamp) for stamp in stamps), vectors, strict=True)

@@ -1,7 +1,4 @@
-"""The ASGI application of `nearkin serve`: a web page and a JSON API, described at /docs and /openapi.json.
-
-Images are read and embedded in worker threads, so that the server stays responsive.
-"""
+"""The ASGI application of `nearkin serve`: a web page and a JSON API, described at /docs and /openapi.json."""
 
 import hashlib
 import re
@@ -16,19 +13,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from nearkin._common.version import __version__
+from nearkin.deploy.serve import service as api
 from nearkin.deploy.serve.middleware import SecurityMiddleware, content_security_policy, error_response
 from nearkin.deploy.serve.request_limits import FORM_TYPE, TYPES
-from nearkin.deploy.serve.service import (
-    Error,
-    Health,
-    Id,
-    Info,
-    Items,
-    ItemSearchResponse,
-    SearchResponse,
-    Service,
-    shorten,
-)
+from nearkin.deploy.serve.service import Error, Service, shorten
 from nearkin.errors import did_you_mean
 
 __all__ = ["Service", "make_app"]
@@ -75,17 +63,25 @@ def make_app(service: Service) -> ASGIApp:
         return _html(service.page)
 
     @app.get("/health")
-    async def health() -> Health:
+    async def health() -> api.Health:
         """Health check."""
-        return Health()
+        return api.Health()
 
     @data.get("/info")
-    async def info() -> Info:
+    async def info() -> api.Info:
         """Size of the index, threshold and limits."""
-        return service.info()
+        index = service.index
+        return api.Info(
+            version=__version__,
+            items=len(index),
+            classes=len({label for label in index.labels if label is not None}),
+            dim=index.dim,
+            threshold=None if index.threshold is None else index.threshold.value,
+            limits=api.Limits.model_validate(service.limits, from_attributes=True),
+        )
 
     @data.post("/search", openapi_extra={"requestBody": {"required": True, **UPLOAD}})
-    async def search(request: Request, k: int = k_query) -> SearchResponse:
+    async def search(request: Request, k: int = k_query) -> api.SearchResponse:
         """Nearest items of an image."""
         async with service.uploads.read(request) as image:
             return await service.search(image, k)
@@ -95,17 +91,18 @@ def make_app(service: Service) -> ASGIApp:
         offset: int = Query(0, ge=0, le=MAX_OFFSET, description="Items to skip."),
         limit: int = Query(DEFAULT_LIMIT, ge=1, le=MAX_LIMIT, description="Largest number of items."),
         step: int = Query(1, ge=1, le=MAX_OFFSET, description="Take every step-th item, for a sample of the index."),
-    ) -> Items:
+    ) -> api.Items:
         """Items of the index."""
-        return service.list_items(offset, limit, step)
+        rows = range(offset, len(service.names), step)[:limit]
+        return api.Items(total=len(service.names), items=[service.item(row) for row in rows])
 
     @data.get("/items/neighbours")
-    async def neighbours(id: Id, k: int = k_query) -> ItemSearchResponse:
+    async def neighbours(id: api.Id, k: int = k_query) -> api.ItemSearchResponse:
         """Nearest other items of an item."""
         return await service.run(service.search_item, service.row_of(id), k)
 
     @data.get("/items/thumbnail", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-    async def thumbnail(request: Request, id: Id) -> Response:
+    async def thumbnail(request: Request, id: api.Id) -> Response:
         """Centre crop of an item's image, as a small JPEG."""
         jpeg = await service.run(service.thumbnail, service.row_of(id))
         # Revalidated each time: another index with other images may be served under the same address.
@@ -138,9 +135,7 @@ async def _check_parameters(request: Request) -> None:
     given = request.query_params
     for name in given:
         if name not in known:
-            raise HTTPException(
-                400, f"Unknown parameter '{shorten(name)}'.{did_you_mean(name, known) if known else ''}"
-            )
+            raise HTTPException(400, f"Unknown parameter '{shorten(name)}'.{did_you_mean(name, known)}")
         if len(given.getlist(name)) > 1:
             raise HTTPException(400, f"{name}: given more than once.")
         value, schema = given[name], known[name]["schema"]

@@ -1,7 +1,4 @@
-"""Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images.
-
-Requests are rejected as early as possible, with a status code and one sentence without paths of this machine.
-"""
+"""Limits of requests to `nearkin serve`: size and duration of uploads, formats and pixels of images."""
 
 import asyncio
 import re
@@ -39,9 +36,7 @@ class RequestLimits:
             if not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected more than 0, got {value}.")
         if self.max_pixels > MAX_PIXELS:
-            raise ConfigError(
-                f"--max-pixels: expected at most {MAX_PIXELS:,}, the limit of the decoder; got {self.max_pixels:,}."
-            )
+            raise ConfigError(f"--max-pixels: expected at most {MAX_PIXELS:,}, got {self.max_pixels:,}.")
 
 
 def too_busy() -> HTTPException:
@@ -61,9 +56,8 @@ class UploadReader:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type not in (*TYPES, FORM_TYPE):
             got = f"'{content_type[:60]}'" if content_type else "none"
-            raise HTTPException(
-                415, f"Send the image file as a form or as the body, with Content-Type {', '.join(TYPES)}; got {got}."
-            )
+            message = "Send the image file as a form or as the body, with Content-Type"
+            raise HTTPException(415, f"{message} {', '.join(TYPES)}; got {got}.")
         length = request.headers.get("content-length", "0")  # absent if chunked: counted while it is read
         if not re.fullmatch(r"[0-9]+", length) or int(length) > self.limits.max_upload_bytes:
             raise self._too_large()

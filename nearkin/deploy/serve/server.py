@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+from contextlib import suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -50,9 +51,5 @@ def serve_until_stopped(app: ASGIApp, sock: socket.socket) -> None:
         h11_max_incomplete_event_size=65_536,  # bytes of request line and headers
         limit_concurrency=1000,  # connections; uvicorn rejects the requests of further ones with status 503
     )
-    try:
+    with sock, suppress(KeyboardInterrupt):  # the usual way to stop a server
         uvicorn.Server(config).run(sockets=[sock])
-    except KeyboardInterrupt:
-        pass  # the usual way to stop a server
-    finally:
-        sock.close()

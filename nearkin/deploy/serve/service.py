@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from nearkin._common.version import __version__
+from nearkin._common.words import printable
 from nearkin.data.loading import available_cores
 from nearkin.data.reading import name_of, read_image, square
 from nearkin.deploy.images import model_input
@@ -139,9 +139,8 @@ class Service:
             raise ConfigError(f"token: expected at least {MIN_TOKEN_LENGTH} characters, got {len(token)}.")
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise ConfigError("token: expected ASCII characters without spaces, since it is sent in an HTTP header.")
-        for host in hosts or ():
-            if "/" in host:
-                raise ConfigError(f"--allow-host: expected a host name, got {host!r}.")
+        if urls := [host for host in hosts or () if "/" in host]:
+            raise ConfigError(f"--allow-host: expected a host name, got {urls[0]!r}.")
         model = index.model()
         if not isinstance(model, Embedder):  # which also defines the preprocessing
             raise ConfigError(f"serve: expected the model to be a nearkin.Embedder, got {type(model).__name__}.")
@@ -154,7 +153,7 @@ class Service:
         self.uploads = UploadReader(self.limits)
         self.names = public_names(index.ids)
         self.rows = {name: row for row, name in enumerate(self.names)}
-        self.labels = [utf8_safe(label) if isinstance(label, str) else label for label in index.labels]
+        self.labels = [printable(label) if isinstance(label, str) else label for label in index.labels]
         threads = max(1, available_cores() // workers)
         self.lane = Lane(workers, self.limits.max_requests, threads)
         # Images that take long to decode wait only for each other.
@@ -177,16 +176,15 @@ class Service:
     async def search(self, data: bytes, k: int) -> SearchResponse:
         """Find the nearest items of an uploaded image file, in a thread of the lane for its size."""
         response = await self.run(self.search_image, data, k)
-        if response is not None:
-            return response
-        return await self.large_lane.run(self.limits.timeout, self.search_checked, data, k)
+        if response is None:
+            response = await self.large_lane.run(self.limits.timeout, self.search_image, data, k, False)
+        assert response is not None
+        return response
 
-    def search_image(self, data: bytes, k: int) -> SearchResponse | None:
-        """Find the nearest items of an uploaded image file; None if it takes long to decode."""
-        return None if check_image(data, self.limits) else self.search_checked(data, k)
-
-    def search_checked(self, data: bytes, k: int) -> SearchResponse:
-        """Find the nearest items of an image file that has passed `check_image`."""
+    def search_image(self, data: bytes, k: int, check: bool = True) -> SearchResponse | None:
+        """Find the nearest items of an image file; with `check`, None if it takes long to decode."""
+        if check and check_image(data, self.limits):
+            return None
         try:
             pixels = model_input(self.model, data)
         except DataError as error:
@@ -200,7 +198,7 @@ class Service:
     def search_item(self, row: int, k: int) -> ItemSearchResponse:
         """Find the nearest other items of an item."""
         result = self.index.answer(self.index.vectors[row], k, exclude=row)
-        return ItemSearchResponse(**self._item(row), **self._result(result))
+        return ItemSearchResponse(**vars(self.item(row)), **self._result(result))
 
     def _render_thumbnail(self, row: int) -> bytes:
         try:
@@ -209,11 +207,8 @@ class Service:
             raise HTTPException(404, "The image file of this item is missing or cannot be read.") from None
         return _to_jpeg(pixels)
 
-    def _item(self, row: int) -> dict[str, Any]:
-        return {"id": self.names[row], "label": self.labels[row]}
-
     def _result(self, result: SearchResult) -> dict[str, Any]:
-        hits = [Hit(**self._item(hit.row), similarity=hit.similarity) for hit in result.hits]
+        hits = [Hit(**vars(self.item(hit.row)), similarity=hit.similarity) for hit in result.hits]
         return {"hits": hits, "nearest": result.nearest, "known": result.known}
 
     def row_of(self, name: str) -> int:
@@ -222,22 +217,9 @@ class Service:
             raise HTTPException(404, f"No item named '{shorten(name)}'.")
         return self.rows[name]
 
-    def list_items(self, offset: int, limit: int, step: int) -> Items:
-        """List up to `limit` items, every `step`-th from `offset`."""
-        rows = range(offset, len(self.names), step)[:limit]
-        return Items(total=len(self.names), items=[Item(**self._item(row)) for row in rows])
-
-    def info(self) -> Info:
-        """Describe size, threshold and limits."""
-        index = self.index
-        return Info(
-            version=__version__,
-            items=len(index),
-            classes=len({label for label in index.labels if label is not None}),
-            dim=index.dim,
-            threshold=None if index.threshold is None else index.threshold.value,
-            limits=Limits.model_validate(self.limits, from_attributes=True),
-        )
+    def item(self, row: int) -> Item:
+        """Describe an item."""
+        return Item(id=self.names[row], label=self.labels[row])
 
 
 def _to_jpeg(pixels: Tensor) -> bytes:
@@ -252,21 +234,16 @@ def public_names(ids: Sequence[str]) -> list[str]:
     names: dict[str, None] = {}
     for id in ids:
         path = PurePath(id)
-        name = utf8_safe(id)
+        name = printable(id)
         if path.is_absolute() or ".." in path.parts:
             digest = hashlib.sha256(id.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-            name = f"elsewhere/{digest}/{utf8_safe(path.name)}"
+            name = f"elsewhere/{digest}/{printable(path.name)}"
         while name in names:  # two names may become equal by escaping
             name += "~"
         names[name] = None
     return list(names)
 
 
-def utf8_safe(text: str) -> str:
-    """Escape characters, such as surrogates of a file name, that UTF-8 cannot encode."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def shorten(text: str, max_length: int = 80) -> str:
-    text = utf8_safe(text)
+    text = printable(text)
     return text if len(text) <= max_length else f"{text[:max_length]}…"
