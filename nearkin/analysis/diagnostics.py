@@ -3,8 +3,6 @@
 "Similarity" is the cosine, "distance" the Euclidean distance of unit vectors; entropies are in nats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -98,13 +96,11 @@ class Diagnosis:
         return plain
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Diagnosis:
+    def from_dict(values: Mapping[str, Any]) -> "Diagnosis":
         """Read the output of `to_dict` back, for example from events.jsonl."""
         known = [field.name for field in dataclasses.fields(Diagnosis)]
-        if missing := [name for name in known if name not in values]:
-            raise DataError(
-                f"not a diagnosis: {', '.join(missing[:3])} missing. Use the output of Diagnosis.to_dict()."
-            )
+        if missing := ", ".join([name for name in known if name not in values][:3]):
+            raise DataError(f"not a diagnosis: {missing} missing. Use the output of Diagnosis.to_dict().")
         read: dict[str, Any] = none_to_nan({name: values[name] for name in known})
         histograms = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
         return Diagnosis(**{**read, **histograms})
@@ -146,7 +142,7 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     upper = torch.ones_like(pairs.pos).triu_(1)
     positive, negative = pairs.sim[pairs.pos & upper], pairs.sim[pairs.neg & upper]
     parts = information.snca_parts(pairs, SIGMA) if len(positive) else (math.nan, math.nan)
-    tightness, contrastive = (float(part) for part in parts)
+    tightness, contrastive = map(float, parts)
     unit_emb = unit(emb)
     centred = unit_emb - unit_emb.mean(0)
     sq_norm = centred.square().sum(1)
@@ -212,9 +208,7 @@ def _draw_sample(labels: Tensor, sample: int, seed: int) -> Tensor:
     _, code, count = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
     usable = count > 1 if bool((count > 1).any()) else count > 0
     g = torch.Generator().manual_seed(seed)
-    quota = max(PER_CLASS, sample // int(usable.sum()))
-    if len(labels) <= sample:
-        quota = sample
+    quota = sample if len(labels) <= sample else max(PER_CLASS, sample // int(usable.sum()))
     shuffled = torch.randperm(len(code), generator=g)
     # Rows class by class, with the classes in random order; `position` counts within the class.
     rank = torch.randperm(len(count), generator=g)[code[shuffled]]
@@ -331,15 +325,13 @@ def alarms(history: Sequence[Diagnosis]) -> list[Alarm]:
         raised.append(Alarm("exploding norms", observation, "Lower the learning rate, or raise the weight decay."))
     # The last two may occur in a healthy first epoch, so they must persist for two.
     if len(history) > 2 and all(epoch.effective_rank < _min_rank(start, epoch) for epoch in last_two):
-        observation = (
-            f"{now.effective_rank:.1f} of {now.dim} directions in use ({start.effective_rank:.1f} at the start)"
-        )
+        directions = f"{now.effective_rank:.1f} of {now.dim} directions in use"
+        observation = f"{directions} ({start.effective_rank:.1f} at the start)"
         fix = "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, proxy_anchor)."
         raised.append(Alarm("dimensional collapse", observation, fix))
     if len(history) > 2 and all(epoch.separation < MIN_SEPARATION for epoch in last_two):
-        observation = (
-            f"positive pairs are as far apart as negative ones (separation {now.separation:.2f}, chance is 0.50)"
-        )
+        value = f"(separation {now.separation:.2f}, chance is 0.50)"
+        observation = f"positive pairs are as far apart as negative ones {value}"
         fix = "Nothing is being learned: check that labels match images, then the margin and the learning rate."
         raised.append(Alarm("no contrast", observation, fix))
     return raised

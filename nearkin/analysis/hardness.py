@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._labels import as_labels, encode
-from nearkin.metrics._problem import Progress, parse_bytes
+from nearkin.metrics._problem import Progress, as_labels, encode, parse_bytes
 from nearkin.metrics._vectors import as_matrix, identical_rows
 from nearkin.metrics.bootstrap import mean
 from nearkin.metrics.scores import Scores
@@ -86,13 +85,9 @@ def confused_pairs(
     wrong = predicted != codes
     pair, count = np.unique(codes[wrong] * len(classes) + predicted[wrong], return_counts=True)
     order = np.lexsort((pair, -count))[:top]
-    size = np.bincount(codes, minlength=len(classes))
-    names = classes.tolist()
-    out = []
-    for p, c in zip(pair[order].tolist(), count[order].tolist(), strict=True):
-        a, b = divmod(p, len(classes))
-        out.append(Confusion(names[a], names[b], c, c / int(size[a])))
-    return out
+    size, names = np.bincount(codes, minlength=len(classes)), classes.tolist()
+    found = [(*divmod(int(pair[i]), len(classes)), int(count[i])) for i in order]
+    return [Confusion(names[a], names[b], n, n / int(size[a])) for a, b, n in found]
 
 
 @dataclass(frozen=True)
@@ -175,9 +170,8 @@ def _as_indices(neighbours: Any, items: int) -> Ints:
 def _encode(neighbours: Any, labels: Any, gallery_labels: Any) -> tuple[Ints, Ints, Ints, NDArray[Any]]:
     """Indices [Q, k], codes of the queries [Q] and of the gallery [G], and the classes."""
     query = as_labels(labels, len(neighbours), "labels", "neighbours")
-    gallery = None
-    if gallery_labels is not None:
-        gallery = as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery")
+    given = gallery_labels is not None
+    gallery = as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery") if given else None
     codes, gallery_codes, classes = encode(query, gallery, "labels")
     return _as_indices(neighbours, len(gallery_codes)), codes, gallery_codes, classes
 

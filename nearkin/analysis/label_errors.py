@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._labels import as_labels, encode
-from nearkin.metrics._problem import Progress, parse_bytes
+from nearkin.metrics._problem import Progress, as_labels, encode, parse_bytes
 from nearkin.metrics._vectors import as_matrix
 from nearkin.ops.geometry import unit
 
@@ -85,15 +84,16 @@ class LabelErrors:
         """
         if paths is not None and len(paths) != len(self):
             raise DataError(f"paths: {len(paths)} for {len(self)} rows. Give one path per row, in the same order.")
-        head = ["rank", "row", *(["path"] if paths is not None else []), "label", "suggested", "score", "probability"]
-        lines: list[list[Any]] = []
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(
+            ["rank", "row", *([] if paths is None else ["path"]), "label", "suggested", "score", "probability"]
+        )
         for rank, row in enumerate(self.order[:top].tolist(), start=1):
             file_name = [] if paths is None else [str(paths[row])]
             names = [_class_name(label[row], class_names) for label in (self.labels, self.suggested)]
             numbers = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
-            lines.append([rank, row, *map(_escape_formula, file_name + names), *numbers])
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([head, *lines])
+            writer.writerow([rank, row, *map(_escape_formula, file_name + names), *numbers])
         content = text.getvalue().encode("utf-8", "replace")  # file names may not be valid Unicode
         if path is not None:
             atomic_write(Path(path), content)

@@ -1,9 +1,7 @@
 """Constraints on a metric: pairs that should be near, pairs that should be far, and triplets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -63,10 +61,10 @@ class Constraints:
                     f"samples (0 to {samples - 1})."
                 )
 
-    def take(self, indices: Tensor) -> Constraints:
+    def take(self, indices: Tensor) -> Self:
         """Select constraints by index."""
         s, d = len(self.similar), len(self.dissimilar)
-        return Constraints(
+        return type(self)(
             self.similar[indices[indices < s]],
             self.dissimilar[indices[(indices >= s) & (indices < s + d)] - s],
             self.triplets[indices[indices >= s + d] - s - d],

@@ -1,9 +1,7 @@
 """Whitening as scikit-learn estimators, and the base class of all linear metrics, a map x -> weight @ x + bias."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -39,6 +37,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     weight_: Array
     bias_: Array
+    _needs_labels: ClassVar[bool] = True
 
     def transform(self, X: Any) -> Array:
         """Map samples to the learned space."""
@@ -79,12 +78,11 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _columns(self, x: Array) -> Array:
         return x
 
-    def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> tuple[Array, Any]:
-        """Check the training data; without labels, y is ignored."""
-        if not labels:
-            return validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
-        X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
-        return X, y
+    def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> Any:
+        """Check the training data, and return X and y; without labels, y is ignored."""
+        if labels:
+            return validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
+        return validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
 
     def _set_map(self, weight: Tensor, bias: Tensor) -> None:
         self.weight_, self.bias_ = weight.numpy(), bias.numpy()
@@ -92,7 +90,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        tags.target_tags.required = True
+        tags.target_tags.required = self._needs_labels
         return tags
 
 
@@ -122,17 +120,13 @@ class Mahalanobis(LinearMetric):
 
     dim: int | None = None
     shrinkage: float = 0.0
+    _needs_labels: ClassVar[bool] = False
 
-    def fit(self, X: Any, y: Any = None) -> Mahalanobis:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Fit the whitening to samples X [N, F]; y is ignored."""
         x, _ = self._validate(X, labels=False)
         self._set_map(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = False
-        return tags
 
 
 @dataclass(eq=False, repr=False)
@@ -155,7 +149,7 @@ class WithinClassWhitening(LinearMetric):
     dim: int | None = None
     shrinkage: float = 1.0
 
-    def fit(self, X: Any, y: Any) -> WithinClassWhitening:
+    def fit(self, X: Any, y: Any) -> Self:
         """Fit the whitening to samples X [N, F] with labels y [N]."""
         x, labels = self._validate(X, y)
         self._set_map(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))

@@ -3,11 +3,9 @@
 A kernel is a name with its settings, or any positive semi-definite function (X [N, F], Y [M, F]) -> [N, M].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -108,7 +106,7 @@ class KernelMetricLearner(LinearMetric):
     metric: LinearMetric | None = None
     random_state: Any = 0
 
-    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
+    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> Self:
         """Learn from samples X [N, F] with labels y [N], or with constraints on the rows of X instead of labels."""
         X, y = self._validate(X, y, labels=constraints is None)
         random = check_random_state(self.random_state)

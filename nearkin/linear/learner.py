@@ -1,12 +1,10 @@
 """MetricLearner: learn A (or G, with A = G^T G) by gradient descent, from constraints or from labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -99,7 +97,7 @@ class MetricLearner(LinearMetric):
     random_state: Any = 0
     verbose: bool | None = None
 
-    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> MetricLearner:
+    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> Self:
         """Learn from samples X [N, F] with labels y [N], or with constraints (for "hinge") instead of labels."""
         self._check_settings()
         X, y = self._validate(X, y, labels=constraints is None)

@@ -20,6 +20,7 @@ from nearkin.ops.pairs import Pairs
 
 Form = Literal["A", "G"]
 Regulariser = Literal["frobenius", "trace", "scatter", "none"]
+Projection = Callable[[Tensor], Tensor]
 
 
 def factors(matrix: Tensor, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,6 @@ class NeighbourObjective(Objective):
         return Pairs(left @ ref_right.T, same, ~same, anchor_sq=anchor_sq, ref_sq=ref_sq)
 
 
-Projection = Callable[[Tensor], Tensor]
 VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validation terms
 
 

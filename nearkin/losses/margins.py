@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearkin.losses.contrastive import positives_among_negatives
 from nearkin.losses.ranges import integer, linear, log
-from nearkin.losses.registry import Buffer, Inputs, loss
+from nearkin.losses.registry import WHOLE_BATCH, Buffer, Inputs, loss
 from nearkin.ops.checks import on_host
 from nearkin.ops.geometry import gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
@@ -29,8 +29,6 @@ from nearkin.ops.row_blocks import per_row
 )
 def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tensor, Tensor]:
     """Compare all positives with all negatives, each weighted by its distance from its optimum.
-
-    The gradient takes the weights as constants, as the paper does.
 
     Args:
         p: Cosines [N, M] with masks.
@@ -67,8 +65,6 @@ def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tenso
 def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     """Bound the angle at the negative in the triangle of anchor, positive and negative.
 
-    The sum over negatives of exp(s_an + s_pn) is a product of two matrices, so memory stays N^2.
-
     Args:
         p: Cosines [N, N] with masks.
         angle_degrees: The bound on the angle; 36 to 55 degrees.
@@ -82,6 +78,7 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
         1.1711...
     """
     p.require_square("angular")
+    # The sum over negatives of exp(s_an + s_pn) is a product of two matrices, so memory stays N^2.
     t = math.tan(math.radians(angle_degrees)) ** 2
     columns, is_positive = p.positive_columns()
     positive, has_negatives = p.sim.gather(1, columns), p.neg.any(1, keepdim=True)
@@ -166,14 +163,11 @@ def _update_histogram(p: Pairs, state: Mapping[str, Tensor], settings: Mapping[s
     "CDF the running distribution of g",
     use="Triplet loss without a margin to tune: hard triplets are those that are hard compared with recent ones.",
     space={"momentum": log(0.001, 1.0, legal="[0, 1]"), "edges": integer(5, 50)},
-    inputs=Inputs(
-        pair_up,
+    inputs=replace(
+        WHOLE_BATCH,
         builder_kwargs={"edges": 11},
         builder_docs={"edges": "Number of edges of the running histogram, from -2 to 2."},
         dims={"E": "edges"},
-        pairs=True,
-        memory=True,
-        by_anchor=False,
         buffers=(Buffer("gap_histogram", "E"),),
         update=_update_histogram,
     ),
@@ -182,8 +176,6 @@ def dynamic_soft_margin(
     p: Pairs, *, momentum: float = 0.1, gap_histogram: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weight each positive pair's gap to the hardest negative by the share of recent gaps that were easier.
-
-    The weights have no gradient.
 
     Args:
         p: Cosines [N, M] with masks.
@@ -217,13 +209,10 @@ class LabelledPairs(Pairs):
     ref_labels: Tensor | None = None  # [M]
 
 
-def labelled_pairs(
-    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None
-) -> LabelledPairs:
+def labelled_pairs(emb: Tensor, labels: Any, refs: Tensor | None = None, ref_labels: Any = None) -> LabelledPairs:
     """Pair up a batch as `pair_up` does, and attach the labels."""
     p = pair_up(emb, labels, refs, ref_labels)
-    own = as_labels(labels).to(p.sim.device)
-    others = own if ref_labels is None else as_labels(ref_labels).to(p.sim.device)
+    own, others = (as_labels(x).to(p.sim.device) for x in (labels, labels if ref_labels is None else ref_labels))
     return LabelledPairs(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, labels=own, ref_labels=others)
 
 
@@ -231,16 +220,8 @@ def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) 
     """Compute how far apart classes are in a tree of classes, less the spread of the first of the two.
 
     Classes are merged by single linkage of their mean squared distances, at the thresholds d_l = d_0 + l (4 - d_0) /
-    levels, with d_0 the mean squared distance within classes.
-
-    Args:
-        emb: Embeddings of the training set [n, D].
-        labels: Their labels [n].
-        num_classes: Number of classes C.
-        levels: Levels of the tree.
-
-    Returns:
-        [C, C]: the threshold at which the two classes merge, minus the mean squared distance within the first.
+    levels, with d_0 the mean squared distance within classes. The result [C, C] is the threshold at which the two
+    classes merge, minus the mean squared distance within the first.
     """
     f = unit(where_float64_exists(emb).double())
     labels = labels.to(f.device)
@@ -248,17 +229,11 @@ def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) 
     means = f.new_zeros(num_classes, f.shape[1]).index_add(0, labels, f) / size.clamp(min=1)[:, None]
     within = 2 * (1 - means.square().sum(1)) * size / (size - 1).clamp(min=1) * (size > 1)
     base = within.sum() / (size > 1).sum().clamp(min=1)
-    merged = _single_linkage(2 - 2 * means @ means.t())
+    merged = 2 - 2 * means @ means.t()
+    for middle in range(num_classes):  # single linkage: the largest step of the smallest path between two classes
+        torch.minimum(merged, torch.maximum(merged[:, middle, None], merged[None, middle]), out=merged)
     level = ((merged - base) / (4 - base) * levels).floor().add(1).clamp(1, levels)
     return base + level * (4 - base) / levels - within[:, None]
-
-
-def _single_linkage(distance: Tensor) -> Tensor:
-    """Return the distance at which single linkage merges each two items: the largest step of the smallest path."""
-    merged = distance.clone()
-    for middle in range(len(distance)):
-        torch.minimum(merged, torch.maximum(merged[:, middle, None], merged[None, middle]), out=merged)
-    return merged
 
 
 def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError
 from nearkin.losses.classes import center_spread
-from nearkin.losses.registry import LOSSES
+from nearkin.losses.registry import LOSSES, summary
 from nearkin.ops.checks import squared_norms
 from nearkin.ops.geometry import unit
 from nearkin.ops.pairs import pair_up
@@ -32,7 +32,7 @@ class Regularizer(NamedTuple):
     @property
     def summary(self) -> str:
         """The first line of the docstring."""
-        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+        return summary(self.function)
 
 
 REGULARIZERS: Registry[Regularizer] = Registry("regularizer")

@@ -43,9 +43,6 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
 
 def _product(problem: RankingProblem, gallery: GalleryMatrix, queries: Ints) -> Tensor:
     left = problem.query.query_matrix(torch.as_tensor(queries, device=problem.query.x.device)).to(gallery.dtype)
-    if left.dtype != torch.float32:
-        with full_precision(left):
-            return gallery.keys(left)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
     try:

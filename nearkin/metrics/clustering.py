@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nearkin.errors import ConfigError, import_extra
-from nearkin.metrics._labels import as_labels, encode
+from nearkin.metrics._problem import as_labels, encode
 from nearkin.metrics._vectors import Ints, as_matrix, prepare
 
 

@@ -2,8 +2,6 @@
 matrix is computed in blocks, and each block is counted against the similarities of the relevant items.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -78,7 +76,7 @@ class Ranking:
         """[T] relevant items in the query's earlier groups."""
         return _problem.hits_before(np.diff(self.start), self.relevant)
 
-    def break_ties(self, order: str) -> Ranking:
+    def break_ties(self, order: str) -> "Ranking":
         """Break all ties: "best" puts relevant items first within a group, "worst" last."""
         if order not in ("best", "worst"):
             raise ConfigError(f"order: expected 'best' or 'worst', got {order!r}.")
