@@ -360,8 +360,9 @@ class Objective(ObjectiveState):
 
     def extra_repr(self) -> str:
         """Return the name and the settings, for repr()."""
-        extras = {"miner": self.miner, "memory": self.memory_size, "matryoshka_dims": self.matryoshka_dims}
-        extras |= {"chunk_size": self.chunk_size, "regularizers": self.regularizers}
+        extras: dict[str, Any] = {"miner": self.miner, "memory": self.memory_size}
+        for name in ("matryoshka_dims", "chunk_size", "regularizers"):
+            extras[name] = getattr(self, name)
         shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
 
