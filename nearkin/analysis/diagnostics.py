@@ -188,10 +188,6 @@ def effective_rank(rows: Tensor) -> float:
 
     Returns:
         The number of directions in use; 1 when all rows are identical.
-
-    Example:
-        >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 6)
-        2.0
     """
     x = where_float64_exists(rows).double()
     x = x - x.mean(0)

@@ -110,10 +110,6 @@ def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int |
 
     Returns:
         The items, most frequent first.
-
-    Example:
-        >>> hubs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
-        Hub(item=1, lists=2, wrong=2)
     """
     index, codes, gallery_codes, _ = _encode(neighbours, labels, gallery_labels)
     count = np.bincount(index.ravel(), minlength=len(gallery_codes))
@@ -131,10 +127,6 @@ def hubness(neighbours: Any, items: int) -> float:
 
     Returns:
         About 0 for an even distribution; above 1 a few items dominate the lists.
-
-    Example:
-        >>> hubness([[1], [2], [0]], items=3)
-        0.0
     """
     index = _as_indices(neighbours, items)
     count = np.bincount(index.ravel(), minlength=items).astype(np.float64)

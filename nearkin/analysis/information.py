@@ -112,10 +112,6 @@ def label_entropy(labels: Tensor | Sequence[int]) -> float:
 
     Returns:
         The entropy in nats.
-
-    Example:
-        >>> round(label_entropy(torch.tensor([0, 0, 1, 1])), 4)
-        0.6931
     """
     share = torch.unique(as_labels(labels).cpu(), return_counts=True)[1].double() / len(labels)
     return abs(float((share * share.log()).sum()))
@@ -176,11 +172,6 @@ def mutual_information(emb: Tensor, labels: Tensor | Sequence[int], *, neighbour
 
     Returns:
         The mutual information in nats, between 0 and H(Y).
-
-    Example:
-        >>> emb = torch.tensor([[0.0], [0.1], [9.0], [9.1]])
-        >>> round(mutual_information(emb, torch.tensor([0, 0, 1, 1])), 4)
-        0.6931
     """
     if neighbours < 1:
         raise ConfigError(f"neighbours: expected 1 or more, got {neighbours}.")
@@ -307,10 +298,6 @@ def pce_lambda(emb: Tensor, probabilities: Tensor) -> float:
 
     Returns:
         The eigenvalue, at least 0.
-
-    Example:
-        >>> round(pce_lambda(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.full((2, 2), 0.5)), 4)
-        0.125
     """
     z, p = emb.detach().double(), probabilities.detach().double()
     blocks = torch.einsum("nk,nd,ne->kde", p - p.square(), z, z) / len(z)

@@ -122,13 +122,7 @@ def _escape_formula(cell: str) -> str:
 
 
 def find_label_errors(
-    emb: Any,
-    labels: Any,
-    *,
-    folds: int = 5,
-    seed: int = 0,
-    memory: str | int = "1GB",
-    progress: Progress | None = None,
+    emb: Any, labels: Any, *, folds: int = 5, seed: int = 0, memory: str | int = "1GB", progress: Progress | None = None
 ) -> LabelErrors:
     """Rank the rows by the probability that their label is wrong.
 

@@ -31,10 +31,8 @@ def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
     """Compute the polynomial kernel (x . y + constant) ** degree."""
     if degree < 1 or degree != int(degree) or constant < 0:
-        raise ConfigError(
-            f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
-            "Other values are not positive semi-definite."
-        )
+        got = f"got {degree} and {constant}. Other values are not positive semi-definite."
+        raise ConfigError(f"polynomial: expected an integer degree >= 1 and a constant >= 0, {got}")
     return np.asarray(polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant))
 
 
@@ -117,16 +115,12 @@ class KernelMetricLearner(LinearMetric):
         self.sigma_ = self.sigma if self.sigma is not None else _median_distance(X, random)
         if not 0 < self.sigma_ < float("inf"):
             raise ConfigError(f"sigma: expected a bandwidth above 0, got {self.sigma_}.")
-        columns = self._columns(X)
         # With this map the inner products of mapped columns equal the kernel on the span of the landmarks.
-        root = _inverse_root(self._columns(self.landmarks_))
+        columns, root = self._columns(X), _inverse_root(self._columns(self.landmarks_))
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
-        if constraints is None:
-            self.metric_.fit(columns @ root, y)
-        elif isinstance(self.metric_, MetricLearner):
-            self.metric_.fit(columns @ root, constraints=constraints)
-        else:
+        if constraints is not None and not isinstance(self.metric_, MetricLearner):
             raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Use a MetricLearner.")
+        self.metric_.fit(columns @ root, y, **({} if constraints is None else {"constraints": constraints}))
         self.weight_, self.bias_ = self.metric_.weight_ @ root.T, self.metric_.bias_
         return self
 
@@ -143,9 +137,8 @@ class KernelMetricLearner(LinearMetric):
         if callable(self.kernel):
             return np.asarray(self.kernel(x, y))
         check_name("kernel", self.kernel, ("gaussian", "polynomial"))
-        if self.kernel == "gaussian":
-            return gaussian(x, y, self.sigma_)
-        return polynomial(x, y, self.degree, self.constant)
+        is_gaussian = self.kernel == "gaussian"
+        return gaussian(x, y, self.sigma_) if is_gaussian else polynomial(x, y, self.degree, self.constant)
 
 
 def _inverse_root(kernel: Array) -> Array:

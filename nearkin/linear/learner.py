@@ -200,19 +200,19 @@ class MetricLearner(LinearMetric):
     def _solve(self, objective: Objective, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(objective, NeighbourObjective)
         memory = objective.terms * (8 * objective.terms if pairwise else 3 * start.shape[1])
-        batch_size = self.batch_size
-        if batch_size == "auto":
-            batch_size = None if memory <= MAX_FULL_BATCH else (256 if pairwise else 1024)
+        size = self.batch_size
+        if size == "auto":
+            size = None if memory <= MAX_FULL_BATCH else (256 if pairwise else 1024)
         project: Projection = project_psd if self.form == "A" else lambda matrix: matrix
-        if batch_size is None or int(batch_size) >= objective.terms:
+        generator = torch.Generator().manual_seed(seed)
+        if size is None or int(size) >= objective.terms:
             steps = _full_batch_descent(objective, start, project, self.max_iter, self.tol)
         else:
-            generator = torch.Generator().manual_seed(seed)
-            steps = stochastic_descent(objective, start, project, int(batch_size), self.max_iter, self.rate, generator)
+            steps = stochastic_descent(objective, start, project, int(size), self.max_iter, self.rate, generator)
         is_long = len(objective.x) * start.shape[1] * self.max_iter > 1e9
-        verbose = is_long if self.verbose is None else self.verbose
+        quiet = not (is_long if self.verbose is None else self.verbose)
         matrix, self.history_ = start, []
-        with Reporter(quiet=not verbose).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
+        with Reporter(quiet=quiet).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
             for new_matrix, value in steps:
                 matrix = new_matrix
                 self.history_.append(value)

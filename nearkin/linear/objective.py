@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from nearkin.errors import TrainingFailedError
 from nearkin.linear.constraints import Constraints
@@ -228,18 +228,12 @@ def projected_gradient(
 
 
 def stochastic_descent(
-    objective: Objective,
-    start: Tensor,
-    project: Projection,
-    batch_size: int,
-    steps: int,
-    rate: float,
-    generator: torch.Generator,
+    objective: Objective, start: Tensor, project: Projection, batch_size: int, steps: int, rate: float, rng: Generator
 ) -> Iterator[tuple[Tensor, float]]:
     """Minimise with Adam on batches; when validation terms get worse, return to the best matrix at half the rate."""
     matrix = project(start).clone().requires_grad_(True)
     scale = float(start.square().mean().sqrt().clamp(min=1e-12))
-    validation = torch.randperm(objective.terms, generator=generator)[: 4 * batch_size]
+    validation = torch.randperm(objective.terms, generator=rng)[: 4 * batch_size]
     best = matrix.detach().clone()
     adam = torch.optim.Adam([matrix], betas=(0.9, 0.99))
     queue = torch.empty(0, dtype=torch.int64)
@@ -247,7 +241,7 @@ def stochastic_descent(
         best_value = float(objective.value(matrix, validation))
     for step in range(steps):
         if len(queue) < batch_size:
-            queue = torch.cat([queue, torch.randperm(objective.terms, generator=generator)])
+            queue = torch.cat([queue, torch.randperm(objective.terms, generator=rng)])
         rows, queue = queue[:batch_size], queue[batch_size:]
         adam.param_groups[0]["lr"] = rate * scale * 0.5 * (1 + math.cos(math.pi * step / steps))
         adam.zero_grad()

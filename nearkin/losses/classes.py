@@ -78,14 +78,6 @@ HEAD = Inputs(
 )
 
 
-def log1p_sum_exp_per_class(x: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Compute log(1 + sum of exp(x) over the samples of a class) for every class, and the number of classes present."""
-    zeros = x.new_zeros(num_classes)
-    top = zeros.scatter_reduce(0, labels, x.detach(), "amax")  # starts at 0: the zero logit
-    total = torch.exp(-top).index_add(0, labels, torch.exp(x - top[labels]))
-    return top + total.log(), zeros.index_fill(0, labels, 1.0).sum()
-
-
 def class_similarity(sim: Tensor, gamma: float | Tensor) -> Tensor:
     """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma)."""
     return (torch.softmax(sim / gamma, 2) * sim).sum(2)
@@ -97,10 +89,9 @@ def center_spread(w: Tensor) -> Tensor:
     if centers == 1:
         return w.sum() * 0.0
     products = gram(w)
-    squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
-    squared = squared_norm[:, :, None] + squared_norm[:, None, :] - 2 * products
+    length = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
+    root = zero_or_root(length[:, :, None] + length[:, None, :] - 2 * products, 8 * torch.finfo(w.dtype).eps)
     # The distance matrix holds every pair twice.
-    root = zero_or_root(squared, 8 * torch.finfo(w.dtype).eps)
     return root.sum() / (2 * classes * centers * (centers - 1))
 
 

@@ -124,9 +124,7 @@ def _find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor,
 
 # For torch.compile, which then does not look inside: the search has no gradient and runs on the CPU.
 @torch.library.custom_op(
-    "nearkin::find_medoids",
-    mutates_args=(),
-    schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)",
+    "nearkin::find_medoids", mutates_args=(), schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)"
 )
 def _compiled_find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     return _find_medoids(distance, same, gamma)

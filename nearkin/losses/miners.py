@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from nearkin._common.registry import Registry
 from nearkin.errors import ConfigError, did_you_mean
@@ -120,12 +120,7 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
 
 @miner
 def distance_weighted(
-    p: Pairs,
-    *,
-    cutoff: float = 0.5,
-    limit: float = 1.4,
-    dim: int | None = None,
-    generator: torch.Generator | None = None,
+    p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: int | None = None, generator: Generator | None = None
 ) -> Pairs:
     """Select, per anchor, a random positive, and a negative such that all distances are about equally likely.
 
@@ -157,7 +152,7 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
 
 
 @miner
-def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
+def random(p: Pairs, *, generator: Generator | None = None) -> Pairs:
     """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
     pos, neg = (_draw(mask, rows, generator) for mask in (p.pos, p.neg))
@@ -261,12 +256,7 @@ def hard_aware(p: Pairs, *, share: float = 0.5) -> Pairs:
 
 @miner
 def uniform_histogram(
-    p: Pairs,
-    *,
-    bins: int = 100,
-    pos_per_bin: int = 10,
-    neg_per_bin: int = 10,
-    generator: torch.Generator | None = None,
+    p: Pairs, *, bins: int = 100, pos_per_bin: int = 10, neg_per_bin: int = 10, generator: Generator | None = None
 ) -> Pairs:
     """Select random pairs such that all similarities are about equally frequent: up to a number of each bin.
 
@@ -274,7 +264,7 @@ def uniform_histogram(
     """
 
     def draw(mask: Tensor, count: int) -> Tensor:
-        low, high = (torch.where(mask, p.sim, end).aminmax()[i] for i, end in ((0, 2.0), (1, -2.0)))
+        low, high = torch.where(mask, p.sim, 2.0).amin(), torch.where(mask, p.sim, -2.0).amax()
         position = (p.sim - low) / (high - low).clamp(min=1e-12) * bins
         index = torch.where(mask, position.floor().clamp(0, bins - 1), float(bins)).long().flatten()
         device = generator.device if generator else p.sim.device
@@ -310,7 +300,7 @@ def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:
     return replace(p, pos=pos & complete, neg=neg & complete, triplets=None)
 
 
-def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw(weight: Tensor, rows: Tensor, generator: Generator | None) -> Tensor:
     """Draw one column by weight (bool: all True equally) in each selected row; returns a mask."""
     # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same,
     # but rejects a row without weights, which would have to be left out by index.

@@ -15,7 +15,7 @@ from nearkin.losses._targets import check_ref_labels, is_label_matrix, own_pairs
 from nearkin.losses.classes import Classifier, class_similarity
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.objective_state import ObjectiveState, as_int
-from nearkin.losses.registry import LOSSES, Reduction
+from nearkin.losses.registry import LOSSES, LearnedScalar, Param, Reduction
 from nearkin.losses.regularizers import check_regularizers, regularization
 from nearkin.ops.checks import check_range, on_host
 from nearkin.ops.gather import all_gather_with_grad, gather_rows, is_gathered, rank, world_size
@@ -221,23 +221,9 @@ class Objective(ObjectiveState):
         return as_batch(refs, ref_labels, what="refs")
 
     def logits(self, emb: Tensor) -> Tensor:
-        """Compute how strongly each training class is predicted: the logits of a softmax over the classes.
+        """Compute the logits [N, C] of a softmax over the training classes, for embeddings [N, D].
 
         They are those of the loss without margins: cosines times its scale, or the output of its linear head.
-
-        Args:
-            emb: [N, D] embeddings.
-
-        Returns:
-            [N, C].
-
-        Raises:
-            ConfigError: The loss has no parameters of classes.
-
-        Example:
-            >>> objective = Objective("cosface", num_classes=3, dim=8, scale=10.0)
-            >>> objective.logits(torch.randn(4, 8)).shape
-            torch.Size([4, 3])
         """
         if self.loss.inputs.pairs or not any("C" in param.shape for param in self.loss.inputs.params):
             raise ConfigError(f"{self.name} learns nothing about classes: it has no logits. Search an index instead.")
@@ -261,16 +247,7 @@ class Objective(ObjectiveState):
         return self.logits(emb).argmax(1)
 
     def classifier(self) -> Classifier:
-        """Return what was learned about the classes as a plain module: embeddings to `logits`, with its own parameters.
-
-        Raises:
-            ConfigError: The loss has no vectors of classes, or compares samples with them through the batch.
-
-        Example:
-            >>> objective = Objective("cosface", num_classes=3, dim=8)
-            >>> objective.classifier().linear
-            Linear(in_features=8, out_features=3, bias=False)
-        """
+        """Return what was learned about the classes as a module of its own: embeddings to `logits`."""
         vectors, form = self.class_vectors, self.loss.inputs.logits
         if vectors is None or form is None:
             raise ConfigError(f"{self.name} has no classifier: it learns no vectors that give logits by themselves.")
@@ -279,7 +256,7 @@ class Objective(ObjectiveState):
         gamma = self.loss_kwargs.get("gamma")
         return Classifier(
             weight,
-            next((value for param, value in self._params() if param.shape == "C"), None),
+            next((value for state, value in self._learned() if state.shape == "C"), None),
             normalize=form == "cosine",
             centers=centers,
             temperature=None if gamma is None else gamma * self._logit_scale,
@@ -299,7 +276,7 @@ class Objective(ObjectiveState):
         return self._compute(built, self._updated_buffers(built, is_last))
 
     def _compute(self, built: Any, state: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        learned = {scalar.name: value for scalar, value in self._learned_scalars()}
+        learned = {s.name: value for s, value in self._learned() if isinstance(s, LearnedScalar)}
         return self.loss.function(built, **{**self.loss_kwargs, **learned}, **state)
 
     def _compute_by_chunks(self, emb: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -332,7 +309,7 @@ class Objective(ObjectiveState):
 
     def _build_classes(self, emb: Tensor, labels: Tensor, constants: Sequence[Tensor]) -> Any:
         inputs, dim = self.loss.inputs, emb.shape[1]
-        params = [value[..., :dim] if "D" in param.shape else value for param, value in self._params()]
+        params = [value[..., :dim] if "D" in s.shape else value for s, value in self._learned() if isinstance(s, Param)]
         kwargs = inputs.build_kwargs(self.builder_kwargs)
         if inputs.takes_num_classes:
             kwargs["num_classes"] = self.num_classes

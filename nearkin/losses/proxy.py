@@ -6,15 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.losses.classes import (
-    CENTERS,
-    PROXIES,
-    ToClasses,
-    center_spread,
-    class_similarity,
-    log1p_sum_exp_per_class,
-    proxy_similarities,
-)
+from nearkin.losses.classes import CENTERS, PROXIES, ToClasses, center_spread, class_similarity, proxy_similarities
 from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import Inputs, loss
 from nearkin.ops.geometry import full_precision, gram, unit
@@ -133,8 +125,11 @@ def _anchor_loss(sim: Tensor, labels: Tensor, alpha: float, margin: float) -> Te
 
 
 def _pull_and_push(own: Tensor, labels: Tensor, push: Tensor, alpha: float, margin: float) -> Tensor:
-    pull, present = log1p_sum_exp_per_class(-alpha * (own - margin), labels, len(push))
-    return pull.sum() / present + push.mean()
+    """Return the mean pull of the classes present, log(1 + sum exp) over their samples, plus the mean push."""
+    x, zeros = -alpha * (own - margin), own.new_zeros(len(push))
+    top = zeros.scatter_reduce(0, labels, x.detach(), "amax")  # starts at 0: the zero logit
+    total = torch.exp(-top).index_add(0, labels, torch.exp(x - top[labels]))
+    return (top + total.log()).sum() / zeros.index_fill(0, labels, 1.0).sum() + push.mean()
 
 
 @loss(

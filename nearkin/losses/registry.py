@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class LearnedScalar:
     name: str
     lr: float = 1.0
     switch: str | None = None
+    shape: ClassVar[str] = ""
+    decay: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,6 @@ def zero_mean(emb: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor.
-
-    Example:
-        >>> float(zero_mean(torch.tensor([[1.0, -3.0], [2.0, 2.0]])))
-        3.0
     """
     return emb.sum(1).abs().mean()
 
@@ -100,10 +96,6 @@ def regular_face(proxies: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor; 0 for one class.
-
-    Example:
-        >>> float(regular_face(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])))
-        0.0
     """
     classes, centers = len(proxies), proxies.shape[1] if proxies.dim() == 3 else 1
     w = unit(proxies.flatten(0, -2))
@@ -123,10 +115,6 @@ def center_invariant(proxies: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor.
-
-    Example:
-        >>> float(center_invariant(torch.tensor([[2.0, 0.0], [0.0, 0.0]])))
-        1.0
     """
     squared = proxies.square().sum(-1)
     return (squared - squared.mean()).square().mean() / 4
@@ -141,10 +129,6 @@ def sparse_centers(centers: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor; 0 for K = 1.
-
-    Example:
-        >>> float(sparse_centers(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
-        0.7071...
     """
     return center_spread(unit(centers))
 

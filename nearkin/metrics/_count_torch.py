@@ -92,8 +92,9 @@ class _Block:
 
     def count(self) -> tuple[Ints, Ints]:
         """Return how many items are above each threshold, and how many tie with it."""
-        if self._problem.query.codes is not None and self._problem.gallery.codes is not None:
-            return self._count_codes(self._problem.query.codes, self._problem.gallery.codes)
+        q, g = self._problem.query.codes, self._problem.gallery.codes
+        if q is not None and g is not None:
+            return self._count_codes(q, g)
         return self._place() if self._keys.dtype == torch.float32 else self._count_and_compare()
 
     def _pad(self, values: Floats) -> Tensor:

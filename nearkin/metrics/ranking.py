@@ -181,21 +181,14 @@ def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
 
 
 def neighbours(
-    query: Any,
-    gallery: Any = None,
-    k: int = 10,
-    *,
-    exclude_self: bool | None = None,
-    similarity: str = "cosine",
-    memory: str | int = "1GB",
+    query: Any, gallery: Any = None, k: int = 10, *, similarity: str = "cosine", memory: str | int = "1GB"
 ) -> tuple[Ints, Floats]:
     """Find the k nearest gallery items of every query, exactly. Equally similar items are ordered by index.
 
     Args:
         query: [Q, D] array or tensor.
-        gallery: [G, D]; the query itself when omitted.
+        gallery: [G, D]; when omitted the query itself, without the item with the query's own index.
         k: Items per query.
-        exclude_self: Leave out the item with the query's own index; by default when there is no gallery.
         similarity: "cosine" or "euclidean".
         memory: Maximum extra memory, for example "1GB".
 
@@ -211,17 +204,14 @@ def neighbours(
     g = None
     if gallery is not None:
         q, g = _problem.match_dtype_and_device(q, as_matrix(gallery, "gallery"))
-    skip_self = g is None if exclude_self is None else exclude_self
-    if skip_self and g is not None and len(g) != len(q):
-        raise ConfigError("exclude_self: query and gallery must be the same rows in the same order.")
     q_vectors, g_vectors = prepare(q, g, similarity)
-    max_k = len(g_vectors) - int(skip_self)
+    max_k = len(g_vectors) - int(g is None)
     if not 1 <= k <= max_k:
         raise ConfigError(f"k: expected 1 to {max_k} (items that can be returned), got {k}.")
     _, error_bound = q_vectors.error_bounds(g_vectors)
     # Of identical items only the first k can be returned, plus one where the query is among them. This keeps a
     # collapsed model, which has one vector for everything, as cheap as any other.
-    candidates = np.flatnonzero(_index_among_copies(g_vectors.row_id) < k + int(skip_self))
+    candidates = np.flatnonzero(_index_among_copies(g_vectors.row_id) < k + int(g is None))
     budget = parse_bytes(memory)
     matrix = GalleryMatrix(g_vectors, candidates, torch.float64, budget // 2)
     step = max(1, min(1024, budget // 2 // (len(candidates) * 24)))
@@ -229,7 +219,7 @@ def neighbours(
     for a in range(0, len(q_vectors), step):
         rows = slice(a, min(a + step, len(q_vectors)))
         keys = matrix.keys(q_vectors.query_matrix(rows))
-        if skip_self:
+        if g is None:
             _mask_self(keys, candidates, a)
         nearest = _nearest(q_vectors, g_vectors, rows, keys, candidates, k, error_bound[rows])
         indices.append(nearest)

@@ -309,11 +309,6 @@ def compare(
 
     Returns:
         The difference (second minus first) with its interval and p-value.
-
-    Example:
-        >>> a = score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"])
-        >>> compare(a, a, "R@1").difference
-        0.0
     """
     if len(first) != len(second) or not np.array_equal(first.labels, second.labels):
         raise DataError(
