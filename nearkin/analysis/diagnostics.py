@@ -40,27 +40,23 @@ class Diagnosis:
         norm_mean: Mean norm of the raw embeddings of the sample.
         norm_std: Standard deviation of the norms.
         tightness: -mean over anchors of log sum over their positives of exp(similarity / 0.1).
-        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1). The sum of both is the
-            cross entropy of the soft nearest-neighbour classifier, `snca` (Boudiaf et al. 2020, table 2).
-        feature_entropy: H(Z) = D times the mean log distance of pairs (Boudiaf et al. 2020, eq. 6); relative, so
-            that only its changes mean something.
+        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1); the sum of both is `snca`.
+        feature_entropy: H(Z) = D times the mean log distance of pairs; relative: only its changes mean something.
         conditional_entropy: H(Z|Y), the same within classes, each weighted by its rows.
         label_entropy: H(Y), the most that embeddings can say about the class.
         information: I(Z;Y) between 0 and H(Y), estimated from nearest neighbours (Ross 2014).
         information_bound: H(Y) - (tightness + contrastive) <= I(Z;Y), the discriminative view; vacuous below 0.
         alignment: Mean squared distance of positive pairs (Wang and Isola 2020, alpha = 2): 0 is best, 2 is chance.
-        uniformity: Log of the mean of exp(-2 squared distance) over all pairs (the same, t = 2): 0 when all rows are
-            identical, about -4 + 4 / D when spread evenly.
-        effective_rank: Number of directions in use, from 1 to rows - 1: exponential of the entropy of the normalised
-            covariance spectrum of the centred unit vectors (Roy and Vetterli 2007, on variances).
+        uniformity: Log of the mean of exp(-2 squared distance) over all pairs: 0 when all rows are identical, about
+            -4 + 4 / D when spread evenly.
+        effective_rank: Number of directions in use, from 1 to rows - 1; see `effective_rank`.
         positive_mean: Mean similarity of positive pairs.
         negative_mean: Mean similarity of negative pairs.
         separation: Probability that a positive pair is more similar than a negative pair (area under the ROC curve).
         positive_histogram: Counts of positive pairs by similarity, in 40 even bins over [-1, 1].
         negative_histogram: The same for negative pairs.
         active_negatives: Fraction of (anchor, negative) nearer than the anchor's farthest positive.
-        active_positives: Fraction of (anchor, positive) farther than the anchor's nearest negative: what the
-            multi-similarity miner selects at epsilon = 0 (Wang et al. 2019).
+        active_positives: Fraction of (anchor, positive) farther than the anchor's nearest negative.
         hubness: Skewness of how often a row is among the 10 nearest of others (Radovanović et al. 2010).
     """
 
@@ -268,6 +264,17 @@ MIN_RANK = 1.5  # directions in use
 MIN_RANK_SHARE = 0.1  # directions in use, relative to the start
 MIN_SEPARATION = 0.55  # 0.5 is chance
 
+_FIXES = {
+    "not finite": "Lower the learning rate, clip gradients, or disable mixed precision.",
+    "dead": "The network has died: lower the learning rate and start again.",
+    "collapse": "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or "
+    "lower the learning rate.",
+    "exploding norms": "Lower the learning rate, or raise the weight decay.",
+    "dimensional collapse": "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, "
+    "proxy_anchor).",
+    "no contrast": "Nothing is being learned: check that labels match images, then the margin and the learning rate.",
+}
+
 
 @dataclass(frozen=True)
 class Alarm:
@@ -300,37 +307,25 @@ def alarms(history: Sequence[Diagnosis]) -> list[Alarm]:
     if not history:
         return []
     start, now, last_two = history[0], history[-1], history[-2:]
-    raised = []
+    observed: dict[str, str] = {}
     if now.non_finite:
-        observation = f"{now.non_finite:,} embeddings contain NaN or infinity"
-        fix = "Lower the learning rate, clip gradients, or disable mixed precision."
-        raised.append(Alarm("not finite", observation, fix))
+        observed["not finite"] = f"{now.non_finite:,} embeddings contain NaN or infinity"
     if len(history) > 1 and now.blank * 2 > now.rows:
-        observation = f"{now.blank:,} of {now.rows:,} embeddings are zero"
-        raised.append(Alarm("dead", observation, "The network has died: lower the learning rate and start again."))
+        observed["dead"] = f"{now.blank:,} of {now.rows:,} embeddings are zero"
     if len(history) > 1 and now.negative_mean > MAX_NEGATIVE_SIMILARITY:
-        observation = f"all embeddings are alike: negative pairs have a mean similarity of {now.negative_mean:.4f}"
-        fix = (
-            "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or lower "
-            "the learning rate."
-        )
-        raised.append(Alarm("collapse", observation, fix))
+        similarity = f"negative pairs have a mean similarity of {now.negative_mean:.4f}"
+        observed["collapse"] = f"all embeddings are alike: {similarity}"
     if len(history) > 1 and now.norm_mean > MAX_NORM_GROWTH * start.norm_mean > 0:
-        growth = now.norm_mean / start.norm_mean
-        observation = f"embeddings have a mean norm of {now.norm_mean:,.0f}, {growth:,.0f} times that at the start"
-        raised.append(Alarm("exploding norms", observation, "Lower the learning rate, or raise the weight decay."))
+        growth = f"{now.norm_mean / start.norm_mean:,.0f} times that at the start"
+        observed["exploding norms"] = f"embeddings have a mean norm of {now.norm_mean:,.0f}, {growth}"
     # The last two may occur in a healthy first epoch, so they must persist for two.
     if len(history) > 2 and all(epoch.effective_rank < _min_rank(start, epoch) for epoch in last_two):
         directions = f"{now.effective_rank:.1f} of {now.dim} directions in use"
-        observation = f"{directions} ({start.effective_rank:.1f} at the start)"
-        fix = "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, proxy_anchor)."
-        raised.append(Alarm("dimensional collapse", observation, fix))
+        observed["dimensional collapse"] = f"{directions} ({start.effective_rank:.1f} at the start)"
     if len(history) > 2 and all(epoch.separation < MIN_SEPARATION for epoch in last_two):
         value = f"(separation {now.separation:.2f}, chance is 0.50)"
-        observation = f"positive pairs are as far apart as negative ones {value}"
-        fix = "Nothing is being learned: check that labels match images, then the margin and the learning rate."
-        raised.append(Alarm("no contrast", observation, fix))
-    return raised
+        observed["no contrast"] = f"positive pairs are as far apart as negative ones {value}"
+    return [Alarm(name, observation, _FIXES[name]) for name, observation in observed.items()]
 
 
 def _min_rank(start: Diagnosis, epoch: Diagnosis) -> float:

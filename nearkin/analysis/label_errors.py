@@ -1,6 +1,6 @@
-"""Label errors, found in embeddings: a row is compared with the mean of the *other* rows of its class and with the
-means of all other classes, after whitening within classes. A row never supports its own label: the whitening applied
-to it is fitted without it (in folds), and so is the mean of its class. docs/label-errors.md has more.
+"""Label errors: each row is compared with the mean of the *other* rows of its class, and with those of other classes.
+
+A row never supports its own label: the whitening within classes is fitted without it too. See docs/label-errors.md.
 """
 
 import csv
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -162,7 +162,8 @@ def find_label_errors(
     x -= x.mean(0)
     y = torch.as_tensor(codes, device=x.device)
     fold = torch.as_tensor(np.random.default_rng(seed).permutation(len(x)) % folds, device=x.device)
-    data = _FoldedData(x, y, len(classes), fold, folds, parse_bytes(memory))
+    step = max(1, min(4096, parse_bytes(memory) // 2 // (16 * len(classes))))
+    data = _FoldedData(x, y, len(classes), fold, folds, step)
     every = torch.arange(len(x), device=x.device)
     exact_sums, count = _class_sums(data, every)
     sums, within = exact_sums.float(), _within_class_covariance(data)
@@ -184,19 +185,13 @@ def find_label_errors(
     return LabelErrors(score, probability, classes[suggested], order, given, float(probability[scorable].mean()))
 
 
-@dataclass(frozen=True)
-class _FoldedData:
+class _FoldedData(NamedTuple):
     x: Tensor  # [N, D] centred unit vectors
     y: Tensor  # [N] class codes
     classes: int
     fold: Tensor  # [N]
     folds: int
-    budget: int  # bytes
-
-    @property
-    def step(self) -> int:
-        """Rows whose similarities to all classes, with temporaries, fit the budget."""
-        return max(1, min(4096, self.budget // 2 // (16 * self.classes)))
+    step: int  # rows whose similarities to all classes, with temporaries, fit the budget
 
 
 def _class_sums(data: _FoldedData, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,11 +260,11 @@ def _choose_hyperparameters(data: _FoldedData, sums: Tensor, count: Tensor, with
     sample = sample[:: max(1, len(sample) // _TUNING_ROWS)]
     best, chosen = -math.inf, (SHRINKAGES[-1], TEMPERATURES[0])
     for shrinkage in SHRINKAGES:
-        parts: list[list[Floats]] = [[] for _ in TEMPERATURES]
-        for rows, sim in _similarities(data, sample, sums, within, shrinkage):
-            for i, temperature in enumerate(TEMPERATURES):
-                parts[i].append(_log_odds(sim, data.y[rows, None], temperature))
-        for temperature, odds in zip(TEMPERATURES, parts, strict=True):
+        parts = [
+            [_log_odds(sim, data.y[rows, None], temperature) for temperature in TEMPERATURES]
+            for rows, sim in _similarities(data, sample, sums, within, shrinkage)
+        ]
+        for temperature, odds in zip(TEMPERATURES, zip(*parts, strict=True), strict=True):
             log_odds = np.concatenate(odds)
             error_rate = _fit_error_rate(log_odds, data.classes)
             log_likelihood = float(np.log(_label_probability(log_odds, error_rate, data.classes)).mean())

@@ -41,8 +41,7 @@ class MetricLearner(LinearMetric):
     """A linear metric that minimises  r(A) + lam * (sum of violated constraints).
 
     Args:
-        objective: "hinge" (pairs and triplets, given to `fit` or drawn from labels), "nca" (neighbourhood components
-            analysis) or "lmnn" (large margin nearest neighbours).
+        objective: "hinge" (pairs and triplets, given or drawn from labels), "nca" or "lmnn".
         regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (sum of d_A over similar pairs or target
             neighbours), "none", or None for the usual one (frobenius for hinge, none for nca, scatter for lmnn).
         lam: Weight of the sum; larger values trust the constraints more.

@@ -14,7 +14,7 @@ from nearkin.losses.registry import WHOLE_BATCH, Buffer, Inputs, loss
 from nearkin.ops.checks import on_host
 from nearkin.ops.geometry import gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
-from nearkin.ops.reductions import log_sum_exp, sine, softplus, sum_of_violations
+from nearkin.ops.reductions import log_sum_exp, sine, soft_histogram, softplus, sum_of_violations
 from nearkin.ops.row_blocks import per_row
 
 
@@ -142,10 +142,7 @@ def _hardest_gap(p: Pairs) -> tuple[Tensor, Tensor]:
 def _gap_histogram(gap: Tensor, used: Tensor, edges: int) -> Tensor:
     """Return the distribution of the gaps over the edges from -2 to 2, each gap shared by its two neighbours."""
     position = (gap + 2) * ((edges - 1) / 4)
-    lower = position.floor().clamp(0, edges - 2)
-    share = torch.where(used, position - lower, 0.0).flatten()
-    rest, index = used.to(gap.dtype).flatten() - share, lower.long().flatten()
-    counts = gap.new_zeros(edges).scatter_add(0, index, rest).scatter_add(0, index + 1, share)
+    counts = soft_histogram(position.reshape(1, -1), used.reshape(1, -1), edges - 1)[0]
     return counts / counts.sum().clamp(min=1e-9)
 
 

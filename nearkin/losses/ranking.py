@@ -10,7 +10,7 @@ from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import WHOLE_BATCH, loss
 from nearkin.ops.checks import on_host
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import masked_sum, row_mean
+from nearkin.ops.reductions import masked_sum, row_mean, soft_histogram
 from nearkin.ops.row_blocks import by_rows
 
 _RANK_COST, _WIDTH = "N^2 D + N^2 P", log(0.001, 0.1)
@@ -224,14 +224,6 @@ def pnp(
         return row_mean(penalty[variant](_count(_sigmoid(temperature), similarities, q.sim, q.neg)), valid)
 
     return _per_query(p, value)
-
-
-def soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
-    """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
-    lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
-    share = torch.where(mask, x - lower, 0.0)
-    index, rest = lower.long(), mask.to(x.dtype) - share
-    return x.new_zeros(len(x), bins + 1).scatter_add(1, index, rest).scatter_add(1, index + 1, share)
 
 
 @loss(

@@ -115,6 +115,14 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(x, mask) / mask.sum(1).clamp(min=1)
 
 
+def soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
+    """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
+    lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
+    share = torch.where(mask, x - lower, 0.0)
+    index, rest = lower.long(), mask.to(x.dtype) - share
+    return x.new_zeros(len(x), bins + 1).scatter_add(1, index, rest).scatter_add(1, index + 1, share)
+
+
 def sine(cosine: Tensor) -> Tensor:
     """Return the sine of an angle in [0, pi] from its cosine, with zero gradient at |cosine| = 1."""
     return (1 - cosine.square()).clamp(min=1e-12).sqrt()

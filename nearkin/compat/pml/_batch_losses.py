@@ -16,10 +16,9 @@ from nearkin.compat.pml._tuples import match_masks, sample_weights
 from nearkin.compat.pml.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 from nearkin.compat.pml.reducers import LossDict, loss_info
 from nearkin.errors import ConfigError, DataError
-from nearkin.losses.ranking import soft_histogram
 from nearkin.losses.registry import LOSSES
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import log_sum_exp
+from nearkin.ops.reductions import log_sum_exp, soft_histogram
 from nearkin.ops.row_blocks import by_rows
 
 
