@@ -233,11 +233,6 @@ def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) 
     return base + level * (4 - base) / levels - within[:, None]
 
 
-def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    assert emb is not None
-    return {"class_gaps": class_gaps(emb, labels, num_classes)}
-
-
 @loss(
     family="tuple",
     paper="Ge et al. 2018 (HTL), eq 4 to 6",
@@ -249,7 +244,7 @@ def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[
         labelled_pairs,
         pairs=True,
         buffers=(Buffer("class_gaps", "CC"),),
-        refresh=_refresh_gaps,
+        refresh=lambda emb, labels, num_classes: {"class_gaps": class_gaps(emb, labels, num_classes)},
         call_example="nearkin.losses.margins.labelled_pairs(emb, labels)",
     ),
     cost="N^2 D + N^2 log N",

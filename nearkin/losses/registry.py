@@ -117,7 +117,7 @@ class Inputs:
     call_example: str = "nk.pair_up(emb, labels)"
     buffers: tuple[Buffer, ...] = ()
     update: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
-    refresh: Callable[[Tensor | None, Tensor, int], dict[str, Tensor]] | None = None
+    refresh: Callable[[Any, Tensor, int], dict[str, Tensor]] | None = None
     refresh_embeddings: bool = True
     logits: Literal["cosine", "direction", "linear"] | None = None
 

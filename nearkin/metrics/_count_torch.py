@@ -35,21 +35,17 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
     step = max(1, min(1024, budget // 2 // (len(problem.gallery) * 32)))
     for a in range(0, len(queue), step):
         queries = queue[a : a + step]
-        keys = _product(problem, gallery, queries)
+        left = problem.query.query_matrix(torch.as_tensor(queries, device=device)).to(dtype)
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
+        try:
+            with full_precision(left):
+                keys = gallery.keys(left)
+        finally:
+            torch.set_float32_matmul_precision(precision)
         yield _count_block(problem, queries, keys, margin[queries], error_bound[queries])
         if progress:
             progress(min(1.0, (a + step) / len(queue)))
-
-
-def _product(problem: RankingProblem, gallery: GalleryMatrix, queries: Ints) -> Tensor:
-    left = problem.query.query_matrix(torch.as_tensor(queries, device=problem.query.x.device)).to(gallery.dtype)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
-    try:
-        with full_precision(left):
-            return gallery.keys(left)
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 def _count_block(

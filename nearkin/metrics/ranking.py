@@ -139,9 +139,11 @@ def count_hits(
 ) -> Iterator[PartialRanking]:
     """Count with the chosen backend, some queries at a time."""
     backend = _choose_backend(problem, backend)
-    pairs = len(problem.query) * len(problem.gallery)
-    if verbose or (verbose is None and pairs >= 10**9):
-        print(_plan(problem, backend, budget), file=sys.stderr, flush=True)
+    q, g, d = len(problem.query), len(problem.gallery), problem.query.x.shape[1]
+    if verbose or (verbose is None and q * g >= 10**9):
+        work = 2e-12 * q * g * d / (2 if backend == "numba" and problem.single_set else 1)
+        plan = f"ranking {q:,} queries against {g:,} items of {d} dimensions: {work:.2g} Tflop, {backend} backend"
+        print(f"{plan}, at most {budget / 1e9:.2g} GB beside the vectors", file=sys.stderr, flush=True)
     if backend == "numba":
         from nearkin.metrics._count_numba import count_numba
 
@@ -169,15 +171,6 @@ def _choose_backend(problem: RankingProblem, backend: str) -> str:
     large = len(problem.query) * len(problem.gallery) >= _MIN_NUMBA_PAIRS
     fits = large and on_cpu and problem.label_sets is None
     return "numba" if fits and has_numba() else "torch"
-
-
-def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
-    q, g, d = len(problem.query), len(problem.gallery), problem.query.x.shape[1]
-    half = 2 if backend == "numba" and problem.single_set else 1
-    return (
-        f"ranking {q:,} queries against {g:,} items of {d} dimensions: {2e-12 * q * g * d / half:.2g} Tflop, "
-        f"{backend} backend, at most {budget / 1e9:.2g} GB beside the vectors"
-    )
 
 
 def neighbours(
@@ -211,7 +204,10 @@ def neighbours(
     _, error_bound = q_vectors.error_bounds(g_vectors)
     # Of identical items only the first k can be returned, plus one where the query is among them. This keeps a
     # collapsed model, which has one vector for everything, as cheap as any other.
-    candidates = np.flatnonzero(_index_among_copies(g_vectors.row_id) < k + int(g is None))
+    order = np.argsort(g_vectors.row_id, kind="stable")
+    ordered = g_vectors.row_id[order]
+    copy = np.arange(len(order)) - np.searchsorted(ordered, ordered)  # the number of identical items before each
+    candidates = np.sort(order[copy < k + int(g is None)])
     budget = parse_bytes(memory)
     matrix = GalleryMatrix(g_vectors, candidates, torch.float64, budget // 2)
     step = max(1, min(1024, budget // 2 // (len(candidates) * 24)))
@@ -220,19 +216,14 @@ def neighbours(
         rows = slice(a, min(a + step, len(q_vectors)))
         keys = matrix.keys(q_vectors.query_matrix(rows))
         if g is None:
-            _mask_self(keys, candidates, a)
+            own = np.arange(a, a + len(keys))
+            column = np.searchsorted(candidates, own)
+            found = np.flatnonzero(candidates[np.minimum(column, len(candidates) - 1)] == own)
+            keys[found, column[found]] = -torch.inf
         nearest = _nearest(q_vectors, g_vectors, rows, keys, candidates, k, error_bound[rows])
         indices.append(nearest)
         values.append(_similarities(q_vectors, rows, g_vectors, nearest))
     return np.concatenate(indices), np.concatenate(values)
-
-
-def _mask_self(keys: Tensor, candidates: Ints, first: int) -> None:
-    """Exclude each query's own column, if it is among the candidates; `first` is the query of row 0."""
-    own = np.arange(first, first + len(keys))
-    column = np.searchsorted(candidates, own)
-    rows = np.flatnonzero(candidates[np.minimum(column, len(candidates) - 1)] == own)
-    keys[rows, column[rows]] = -torch.inf
 
 
 def _nearest(
@@ -249,15 +240,6 @@ def _nearest(
     order = np.lexsort((col, distance, run, row))
     first = np.searchsorted(row, np.arange(keys.shape[0]))
     return np.asarray(col[order[(first[:, None] + np.arange(k)).ravel()]].reshape(-1, k))
-
-
-def _index_among_copies(row_id: Ints) -> Ints:
-    """For each item the number of identical items before it."""
-    order = np.argsort(row_id, kind="stable")
-    ordered = row_id[order]
-    out = np.empty(len(row_id), dtype=np.int64)
-    out[order] = np.arange(len(row_id)) - np.searchsorted(ordered, ordered)
-    return out
 
 
 def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints) -> Floats:
