@@ -114,11 +114,6 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
 
     Returns:
         The statistics.
-
-    Example:
-        >>> d = diagnose(torch.eye(4), torch.tensor([0, 0, 1, 1]))
-        >>> d.rows, round(d.alignment, 6), round(d.effective_rank, 6), d.negative_mean
-        (4, 2.0, 3.0, 0.0)
     """
     if sample < 2 * PER_CLASS:
         raise ConfigError(f"sample: expected at least {2 * PER_CLASS} rows, got {sample}.")

@@ -35,12 +35,6 @@ def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> li
 
     Returns:
         One row per class, hardest first, then by label; classes whose queries the metric excludes come last.
-
-    Example:
-        >>> from nearkin import score
-        >>> rows = class_table(score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"]))
-        >>> [(row.label, row.queries, row.means["R@1"]) for row in rows]
-        [('a', 2, 1.0), ('b', 2, 1.0)]
     """
     if not names:
         raise ConfigError("names: expected at least one metric, for example ('R@1',).")
@@ -207,10 +201,6 @@ def find_duplicates(
 
     Returns:
         The pairs, those with different labels first, then by descending similarity.
-
-    Example:
-        >>> find_duplicates([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0], [1.0, 0.0]], ["owl", "gull", "gull", "owl"])[-1]
-        Duplicate(first=0, second=3, similarity=1.0, exact=True, same_label=True)
     """
     if not -1 <= threshold <= 1:
         raise ConfigError(f"threshold: expected a cosine from -1 to 1, got {threshold}.")

@@ -252,11 +252,6 @@ def lemma_1(
 
     Raises:
         DataError: Classes of different sizes, for which the lemma does not hold.
-
-    Example:
-        >>> bounds = lemma_1(torch.eye(4), torch.tensor([0, 0, 1, 1]))
-        >>> bounds["tightness of contrastive"]
-        Bound(value=2.0, bound=2.0, relation='==')
     """
     emb, labels = as_batch(emb, labels)
     z = unit(emb.double())

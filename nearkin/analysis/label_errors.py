@@ -140,13 +140,6 @@ def find_label_errors(
 
     Raises:
         DataError: One class only, or only singletons.
-
-    Example:
-        >>> x = np.concatenate([np.tile([1.0, 0.0], (5, 1)), np.tile([0.0, 1.0], (5, 1))])
-        >>> x += 0.1 * np.random.default_rng(0).standard_normal(x.shape)
-        >>> errors = find_label_errors(x, ["cat"] * 4 + ["dog"] * 6)
-        >>> int(errors.order[0]), str(errors.suggested[4])
-        (4, 'cat')
     """
     if folds < 2:
         raise ConfigError(f"folds: expected at least 2, got {folds}.")

@@ -24,19 +24,10 @@ FLOATS = [np.float64, np.float32]
 
 # The scikit-learn bases provide get_params, clone, pipelines and set_output. Subclasses are dataclasses.
 class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Base class of linear metrics.
+    """Base class: Euclidean distances after `transform`, whose squares are (x - y)^T A (x - y) with A = `matrix`."""
 
-    Euclidean distances after `transform` are the learned distances; their squares are (x - y)^T A (x - y) with
-    A = `matrix`.
-
-    Attributes:
-        weight_: [dim, F] array, after fit.
-        bias_: [dim] array, after fit.
-        n_features_in_: F, after fit.
-    """
-
-    weight_: Array
-    bias_: Array
+    weight_: Array  # [dim, F], after fit
+    bias_: Array  # [dim]
     _needs_labels: ClassVar[bool] = True
 
     def transform(self, X: Any) -> Array:
@@ -138,12 +129,6 @@ class WithinClassWhitening(LinearMetric):
     Args:
         dim: Output dimensions; all when omitted.
         shrinkage: Multiple of the mean within-class variance added to every variance; 0.1 to 1, more with few samples.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
-        >>> metric = WithinClassWhitening(shrinkage=0.01).fit(x, ["a", "a", "b", "b"])
-        >>> metric.score(x, ["a", "a", "b", "b"])
-        1.0
     """
 
     dim: int | None = None

@@ -88,12 +88,6 @@ class KernelMetricLearner(LinearMetric):
         weight_: [dim, m], maps kernel columns.
         bias_: [dim].
         metric_: The fitted metric.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).repeat(2, 0)
-        >>> xor = [0, 0, 1, 1, 1, 1, 0, 0]
-        >>> KernelMetricLearner("polynomial", degree=2).fit(x, xor).transform(x).shape
-        (8, 4)
     """
 
     kernel: str | Kernel = "gaussian"
@@ -112,9 +106,14 @@ class KernelMetricLearner(LinearMetric):
             raise ConfigError(f"landmarks: expected an integer >= 1, or None for all; got {self.landmarks}.")
         count = len(X) if self.landmarks is None else min(self.landmarks, len(X))
         self.landmarks_ = X if count == len(X) else X[random.permutation(len(X))[:count]]
-        self.sigma_ = self.sigma if self.sigma is not None else _median_distance(X, random)
-        if not 0 < self.sigma_ < float("inf"):
-            raise ConfigError(f"sigma: expected a bandwidth above 0, got {self.sigma_}.")
+        sigma = self.sigma
+        if sigma is None:  # the median distance
+            i, j = random.randint(len(X), size=(2, 2000))
+            distance = np.linalg.norm(X[i] - X[j], axis=1)
+            sigma = float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0
+        if not 0 < sigma < float("inf"):
+            raise ConfigError(f"sigma: expected a bandwidth above 0, got {sigma}.")
+        self.sigma_: float = sigma
         # With this map the inner products of mapped columns equal the kernel on the span of the landmarks.
         columns, root = self._columns(X), _inverse_root(self._columns(self.landmarks_))
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
@@ -152,9 +151,3 @@ def _inverse_root(kernel: Array) -> Array:
         )
     significant = values > 10 * noise
     return np.asarray(vectors[:, significant] / np.sqrt(values[significant]), kernel.dtype)
-
-
-def _median_distance(x: Array, random: Any) -> float:
-    i, j = random.randint(len(x), size=(2, 2000))
-    distance = np.linalg.norm(x[i] - x[j], axis=1)
-    return float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0

@@ -68,12 +68,6 @@ class MetricLearner(LinearMetric):
     Attributes:
         history_: The objective after every step (an estimate with batches).
         n_iter_: Number of steps.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
-        >>> metric = MetricLearner(form="A").fit(x, [0, 0, 1, 1])
-        >>> metric.score(x, [0, 0, 1, 1])
-        1.0
     """
 
     objective: Loss = "hinge"

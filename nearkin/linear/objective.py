@@ -36,10 +36,8 @@ def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> 
     return (left * right).sum(1)
 
 
-def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
+def undo_basis(matrix: Tensor, basis: Tensor, form: Form) -> Tensor:
     """Convert a matrix learned on x @ basis^T to one for x: basis^T B basis, or H basis."""
-    if basis is None:
-        return matrix
     return basis.T @ matrix @ basis if form == "A" else matrix @ basis
 
 
@@ -47,11 +45,11 @@ def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis
     """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace"); 0 for the others."""
     if regulariser not in ("frobenius", "trace"):
         return matrix.new_zeros(())
-    matrix = undo_basis(matrix, basis, form)
-    if regulariser == "frobenius":
-        # |G^T G| = |G G^T|, and the latter is small for a low rank.
-        return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
-    return matrix.trace() if form == "A" else matrix.square().sum()
+    matrix = matrix if basis is None else undo_basis(matrix, basis, form)
+    if regulariser == "trace":
+        return matrix.trace() if form == "A" else matrix.square().sum()
+    # |G^T G| = |G G^T|, and the latter is small for a low rank.
+    return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
 
 
 def hinge(violation: Tensor, width: float = 0.0) -> Tensor:

@@ -1,7 +1,4 @@
-"""ToClasses: the similarities of a batch to its classes, and the primitives of the losses that use them.
-
-No mask [N, C] is ever built, so 100,000 classes cost the similarity block and one more buffer.
-"""
+"""ToClasses: the similarities of a batch to its classes. No mask [N, C] is ever built, even for 100,000 classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -154,10 +154,10 @@ def siglip(p: Pairs, *, scale: float | Tensor = 10.0, bias: float | Tensor = -10
 
 @dataclass(frozen=True, eq=False)
 class Views(Pairs):
-    """Pairs with the embeddings they compare, for losses on the coordinates."""
+    """Pairs with what they compare: the embeddings [N, D] and [M, D], or the labels [N] and [M]."""
 
-    anchors: Tensor | None = None  # [N, D]
-    refs: Tensor | None = None  # [M, D]
+    anchors: Tensor | None = None
+    refs: Tensor | None = None
 
 
 def views(emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None) -> Views:

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearkin.losses.contrastive import positives_among_negatives
+from nearkin.losses.contrastive import Views, positives_among_negatives
 from nearkin.losses.ranges import integer, linear, log
 from nearkin.losses.registry import WHOLE_BATCH, Buffer, Inputs, loss
 from nearkin.ops.checks import on_host
@@ -198,19 +198,11 @@ def dynamic_soft_margin(
     return (weight * gap).sum(1), used.sum()
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledPairs(Pairs):
-    """Pairs with the labels they compare."""
-
-    labels: Tensor | None = None  # [N]
-    ref_labels: Tensor | None = None  # [M]
-
-
-def labelled_pairs(emb: Tensor, labels: Any, refs: Tensor | None = None, ref_labels: Any = None) -> LabelledPairs:
+def labelled_pairs(emb: Tensor, labels: Any, refs: Tensor | None = None, ref_labels: Any = None) -> Views:
     """Pair up a batch as `pair_up` does, and attach the labels."""
     p = pair_up(emb, labels, refs, ref_labels)
     own, others = (as_labels(x).to(p.sim.device) for x in (labels, labels if ref_labels is None else ref_labels))
-    return LabelledPairs(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, labels=own, ref_labels=others)
+    return Views(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, anchors=own, refs=others)
 
 
 def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) -> Tensor:
@@ -268,6 +260,6 @@ def hierarchical_triplet(p: Pairs, *, margin: float = 0.1, class_gaps: Tensor | 
         0.1300...
     """
     count = (p.pos.sum(1) * p.neg.sum(1)).sum()
-    if class_gaps is None or not isinstance(p, LabelledPairs) or p.labels is None or p.ref_labels is None:
+    if class_gaps is None or not isinstance(p, Views) or p.anchors is None:
         return sum_of_violations(p, per_row(margin / 2, p.sim)[:, None]), count
-    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.labels] + margin) / 2, p.ref_labels), count
+    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.anchors] + margin) / 2, p.refs), count

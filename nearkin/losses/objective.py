@@ -87,7 +87,10 @@ class Objective(ObjectiveState):
         self.gather = gather
         self.num_classes = None if num_classes is None else as_int("num_classes", num_classes)
         self.dim = None if dim is None else as_int("dim", dim)
-        self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
+        expected = f"sizes from 1 to {self.dim or 'the embedding size'}"
+        self.matryoshka_dims = tuple(as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
+        if self.dim is not None and max(self.matryoshka_dims, default=0) > self.dim:
+            raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(self.matryoshka_dims)}.")
         self.chunk_size = as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
         if self.chunk_size and not (self.loss.inputs.memory and self.loss.inputs.by_anchor):
             raise ConfigError(f"{self.name} cannot be computed by chunks of anchors. Leave chunk_size at 0.")
@@ -346,11 +349,3 @@ class Objective(ObjectiveState):
 
 def _find_miner(miner: str | Miner) -> Miner:
     return MINERS[miner] if isinstance(miner, str) else miner
-
-
-def _check_matryoshka_dims(matryoshka_dims: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    expected = f"sizes from 1 to {dim or 'the embedding size'}"
-    sizes = tuple(as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
-    if dim is not None and max(sizes, default=0) > dim:
-        raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(sizes)}.")
-    return sizes

@@ -16,12 +16,6 @@ class WeightedSum(nn.Module):
 
     Args:
         *parts: (weight, objective) of each.
-
-    Example:
-        >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
-        >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
-        >>> [g["name"] for g in both.param_groups(lr=1e-4)]
-        ['0.proxies']
     """
 
     def __init__(self, *parts: tuple[float, Objective]) -> None:

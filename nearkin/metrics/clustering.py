@@ -125,11 +125,9 @@ def _partitions(labels: Any, clusters: Any) -> list[Ints]:
 
 
 def _expected_information(a: Ints, b: Ints) -> float:
-    """Expected mutual information of random clusters of the same sizes.
-
-    The overlap of a class of size s with a cluster of size t is hypergeometric. Ours, because scikit-learn visits every
-    pair of class and cluster, 10^8 for the ten thousand classes of SOP; here equal sizes are computed once.
-    """
+    """Expected mutual information of random clusters of the same sizes."""
+    # Ours, because scikit-learn visits every pair of class and cluster, 10^8 for the ten thousand classes of SOP; here
+    # equal sizes are computed once. The overlap of a class of size s with a cluster of size t is hypergeometric.
     n = int(a.sum())
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     total = 0.0

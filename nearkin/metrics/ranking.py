@@ -41,11 +41,6 @@ class Ranking:
         classes: [C] distinct labels, those of the queries first, sorted; or sets of labels, such as "0 3".
         similarity: "cosine" or "euclidean".
         notes: Remarks on the data: queries without relevant items, copies, ties, zero vectors.
-
-    Example:
-        >>> r = rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"])
-        >>> r.above.tolist(), r.total.tolist()
-        ([0, 0], [1, 1, 0])
     """
 
     start: Ints

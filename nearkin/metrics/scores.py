@@ -253,12 +253,6 @@ def score_levels(
 
     Returns:
         The scores of each level, in the order of the columns.
-
-    Example:
-        >>> emb = [[1.0, 0.0], [0.9, 0.3], [0.0, 1.0], [0.3, 0.9]]
-        >>> labels = [["robin", "bird"], ["wren", "bird"], ["oak", "tree"], ["oak", "tree"]]
-        >>> [scores["R@1"] for scores in score_levels(emb, labels, ks=(1,))]
-        [0.5, 1.0]
     """
     first, second = np.asarray(labels), None if gallery_labels is None else np.asarray(gallery_labels)
     for name, levels in (("labels", first), ("gallery_labels", first if second is None else second)):
