@@ -15,27 +15,9 @@ from nearkin.analysis.information import (
 )
 from nearkin.analysis.label_errors import LabelErrors, find_label_errors
 
+# fmt: off
 __all__ = [
-    "Alarm",
-    "Bound",
-    "Diagnosis",
-    "LabelErrors",
-    "alarms",
-    "class_table",
-    "conditional_entropy",
-    "confused_pairs",
-    "decompose",
-    "diagnose",
-    "effective_rank",
-    "feature_entropy",
-    "find_duplicates",
-    "find_label_errors",
-    "hardest",
-    "hubness",
-    "hubs",
-    "label_entropy",
-    "lemma_1",
-    "mutual_information",
-    "mutual_information_bound",
-    "pce_lambda",
+    "Alarm", "Bound", "Diagnosis", "LabelErrors", "alarms", "class_table", "conditional_entropy", "confused_pairs",
+    "decompose", "diagnose", "effective_rank", "feature_entropy", "find_duplicates", "find_label_errors", "hardest",
+    "hubness", "hubs", "label_entropy", "lemma_1", "mutual_information", "mutual_information_bound", "pce_lambda",
 ]

@@ -3,8 +3,6 @@
 "Similarity" is the cosine, "distance" the Euclidean distance of unit vectors; entropies are in nats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -42,27 +40,23 @@ class Diagnosis:
         norm_mean: Mean norm of the raw embeddings of the sample.
         norm_std: Standard deviation of the norms.
         tightness: -mean over anchors of log sum over their positives of exp(similarity / 0.1).
-        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1). The sum of both is the
-            cross entropy of the soft nearest-neighbour classifier, `snca` (Boudiaf et al. 2020, table 2).
-        feature_entropy: H(Z) = D times the mean log distance of pairs (Boudiaf et al. 2020, eq. 6); relative, so
-            that only its changes mean something.
+        contrastive: Mean over anchors of log sum over all others of exp(similarity / 0.1); the sum of both is `snca`.
+        feature_entropy: H(Z) = D times the mean log distance of pairs; relative: only its changes mean something.
         conditional_entropy: H(Z|Y), the same within classes, each weighted by its rows.
         label_entropy: H(Y), the most that embeddings can say about the class.
         information: I(Z;Y) between 0 and H(Y), estimated from nearest neighbours (Ross 2014).
         information_bound: H(Y) - (tightness + contrastive) <= I(Z;Y), the discriminative view; vacuous below 0.
         alignment: Mean squared distance of positive pairs (Wang and Isola 2020, alpha = 2): 0 is best, 2 is chance.
-        uniformity: Log of the mean of exp(-2 squared distance) over all pairs (the same, t = 2): 0 when all rows are
-            identical, about -4 + 4 / D when spread evenly.
-        effective_rank: Number of directions in use, from 1 to rows - 1: exponential of the entropy of the normalised
-            covariance spectrum of the centred unit vectors (Roy and Vetterli 2007, on variances).
+        uniformity: Log of the mean of exp(-2 squared distance) over all pairs: 0 when all rows are identical, about
+            -4 + 4 / D when spread evenly.
+        effective_rank: Number of directions in use, from 1 to rows - 1; see `effective_rank`.
         positive_mean: Mean similarity of positive pairs.
         negative_mean: Mean similarity of negative pairs.
         separation: Probability that a positive pair is more similar than a negative pair (area under the ROC curve).
         positive_histogram: Counts of positive pairs by similarity, in 40 even bins over [-1, 1].
         negative_histogram: The same for negative pairs.
         active_negatives: Fraction of (anchor, negative) nearer than the anchor's farthest positive.
-        active_positives: Fraction of (anchor, positive) farther than the anchor's nearest negative: what the
-            multi-similarity miner selects at epsilon = 0 (Wang et al. 2019).
+        active_positives: Fraction of (anchor, positive) farther than the anchor's nearest negative.
         hubness: Skewness of how often a row is among the 10 nearest of others (Radovanović et al. 2010).
     """
 
@@ -98,13 +92,11 @@ class Diagnosis:
         return plain
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Diagnosis:
+    def from_dict(values: Mapping[str, Any]) -> "Diagnosis":
         """Read the output of `to_dict` back, for example from events.jsonl."""
         known = [field.name for field in dataclasses.fields(Diagnosis)]
-        if missing := [name for name in known if name not in values]:
-            raise DataError(
-                f"not a diagnosis: {', '.join(missing[:3])} missing. Use the output of Diagnosis.to_dict()."
-            )
+        if missing := ", ".join([name for name in known if name not in values][:3]):
+            raise DataError(f"not a diagnosis: {missing} missing. Use the output of Diagnosis.to_dict().")
         read: dict[str, Any] = none_to_nan({name: values[name] for name in known})
         histograms = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
         return Diagnosis(**{**read, **histograms})
@@ -122,11 +114,6 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
 
     Returns:
         The statistics.
-
-    Example:
-        >>> d = diagnose(torch.eye(4), torch.tensor([0, 0, 1, 1]))
-        >>> d.rows, round(d.alignment, 6), round(d.effective_rank, 6), d.negative_mean
-        (4, 2.0, 3.0, 0.0)
     """
     if sample < 2 * PER_CLASS:
         raise ConfigError(f"sample: expected at least {2 * PER_CLASS} rows, got {sample}.")
@@ -146,7 +133,7 @@ def diagnose(emb: Tensor, labels: Tensor | Sequence[int], *, sample: int = SAMPL
     upper = torch.ones_like(pairs.pos).triu_(1)
     positive, negative = pairs.sim[pairs.pos & upper], pairs.sim[pairs.neg & upper]
     parts = information.snca_parts(pairs, SIGMA) if len(positive) else (math.nan, math.nan)
-    tightness, contrastive = (float(part) for part in parts)
+    tightness, contrastive = map(float, parts)
     unit_emb = unit(emb)
     centred = unit_emb - unit_emb.mean(0)
     sq_norm = centred.square().sum(1)
@@ -192,10 +179,6 @@ def effective_rank(rows: Tensor) -> float:
 
     Returns:
         The number of directions in use; 1 when all rows are identical.
-
-    Example:
-        >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 6)
-        2.0
     """
     x = where_float64_exists(rows).double()
     x = x - x.mean(0)
@@ -212,9 +195,7 @@ def _draw_sample(labels: Tensor, sample: int, seed: int) -> Tensor:
     _, code, count = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
     usable = count > 1 if bool((count > 1).any()) else count > 0
     g = torch.Generator().manual_seed(seed)
-    quota = max(PER_CLASS, sample // int(usable.sum()))
-    if len(labels) <= sample:
-        quota = sample
+    quota = sample if len(labels) <= sample else max(PER_CLASS, sample // int(usable.sum()))
     shuffled = torch.randperm(len(code), generator=g)
     # Rows class by class, with the classes in random order; `position` counts within the class.
     rank = torch.randperm(len(count), generator=g)[code[shuffled]]
@@ -278,6 +259,17 @@ MIN_RANK = 1.5  # directions in use
 MIN_RANK_SHARE = 0.1  # directions in use, relative to the start
 MIN_SEPARATION = 0.55  # 0.5 is chance
 
+_FIXES = {
+    "not finite": "Lower the learning rate, clip gradients, or disable mixed precision.",
+    "dead": "The network has died: lower the learning rate and start again.",
+    "collapse": "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or "
+    "lower the learning rate.",
+    "exploding norms": "Lower the learning rate, or raise the weight decay.",
+    "dimensional collapse": "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, "
+    "proxy_anchor).",
+    "no contrast": "Nothing is being learned: check that labels match images, then the margin and the learning rate.",
+}
+
 
 @dataclass(frozen=True)
 class Alarm:
@@ -310,39 +302,25 @@ def alarms(history: Sequence[Diagnosis]) -> list[Alarm]:
     if not history:
         return []
     start, now, last_two = history[0], history[-1], history[-2:]
-    raised = []
+    observed: dict[str, str] = {}
     if now.non_finite:
-        observation = f"{now.non_finite:,} embeddings contain NaN or infinity"
-        fix = "Lower the learning rate, clip gradients, or disable mixed precision."
-        raised.append(Alarm("not finite", observation, fix))
+        observed["not finite"] = f"{now.non_finite:,} embeddings contain NaN or infinity"
     if len(history) > 1 and now.blank * 2 > now.rows:
-        observation = f"{now.blank:,} of {now.rows:,} embeddings are zero"
-        raised.append(Alarm("dead", observation, "The network has died: lower the learning rate and start again."))
+        observed["dead"] = f"{now.blank:,} of {now.rows:,} embeddings are zero"
     if len(history) > 1 and now.negative_mean > MAX_NEGATIVE_SIMILARITY:
-        observation = f"all embeddings are alike: negative pairs have a mean similarity of {now.negative_mean:.4f}"
-        fix = (
-            "Check that the loss pushes negatives (its margin), use easier pairs (miner semihard, not hard), or lower "
-            "the learning rate."
-        )
-        raised.append(Alarm("collapse", observation, fix))
+        similarity = f"negative pairs have a mean similarity of {now.negative_mean:.4f}"
+        observed["collapse"] = f"all embeddings are alike: {similarity}"
     if len(history) > 1 and now.norm_mean > MAX_NORM_GROWTH * start.norm_mean > 0:
-        growth = now.norm_mean / start.norm_mean
-        observation = f"embeddings have a mean norm of {now.norm_mean:,.0f}, {growth:,.0f} times that at the start"
-        raised.append(Alarm("exploding norms", observation, "Lower the learning rate, or raise the weight decay."))
+        growth = f"{now.norm_mean / start.norm_mean:,.0f} times that at the start"
+        observed["exploding norms"] = f"embeddings have a mean norm of {now.norm_mean:,.0f}, {growth}"
     # The last two may occur in a healthy first epoch, so they must persist for two.
     if len(history) > 2 and all(epoch.effective_rank < _min_rank(start, epoch) for epoch in last_two):
-        observation = (
-            f"{now.effective_rank:.1f} of {now.dim} directions in use ({start.effective_rank:.1f} at the start)"
-        )
-        fix = "Lower the learning rate, or use a loss that spreads embeddings (multi_similarity, proxy_anchor)."
-        raised.append(Alarm("dimensional collapse", observation, fix))
+        directions = f"{now.effective_rank:.1f} of {now.dim} directions in use"
+        observed["dimensional collapse"] = f"{directions} ({start.effective_rank:.1f} at the start)"
     if len(history) > 2 and all(epoch.separation < MIN_SEPARATION for epoch in last_two):
-        observation = (
-            f"positive pairs are as far apart as negative ones (separation {now.separation:.2f}, chance is 0.50)"
-        )
-        fix = "Nothing is being learned: check that labels match images, then the margin and the learning rate."
-        raised.append(Alarm("no contrast", observation, fix))
-    return raised
+        value = f"(separation {now.separation:.2f}, chance is 0.50)"
+        observed["no contrast"] = f"positive pairs are as far apart as negative ones {value}"
+    return [Alarm(name, observation, _FIXES[name]) for name, observation in observed.items()]
 
 
 def _min_rank(start: Diagnosis, epoch: Diagnosis) -> float:

@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._labels import as_labels, encode
-from nearkin.metrics._problem import Progress, parse_bytes
+from nearkin.metrics._problem import Progress, as_labels, encode, parse_bytes
 from nearkin.metrics._vectors import as_matrix, identical_rows
 from nearkin.metrics.bootstrap import mean
 from nearkin.metrics.scores import Scores
@@ -36,12 +35,6 @@ def class_table(scores: Scores, names: tuple[str, ...] = ("R@1", "MAP@R")) -> li
 
     Returns:
         One row per class, hardest first, then by label; classes whose queries the metric excludes come last.
-
-    Example:
-        >>> from nearkin import score
-        >>> rows = class_table(score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"]))
-        >>> [(row.label, row.queries, row.means["R@1"]) for row in rows]
-        [('a', 2, 1.0), ('b', 2, 1.0)]
     """
     if not names:
         raise ConfigError("names: expected at least one metric, for example ('R@1',).")
@@ -86,13 +79,9 @@ def confused_pairs(
     wrong = predicted != codes
     pair, count = np.unique(codes[wrong] * len(classes) + predicted[wrong], return_counts=True)
     order = np.lexsort((pair, -count))[:top]
-    size = np.bincount(codes, minlength=len(classes))
-    names = classes.tolist()
-    out = []
-    for p, c in zip(pair[order].tolist(), count[order].tolist(), strict=True):
-        a, b = divmod(p, len(classes))
-        out.append(Confusion(names[a], names[b], c, c / int(size[a])))
-    return out
+    size, names = np.bincount(codes, minlength=len(classes)), classes.tolist()
+    found = [(*divmod(int(pair[i]), len(classes)), int(count[i])) for i in order]
+    return [Confusion(names[a], names[b], n, n / int(size[a])) for a, b, n in found]
 
 
 @dataclass(frozen=True)
@@ -115,10 +104,6 @@ def hubs(neighbours: Any, labels: Any, gallery_labels: Any = None, *, top: int |
 
     Returns:
         The items, most frequent first.
-
-    Example:
-        >>> hubs([[1], [0], [1]], ["cat", "dog", "cat"])[0]
-        Hub(item=1, lists=2, wrong=2)
     """
     index, codes, gallery_codes, _ = _encode(neighbours, labels, gallery_labels)
     count = np.bincount(index.ravel(), minlength=len(gallery_codes))
@@ -136,10 +121,6 @@ def hubness(neighbours: Any, items: int) -> float:
 
     Returns:
         About 0 for an even distribution; above 1 a few items dominate the lists.
-
-    Example:
-        >>> hubness([[1], [2], [0]], items=3)
-        0.0
     """
     index = _as_indices(neighbours, items)
     count = np.bincount(index.ravel(), minlength=items).astype(np.float64)
@@ -175,9 +156,8 @@ def _as_indices(neighbours: Any, items: int) -> Ints:
 def _encode(neighbours: Any, labels: Any, gallery_labels: Any) -> tuple[Ints, Ints, Ints, NDArray[Any]]:
     """Indices [Q, k], codes of the queries [Q] and of the gallery [G], and the classes."""
     query = as_labels(labels, len(neighbours), "labels", "neighbours")
-    gallery = None
-    if gallery_labels is not None:
-        gallery = as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery")
+    given = gallery_labels is not None
+    gallery = as_labels(gallery_labels, len(gallery_labels), "gallery labels", "gallery") if given else None
     codes, gallery_codes, classes = encode(query, gallery, "labels")
     return _as_indices(neighbours, len(gallery_codes)), codes, gallery_codes, classes
 
@@ -221,10 +201,6 @@ def find_duplicates(
 
     Returns:
         The pairs, those with different labels first, then by descending similarity.
-
-    Example:
-        >>> find_duplicates([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0], [1.0, 0.0]], ["owl", "gull", "gull", "owl"])[-1]
-        Duplicate(first=0, second=3, similarity=1.0, exact=True, same_label=True)
     """
     if not -1 <= threshold <= 1:
         raise ConfigError(f"threshold: expected a cosine from -1 to 1, got {threshold}.")

@@ -1,6 +1,6 @@
-"""Label errors, found in embeddings: a row is compared with the mean of the *other* rows of its class and with the
-means of all other classes, after whitening within classes. A row never supports its own label: the whitening applied
-to it is fitted without it (in folds), and so is the mean of its class. docs/label-errors.md has more.
+"""Label errors: each row is compared with the mean of the *other* rows of its class, and with those of other classes.
+
+A row never supports its own label: the whitening within classes is fitted without it too. See docs/label-errors.md.
 """
 
 import csv
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nearkin._common.files import atomic_write
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._labels import as_labels, encode
-from nearkin.metrics._problem import Progress, parse_bytes
+from nearkin.metrics._problem import Progress, as_labels, encode, parse_bytes
 from nearkin.metrics._vectors import as_matrix
 from nearkin.ops.geometry import unit
 
@@ -85,15 +84,16 @@ class LabelErrors:
         """
         if paths is not None and len(paths) != len(self):
             raise DataError(f"paths: {len(paths)} for {len(self)} rows. Give one path per row, in the same order.")
-        head = ["rank", "row", *(["path"] if paths is not None else []), "label", "suggested", "score", "probability"]
-        lines: list[list[Any]] = []
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(
+            ["rank", "row", *([] if paths is None else ["path"]), "label", "suggested", "score", "probability"]
+        )
         for rank, row in enumerate(self.order[:top].tolist(), start=1):
             file_name = [] if paths is None else [str(paths[row])]
             names = [_class_name(label[row], class_names) for label in (self.labels, self.suggested)]
             numbers = [f"{value[row]:.4f}" for value in (self.score, self.probability)]
-            lines.append([rank, row, *map(_escape_formula, file_name + names), *numbers])
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([head, *lines])
+            writer.writerow([rank, row, *map(_escape_formula, file_name + names), *numbers])
         content = text.getvalue().encode("utf-8", "replace")  # file names may not be valid Unicode
         if path is not None:
             atomic_write(Path(path), content)
@@ -122,13 +122,7 @@ def _escape_formula(cell: str) -> str:
 
 
 def find_label_errors(
-    emb: Any,
-    labels: Any,
-    *,
-    folds: int = 5,
-    seed: int = 0,
-    memory: str | int = "1GB",
-    progress: Progress | None = None,
+    emb: Any, labels: Any, *, folds: int = 5, seed: int = 0, memory: str | int = "1GB", progress: Progress | None = None
 ) -> LabelErrors:
     """Rank the rows by the probability that their label is wrong.
 
@@ -146,13 +140,6 @@ def find_label_errors(
 
     Raises:
         DataError: One class only, or only singletons.
-
-    Example:
-        >>> x = np.concatenate([np.tile([1.0, 0.0], (5, 1)), np.tile([0.0, 1.0], (5, 1))])
-        >>> x += 0.1 * np.random.default_rng(0).standard_normal(x.shape)
-        >>> errors = find_label_errors(x, ["cat"] * 4 + ["dog"] * 6)
-        >>> int(errors.order[0]), str(errors.suggested[4])
-        (4, 'cat')
     """
     if folds < 2:
         raise ConfigError(f"folds: expected at least 2, got {folds}.")
@@ -168,7 +155,8 @@ def find_label_errors(
     x -= x.mean(0)
     y = torch.as_tensor(codes, device=x.device)
     fold = torch.as_tensor(np.random.default_rng(seed).permutation(len(x)) % folds, device=x.device)
-    data = _FoldedData(x, y, len(classes), fold, folds, parse_bytes(memory))
+    step = max(1, min(4096, parse_bytes(memory) // 2 // (16 * len(classes))))
+    data = _FoldedData(x, y, len(classes), fold, folds, step)
     every = torch.arange(len(x), device=x.device)
     exact_sums, count = _class_sums(data, every)
     sums, within = exact_sums.float(), _within_class_covariance(data)
@@ -190,19 +178,13 @@ def find_label_errors(
     return LabelErrors(score, probability, classes[suggested], order, given, float(probability[scorable].mean()))
 
 
-@dataclass(frozen=True)
-class _FoldedData:
+class _FoldedData(NamedTuple):
     x: Tensor  # [N, D] centred unit vectors
     y: Tensor  # [N] class codes
     classes: int
     fold: Tensor  # [N]
     folds: int
-    budget: int  # bytes
-
-    @property
-    def step(self) -> int:
-        """Rows whose similarities to all classes, with temporaries, fit the budget."""
-        return max(1, min(4096, self.budget // 2 // (16 * self.classes)))
+    step: int  # rows whose similarities to all classes, with temporaries, fit the budget
 
 
 def _class_sums(data: _FoldedData, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,11 +253,11 @@ def _choose_hyperparameters(data: _FoldedData, sums: Tensor, count: Tensor, with
     sample = sample[:: max(1, len(sample) // _TUNING_ROWS)]
     best, chosen = -math.inf, (SHRINKAGES[-1], TEMPERATURES[0])
     for shrinkage in SHRINKAGES:
-        parts: list[list[Floats]] = [[] for _ in TEMPERATURES]
-        for rows, sim in _similarities(data, sample, sums, within, shrinkage):
-            for i, temperature in enumerate(TEMPERATURES):
-                parts[i].append(_log_odds(sim, data.y[rows, None], temperature))
-        for temperature, odds in zip(TEMPERATURES, parts, strict=True):
+        parts = [
+            [_log_odds(sim, data.y[rows, None], temperature) for temperature in TEMPERATURES]
+            for rows, sim in _similarities(data, sample, sums, within, shrinkage)
+        ]
+        for temperature, odds in zip(TEMPERATURES, zip(*parts, strict=True), strict=True):
             log_odds = np.concatenate(odds)
             error_rate = _fit_error_rate(log_odds, data.classes)
             log_likelihood = float(np.log(_label_probability(log_odds, error_rate, data.classes)).mean())

@@ -9,14 +9,8 @@ from nearkin.linear.kernel import KernelMetricLearner, kernel_distance
 from nearkin.linear.learner import MetricLearner
 from nearkin.ops.whitening import covariance_whitening, within_class_whitening
 
+# fmt: off
 __all__ = [
-    "Constraints",
-    "KernelMetricLearner",
-    "Mahalanobis",
-    "MetricLearner",
-    "WithinClassWhitening",
-    "covariance_whitening",
-    "draw_constraints",
-    "kernel_distance",
-    "within_class_whitening",
+    "Constraints", "KernelMetricLearner", "Mahalanobis", "MetricLearner", "WithinClassWhitening",
+    "covariance_whitening", "draw_constraints", "kernel_distance", "within_class_whitening",
 ]

@@ -1,9 +1,7 @@
 """Constraints on a metric: pairs that should be near, pairs that should be far, and triplets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -42,10 +40,8 @@ class Constraints:
             given = torch.as_tensor(getattr(self, name))
             rows = _empty(width) if given.numel() == 0 else given
             if rows.dim() != 2 or rows.shape[1] != width or rows.is_floating_point() or rows.dtype == torch.bool:
-                raise DataError(
-                    f"{name}: expected row indices [n, {width}], got {given.dtype} {list(given.shape)}. "
-                    "Each row lists the samples of one constraint."
-                )
+                got = f"{given.dtype} {list(given.shape)}. Each row lists the samples of one constraint."
+                raise DataError(f"{name}: expected row indices [n, {width}], got {got}")
             object.__setattr__(self, name, rows.long())
 
     def __len__(self) -> int:
@@ -57,16 +53,14 @@ class Constraints:
             raise DataError("constraints: empty, so there is nothing to learn from.")
         for name in WIDTHS:
             rows = getattr(self, name)
-            if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= samples):
-                raise DataError(
-                    f"{name}: row indices from {int(rows.min())} to {int(rows.max())}, but there are {samples:,} "
-                    f"samples (0 to {samples - 1})."
-                )
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < samples:
+                given = f"row indices from {int(rows.min())} to {int(rows.max())}"
+                raise DataError(f"{name}: {given}, but there are {samples:,} samples (0 to {samples - 1}).")
 
-    def take(self, indices: Tensor) -> Constraints:
+    def take(self, indices: Tensor) -> Self:
         """Select constraints by index."""
         s, d = len(self.similar), len(self.dissimilar)
-        return Constraints(
+        return type(self)(
             self.similar[indices[indices < s]],
             self.dissimilar[indices[(indices >= s) & (indices < s + d)] - s],
             self.triplets[indices[indices >= s + d] - s - d],
@@ -84,11 +78,6 @@ def draw_constraints(labels: Tensor, count: int, *, draw: Draw = "both", seed: i
 
     Returns:
         The constraints.
-
-    Example:
-        >>> drawn = draw_constraints(torch.tensor([0, 0, 1]), 4, draw="triplets")
-        >>> sorted(set(map(tuple, drawn.triplets.tolist())))
-        [(0, 1, 2), (1, 0, 2)]
     """
     if draw not in ("pairs", "triplets", "both"):
         raise ConfigError(f"draw: expected 'pairs', 'triplets' or 'both', got {draw!r}.")

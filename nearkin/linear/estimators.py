@@ -1,9 +1,7 @@
 """Whitening as scikit-learn estimators, and the base class of all linear metrics, a map x -> weight @ x + bias."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -26,19 +24,11 @@ FLOATS = [np.float64, np.float32]
 
 # The scikit-learn bases provide get_params, clone, pipelines and set_output. Subclasses are dataclasses.
 class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Base class of linear metrics.
+    """Base class: Euclidean distances after `transform`, whose squares are (x - y)^T A (x - y) with A = `matrix`."""
 
-    Euclidean distances after `transform` are the learned distances; their squares are (x - y)^T A (x - y) with
-    A = `matrix`.
-
-    Attributes:
-        weight_: [dim, F] array, after fit.
-        bias_: [dim] array, after fit.
-        n_features_in_: F, after fit.
-    """
-
-    weight_: Array
-    bias_: Array
+    weight_: Array  # [dim, F], after fit
+    bias_: Array  # [dim]
+    _needs_labels: ClassVar[bool] = True
 
     def transform(self, X: Any) -> Array:
         """Map samples to the learned space."""
@@ -79,12 +69,11 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _columns(self, x: Array) -> Array:
         return x
 
-    def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> tuple[Array, Any]:
-        """Check the training data; without labels, y is ignored."""
-        if not labels:
-            return validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
-        X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
-        return X, y
+    def _validate(self, X: Any, y: Any = None, *, labels: bool = True) -> Any:
+        """Check the training data, and return X and y; without labels, y is ignored."""
+        if labels:
+            return validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2)
+        return validate_data(self, X, dtype=FLOATS, ensure_min_samples=2), None
 
     def _set_map(self, weight: Tensor, bias: Tensor) -> None:
         self.weight_, self.bias_ = weight.numpy(), bias.numpy()
@@ -92,7 +81,7 @@ class LinearMetric(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        tags.target_tags.required = True
+        tags.target_tags.required = self._needs_labels
         return tags
 
 
@@ -122,17 +111,13 @@ class Mahalanobis(LinearMetric):
 
     dim: int | None = None
     shrinkage: float = 0.0
+    _needs_labels: ClassVar[bool] = False
 
-    def fit(self, X: Any, y: Any = None) -> Mahalanobis:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Fit the whitening to samples X [N, F]; y is ignored."""
         x, _ = self._validate(X, labels=False)
         self._set_map(*covariance_whitening(as_tensor(x), dim=self.dim, shrinkage=self.shrinkage))
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = False
-        return tags
 
 
 @dataclass(eq=False, repr=False)
@@ -144,18 +129,12 @@ class WithinClassWhitening(LinearMetric):
     Args:
         dim: Output dimensions; all when omitted.
         shrinkage: Multiple of the mean within-class variance added to every variance; 0.1 to 1, more with few samples.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
-        >>> metric = WithinClassWhitening(shrinkage=0.01).fit(x, ["a", "a", "b", "b"])
-        >>> metric.score(x, ["a", "a", "b", "b"])
-        1.0
     """
 
     dim: int | None = None
     shrinkage: float = 1.0
 
-    def fit(self, X: Any, y: Any) -> WithinClassWhitening:
+    def fit(self, X: Any, y: Any) -> Self:
         """Fit the whitening to samples X [N, F] with labels y [N]."""
         x, labels = self._validate(X, y)
         self._set_map(*within_class_whitening(as_tensor(x), as_codes(labels), dim=self.dim, shrinkage=self.shrinkage))

@@ -3,11 +3,9 @@
 A kernel is a name with its settings, or any positive semi-definite function (X [N, F], Y [M, F]) -> [N, M].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,10 +31,8 @@ def gaussian(x: Array, y: Array, sigma: float = 1.0) -> Array:
 def polynomial(x: Array, y: Array, degree: int = 3, constant: float = 1.0) -> Array:
     """Compute the polynomial kernel (x . y + constant) ** degree."""
     if degree < 1 or degree != int(degree) or constant < 0:
-        raise ConfigError(
-            f"polynomial: expected an integer degree >= 1 and a constant >= 0, got {degree} and {constant}. "
-            "Other values are not positive semi-definite."
-        )
+        got = f"got {degree} and {constant}. Other values are not positive semi-definite."
+        raise ConfigError(f"polynomial: expected an integer degree >= 1 and a constant >= 0, {got}")
     return np.asarray(polynomial_kernel(x, y, degree=int(degree), gamma=1.0, coef0=constant))
 
 
@@ -92,12 +88,6 @@ class KernelMetricLearner(LinearMetric):
         weight_: [dim, m], maps kernel columns.
         bias_: [dim].
         metric_: The fitted metric.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).repeat(2, 0)
-        >>> xor = [0, 0, 1, 1, 1, 1, 0, 0]
-        >>> KernelMetricLearner("polynomial", degree=2).fit(x, xor).transform(x).shape
-        (8, 4)
     """
 
     kernel: str | Kernel = "gaussian"
@@ -108,7 +98,7 @@ class KernelMetricLearner(LinearMetric):
     metric: LinearMetric | None = None
     random_state: Any = 0
 
-    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> KernelMetricLearner:
+    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> Self:
         """Learn from samples X [N, F] with labels y [N], or with constraints on the rows of X instead of labels."""
         X, y = self._validate(X, y, labels=constraints is None)
         random = check_random_state(self.random_state)
@@ -116,19 +106,20 @@ class KernelMetricLearner(LinearMetric):
             raise ConfigError(f"landmarks: expected an integer >= 1, or None for all; got {self.landmarks}.")
         count = len(X) if self.landmarks is None else min(self.landmarks, len(X))
         self.landmarks_ = X if count == len(X) else X[random.permutation(len(X))[:count]]
-        self.sigma_ = self.sigma if self.sigma is not None else _median_distance(X, random)
-        if not 0 < self.sigma_ < float("inf"):
-            raise ConfigError(f"sigma: expected a bandwidth above 0, got {self.sigma_}.")
-        columns = self._columns(X)
+        sigma = self.sigma
+        if sigma is None:  # the median distance
+            i, j = random.randint(len(X), size=(2, 2000))
+            distance = np.linalg.norm(X[i] - X[j], axis=1)
+            sigma = float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0
+        if not 0 < sigma < float("inf"):
+            raise ConfigError(f"sigma: expected a bandwidth above 0, got {sigma}.")
+        self.sigma_: float = sigma
         # With this map the inner products of mapped columns equal the kernel on the span of the landmarks.
-        root = _inverse_root(self._columns(self.landmarks_))
+        columns, root = self._columns(X), _inverse_root(self._columns(self.landmarks_))
         self.metric_ = MetricLearner() if self.metric is None else clone(self.metric)
-        if constraints is None:
-            self.metric_.fit(columns @ root, y)
-        elif isinstance(self.metric_, MetricLearner):
-            self.metric_.fit(columns @ root, constraints=constraints)
-        else:
+        if constraints is not None and not isinstance(self.metric_, MetricLearner):
             raise ConfigError(f"constraints: {type(self.metric_).__name__} learns from labels. Use a MetricLearner.")
+        self.metric_.fit(columns @ root, y, **({} if constraints is None else {"constraints": constraints}))
         self.weight_, self.bias_ = self.metric_.weight_ @ root.T, self.metric_.bias_
         return self
 
@@ -145,9 +136,8 @@ class KernelMetricLearner(LinearMetric):
         if callable(self.kernel):
             return np.asarray(self.kernel(x, y))
         check_name("kernel", self.kernel, ("gaussian", "polynomial"))
-        if self.kernel == "gaussian":
-            return gaussian(x, y, self.sigma_)
-        return polynomial(x, y, self.degree, self.constant)
+        is_gaussian = self.kernel == "gaussian"
+        return gaussian(x, y, self.sigma_) if is_gaussian else polynomial(x, y, self.degree, self.constant)
 
 
 def _inverse_root(kernel: Array) -> Array:
@@ -161,9 +151,3 @@ def _inverse_root(kernel: Array) -> Array:
         )
     significant = values > 10 * noise
     return np.asarray(vectors[:, significant] / np.sqrt(values[significant]), kernel.dtype)
-
-
-def _median_distance(x: Array, random: Any) -> float:
-    i, j = random.randint(len(x), size=(2, 2000))
-    distance = np.linalg.norm(x[i] - x[j], axis=1)
-    return float(np.median(distance[distance > 0])) if (distance > 0).any() else 1.0

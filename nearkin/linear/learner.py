@@ -1,12 +1,10 @@
 """MetricLearner: learn A (or G, with A = G^T G) by gradient descent, from constraints or from labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -43,8 +41,7 @@ class MetricLearner(LinearMetric):
     """A linear metric that minimises  r(A) + lam * (sum of violated constraints).
 
     Args:
-        objective: "hinge" (pairs and triplets, given to `fit` or drawn from labels), "nca" (neighbourhood components
-            analysis) or "lmnn" (large margin nearest neighbours).
+        objective: "hinge" (pairs and triplets, given or drawn from labels), "nca" or "lmnn".
         regulariser: "frobenius" (0.5 |A|^2), "trace" (tr A), "scatter" (sum of d_A over similar pairs or target
             neighbours), "none", or None for the usual one (frobenius for hinge, none for nca, scatter for lmnn).
         lam: Weight of the sum; larger values trust the constraints more.
@@ -71,12 +68,6 @@ class MetricLearner(LinearMetric):
     Attributes:
         history_: The objective after every step (an estimate with batches).
         n_iter_: Number of steps.
-
-    Example:
-        >>> x = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 1.0]])  # classes differ in the narrow direction
-        >>> metric = MetricLearner(form="A").fit(x, [0, 0, 1, 1])
-        >>> metric.score(x, [0, 0, 1, 1])
-        1.0
     """
 
     objective: Loss = "hinge"
@@ -99,7 +90,7 @@ class MetricLearner(LinearMetric):
     random_state: Any = 0
     verbose: bool | None = None
 
-    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> MetricLearner:
+    def fit(self, X: Any, y: Any = None, constraints: Constraints | None = None) -> Self:
         """Learn from samples X [N, F] with labels y [N], or with constraints (for "hinge") instead of labels."""
         self._check_settings()
         X, y = self._validate(X, y, labels=constraints is None)
@@ -202,19 +193,19 @@ class MetricLearner(LinearMetric):
     def _solve(self, objective: Objective, start: Tensor, seed: int) -> Tensor:
         pairwise = isinstance(objective, NeighbourObjective)
         memory = objective.terms * (8 * objective.terms if pairwise else 3 * start.shape[1])
-        batch_size = self.batch_size
-        if batch_size == "auto":
-            batch_size = None if memory <= MAX_FULL_BATCH else (256 if pairwise else 1024)
+        size = self.batch_size
+        if size == "auto":
+            size = None if memory <= MAX_FULL_BATCH else (256 if pairwise else 1024)
         project: Projection = project_psd if self.form == "A" else lambda matrix: matrix
-        if batch_size is None or int(batch_size) >= objective.terms:
+        generator = torch.Generator().manual_seed(seed)
+        if size is None or int(size) >= objective.terms:
             steps = _full_batch_descent(objective, start, project, self.max_iter, self.tol)
         else:
-            generator = torch.Generator().manual_seed(seed)
-            steps = stochastic_descent(objective, start, project, int(batch_size), self.max_iter, self.rate, generator)
+            steps = stochastic_descent(objective, start, project, int(size), self.max_iter, self.rate, generator)
         is_long = len(objective.x) * start.shape[1] * self.max_iter > 1e9
-        verbose = is_long if self.verbose is None else self.verbose
+        quiet = not (is_long if self.verbose is None else self.verbose)
         matrix, self.history_ = start, []
-        with Reporter(quiet=not verbose).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
+        with Reporter(quiet=quiet).track(f"metric ({self.objective})", self.max_iter, "step") as bar:
             for new_matrix, value in steps:
                 matrix = new_matrix
                 self.history_.append(value)

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from nearkin.errors import TrainingFailedError
 from nearkin.linear.constraints import Constraints
@@ -20,6 +20,7 @@ from nearkin.ops.pairs import Pairs
 
 Form = Literal["A", "G"]
 Regulariser = Literal["frobenius", "trace", "scatter", "none"]
+Projection = Callable[[Tensor], Tensor]
 
 
 def factors(matrix: Tensor, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -35,10 +36,8 @@ def squared_distances(matrix: Tensor, differences: Tensor, form: Form = "A") -> 
     return (left * right).sum(1)
 
 
-def undo_basis(matrix: Tensor, basis: Tensor | None, form: Form) -> Tensor:
+def undo_basis(matrix: Tensor, basis: Tensor, form: Form) -> Tensor:
     """Convert a matrix learned on x @ basis^T to one for x: basis^T B basis, or H basis."""
-    if basis is None:
-        return matrix
     return basis.T @ matrix @ basis if form == "A" else matrix @ basis
 
 
@@ -46,11 +45,11 @@ def regularise(matrix: Tensor, regulariser: Regulariser, form: Form = "A", basis
     """Compute 0.5 |A|^2 ("frobenius") or the trace of A ("trace"); 0 for the others."""
     if regulariser not in ("frobenius", "trace"):
         return matrix.new_zeros(())
-    matrix = undo_basis(matrix, basis, form)
-    if regulariser == "frobenius":
-        # |G^T G| = |G G^T|, and the latter is small for a low rank.
-        return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
-    return matrix.trace() if form == "A" else matrix.square().sum()
+    matrix = matrix if basis is None else undo_basis(matrix, basis, form)
+    if regulariser == "trace":
+        return matrix.trace() if form == "A" else matrix.square().sum()
+    # |G^T G| = |G G^T|, and the latter is small for a low rank.
+    return 0.5 * (matrix if form == "A" else matrix @ matrix.T).square().sum()
 
 
 def hinge(violation: Tensor, width: float = 0.0) -> Tensor:
@@ -168,7 +167,6 @@ class NeighbourObjective(Objective):
         return Pairs(left @ ref_right.T, same, ~same, anchor_sq=anchor_sq, ref_sq=ref_sq)
 
 
-Projection = Callable[[Tensor], Tensor]
 VALIDATE_EVERY = 10  # stochastic steps between two evaluations of the validation terms
 
 
@@ -228,18 +226,12 @@ def projected_gradient(
 
 
 def stochastic_descent(
-    objective: Objective,
-    start: Tensor,
-    project: Projection,
-    batch_size: int,
-    steps: int,
-    rate: float,
-    generator: torch.Generator,
+    objective: Objective, start: Tensor, project: Projection, batch_size: int, steps: int, rate: float, rng: Generator
 ) -> Iterator[tuple[Tensor, float]]:
     """Minimise with Adam on batches; when validation terms get worse, return to the best matrix at half the rate."""
     matrix = project(start).clone().requires_grad_(True)
     scale = float(start.square().mean().sqrt().clamp(min=1e-12))
-    validation = torch.randperm(objective.terms, generator=generator)[: 4 * batch_size]
+    validation = torch.randperm(objective.terms, generator=rng)[: 4 * batch_size]
     best = matrix.detach().clone()
     adam = torch.optim.Adam([matrix], betas=(0.9, 0.99))
     queue = torch.empty(0, dtype=torch.int64)
@@ -247,7 +239,7 @@ def stochastic_descent(
         best_value = float(objective.value(matrix, validation))
     for step in range(steps):
         if len(queue) < batch_size:
-            queue = torch.cat([queue, torch.randperm(objective.terms, generator=generator)])
+            queue = torch.cat([queue, torch.randperm(objective.terms, generator=rng)])
         rows, queue = queue[:batch_size], queue[batch_size:]
         adam.param_groups[0]["lr"] = rate * scale * 0.5 * (1 + math.cos(math.pi * step / steps))
         adam.zero_grad()

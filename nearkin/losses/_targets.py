@@ -1,6 +1,6 @@
 """What an objective compares other than one label per sample: several labels, a hierarchy of them, or own pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ def is_label_matrix(labels: Any, loss: Loss) -> bool:
     return loss.inputs.pairs and not loss.inputs.needs_classes and loss.inputs is not ONE_PER_CLASS
 
 
-def label_levels(labels: Tensor, ref_labels: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the labels of each level, and those of the references."""
-    _check_ref_labels(labels, ref_labels)
-    others = [None] * labels.shape[1] if ref_labels is None else ref_labels.unbind(1)
-    yield from zip(labels.unbind(1), others, strict=True)
+def check_ref_labels(labels: Tensor, ref_labels: Any) -> None:
+    """Raise a DataError unless the references have as many labels as the samples."""
+    other = labels if ref_labels is None else ref_labels
+    if not isinstance(other, Tensor) or other.shape[1:] != labels.shape[1:] or other.dtype != labels.dtype:
+        raise DataError(f"ref_labels: expected {labels.dtype} [M, {labels.shape[1]}], as labels.")
 
 
 def own_pairs(
@@ -33,7 +33,6 @@ def own_pairs(
     if loss.inputs is ONE_PER_CLASS:
         raise ConfigError(f"{loss.name} takes one pair of every class: it cannot use other pairs.")
     if pairs is None:
-        _check_ref_labels(labels, ref_labels)
         pairs, labels, ref_labels = masks_of_shared_labels(labels, ref_labels), None, None
     if refs is not None and ref_labels is None:
         ref_labels = torch.arange(len(refs))
@@ -41,18 +40,9 @@ def own_pairs(
 
 
 def masks_of_shared_labels(targets: Tensor, ref_targets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which samples of bool targets [N, T] share a label with which references, and which do not.
-
-    Without references a sample is neither with itself.
-    """
+    """Return which samples of bool targets [N, T] share a label with which others, or references; and which not."""
     share = targets.float() @ (targets if ref_targets is None else ref_targets).float().t() > 0
     if ref_targets is not None:
         return share, ~share
     others = ~torch.eye(len(targets), dtype=torch.bool, device=targets.device)
     return share & others, ~share & others
-
-
-def _check_ref_labels(labels: Tensor, ref_labels: Any) -> None:
-    other = labels if ref_labels is None else ref_labels
-    if not isinstance(other, Tensor) or other.shape[1:] != labels.shape[1:] or other.dtype != labels.dtype:
-        raise DataError(f"ref_labels: expected {labels.dtype} [M, {labels.shape[1]}], as labels.")

@@ -1,13 +1,10 @@
-"""ToClasses: the similarities of a batch to its classes, and the primitives of the losses that use them.
-
-No mask [N, C] is ever built, so 100,000 classes cost the similarity block and one more buffer.
-"""
+"""ToClasses: the similarities of a batch to its classes. No mask [N, C] is ever built, even for 100,000 classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nearkin.errors import DataError
 from nearkin.losses.registry import Inputs, Param
@@ -78,14 +75,6 @@ HEAD = Inputs(
 )
 
 
-def log1p_sum_exp_per_class(x: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Compute log(1 + sum of exp(x) over the samples of a class) for every class, and the number of classes present."""
-    zeros = x.new_zeros(num_classes)
-    top = zeros.scatter_reduce(0, labels, x.detach(), "amax")  # starts at 0: the zero logit
-    total = torch.exp(-top).index_add(0, labels, torch.exp(x - top[labels]))
-    return top + total.log(), zeros.index_fill(0, labels, 1.0).sum()
-
-
 def class_similarity(sim: Tensor, gamma: float | Tensor) -> Tensor:
     """Compute similarities to classes of several centres: the mean over centres with weights softmax(sim / gamma)."""
     return (torch.softmax(sim / gamma, 2) * sim).sum(2)
@@ -97,8 +86,40 @@ def center_spread(w: Tensor) -> Tensor:
     if centers == 1:
         return w.sum() * 0.0
     products = gram(w)
-    squared_norm = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
-    squared = squared_norm[:, :, None] + squared_norm[:, None, :] - 2 * products
+    length = products.detach().diagonal(dim1=1, dim2=2)  # 1, or 0 for a zero proxy
+    root = zero_or_root(length[:, :, None] + length[:, None, :] - 2 * products, 8 * torch.finfo(w.dtype).eps)
     # The distance matrix holds every pair twice.
-    root = zero_or_root(squared, 8 * torch.finfo(w.dtype).eps)
     return root.sum() / (2 * classes * centers * (centers - 1))
+
+
+class Classifier(nn.Module):
+    """Embeddings [N, D] to logits [N, C] of the training classes: a linear layer, on cosines if the loss compares them.
+
+    `Objective.classifier()` makes one. It has its own copy of the parameters, is differentiable, and can be exported
+    with `torch.export` and `torch.onnx`.
+
+    Attributes:
+        linear: The layer, with one row per class, or per centre of each class. The scale of the loss is part of it.
+        normalize: Whether embeddings are normalised first.
+        centers: Number of centres per class.
+        temperature: Of the softmax that weighs the centres of a class; None for the nearest centre.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, normalize: bool, centers: int, temperature: float | None
+    ) -> None:
+        super().__init__()
+        # On the device "meta": no random numbers are drawn for weights that are replaced.
+        self.linear = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight.detach().clone())
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach().clone())
+        self.normalize, self.centers, self.temperature = normalize, centers, temperature
+
+    def forward(self, emb: Tensor) -> Tensor:
+        """Compute the logits [N, C] of embeddings [N, D]."""
+        logits: Tensor = self.linear(unit(emb) if self.normalize else emb)
+        if self.centers == 1:
+            return logits
+        logits = logits.reshape(-1, len(self.linear.weight) // self.centers, self.centers)
+        return torch.amax(logits, 2) if self.temperature is None else class_similarity(logits, self.temperature)

@@ -26,7 +26,6 @@ def projector_pairs(emb: Tensor, labels: Tensor) -> Pairs:
 
 
 @loss(
-    family="clustering",
     paper="Law et al. 2017",
     formula="(1/N) |Y Y^+ - F F^+|^2 for one-hot labels Y [N, C] and embeddings F [N, D]",
     use="Batches larger than the embedding, of few classes: one closed form for the relaxed clustering of the batch.",
@@ -55,10 +54,7 @@ def spectral_clustering(p: Pairs) -> Tensor:
 
 
 class _Medoids:
-    """Selection of K medoids, K the number of classes, that maximises F(S) + gamma (1 - NMI(assignment, labels)).
-
-    F(S) is minus the sum of the distances to the nearest medoid.
-    """
+    """Select medoids, one per class, that maximise F(S) + gamma (1 - NMI(clusters, labels)), F as in the loss."""
 
     def __init__(self, distance: NDArray[Any], labels: NDArray[Any], gamma: float) -> None:
         self.distance, self.labels, self.gamma = distance, labels, gamma
@@ -128,9 +124,7 @@ def _find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor,
 
 # For torch.compile, which then does not look inside: the search has no gradient and runs on the CPU.
 @torch.library.custom_op(
-    "nearkin::find_medoids",
-    mutates_args=(),
-    schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)",
+    "nearkin::find_medoids", mutates_args=(), schema="(Tensor distance, Tensor same, float gamma) -> (Tensor, Tensor)"
 )
 def _compiled_find_medoids(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     return _find_medoids(distance, same, gamma)
@@ -142,7 +136,6 @@ def _(distance: Tensor, same: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
 
 
 @loss(
-    family="clustering",
     paper="Song et al. 2017, eq 6 to 9",
     formula="(1/N) max(0, max_S [F(S) + gamma (1 - NMI(clusters of S, classes))] - F*),  "
     "F(S) = -sum_i min_{j in S} d_ij,  F* = sum over classes of max_j in class of -sum_i d_ij",
@@ -156,8 +149,7 @@ def facility_location(p: Pairs, *, gamma: float = 1.0) -> Tensor:
     """Keep the clustering by the true classes better than the best other clustering, by a margin of their difference.
 
     The best other medoids are found by greedy addition and five rounds of swaps; the gradient takes them as constants.
-    The search runs in NumPy, on an accelerator as well, which waits for it: swaps try the members of one cluster only,
-    and with static shapes each would try the whole batch.
+    The search runs in NumPy, on an accelerator as well, which waits for it.
 
     Args:
         p: Cosines [N, N] with masks.

@@ -1,13 +1,13 @@
 """Contrastive losses: each positive is identified among the other samples of the batch, or of a second tower."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nearkin.losses.ranges import linear, log
-from nearkin.losses.registry import Inputs, LearnedScalar, loss
+from nearkin.losses.registry import BATCH, WHOLE_BATCH, Inputs, LearnedScalar, loss
 from nearkin.ops.checks import squared_norms
 from nearkin.ops.pairs import Pairs, pair_up
 from nearkin.ops.reductions import log_sum_exp, masked_mean, masked_sum, row_mean, softplus
@@ -15,7 +15,6 @@ from nearkin.ops.row_blocks import by_rows, per_row
 
 
 @loss(
-    family="contrastive",
     paper="Khosla et al. 2020, eq 2",
     formula="mean over anchors with positives of  "
     "-(1/P) sum_pos [ s_ij / temperature - log sum_{k != i} exp(s_ik / temperature) ]",
@@ -42,7 +41,6 @@ def supcon(p: Pairs, *, temperature: float = 0.1) -> tuple[Tensor, Tensor]:
 
 
 @loss(
-    family="contrastive",
     paper="Chen et al. 2020 (SimCLR); Sohn 2016",
     formula="mean over positive pairs of  log(1 + sum_neg exp((s_ik - s_ij) / temperature))",
     use="Two views per sample, or labels: unlike supcon, positives do not compete with each other.",
@@ -76,25 +74,18 @@ def positives_among_negatives(
     return terms.masked_fill(~is_positive, 0.0).sum(1)
 
 
-_TEMPERATURE = Inputs(
-    pair_up,
-    builder_kwargs={"learn_temperature": False},
-    builder_docs={"learn_temperature": "Learn the temperature as a parameter; it stays above 0.01."},
-    learned_scalars=(LearnedScalar("temperature", switch="learn_temperature"),),
-    pairs=True,
-    memory=True,
-    by_anchor=False,  # both directions
-)
-
-
 @loss(
-    family="contrastive",
     paper="van den Oord et al. 2018; symmetric form of Radford et al. 2021 (CLIP)",
     formula="mean over positive pairs of  (1/2) [ log sum_k exp((s_ik - s_ij) / temperature) "
     "+ log sum_k exp((s_kj - s_ij) / temperature) ]",
     use="Two towers (image and text, two views): pair_up(a, labels, b, labels); learn_temperature as CLIP does.",
     space={"temperature": log(0.01, 0.5)},
-    inputs=_TEMPERATURE,
+    inputs=replace(
+        WHOLE_BATCH,  # both directions
+        builder_kwargs={"learn_temperature": False},
+        builder_docs={"learn_temperature": "Learn the temperature as a parameter; it stays above 0.01."},
+        learned_scalars=(LearnedScalar("temperature", switch="learn_temperature"),),
+    ),
 )
 def info_nce(p: Pairs, *, temperature: float | Tensor = 0.07) -> tuple[Tensor, Tensor]:
     """Cross entropy of each positive pair among all pairs of its row, and among all pairs of its column.
@@ -126,21 +117,15 @@ def info_nce(p: Pairs, *, temperature: float | Tensor = 0.07) -> tuple[Tensor, T
 
 
 @loss(
-    family="contrastive",
     paper="Zhai et al. 2023 (SigLIP)",
     formula="mean_i of  sum_j log(1 + exp(-z_ij (scale s_ij + bias))),  z = 1 (same class), -1 (other class)",
     use="Two towers, large batches: no softmax couples the pairs. learn_scale learns both settings, as in the paper.",
     space={"scale": log(1, 100), "bias": linear(-20.0, 5.0)},
-    inputs=Inputs(
-        pair_up,
+    inputs=replace(
+        BATCH,
         builder_kwargs={"learn_scale": False},
         builder_docs={"learn_scale": "Learn scale and bias as parameters, with 100 times the network's learning rate."},
-        learned_scalars=(
-            LearnedScalar("scale", lr=100.0, switch="learn_scale"),
-            LearnedScalar("bias", lr=100.0, switch="learn_scale"),
-        ),
-        pairs=True,
-        memory=True,
+        learned_scalars=tuple(LearnedScalar(name, lr=100.0, switch="learn_scale") for name in ("scale", "bias")),
     ),
 )
 def siglip(p: Pairs, *, scale: float | Tensor = 10.0, bias: float | Tensor = -10.0) -> Tensor:
@@ -169,10 +154,10 @@ def siglip(p: Pairs, *, scale: float | Tensor = 10.0, bias: float | Tensor = -10
 
 @dataclass(frozen=True, eq=False)
 class Views(Pairs):
-    """Pairs with the embeddings they compare, for losses on the coordinates."""
+    """Pairs with what they compare: the embeddings [N, D] and [M, D], or the labels [N] and [M]."""
 
-    anchors: Tensor | None = None  # [N, D]
-    refs: Tensor | None = None  # [M, D]
+    anchors: Tensor | None = None
+    refs: Tensor | None = None
 
 
 def views(emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None) -> Views:
@@ -186,7 +171,6 @@ def views(emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: T
 
 
 @loss(
-    family="contrastive",
     paper="Bardes et al. 2022",
     formula="invariance * mean_pos |x_i - x_j|^2 / D  +  variance * mean_d max(0, 1 - std_d)  "
     "+  covariance * 2 (1/D) sum_{d != e} cov_de^2",
@@ -231,7 +215,6 @@ def _spread_and_correlation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @loss(
-    family="contrastive",
     paper="Snell et al. 2017, with the learned scale of Oreshkin et al. 2018 (TADAM)",
     formula="mean over anchors with positives of  -log softmax_c(-scale |x_i - mean_c|^2)_y,  "
     "the own mean without x_i itself",

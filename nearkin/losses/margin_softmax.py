@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from nearkin.ops.geometry import full_precision, unit
 from nearkin.ops.reductions import own_and_others, sine, softplus
 from nearkin.ops.row_blocks import by_rows
 
-_SCALE = log(8, 256)
+_SCALE, _FRACTION = log(8, 256), linear(0.1, 1.0)
 
 
 def _rotate(own: Tensor, margin: float | Tensor) -> Tensor:
@@ -26,7 +27,6 @@ def _rotate(own: Tensor, margin: float | Tensor) -> Tensor:
 
 
 @loss(
-    family="margin_softmax",
     paper="Wang et al. 2018 (CosFace)",
     formula="mean_i of  log(1 + sum_{c != y} exp(scale (s_ic - s_iy + margin)))",
     use="Many classes; simpler and more stable than arcface, with about the same results.",
@@ -52,28 +52,15 @@ def cosface(c: ToClasses, *, margin: float = 0.35, scale: float = 64.0) -> Tenso
     return softplus(others - scale * (own - margin))
 
 
-def _lengths(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    """Return cosines to the proxies, with the lengths of the embeddings as `own`."""
-    c = proxy_similarities(emb, labels, proxies)
-    return replace(c, own=torch.linalg.vector_norm(emb.to(c.sim.dtype), dim=1))
-
-
-_LENGTHS = replace(PROXIES, build=_lengths)
-
-
-def _products(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+def _products(emb: Any, labels: Any, proxies: Tensor, *, directions: bool = False) -> ToClasses:
     """Return dot products with the proxies, and the product of both lengths for the own class as `own`."""
     emb, labels = class_batch(emb, labels, proxies, "proxies")
-    weight = proxies.to(emb.dtype)
+    weight = (unit(proxies) if directions else proxies).to(emb.dtype)
     squared_norms(weight)
     squared_norms(emb)
     with full_precision(emb):
         length, weight_length = (torch.linalg.vector_norm(x, dim=1) for x in (emb, weight))
         return ToClasses(emb @ weight.t(), labels, own=length * weight_length[labels])
-
-
-def _products_with_directions(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
-    return _products(emb, labels, unit(proxies))
 
 
 def _multiple_angle(own: Tensor, m: int) -> Tensor:
@@ -93,13 +80,12 @@ def _multiplied_angle_loss(c: ToClasses, margin: int, scale: float) -> Tensor:
 
 
 @loss(
-    family="margin_softmax",
     paper="Liu et al. 2017 (SphereFace)",
     formula="mean_i of  log(1 + sum_{c != y} exp(scale |x_i| (cos t_ic - psi(t_iy)))),  "
     "psi(t) = (-1)^k cos(margin t) - 2 k,  k = floor(margin t / pi)",
     use="To compare with the original angular margin; arcface and cosface are easier to train.",
     space={"margin": integer(1, 4), "scale": log(0.1, 64)},
-    inputs=replace(PROXIES, build=_products_with_directions, logits="direction"),
+    inputs=replace(PROXIES, build=partial(_products, directions=True), logits="direction"),
 )
 def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
     """Cross entropy with a multiplied angle to the own class; the length of the embedding is the inverse temperature.
@@ -120,7 +106,6 @@ def sphereface(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -> Tensor:
 
 
 @loss(
-    family="margin_softmax",
     paper="Liu et al. 2016 (L-Softmax)",
     formula="mean_i of  -log softmax_c(scale |w_c| |x_i| g_ic)_y,  "
     "g = psi(t_iy) as in sphereface (own), cos t_ic (others)",
@@ -147,7 +132,6 @@ def large_margin_softmax(c: ToClasses, *, margin: int = 4, scale: float = 1.0) -
 
 
 @loss(
-    family="margin_softmax",
     paper="Deng et al. 2020 (sub-center ArcFace)",
     formula="arcface with  cos t_ic = max_k cos(x_i, w_ck)",
     use="Noisy labels, or classes with several modes: wrong samples gather at centres of their own.",
@@ -181,16 +165,10 @@ def _class_counts(_: Tensor | None, labels: Tensor, num_classes: int) -> dict[st
 
 
 @loss(
-    family="margin_softmax",
     paper="Ha et al. 2020",
     formula="arcface with the margin of class y in radians:  strength n_y^(-power) + base,  n_y samples of the class",
     use="Long-tailed classes: rare ones get the larger margin. Objective.refresh(labels) counts the samples.",
-    space={
-        "strength": linear(0.1, 1.0),
-        "power": linear(0.0, 1.0, legal="[0, inf)"),
-        "base": linear(0.0, 0.3),
-        "scale": _SCALE,
-    },
+    space={"strength": _FRACTION, "power": linear(0, 1, legal="[0, inf)"), "base": linear(0, 0.3), "scale": _SCALE},
     inputs=replace(
         PROXIES, buffers=(Buffer("class_counts", "C", init=1.0),), refresh=_class_counts, refresh_embeddings=False
     ),
@@ -228,6 +206,12 @@ def dynamic_arcface(
     return softplus(others - scale * _rotate(own, margin))
 
 
+def _lengths(emb: Tensor, labels: Tensor | Sequence[int], proxies: Tensor) -> ToClasses:
+    """Return cosines to the proxies, with the lengths of the embeddings as `own`."""
+    c = proxy_similarities(emb, labels, proxies)
+    return replace(c, own=torch.linalg.vector_norm(emb.to(c.sim.dtype), dim=1))
+
+
 def _length_statistics(c: ToClasses, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Move the statistics of the lengths towards those of the batch; the batch has the weight `momentum`."""
     assert c.own is not None
@@ -240,19 +224,14 @@ def _length_statistics(c: ToClasses, state: Mapping[str, Tensor], settings: Mapp
 
 
 @loss(
-    family="margin_softmax",
     paper="Kim et al. 2022 (AdaFace), eq 10 to 15",
     formula="mean_i of  log(1 + sum_{c != y} exp(scale (cos t_ic - cos(t_iy - margin z) + margin z + margin))),  "
     "z = clip(h (|x_i| - mean) / std, -1, 1)",
     use="Images of varying quality: the length of the embedding stands for it, and poor images get an easier margin.",
-    space={
-        "margin": linear(0.1, 0.6),
-        "h": linear(0.1, 1.0),
-        "scale": _SCALE,
-        "momentum": linear(0.01, 1.0, legal="[0, 1]"),
-    },
+    space={"margin": linear(0.1, 0.6), "h": _FRACTION, "scale": _SCALE, "momentum": linear(0.01, 1, legal="[0, 1]")},
     inputs=replace(
-        _LENGTHS,
+        PROXIES,
+        build=_lengths,
         buffers=(Buffer("length_mean", init=20.0), Buffer("length_std", init=100.0)),
         update=_length_statistics,
     ),
@@ -306,7 +285,6 @@ def _mean_own_cosine(c: ToClasses, state: Mapping[str, Tensor], settings: Mappin
 
 
 @loss(
-    family="margin_softmax",
     paper="Huang et al. 2020 (CurricularFace), eq 8 to 12",
     formula="arcface, and a class nearer than the own one with margin has the cosine  s_ic (t + s_ic),  "
     "t the running mean of s_iy",
@@ -350,18 +328,12 @@ def curricularface(
 
 
 @loss(
-    family="margin_softmax",
     paper="Meng et al. 2021 (MagFace), eq 4 to 8",
     formula="arcface with the margin  m(a) = low + (high - low) (a - 10) / 100  in radians,  "
     "+  strength (1/a + a / 110^2),  a = |x_i| clipped to [10, 110]",
     use="When the length of the embedding should measure quality: easy samples become long.",
-    space={
-        "low": linear(0.1, 0.6),
-        "high": linear(0.5, 1.0),
-        "strength": log(1, 100, legal="[0, inf)"),
-        "scale": _SCALE,
-    },
-    inputs=_LENGTHS,
+    space={"low": linear(0.1, 0.6), "high": linear(0.5, 1), "strength": log(1, 100, legal="[0, inf)"), "scale": _SCALE},
+    inputs=replace(PROXIES, build=_lengths),
 )
 def magface(
     c: ToClasses, *, low: float = 0.45, high: float = 0.8, strength: float = 35.0, scale: float = 64.0
@@ -391,7 +363,6 @@ def magface(
 
 
 @loss(
-    family="margin_softmax",
     paper="Zhang et al. 2019 (P2SGrad), eq 11 as a loss",
     formula="mean_i mean_c of  (s_ic - [c = y])^2",
     use="Without settings: neither scale nor margin has to be tuned.",
@@ -415,7 +386,6 @@ def p2sgrad(c: ToClasses) -> Tensor:
 
 
 @loss(
-    family="margin_softmax",
     paper="Zheng et al. 2020 (dual-path embeddings)",
     formula="mean_i of  -log softmax_c(gamma s_ic)_y,  one class per instance",
     use="Two towers that share one head: number the instances as classes, and pass the embeddings of both.",

@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearkin.losses.contrastive import positives_among_negatives
+from nearkin.losses.contrastive import Views, positives_among_negatives
 from nearkin.losses.ranges import integer, linear, log
-from nearkin.losses.registry import Buffer, Inputs, loss
+from nearkin.losses.registry import WHOLE_BATCH, Buffer, Inputs, loss
 from nearkin.ops.checks import on_host
 from nearkin.ops.geometry import gram, unit, where_float64_exists
 from nearkin.ops.pairs import Pairs, as_labels, pair_up
-from nearkin.ops.reductions import log_sum_exp, sine, softplus, sum_of_violations
+from nearkin.ops.reductions import log_sum_exp, sine, soft_histogram, softplus, sum_of_violations
 from nearkin.ops.row_blocks import per_row
 
 
@@ -29,8 +29,6 @@ from nearkin.ops.row_blocks import per_row
 )
 def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tensor, Tensor]:
     """Compare all positives with all negatives, each weighted by its distance from its optimum.
-
-    The gradient takes the weights as constants, as the paper does.
 
     Args:
         p: Cosines [N, M] with masks.
@@ -67,8 +65,6 @@ def circle(p: Pairs, *, margin: float = 0.4, scale: float = 80.0) -> tuple[Tenso
 def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
     """Bound the angle at the negative in the triangle of anchor, positive and negative.
 
-    The sum over negatives of exp(s_an + s_pn) is a product of two matrices, so memory stays N^2.
-
     Args:
         p: Cosines [N, N] with masks.
         angle_degrees: The bound on the angle; 36 to 55 degrees.
@@ -82,6 +78,7 @@ def angular(p: Pairs, *, angle_degrees: float = 40.0) -> tuple[Tensor, Tensor]:
         1.1711...
     """
     p.require_square("angular")
+    # The sum over negatives of exp(s_an + s_pn) is a product of two matrices, so memory stays N^2.
     t = math.tan(math.radians(angle_degrees)) ** 2
     columns, is_positive = p.positive_columns()
     positive, has_negatives = p.sim.gather(1, columns), p.neg.any(1, keepdim=True)
@@ -145,10 +142,7 @@ def _hardest_gap(p: Pairs) -> tuple[Tensor, Tensor]:
 def _gap_histogram(gap: Tensor, used: Tensor, edges: int) -> Tensor:
     """Return the distribution of the gaps over the edges from -2 to 2, each gap shared by its two neighbours."""
     position = (gap + 2) * ((edges - 1) / 4)
-    lower = position.floor().clamp(0, edges - 2)
-    share = torch.where(used, position - lower, 0.0).flatten()
-    rest, index = used.to(gap.dtype).flatten() - share, lower.long().flatten()
-    counts = gap.new_zeros(edges).scatter_add(0, index, rest).scatter_add(0, index + 1, share)
+    counts = soft_histogram(position.reshape(1, -1), used.reshape(1, -1), edges - 1)[0]
     return counts / counts.sum().clamp(min=1e-9)
 
 
@@ -166,14 +160,11 @@ def _update_histogram(p: Pairs, state: Mapping[str, Tensor], settings: Mapping[s
     "CDF the running distribution of g",
     use="Triplet loss without a margin to tune: hard triplets are those that are hard compared with recent ones.",
     space={"momentum": log(0.001, 1.0, legal="[0, 1]"), "edges": integer(5, 50)},
-    inputs=Inputs(
-        pair_up,
+    inputs=replace(
+        WHOLE_BATCH,
         builder_kwargs={"edges": 11},
         builder_docs={"edges": "Number of edges of the running histogram, from -2 to 2."},
         dims={"E": "edges"},
-        pairs=True,
-        memory=True,
-        by_anchor=False,
         buffers=(Buffer("gap_histogram", "E"),),
         update=_update_histogram,
     ),
@@ -182,8 +173,6 @@ def dynamic_soft_margin(
     p: Pairs, *, momentum: float = 0.1, gap_histogram: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weight each positive pair's gap to the hardest negative by the share of recent gaps that were easier.
-
-    The weights have no gradient.
 
     Args:
         p: Cosines [N, M] with masks.
@@ -209,38 +198,19 @@ def dynamic_soft_margin(
     return (weight * gap).sum(1), used.sum()
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledPairs(Pairs):
-    """Pairs with the labels they compare."""
-
-    labels: Tensor | None = None  # [N]
-    ref_labels: Tensor | None = None  # [M]
-
-
-def labelled_pairs(
-    emb: Tensor, labels: Tensor, refs: Tensor | None = None, ref_labels: Tensor | None = None
-) -> LabelledPairs:
+def labelled_pairs(emb: Tensor, labels: Any, refs: Tensor | None = None, ref_labels: Any = None) -> Views:
     """Pair up a batch as `pair_up` does, and attach the labels."""
     p = pair_up(emb, labels, refs, ref_labels)
-    own = as_labels(labels).to(p.sim.device)
-    others = own if ref_labels is None else as_labels(ref_labels).to(p.sim.device)
-    return LabelledPairs(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, labels=own, ref_labels=others)
+    own, others = (as_labels(x).to(p.sim.device) for x in (labels, labels if ref_labels is None else ref_labels))
+    return Views(p.sim, p.pos, p.neg, p.anchor_sq, p.ref_sq, dim=p.dim, anchors=own, refs=others)
 
 
 def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) -> Tensor:
     """Compute how far apart classes are in a tree of classes, less the spread of the first of the two.
 
     Classes are merged by single linkage of their mean squared distances, at the thresholds d_l = d_0 + l (4 - d_0) /
-    levels, with d_0 the mean squared distance within classes.
-
-    Args:
-        emb: Embeddings of the training set [n, D].
-        labels: Their labels [n].
-        num_classes: Number of classes C.
-        levels: Levels of the tree.
-
-    Returns:
-        [C, C]: the threshold at which the two classes merge, minus the mean squared distance within the first.
+    levels, with d_0 the mean squared distance within classes. The result [C, C] is the threshold at which the two
+    classes merge, minus the mean squared distance within the first.
     """
     f = unit(where_float64_exists(emb).double())
     labels = labels.to(f.device)
@@ -248,22 +218,11 @@ def class_gaps(emb: Tensor, labels: Tensor, num_classes: int, levels: int = 16) 
     means = f.new_zeros(num_classes, f.shape[1]).index_add(0, labels, f) / size.clamp(min=1)[:, None]
     within = 2 * (1 - means.square().sum(1)) * size / (size - 1).clamp(min=1) * (size > 1)
     base = within.sum() / (size > 1).sum().clamp(min=1)
-    merged = _single_linkage(2 - 2 * means @ means.t())
+    merged = 2 - 2 * means @ means.t()
+    for middle in range(num_classes):  # single linkage: the largest step of the smallest path between two classes
+        torch.minimum(merged, torch.maximum(merged[:, middle, None], merged[None, middle]), out=merged)
     level = ((merged - base) / (4 - base) * levels).floor().add(1).clamp(1, levels)
     return base + level * (4 - base) / levels - within[:, None]
-
-
-def _single_linkage(distance: Tensor) -> Tensor:
-    """Return the distance at which single linkage merges each two items: the largest step of the smallest path."""
-    merged = distance.clone()
-    for middle in range(len(distance)):
-        torch.minimum(merged, torch.maximum(merged[:, middle, None], merged[None, middle]), out=merged)
-    return merged
-
-
-def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    assert emb is not None
-    return {"class_gaps": class_gaps(emb, labels, num_classes)}
 
 
 @loss(
@@ -277,7 +236,7 @@ def _refresh_gaps(emb: Tensor | None, labels: Tensor, num_classes: int) -> dict[
         labelled_pairs,
         pairs=True,
         buffers=(Buffer("class_gaps", "CC"),),
-        refresh=_refresh_gaps,
+        refresh=lambda emb, labels, num_classes: {"class_gaps": class_gaps(emb, labels, num_classes)},
         call_example="nearkin.losses.margins.labelled_pairs(emb, labels)",
     ),
     cost="N^2 D + N^2 log N",
@@ -301,6 +260,6 @@ def hierarchical_triplet(p: Pairs, *, margin: float = 0.1, class_gaps: Tensor | 
         0.1300...
     """
     count = (p.pos.sum(1) * p.neg.sum(1)).sum()
-    if class_gaps is None or not isinstance(p, LabelledPairs) or p.labels is None or p.ref_labels is None:
+    if class_gaps is None or not isinstance(p, Views) or p.anchors is None:
         return sum_of_violations(p, per_row(margin / 2, p.sim)[:, None]), count
-    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.labels] + margin) / 2, p.ref_labels), count
+    return sum_of_violations(p, (class_gaps.to(p.sim.dtype)[p.anchors] + margin) / 2, p.refs), count

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from nearkin._common.registry import Registry, is_number, to_python_scalar
+from nearkin._common.registry import Registry
 from nearkin.errors import ConfigError, did_you_mean
-from nearkin.losses.registry import check_known
+from nearkin.losses.registry import TYPES, check_known, check_value
 from nearkin.ops.geometry import distances
 from nearkin.ops.pairs import Pairs
 from nearkin.ops.row_blocks import by_rows
@@ -38,18 +38,16 @@ def miner(function: Miner) -> Miner:
     types = {n: p.annotation for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     name = function.__name__.rstrip("_")
 
+    def check_setting(key: str, value: Any) -> Any:
+        check_known(f"miner {name}", key, types)
+        options = get_args(types[key])  # of a Literal, or of a union with None
+        if get_origin(types[key]) is Literal:
+            return check_value(f"miner {name}: {key}", value, str, options)
+        kind = next((kind for kind in TYPES if kind in (types[key], *options)), object)
+        return None if value is None and type(None) in options else check_value(f"miner {name}: {key}", value, kind)
+
     def check(settings: Mapping[str, Any]) -> dict[str, Any]:
-        for key, value in settings.items():
-            check_known(f"miner {name}", key, types)
-            options = get_args(types[key])  # of a Literal or a union
-            if get_origin(types[key]) is Literal and value not in options:
-                raise ConfigError(f"miner {name}: {key} must be one of {', '.join(options)}, got {value!r}.")
-            if value is None and type(None) in options:
-                continue
-            for kind, (is_valid, expected) in _SETTING_TYPES.items():
-                if kind in (types[key], *options) and not is_valid(to_python_scalar(value)):
-                    raise ConfigError(f"miner {name}: {key} must be {expected}, got {value!r}.")
-        return {key: to_python_scalar(value) for key, value in settings.items()}
+        return {key: check_setting(key, value) for key, value in settings.items()}
 
     @functools.wraps(function)
     def public(p: Pairs, **settings: Any) -> Pairs:
@@ -62,13 +60,6 @@ def miner(function: Miner) -> Miner:
 
 Hardness = Literal["all", "hard", "semihard", "easy"]
 Negatives = Literal["semihard", "hard"]
-
-# Type of a setting -> its check, and the words for it.
-_SETTING_TYPES: dict[type, tuple[Callable[[object], bool], str]] = {
-    float: (lambda value: is_number(value, float), "a finite number"),
-    int: (lambda value: is_number(value, int), "an integer"),
-    torch.Generator: (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
-}
 
 
 @miner
@@ -129,12 +120,7 @@ def semihard(p: Pairs, *, band: float | None = None) -> Pairs:
 
 @miner
 def distance_weighted(
-    p: Pairs,
-    *,
-    cutoff: float = 0.5,
-    limit: float = 1.4,
-    dim: int | None = None,
-    generator: torch.Generator | None = None,
+    p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: int | None = None, generator: Generator | None = None
 ) -> Pairs:
     """Select, per anchor, a random positive, and a negative such that all distances are about equally likely.
 
@@ -166,7 +152,7 @@ def distance_weights(p: Pairs, *, cutoff: float = 0.5, limit: float = 1.4, dim: 
 
 
 @miner
-def random(p: Pairs, *, generator: torch.Generator | None = None) -> Pairs:
+def random(p: Pairs, *, generator: Generator | None = None) -> Pairs:
     """Select, per anchor, one positive and one negative, each drawn uniformly."""
     rows = p.pos.any(1) & p.neg.any(1)
     pos, neg = (_draw(mask, rows, generator) for mask in (p.pos, p.neg))
@@ -191,13 +177,8 @@ def easy_positive(p: Pairs, *, negatives: Negatives = "semihard") -> Pairs:
 def n_hardest(p: Pairs, *, positives: int = 1, negatives: int = 10) -> Pairs:
     """Select, per anchor, the least similar positives and the most similar negatives, up to a number of each."""
 
-    def first(x: Tensor, mask: Tensor, count: int) -> Tensor:
-        order = torch.where(mask, x, float("inf")).argsort(dim=1, stable=True)
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
-        return mask & (rank < count)
-
     def select(sim: Tensor, pos: Tensor, neg: Tensor) -> Tensor:
-        return torch.stack([first(sim, pos, positives), first(-sim, neg, negatives)], 2)
+        return torch.stack([_first(sim, pos, positives), _first(-sim, neg, negatives)], 2)
 
     return _keep_complete(p, *by_rows(select, p.sim, p.pos, p.neg).unbind(2))
 
@@ -268,21 +249,14 @@ def hard_aware(p: Pairs, *, share: float = 0.5) -> Pairs:
     """
 
     def hardest(x: Tensor, mask: Tensor) -> Tensor:
-        order = torch.where(mask, x, float("inf")).flatten().argsort(stable=True)
-        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return mask & (rank.view_as(x) < (mask.sum() * share).ceil())
+        return _first(x.flatten(), mask.flatten(), (mask.sum() * share).ceil()).view_as(mask)
 
     return replace(p, pos=hardest(p.sim, p.pos), neg=hardest(-p.sim, p.neg), triplets=None)
 
 
 @miner
 def uniform_histogram(
-    p: Pairs,
-    *,
-    bins: int = 100,
-    pos_per_bin: int = 10,
-    neg_per_bin: int = 10,
-    generator: torch.Generator | None = None,
+    p: Pairs, *, bins: int = 100, pos_per_bin: int = 10, neg_per_bin: int = 10, generator: Generator | None = None
 ) -> Pairs:
     """Select random pairs such that all similarities are about equally frequent: up to a number of each bin.
 
@@ -290,20 +264,28 @@ def uniform_histogram(
     """
 
     def draw(mask: Tensor, count: int) -> Tensor:
-        low, high = (torch.where(mask, p.sim, end).aminmax()[i] for i, end in ((0, 2.0), (1, -2.0)))
+        low, high = torch.where(mask, p.sim, 2.0).amin(), torch.where(mask, p.sim, -2.0).amax()
         position = (p.sim - low) / (high - low).clamp(min=1e-12) * bins
         index = torch.where(mask, position.floor().clamp(0, bins - 1), float(bins)).long().flatten()
         device = generator.device if generator else p.sim.device
         noise = torch.rand(index.shape, generator=generator, device=device, dtype=p.sim.dtype).to(index.device)
         order = (index + noise).argsort(stable=True)  # by bin, and at random within each
-        sizes = torch.zeros(bins + 1, dtype=torch.int64, device=index.device).scatter_add(
-            0, index, index.new_ones(len(index))
-        )
+        sizes = index.new_zeros(bins + 1).scatter_add(0, index, torch.ones_like(index))
         starts = sizes.cumsum(0) - sizes
-        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)) - starts[index]
-        return mask & (rank < count).view_as(mask)
+        return mask & (_rank(order) - starts[index] < count).view_as(mask)
 
     return replace(p, pos=draw(p.pos, pos_per_bin), neg=draw(p.neg, neg_per_bin), triplets=None)
+
+
+def _rank(order: Tensor) -> Tensor:
+    """Return the place of each entry in its row of an order."""
+    places = torch.arange(order.shape[-1], device=order.device)
+    return torch.empty_like(order).scatter_(-1, order, places.expand_as(order))
+
+
+def _first(x: Tensor, mask: Tensor, count: int | Tensor) -> Tensor:
+    """Return the mask of the smallest entries in a mask, up to a number of each row; the first of equal ones."""
+    return mask & (_rank(torch.where(mask, x, float("inf")).argsort(dim=-1, stable=True)) < count)
 
 
 def _first_max(x: Tensor, mask: Tensor) -> Tensor:
@@ -318,7 +300,7 @@ def _keep_complete(p: Pairs, pos: Tensor, neg: Tensor) -> Pairs:
     return replace(p, pos=pos & complete, neg=neg & complete, triplets=None)
 
 
-def _draw(weight: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw(weight: Tensor, rows: Tensor, generator: Generator | None) -> Tensor:
     """Draw one column by weight (bool: all True equally) in each selected row; returns a mask."""
     # Column j has the largest weight / exponential with probability weight_j / sum. torch.multinomial does the same,
     # but rejects a row without weights, which would have to be left out by index.

@@ -12,7 +12,6 @@ from nearkin.ops.reductions import log_sum, log_sum_exp, softplus
 
 
 @loss(
-    family="neighbour",
     paper="Wu et al. 2018; Boudiaf et al. 2020, table 2",
     formula="mean_i of  log sum_{k != i} exp(s_ik / sigma)  -  log sum_pos exp(s_ij / sigma)",
     use="Many samples per class, or a memory: it only requires that some positives are near.",
@@ -37,7 +36,6 @@ def snca(p: Pairs, *, sigma: float = 0.05) -> Tensor:
 
 
 @loss(
-    family="neighbour",
     paper="Goldberger et al. 2004, in log form",
     formula="mean_i of  log sum_{k != i} exp(-|x_i - x_k|^2)  -  log sum_pos exp(-|x_i - x_j|^2)",
     use="As a reference; the length of the vectors acts as the temperature.",
@@ -80,7 +78,6 @@ def _ice_pairs(
 
 
 @loss(
-    family="neighbour",
     paper="Wang et al. 2019, instance cross entropy",
     formula="value: sum_a sum_pos log(1 + sum_neg exp(s_an - s_ap));  gradient on s: "
     "+-1/(2N) times normalised mismatch weights at `scale`",

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.losses._targets import is_label_matrix, label_levels, own_pairs
-from nearkin.losses.classes import class_similarity
-from nearkin.losses.classifier import Classifier
+from nearkin.losses._targets import check_ref_labels, is_label_matrix, own_pairs
+from nearkin.losses.classes import Classifier, class_similarity
 from nearkin.losses.miners import MINERS, Miner
 from nearkin.losses.objective_state import ObjectiveState, as_int
-from nearkin.losses.registry import LOSSES, Reduction
+from nearkin.losses.registry import LOSSES, LearnedScalar, Param, Reduction
 from nearkin.losses.regularizers import check_regularizers, regularization
 from nearkin.ops.checks import check_range, on_host
 from nearkin.ops.gather import all_gather_with_grad, gather_rows, is_gathered, rank, world_size
@@ -88,7 +87,10 @@ class Objective(ObjectiveState):
         self.gather = gather
         self.num_classes = None if num_classes is None else as_int("num_classes", num_classes)
         self.dim = None if dim is None else as_int("dim", dim)
-        self.matryoshka_dims = _check_matryoshka_dims(matryoshka_dims, self.dim)
+        expected = f"sizes from 1 to {self.dim or 'the embedding size'}"
+        self.matryoshka_dims = tuple(as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
+        if self.dim is not None and max(self.matryoshka_dims, default=0) > self.dim:
+            raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(self.matryoshka_dims)}.")
         self.chunk_size = as_int("chunk_size", chunk_size, "a number of anchors, 0 or more", minimum=0)
         if self.chunk_size and not (self.loss.inputs.memory and self.loss.inputs.by_anchor):
             raise ConfigError(f"{self.name} cannot be computed by chunks of anchors. Leave chunk_size at 0.")
@@ -141,7 +143,7 @@ class Objective(ObjectiveState):
             weights = None if weights is None else gather_rows(weights)
         elif self.gather is None and not torch.compiler.is_compiling():
             self._warn_if_partial(emb)
-        return self._forward(emb, labels, *constants, refs=refs, ref_labels=ref_labels, pairs=pairs, weights=weights)
+        return self._forward(emb, labels, constants, refs, ref_labels, pairs, weights)
 
     def _warn_if_partial(self, emb: Tensor) -> None:
         """Warn, once, if this rank trains on its own part of the batch, which gives other gradients than the whole."""
@@ -154,30 +156,25 @@ class Objective(ObjectiveState):
             )
 
     def _forward(
-        self,
-        emb: Tensor,
-        labels: Any,
-        *constants: Tensor,
-        refs: Tensor | None,
-        ref_labels: Any,
-        pairs: Sequence[Tensor] | None,
-        weights: Tensor | None,
+        self, emb: Tensor, labels: Any, constants: Sequence[Any], refs: Any, ref_labels: Any, pairs: Any, weights: Any
     ) -> Tensor:
         self._check_constants(constants)
-        if is_label_matrix(labels, self.loss) or pairs is not None:
+        is_matrix = is_label_matrix(labels, self.loss)
+        if is_matrix or pairs is not None:
             if self.memory_size or self.chunk_size:
                 raise ConfigError(f"{self.name}: several labels or own pairs exclude a memory and chunk_size.")
-            if pairs is None and labels.dtype != torch.bool:
-                options: dict[str, Any] = {"refs": refs, "pairs": None, "weights": weights}
-                levels = label_levels(labels, ref_labels)
-                values = [self._forward(emb, level, ref_labels=other, **options) for level, other in levels]
-                return torch.stack(values).mean(0)
+            if is_matrix and pairs is None:
+                check_ref_labels(labels, ref_labels)
+            if pairs is None and labels.dtype != torch.bool:  # the levels of a hierarchy
+                others = [None] * labels.shape[1] if ref_labels is None else ref_labels.unbind(1)
+                levels = zip(labels.unbind(1), others, strict=True)
+                return torch.stack([self._forward(emb, a, (), refs, b, None, weights) for a, b in levels]).mean(0)
             pairs, labels, ref_labels = own_pairs(self.loss, emb, labels, refs, ref_labels, pairs)
         if labels is None:
             raise ConfigError(f"{self.name}: pass labels, or for a pair loss pairs=...")
         emb, labels = as_batch(emb, labels)
-        sizes = self.matryoshka_dims or (emb.shape[1],)
-        given = self._check_refs(refs, ref_labels, sizes)
+        if refs is not None or ref_labels is not None:
+            refs, ref_labels = self._check_refs(refs, ref_labels)
         weights = self._check_weights(weights, labels)
         if self.dim is not None and emb.shape[1] != self.dim:
             raise DataError(f"{self.name}: expected embeddings of {self.dim} dimensions, got {emb.shape[1]}.")
@@ -186,14 +183,12 @@ class Objective(ObjectiveState):
                 f"matryoshka_dims: {max(self.matryoshka_dims)} exceeds the {emb.shape[1]} dimensions of the embeddings."
             )
         with full_precision(emb):
-            parts = [
-                self.loss.reduce(
-                    self._values(emb[:, :size], labels, *constants, refs=given.get(size), pairs=pairs),
-                    self.reduction,
-                    weights,
-                )
-                for size in sizes
-            ]
+            parts = []
+            for size in self.matryoshka_dims or (None,):  # None: all dimensions
+                given = {} if refs is None else {"refs": refs[:, :size], "ref_labels": ref_labels}
+                is_last = size in (None, *self.matryoshka_dims[-1:])
+                values = self._values(emb[:, :size], labels, constants, given, pairs, is_last)
+                parts.append(self.loss.reduce(values, self.reduction, weights))
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             if self.regularizers:
                 vectors = None if self.class_vectors is None else self.class_vectors.to(emb.dtype)
@@ -219,44 +214,25 @@ class Objective(ObjectiveState):
         check_range(labels, labels, len(self.class_weights))
         return self.class_weights[labels] * (1.0 if weights is None else weights)
 
-    def _check_refs(self, refs: Any, ref_labels: Any, sizes: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-        """Return the references for each size of the embeddings; nothing without references."""
-        if refs is None and ref_labels is None:
-            return {}
+    def _check_refs(self, refs: Any, ref_labels: Any) -> tuple[Tensor, Tensor]:
         if refs is None or ref_labels is None:
             raise ConfigError(f"{self.name}: pass refs and ref_labels together, got only one of them.")
         if not self.loss.inputs.memory:
             raise ConfigError(f"{self.name} cannot use references: it compares the batch with itself or with classes.")
         if self.memory_size or self.chunk_size:
             raise ConfigError(f"{self.name}: refs cannot be combined with a memory or with chunk_size.")
-        refs, ref_labels = as_batch(refs, ref_labels, what="refs")
-        cut = sizes if self.matryoshka_dims else [refs.shape[1]] * len(sizes)
-        return {s: {"refs": refs[:, :c], "ref_labels": ref_labels} for s, c in zip(sizes, cut, strict=True)}
+        return as_batch(refs, ref_labels, what="refs")
 
     def logits(self, emb: Tensor) -> Tensor:
-        """Compute how strongly each training class is predicted: the logits of a softmax over the classes.
+        """Compute the logits [N, C] of a softmax over the training classes, for embeddings [N, D].
 
         They are those of the loss without margins: cosines times its scale, or the output of its linear head.
-
-        Args:
-            emb: [N, D] embeddings.
-
-        Returns:
-            [N, C].
-
-        Raises:
-            ConfigError: The loss has no parameters of classes.
-
-        Example:
-            >>> objective = Objective("cosface", num_classes=3, dim=8, scale=10.0)
-            >>> objective.logits(torch.randn(4, 8)).shape
-            torch.Size([4, 3])
         """
         if self.loss.inputs.pairs or not any("C" in param.shape for param in self.loss.inputs.params):
             raise ConfigError(f"{self.name} learns nothing about classes: it has no logits. Search an index instead.")
         emb, labels = as_batch(emb, torch.zeros(len(emb), dtype=torch.int64))
         with full_precision(emb):
-            sim = self._build_classes(emb, labels).sim
+            sim = self._build_classes(emb, labels, ()).sim
         if sim.dim() == 3:
             gamma = self.loss_kwargs.get("gamma")
             sim = sim.amax(2) if gamma is None else class_similarity(sim, gamma)
@@ -274,16 +250,7 @@ class Objective(ObjectiveState):
         return self.logits(emb).argmax(1)
 
     def classifier(self) -> Classifier:
-        """Return what was learned about the classes as a plain module: embeddings to `logits`, with its own parameters.
-
-        Raises:
-            ConfigError: The loss has no vectors of classes, or compares samples with them through the batch.
-
-        Example:
-            >>> objective = Objective("cosface", num_classes=3, dim=8)
-            >>> objective.classifier().linear
-            Linear(in_features=8, out_features=3, bias=False)
-        """
+        """Return what was learned about the classes as a module of its own: embeddings to `logits`."""
         vectors, form = self.class_vectors, self.loss.inputs.logits
         if vectors is None or form is None:
             raise ConfigError(f"{self.name} has no classifier: it learns no vectors that give logits by themselves.")
@@ -292,19 +259,14 @@ class Objective(ObjectiveState):
         gamma = self.loss_kwargs.get("gamma")
         return Classifier(
             weight,
-            next((value for param, value in self._params() if param.shape == "C"), None),
+            next((value for state, value in self._learned() if state.shape == "C"), None),
             normalize=form == "cosine",
             centers=centers,
             temperature=None if gamma is None else gamma * self._logit_scale,
         )
 
     def _values(
-        self,
-        emb: Tensor,
-        labels: Tensor,
-        *constants: Tensor,
-        refs: dict[str, Tensor] | None,
-        pairs: Sequence[Tensor] | None,
+        self, emb: Tensor, labels: Tensor, constants: Sequence[Tensor], refs: dict[str, Any], pairs: Any, is_last: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the loss before it is reduced."""
         inputs = self.loss.inputs
@@ -312,22 +274,18 @@ class Objective(ObjectiveState):
             emb = nn.functional.dropout(emb, self.builder_kwargs[inputs.dropout], self.training)
         if self.chunk_size:
             return self._compute_by_chunks(emb, labels)
-        if refs is not None or pairs is not None:
-            built = inputs.build(emb, labels, **(refs or {}), **inputs.build_kwargs(self.builder_kwargs))
-            built = self._mine(built if pairs is None else select_pairs(built, pairs))
-        else:
-            built = self._build_pairs(emb, labels) if inputs.pairs else self._build_classes(emb, labels, *constants)
-        return self._compute(
-            built, self._updated_buffers(built, is_last=emb.shape[1] == (self.matryoshka_dims or emb.shape[1:])[-1])
-        )
+        pairwise = inputs.pairs
+        built = self._build_pairs(emb, labels, refs, pairs) if pairwise else self._build_classes(emb, labels, constants)
+        return self._compute(built, self._updated_buffers(built, is_last))
 
     def _compute(self, built: Any, state: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        learned = {scalar.name: value for scalar, value in self._learned_scalars()}
+        learned = {s.name: value for s, value in self._learned() if isinstance(s, LearnedScalar)}
         return self.loss.function(built, **{**self.loss_kwargs, **learned}, **state)
 
     def _compute_by_chunks(self, emb: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         def compute(emb: Tensor, rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            return self._compute(self._build_pairs(emb, labels, rows), {})
+            batch = {"refs": emb, "ref_labels": labels, "self_columns": rows}
+            return self._compute(self._build_pairs(emb[rows], labels[rows], batch), {})
 
         chunks = torch.split(torch.arange(len(emb), device=emb.device), self.chunk_size)
         results: list[Any] = [checkpoint(compute, emb, rows, use_reentrant=False) for rows in chunks]
@@ -336,34 +294,31 @@ class Objective(ObjectiveState):
         values, counts = zip(*results, strict=True)
         return torch.cat(values), torch.stack(counts).sum()
 
-    def _build_pairs(self, emb: Tensor, labels: Tensor, rows: Tensor | None = None) -> Pairs:
-        """Pair the batch, or the anchors in these rows of it, with the batch and the memory; then mine."""
+    def _build_pairs(self, emb: Tensor, labels: Tensor, refs: dict[str, Any], chosen: Any = None) -> Pairs:
+        """Pair the batch with itself or with references, and with the memory; then take the chosen pairs, or mine."""
         build, kwargs = self.loss.inputs.build, self.loss.inputs.build_kwargs(self.builder_kwargs)
-        anchors = (emb, labels) if rows is None else (emb[rows], labels[rows])
-        batch = {} if rows is None else {"refs": emb, "ref_labels": labels, "self_columns": rows}
-        pairs = cast(Pairs, build(*anchors, **batch, **kwargs))
+        pairs = cast(Pairs, build(emb, labels, **refs, **kwargs))
+        if chosen is not None:
+            pairs = select_pairs(pairs, chosen)
         if self.memory_size:
             # On the host only the filled rows of the memory are compared; elsewhere all, as shapes must not change.
             filled = self.memory_state[0]
             used = slice(int(filled) if on_host(emb) else self.memory_size)
-            refs, ref_labels = self.memory_emb[used, : emb.shape[1]].to(emb.dtype), self.memory_labels[used]
-            if len(refs):
-                earlier = build(*anchors, refs=refs, ref_labels=ref_labels, **kwargs)
-                pairs = join(pairs, earlier, torch.arange(len(refs), device=emb.device) < filled)
-        return self._mine(pairs)
-
-    def _mine(self, pairs: Pairs) -> Pairs:
+            stored, stored_labels = self.memory_emb[used, : emb.shape[1]].to(emb.dtype), self.memory_labels[used]
+            if len(stored):
+                earlier = build(emb, labels, refs=stored, ref_labels=stored_labels, **kwargs)
+                pairs = join(pairs, earlier, torch.arange(len(stored), device=emb.device) < filled)
         return pairs if self.miner is None else _find_miner(self.miner)(pairs, **self.miner_settings)
 
-    def _build_classes(self, emb: Tensor, labels: Tensor, *constants: Tensor) -> Any:
+    def _build_classes(self, emb: Tensor, labels: Tensor, constants: Sequence[Tensor]) -> Any:
         inputs, dim = self.loss.inputs, emb.shape[1]
-        params = [value[..., :dim] if "D" in param.shape else value for param, value in self._params()]
+        params = [value[..., :dim] if "D" in s.shape else value for s, value in self._learned() if isinstance(s, Param)]
         kwargs = inputs.build_kwargs(self.builder_kwargs)
         if inputs.takes_num_classes:
             kwargs["num_classes"] = self.num_classes
         return inputs.build(emb, labels, *params, *constants, **kwargs)
 
-    def _check_constants(self, constants: tuple[Any, ...]) -> None:
+    def _check_constants(self, constants: Sequence[Any]) -> None:
         inputs = self.loss.inputs
         call = f"objective({', '.join(['emb', 'labels', *inputs.constants])})"
         if len(constants) > len(inputs.constants):
@@ -385,21 +340,12 @@ class Objective(ObjectiveState):
 
     def extra_repr(self) -> str:
         """Return the name and the settings, for repr()."""
-        options = ("miner", "memory_size", "matryoshka_dims", "chunk_size", "regularizers")
-        extras = {
-            name.removesuffix("_size") if name == "memory_size" else name: getattr(self, name) for name in options
-        }
+        extras: dict[str, Any] = {"miner": self.miner, "memory": self.memory_size}
+        for name in ("matryoshka_dims", "chunk_size", "regularizers"):
+            extras[name] = getattr(self, name)
         shown = {**self.loss_kwargs, **self.builder_kwargs, **{k: v for k, v in extras.items() if v}}
         return ", ".join([repr(self.name), *(f"{k}={v!r}" for k, v in shown.items())])
 
 
 def _find_miner(miner: str | Miner) -> Miner:
     return MINERS[miner] if isinstance(miner, str) else miner
-
-
-def _check_matryoshka_dims(matryoshka_dims: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    expected = f"sizes from 1 to {dim or 'the embedding size'}"
-    sizes = tuple(as_int("matryoshka_dims", size, expected) for size in matryoshka_dims)
-    if dim is not None and max(sizes, default=0) > dim:
-        raise ConfigError(f"matryoshka_dims: expected {expected}, got {max(sizes)}.")
-    return sizes

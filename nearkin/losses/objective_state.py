@@ -1,11 +1,12 @@
 """The state of an objective: its learned parameters, its buffers and its memory of earlier embeddings."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from nearkin._common.registry import is_number, to_python_scalar
 from nearkin.errors import ConfigError
@@ -36,22 +37,21 @@ class ObjectiveState(nn.Module):
     @property
     def class_vectors(self) -> Tensor | None:
         """The learned vector of every class, [C, D] or [C, K, D]: proxies, or the weight of a linear head; or None."""
-        return next((value for param, value in self._params() if param.shape[0] + param.shape[-1] == "CD"), None)
+        return next((value for param, value in self._learned() if param.shape[:1] + param.shape[-1:] == "CD"), None)
 
     def _create_parameters(self) -> None:
         inputs = self.loss.inputs
-        sizes = {"C": self.num_classes, "D": self.dim}
-        sizes |= {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
+        sizes: dict[str, Any] = {letter: self.builder_kwargs[setting] for letter, setting in inputs.dims.items()}
+        sizes |= {"C": self.num_classes, "D": self.dim}
         for state in inputs.state:
             for letter, argument in (("C", "num_classes"), ("D", "dim")):
                 if letter in state.shape and sizes[letter] is None:
                     verb = "learns" if isinstance(state, Param) else "stores"
                     raise ConfigError(f"{self.name} {verb} {state.name} for every class: pass {argument}=...")
         for buffer in inputs.buffers:
-            shape = [cast(int, sizes[letter]) for letter in buffer.shape]
-            self.register_buffer(buffer.name, torch.full(shape, buffer.init))
+            self.register_buffer(buffer.name, torch.full([sizes[letter] for letter in buffer.shape], buffer.init))
         for param in inputs.params:
-            value = torch.zeros([cast(int, sizes[letter]) for letter in param.shape])
+            value = torch.zeros([sizes[letter] for letter in param.shape])
             if param.init == "normal":
                 # The variance of the published proxy losses: it sets how far one step turns a proxy.
                 nn.init.normal_(value, std=math.sqrt(2.0 / len(value)))
@@ -61,43 +61,35 @@ class ObjectiveState(nn.Module):
                 initial = torch.tensor(float(self.loss_kwargs[scalar.name]))
                 self.register_parameter(scalar.name, nn.Parameter(initial))
 
-    def _params(self) -> Iterable[tuple[Param, Tensor]]:
-        return [(param, cast(Tensor, getattr(self, param.name))) for param in self.loss.inputs.params]
-
-    def _learned_scalars(self) -> Iterable[tuple[LearnedScalar, Tensor]]:
-        scalars = [scalar for scalar in self.loss.inputs.learned_scalars if scalar.name in self._parameters]
-        return [(scalar, cast(Tensor, getattr(self, scalar.name))) for scalar in scalars]
+    def _learned(self) -> list[tuple[Param | LearnedScalar, Tensor]]:
+        """Return what is learned, with its values."""
+        states: tuple[Param | LearnedScalar, ...] = (*self.loss.inputs.params, *self.loss.inputs.learned_scalars)
+        return [(s, cast(Tensor, getattr(self, s.name))) for s in states if s.name in self._parameters]
 
     @torch.no_grad()
     def init_proxies(self, emb: Tensor, labels: Tensor) -> None:
-        """Set the proxies to the mean direction of each class's embeddings.
+        """Set the proxies to the mean direction of each class's embeddings: random ones would damage a good network.
 
-        A good initial network would be damaged by random proxies. Several proxies of a class keep their random offsets
-        around the mean; a class without embeddings keeps its proxies. Losses without proxies are left unchanged.
+        Several proxies of a class keep their random offsets around the mean; a class without embeddings its proxies.
         """
         if "proxies" not in self._parameters:
             return
         sums = torch.zeros(len(self.proxies), emb.shape[1], dtype=torch.float64)
-        means = nn.functional.normalize(
-            sums.index_add_(0, labels.cpu(), nn.functional.normalize(emb.cpu().double(), dim=1)), dim=1
-        ).to(self.proxies)
+        sums.index_add_(0, labels.cpu(), normalize(emb.cpu().double(), dim=1))
+        means = normalize(sums, dim=1).to(self.proxies)
         if self.proxies.ndim == 2:
             present = means.norm(dim=1) > 0.5  # a proxy at 0 has no direction, and would never move again
             self.proxies[present] = means[present]
         else:
-            offsets = nn.functional.normalize(self.proxies, dim=-1)
-            self.proxies.copy_(nn.functional.normalize(means[:, None] + 0.1 * offsets, dim=-1))
+            offsets = normalize(self.proxies, dim=-1)
+            self.proxies.copy_(normalize(means[:, None] + 0.1 * offsets, dim=-1))
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return one optimizer group per parameter, with its "name", given the learning rate of the network."""
-        groups: list[dict[str, Any]] = []
-        for param, value in self._params():
-            groups.append({"name": param.name, "params": [value], "lr": lr * param.lr})
-            if not param.decay:
-                groups[-1]["weight_decay"] = 0.0
-        for scalar, value in self._learned_scalars():
-            groups.append({"name": scalar.name, "params": [value], "lr": scalar.lr * lr, "weight_decay": 0.0})
-        return groups
+        return [
+            {"name": s.name, "params": [value], "lr": lr * s.lr} | ({} if s.decay else {"weight_decay": 0.0})
+            for s, value in self._learned()
+        ]
 
     def _create_memory(self, size: int) -> None:
         size = as_int("memory", size, "a number of embeddings, 0 or more", minimum=0)
@@ -133,10 +125,9 @@ class ObjectiveState(nn.Module):
     @property
     def refreshes_from(self) -> Literal["", "labels", "embeddings"]:
         """What `refresh` needs of the training set; empty if the loss has no state that describes it."""
-        inputs = self.loss.inputs
-        if inputs.refresh is None:
+        if self.loss.inputs.refresh is None:
             return ""
-        return "embeddings" if inputs.refresh_embeddings else "labels"
+        return "embeddings" if self.loss.inputs.refresh_embeddings else "labels"
 
     @torch.no_grad()
     def _updated_buffers(self, built: Any, is_last: bool) -> dict[str, Tensor]:
@@ -158,14 +149,7 @@ class ObjectiveState(nn.Module):
     def refresh(self, labels: Tensor | Sequence[int], emb: Tensor | None = None) -> None:
         """Recompute the state that describes the whole training set, as class counts; once per epoch is enough.
 
-        Losses without such state (`Inputs.refresh`) are left unchanged.
-
-        Args:
-            labels: Labels of the training set [n].
-            emb: Its embeddings [n, D], for losses that use them.
-
-        Raises:
-            ConfigError: The loss needs embeddings, and none were passed.
+        It needs the labels of the training set [n], and for some losses its embeddings [n, D]; see `refreshes_from`.
         """
         inputs = self.loss.inputs
         if inputs.refresh is None:

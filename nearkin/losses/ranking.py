@@ -10,17 +10,15 @@ from nearkin.losses.ranges import choice, integer, linear, log
 from nearkin.losses.registry import WHOLE_BATCH, loss
 from nearkin.ops.checks import on_host
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import masked_sum, row_mean
+from nearkin.ops.reductions import masked_sum, row_mean, soft_histogram
 from nearkin.ops.row_blocks import by_rows
 
-_RANK_COST = "N^2 D + N^2 P"
+_RANK_COST, _WIDTH = "N^2 D + N^2 P", log(0.001, 0.1)
 
 
 def _per_query(p: Pairs, value: Callable[[Pairs], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a value for each query, 0 without positives, and the number of queries with positives.
-
-    The largest buffers are [n, P, M]: every positive of a query is compared with all references.
-    """
+    """Return a value for each query, 0 without positives, and the number of queries with positives."""
+    # The largest buffers are [n, P, M]: every positive of a query is compared with all references.
     most = int(p.pos.sum(1).max()) if on_host(p.sim) else p.sim.shape[1]
 
     def values(q: Pairs) -> Tensor:
@@ -57,12 +55,11 @@ def _ranks(p: Pairs, values: Tensor, valid: Tensor, temperature: float) -> tuple
 
 
 @loss(
-    family="ranking",
     paper="Brown et al. 2020, eq 7",
     formula="mean over queries of  1 - (1/P) sum_pos (1 + before_pos) / (1 + before_pos + before_neg),  "
     "before = sum_k sigmoid((s_ik - s_ij) / temperature)",
     use="To optimise average precision directly; with large batches that have several samples of each class.",
-    space={"temperature": log(0.001, 0.1), "with_query": choice(False, True)},
+    space={"temperature": _WIDTH, "with_query": choice(False, True)},
     cost=_RANK_COST,
 )
 def smooth_ap(p: Pairs, *, temperature: float = 0.01, with_query: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,12 +88,11 @@ def smooth_ap(p: Pairs, *, temperature: float = 0.01, with_query: bool = False) 
 
 
 @loss(
-    family="ranking",
     paper="Patel et al. 2022, eq 6 and 7",
     formula="mean over queries and k = 1, 2, 4 .. k_max of  "
     "1 - (1/P) sum_pos sigmoid((k - 1 - before_j) / rank_width),  before = sum_k sigmoid((s_ik - s_ij) / temperature)",
     use="To optimise recall@k directly; needs very large batches (the paper uses 4000).",
-    space={"temperature": log(0.001, 0.1), "rank_width": log(0.1, 10), "k_max": integer(1, 32)},
+    space={"temperature": _WIDTH, "rank_width": log(0.1, 10), "k_max": integer(1, 32)},
     cost=_RANK_COST,
 )
 def recall_surrogate(
@@ -131,16 +127,11 @@ def recall_surrogate(
 
 
 @loss(
-    family="ranking",
     paper="Ramzi et al. 2021 (ROADMAP), eq 4 to 8",
     formula="(1 - weight) (1 - mean_pos rank_pos / (rank_pos + before_neg)) "
     "+ weight (mean_pos max(0, 0.9 - s) + mean_neg max(0, s - 0.6)),  before_neg an upper bound, linear above 0",
     use="As smooth_ap, but the gradient of a badly ranked positive does not vanish.",
-    space={
-        "temperature": log(0.001, 0.1),
-        "slope": log(10, 1000),
-        "weight": linear(0.0, 1.0, legal="[0, 1]"),
-    },
+    space={"temperature": _WIDTH, "slope": log(10, 1000), "weight": linear(0.0, 1.0, legal="[0, 1]")},
     cost=_RANK_COST,
 )
 def sup_ap(p: Pairs, *, temperature: float = 0.01, slope: float = 100.0, weight: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -180,13 +171,12 @@ def sup_ap(p: Pairs, *, temperature: float = 0.01, slope: float = 100.0, weight:
 
 
 @loss(
-    family="ranking",
     paper="Li et al. 2022 (PNP)",
     formula="mean over queries of  mean_pos f(r_j),  r = sum_neg sigmoid((s_ik - s_ij) / temperature);  "
     "f(r) = r (O), log(1 + r) (Ds), 1 - (1 + r)^-alpha (Dq), (1 + r) log(1 + r) (Iu), (b r - log(1 + b r)) / b^2 (Ib)",
     use="When smooth_ap stalls: it penalises only negatives before positives; Dq weights well ranked ones most.",
     space={
-        "temperature": log(0.001, 0.1),
+        "temperature": _WIDTH,
         "alpha": log(0.5, 8),
         "b": log(0.5, 8),
         "variant": choice("O", "Ds", "Dq", "Iu", "Ib"),
@@ -236,16 +226,7 @@ def pnp(
     return _per_query(p, value)
 
 
-def soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
-    """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
-    lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
-    share = torch.where(mask, x - lower, 0.0)
-    index, rest = lower.long(), mask.to(x.dtype) - share
-    return x.new_zeros(len(x), bins + 1).scatter_add(1, index, rest).scatter_add(1, index + 1, share)
-
-
 @loss(
-    family="ranking",
     paper="Cakir et al. 2019, eq 6",
     formula="mean over queries of  1 - (1/P) sum_z h_pos(z) H_pos(z) / H(z),  "
     "soft histograms h of squared distances and their cumulative sums H",
@@ -281,7 +262,6 @@ def fast_ap(p: Pairs, *, bins: int = 10) -> tuple[Tensor, Tensor]:
 
 
 @loss(
-    family="ranking",
     paper="Ustinova and Lempitsky 2016, eq 5",
     formula="sum_r h_neg(r) sum_{q <= r} h_pos(q),  soft histograms h of all cosines, each with sum 1",
     use="A loss without a margin: the probability that a random negative is more similar than a random positive.",
@@ -308,15 +288,13 @@ def histogram(p: Pairs, *, bins: int = 100) -> Tensor:
     def counts(sim: Tensor, mask: Tensor) -> Tensor:
         return soft_histogram((sim.clamp(-1.0, 1.0) + 1) * (bins / 2), mask, bins)
 
-    positives, negatives = (
-        by_rows(counts, p.sim, mask, width=3 * p.sim.shape[1]).sum(0) / mask.sum().clamp(min=1)
-        for mask in (p.pos, p.neg)
-    )
+    width = 3 * p.sim.shape[1]
+    masks = (p.pos, p.neg)
+    positives, negatives = (by_rows(counts, p.sim, m, width=width).sum(0) / m.sum().clamp(min=1) for m in masks)
     return (negatives * positives.cumsum(0)).sum()
 
 
 @loss(
-    family="ranking",
     paper="Wang et al. 2019 (ranked list)",
     formula="mean_i of  (1 - balance) mean_P [d_ij - (alpha - margin)]_+  +  "
     "balance sum_N w_ik [alpha - d_ik]_+ / sum_N w_ik,  w = exp(temperature (alpha - d)) over the violations",

@@ -20,20 +20,10 @@ from nearkin.ops.checks import plain
 DIM, PER_CLASS = 512, 4
 # Operators that wait for the device, or whose output has a shape that depends on data, which amounts to the same.
 _WAITING = {
-    *(
-        "_local_scalar_dense",
-        "item",
-        "is_nonzero",
-        "equal",
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "bincount",
-        "histc",
-    ),
-    *("repeat_interleave", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2"),
-    *("_to_sparse", "to_sparse"),
-}
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "bincount", "histc",
+    "repeat_interleave", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2",
+    "_to_sparse", "to_sparse",
+}  # fmt: skip
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
@@ -61,23 +51,31 @@ def rows() -> list[str]:
 
 def check_row(row: str, device: torch.device | str = "cpu", n: int = 1024) -> Readiness:
     """Measure one row at a batch of n samples, 4 of each class, in 512 dimensions."""
-    labels = torch.arange(n, device=device) // PER_CLASS
-    emb = torch.randn(n, DIM, generator=torch.Generator().manual_seed(0)).to(device)
-    objective = make(row, n // PER_CLASS).to(device)
-    few = PER_CLASS * 6
+    objective, emb, labels = _batch(row, device, n, DIM)
+    few = emb[: PER_CLASS * 6], labels[: PER_CLASS * 6]
+    # The similarities, and the gradients of both their factors.
+    refs = torch.randn(_columns(objective, n), DIM).to(device)
+    products = _time(lambda: [(sim := emb @ refs.t()) @ refs, sim.t() @ emb], device)
     return Readiness(
         row,
-        len(waiting_operators(objective, emb[:few], labels[:few])),
-        graph_breaks(objective, emb[:few], labels[:few]),
+        len(waiting_operators(objective, *few)),
+        graph_breaks(objective, *few),
         peak_blocks(row, device, n),
-        _time(lambda: _step(objective, emb, labels), emb) / _time(_three_products(objective, emb), emb),
+        _time(lambda: _step(objective, emb, labels), device) / products,
     )
 
 
-def make(row: str, num_classes: int, dim: int = DIM) -> Objective:
-    """Return the objective of a row."""
+def _batch(row: str, device: torch.device | str, n: int, dim: int) -> tuple[Objective, Tensor, Tensor]:
     name, _, miner = row.partition(" + ")
-    return Objective(name, num_classes=num_classes, dim=dim, miner=miner or None)
+    objective = Objective(name, num_classes=n // PER_CLASS, dim=dim, miner=miner or None).to(device)
+    emb = torch.randn(n, dim, generator=torch.Generator().manual_seed(0)).to(device)
+    return objective, emb, torch.arange(n, device=device) // PER_CLASS
+
+
+def _columns(objective: Objective, n: int) -> int:
+    """Return how many references, or centres of classes, the batch is compared with."""
+    centers = int(objective.num_classes or 1) * int(objective.builder_kwargs.get("centers", 1))
+    return n if objective.loss.inputs.pairs else centers
 
 
 def _step(objective: Objective, emb: Tensor, labels: Tensor) -> None:
@@ -114,7 +112,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        masks = name in _INDEXING and any(isinstance(i, Tensor) and not _is_index(i) for i in args[1])
+        masks = name in _INDEXING and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
         if name in _WAITING or masks:
             self.waiting.append(name)
         result = func(*args, **(kwargs or {}))
@@ -136,47 +136,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive -= size
 
 
-def _is_index(tensor: Tensor) -> bool:
-    return tensor.dtype not in (torch.bool, torch.uint8)
-
-
 def peak_blocks(row: str, device: torch.device | str, n: int) -> float:
-    """Return the peak memory of one step beyond the similarities and the masks, in blocks of float32 similarities.
-
-    With few dimensions, so that other tensors are small.
-    """
-    objective = make(row, n // PER_CLASS, dim=4).to(device)
-    emb = torch.randn(n, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    """Return the peak memory of one step beyond the similarities and the masks, in blocks of float32 similarities."""
+    objective, emb, labels = _batch(row, device, n, dim=4)  # few dimensions, so that other tensors are small
     recorder = _Recorder()
     with recorder:
-        _step(objective, emb, torch.arange(n, device=device) // PER_CLASS)
-    columns = n if objective.loss.inputs.pairs else _centers(objective)
-    return recorder.peak / (4 * n * columns) - 1
+        _step(objective, emb, labels)
+    return recorder.peak / (4 * n * _columns(objective, n)) - 1
 
 
-def _centers(objective: Objective) -> int:
-    return int(objective.num_classes or 1) * int(objective.builder_kwargs.get("centers", 1))
-
-
-def _three_products(objective: Objective, emb: Tensor) -> Callable[[], None]:
-    """Similarities, and the gradients of both their factors."""
-    n = len(emb) if objective.loss.inputs.pairs else _centers(objective)
-    refs = torch.randn(n, DIM).to(emb.device)
-
-    def run() -> None:
-        sim = emb @ refs.t()
-        _ = sim @ refs, sim.t() @ emb
-
-    return run
-
-
-def _time(function: Callable[[], None], like: Tensor) -> float:
+def _time(function: Callable[[], object], device: torch.device | str) -> float:
     """Return the least time of five calls in seconds."""
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
         function()
-        if like.device.type == "cuda":
-            torch.cuda.synchronize(like.device)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])

@@ -1,13 +1,10 @@
-"""The `@loss` decorator and the registry of losses.
-
-A loss is a pure function; the state it needs (proxies, a linear head) it declares in `Inputs`, for `Objective` to own.
-"""
+"""The `@loss` decorator: a loss is a pure function; `Inputs` declares the state it needs, which `Objective` owns."""
 
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +53,8 @@ class LearnedScalar:
     name: str
     lr: float = 1.0
     switch: str | None = None
+    shape: ClassVar[str] = ""
+    decay: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Inputs:
     call_example: str = "nk.pair_up(emb, labels)"
     buffers: tuple[Buffer, ...] = ()
     update: Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] | None = None
-    refresh: Callable[[Tensor | None, Tensor, int], dict[str, Tensor]] | None = None
+    refresh: Callable[[Any, Tensor, int], dict[str, Tensor]] | None = None
     refresh_embeddings: bool = True
     logits: Literal["cosine", "direction", "linear"] | None = None
 
@@ -144,12 +143,9 @@ class Inputs:
 
 
 BATCH = Inputs(pair_up, pairs=True, memory=True)
-WHOLE_BATCH = Inputs(pair_up, pairs=True, memory=True, by_anchor=False)
-PRODUCTS = Inputs(
-    functools.partial(pair_up, metric="dot"),
-    pairs=True,
-    memory=True,
-    call_example='nk.pair_up(emb, labels, metric="dot")',
+WHOLE_BATCH = replace(BATCH, by_anchor=False)
+PRODUCTS = replace(
+    BATCH, build=functools.partial(pair_up, metric="dot"), call_example='nk.pair_up(emb, labels, metric="dot")'
 )
 ONE_PER_CLASS = Inputs(one_pair_per_class, pairs=True, call_example="nearkin.ops.pairs.one_pair_per_class(emb, labels)")
 
@@ -191,7 +187,7 @@ class Loss:
     @property
     def summary(self) -> str:
         """The first line of the docstring."""
-        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+        return summary(self.function)
 
     @property
     def call_example(self) -> str:
@@ -208,21 +204,16 @@ class Loss:
         return {key: self._check_setting(key, value) for key, value in settings.items()}
 
     def _check_setting(self, key: str, value: Any) -> Any:
-        known = self.settings
-        check_known(self.name, key, known)
-        if isinstance(value, Tensor) and value.dim() == 0 and (value.requires_grad or _is_transformed(value)):
+        check_known(self.name, key, self.settings)
+        # An argument of a `torch.func` transform, such as vmap, has no single value either.
+        learned = isinstance(value, Tensor) and value.dim() == 0
+        if learned and (value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value)):
             if key not in self.learnable:
                 raise ConfigError(f"{self.name}: {key} cannot be learned. Pass a number, or detach the tensor.")
             return value
-        value, default, span = to_python_scalar(value), known[key], self.space.get(key)
-        if isinstance(default, str):
-            if span is None or value not in span.options:
-                raise ConfigError(f"{self.name}: {key} must be {span}, got {value!r}.")
-            return value
-        valid = isinstance(value, bool) if isinstance(default, bool) else is_number(value, type(default))
-        if not valid:
-            expected = {bool: "True or False", int: "an integer"}.get(type(default), "a finite number")
-            raise ConfigError(f"{self.name}: {key} must be {expected}, got {value!r}.")
+        default, span = self.settings[key], self.space.get(key)
+        options = () if span is None or not isinstance(default, str) else span.options
+        value = check_value(f"{self.name}: {key}", value, type(default), options)
         if span is not None and span.kind != "choice" and not span.allows(value):
             raise ConfigError(f"{self.name}: {key} must be in {span.legal}, got {value!r}.")
         return value
@@ -232,9 +223,10 @@ class Loss:
         sizes: dict[str, int] = {}
         for param, value in zip(self.inputs.params, values, strict=False):
             expected = ", ".join(str(sizes.get(letter, letter)) for letter in param.shape)
-            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            valid = isinstance(value, Tensor) and value.dim() == len(param.shape)
-            if not valid or any(sizes.setdefault(k, n) != n for k, n in zip(param.shape, value.shape, strict=True)):
+            shape = list(value.shape) if isinstance(value, Tensor) else []
+            valid = len(shape) == len(param.shape)
+            if not valid or any(sizes.setdefault(k, n) != n for k, n in zip(param.shape, shape, strict=True)):
+                got = shape if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigError(f"{self.name}: {param.name} must be a tensor [{expected}], got {got}.")
 
     def check_reduction(self, reduction: str) -> None:
@@ -246,10 +238,7 @@ class Loss:
     def reduce(
         self, result: Tensor | tuple[Tensor, Tensor], reduction: Reduction, weights: Tensor | None = None
     ) -> Tensor:
-        """Reduce what the function returned: values [N], (sums [N], number of terms), or a finished 0-dim loss.
-
-        Weights [N] multiply the values; a mean still divides by the number of terms.
-        """
+        """Reduce what the function returned. Weights [N] multiply the values; a mean divides by the number of terms."""
         self.check_reduction(reduction)
         values, count = result if isinstance(result, tuple) else (result, None)
         values = values if weights is None else values * weights
@@ -265,9 +254,9 @@ class Loss:
         return values.sum() / (1 if count is None else count + (count == 0))
 
 
-def _is_transformed(value: Tensor) -> bool:
-    """Return whether a tensor is an argument of a `torch.func` transform, such as `vmap`: it has no single value."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+def summary(function: Callable[..., Any]) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
 
 
 def check_known(owner: str, key: str, known: Collection[str]) -> None:
@@ -277,12 +266,26 @@ def check_known(owner: str, key: str, known: Collection[str]) -> None:
         raise ConfigError(f"{owner}: no setting '{key}'.{hint}")
 
 
+# Types of settings, and the words for them.
+TYPES = {bool: "True or False", int: "an integer", float: "a finite number", torch.Generator: "a torch.Generator"}
+
+
+def check_value(setting: str, value: Any, kind: type, options: Sequence[Any] = ()) -> Any:
+    """Return a setting as a Python number; ConfigError unless it is one of the options, or of a type."""
+    value = to_python_scalar(value)
+    valid = is_number(value, kind) if kind in (int, float) else isinstance(value, kind)
+    if value not in options if options else not valid:
+        expected = f"one of {', '.join(options)}" if options else TYPES[kind]
+        raise ConfigError(f"{setting} must be {expected}, got {value!r}.")
+    return value
+
+
 LOSSES: Registry[Loss] = Registry("loss")
 
 
 def loss(
     *,
-    family: str,
+    family: str | None = None,
     paper: str,
     formula: str,
     use: str,
@@ -299,7 +302,7 @@ def loss(
     it. The public function takes `Pairs`, or (emb, labels, *params), and the settings and `reduction` as keywords.
 
     Args:
-        family: "pair", "tuple", "neighbour", "proxy", "softmax" or a new one.
+        family: "pair", "tuple", "neighbour", "proxy", "softmax" or a new one; by default the name of its file.
         paper: Where it was published.
         formula: The formula, as text.
         use: When to use it.
@@ -319,7 +322,7 @@ def loss(
         entry = Loss(
             name=function.__name__,
             function=function,
-            family=family,
+            family=family or function.__module__.rpartition(".")[2],
             paper=paper,
             formula=formula,
             use=use,
@@ -381,13 +384,11 @@ def _public_function(entry: Loss) -> Callable[..., Tensor]:
             return entry.reduce(entry.function(built, **settings, **state), reduction)
 
     public.loss = entry  # type: ignore[attr-defined]
-    function = inspect.signature(entry.function)
-    called = function if inputs.pairs else build_signature
-    parameters = [
-        *(p for p in called.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD),
-        *(p for p in function.parameters.values() if p.kind is p.KEYWORD_ONLY),
-        inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction"),
-    ]
+    function = inspect.signature(entry.function).parameters.values()
+    called = function if inputs.pairs else build_signature.parameters.values()
+    reduction = inspect.Parameter("reduction", inspect.Parameter.KEYWORD_ONLY, default="mean", annotation="Reduction")
+    parameters = [p for p in called if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    parameters += [*(p for p in function if p.kind is p.KEYWORD_ONLY), reduction]
     # What help() shows.
     public.__signature__ = inspect.Signature(parameters, return_annotation="Tensor")  # type: ignore[attr-defined]
     return public

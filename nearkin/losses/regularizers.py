@@ -15,7 +15,7 @@ from torch import Tensor
 from nearkin._common.registry import Registry, is_number, to_python_scalar
 from nearkin.errors import ConfigError
 from nearkin.losses.classes import center_spread
-from nearkin.losses.registry import LOSSES
+from nearkin.losses.registry import LOSSES, summary
 from nearkin.ops.checks import squared_norms
 from nearkin.ops.geometry import unit
 from nearkin.ops.pairs import pair_up
@@ -32,7 +32,7 @@ class Regularizer(NamedTuple):
     @property
     def summary(self) -> str:
         """The first line of the docstring."""
-        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+        return summary(self.function)
 
 
 REGULARIZERS: Registry[Regularizer] = Registry("regularizer")
@@ -83,10 +83,6 @@ def zero_mean(emb: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor.
-
-    Example:
-        >>> float(zero_mean(torch.tensor([[1.0, -3.0], [2.0, 2.0]])))
-        3.0
     """
     return emb.sum(1).abs().mean()
 
@@ -100,10 +96,6 @@ def regular_face(proxies: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor; 0 for one class.
-
-    Example:
-        >>> float(regular_face(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])))
-        0.0
     """
     classes, centers = len(proxies), proxies.shape[1] if proxies.dim() == 3 else 1
     w = unit(proxies.flatten(0, -2))
@@ -123,10 +115,6 @@ def center_invariant(proxies: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor.
-
-    Example:
-        >>> float(center_invariant(torch.tensor([[2.0, 0.0], [0.0, 0.0]])))
-        1.0
     """
     squared = proxies.square().sum(-1)
     return (squared - squared.mean()).square().mean() / 4
@@ -141,10 +129,6 @@ def sparse_centers(centers: Tensor) -> Tensor:
 
     Returns:
         A 0-dim tensor; 0 for K = 1.
-
-    Example:
-        >>> float(sparse_centers(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])))
-        0.7071...
     """
     return center_spread(unit(centers))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,10 @@ from nearkin.losses.registry import Inputs, Param, loss
 from nearkin.ops.checks import check_range, on_host, squared_norms
 from nearkin.ops.geometry import full_precision
 from nearkin.ops.pairs import as_batch
-from nearkin.ops.reductions import own_and_others, softplus
+from nearkin.ops.reductions import own_and_others, sine, softplus
 
 
 @loss(
-    family="softmax",
     paper="Boudiaf et al. 2020",
     formula="mean_i of  -sum_c t_ic log softmax(W x_i + b)_c,  t = 1 - smoothing (own), smoothing/(C - 1) (others)",
     use="The simplest baseline, and hard to beat when tuned; it needs neither pairs nor a special sampler.",
@@ -54,7 +54,6 @@ def _cross_entropy(c: ToClasses, smoothing: float = 0.0, scale: float = 1.0) -> 
 
 
 @loss(
-    family="softmax",
     paper="Wang et al. 2017; Zhai and Wu 2019",
     formula="mean_i of  log(1 + sum_{c != y} exp((s_ic - s_iy) / temperature))",
     use="A strong and simple baseline that needs no miner and no sampler.",
@@ -79,7 +78,6 @@ def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
 
 
 @loss(
-    family="softmax",
     paper="Deng et al. 2019",
     formula="mean_i of  log(1 + sum_{c != y} exp(scale (cos t_ic - cos(t_iy + margin))))",
     use="Many classes (faces, products); needs long training and a large scale.",
@@ -88,8 +86,6 @@ def norm_softmax(c: ToClasses, *, temperature: float = 0.05) -> Tensor:
 )
 def arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) -> Tensor:
     """Cross entropy on cosines, with an angular margin between each sample and its class.
-
-    Beyond 180 degrees the cosine would rise again; there the target is cos t - m sin m, with m in radians.
 
     Args:
         c: Cosines [N, C].
@@ -105,8 +101,8 @@ def arcface(c: ToClasses, *, margin_degrees: float = 28.6, scale: float = 64.0) 
     """
     m = math.radians(margin_degrees)
     own, others = own_and_others(c.sim, c.labels, scale)
-    # The derivative of the sine is singular at |cos| = 1; below the clamp it is 0.
-    rotated = own * math.cos(m) - (1 - own.square()).clamp(min=1e-12).sqrt() * math.sin(m)
+    rotated = own * math.cos(m) - sine(own) * math.sin(m)
+    # Beyond 180 degrees the cosine would rise again.
     target = torch.where(own < -math.cos(m), own - m * math.sin(m), rotated)
     return softplus(others - scale * target)
 
@@ -120,7 +116,6 @@ def _logits_and_center_distances(
 
 
 @loss(
-    family="softmax",
     paper="Wen et al. 2016",
     formula="mean_i of  -log softmax(W x_i + b)_y  +  (strength / 2) |x_i - center_y|^2",
     use="Cross entropy with more compact classes; strength sets the trade-off.",
@@ -179,10 +174,7 @@ def _class_sum_logits(emb: Tensor, labels: Tensor | Sequence[int], num_classes: 
 
 
 def _soft_mean_logits(
-    emb: Tensor,
-    labels: Tensor | Sequence[int],
-    probabilities: Tensor | None = None,
-    num_classes: int | None = None,
+    emb: Tensor, labels: Any, probabilities: Tensor | None = None, num_classes: int | None = None
 ) -> ToClasses:
     emb, labels = as_batch(emb, labels)
     with full_precision(emb):
@@ -201,7 +193,6 @@ def _soft_mean_logits(
 
 
 @loss(
-    family="softmax",
     paper="Boudiaf et al. 2020, eq 12",
     formula="-1/(2 lam N^2) sum_k |sum_{i in k} x_i|^2 + (1/N) sum_i log sum_k exp(x_i.c_k / lam) "
     "- 1/(2 lam) sum_k |c_k|^2,  c_k = (1/N) sum_i p_ik x_i",
@@ -235,7 +226,6 @@ def pce(c: ToClasses, *, lam: float = 1.0) -> Tensor:
 
 
 @loss(
-    family="softmax",
     paper="Boudiaf et al. 2020, eq 15",
     formula="mean_i of  -log softmax(theta x_i)_y,  theta_k = (1/N) sum_{j in k} x_j",
     use="Cross entropy without a learned head: the weights are the class sums of the batch. Use large batches.",

@@ -118,8 +118,6 @@ def lifted_song(p: Pairs, *, margin: float | Tensor = 1.0) -> tuple[Tensor, Tens
 def npair(p: Pairs) -> Tensor:
     """One logarithm per anchor over all (positive, negative) differences.
 
-    The double sum factors into a product of two sums, so the cost is that of pairs.
-
     Args:
         p: Cosines [N, M] with masks.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.errors import ConfigError
-from nearkin.losses.classifier import Classifier
+from nearkin.losses.classes import Classifier
 from nearkin.losses.objective import Objective
 
 
@@ -16,12 +16,6 @@ class WeightedSum(nn.Module):
 
     Args:
         *parts: (weight, objective) of each.
-
-    Example:
-        >>> both = WeightedSum((1.0, Objective("proxy_anchor", num_classes=3, dim=8)), (0.1, Objective("contrastive")))
-        >>> loss = both(torch.randn(4, 8), torch.tensor([0, 0, 1, 2]))
-        >>> [g["name"] for g in both.param_groups(lr=1e-4)]
-        ['0.proxies']
     """
 
     def __init__(self, *parts: tuple[float, Objective]) -> None:
@@ -37,23 +31,10 @@ class WeightedSum(nn.Module):
     def _objectives(self) -> list[Objective]:
         return [cast(Objective, part) for part in self.parts]
 
-    def forward(
-        self,
-        emb: Tensor,
-        labels: Any = None,
-        *constants: Tensor,
-        refs: Tensor | None = None,
-        ref_labels: Any = None,
-        pairs: Sequence[Tensor] | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the weighted sum of the losses of a batch.
-
-        The arguments are those of an `Objective`. What one of the parts cannot use is refused.
-        """
-        given = {"refs": refs, "ref_labels": ref_labels, "pairs": pairs, "weights": weights}
-        terms = [w * part(emb, labels, *constants, **given) for w, part in zip(self.weights, self.parts, strict=True)]
-        return torch.stack(terms).sum(0)
+    def forward(self, emb: Tensor, labels: Any = None, *constants: Tensor, **options: Any) -> Tensor:
+        """Compute the weighted sum of the losses of a batch. The arguments are those of an `Objective`."""
+        parts = zip(self.weights, self.parts, strict=True)
+        return torch.stack([weight * part(emb, labels, *constants, **options) for weight, part in parts]).sum(0)
 
     def _with_classes(self) -> Objective:
         """Return the first part that learns vectors of classes."""

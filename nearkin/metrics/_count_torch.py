@@ -35,24 +35,17 @@ def count_torch(problem: RankingProblem, budget: int, progress: Progress | None)
     step = max(1, min(1024, budget // 2 // (len(problem.gallery) * 32)))
     for a in range(0, len(queue), step):
         queries = queue[a : a + step]
-        keys = _product(problem, gallery, queries)
+        left = problem.query.query_matrix(torch.as_tensor(queries, device=device)).to(dtype)
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
+        try:
+            with full_precision(left):
+                keys = gallery.keys(left)
+        finally:
+            torch.set_float32_matmul_precision(precision)
         yield _count_block(problem, queries, keys, margin[queries], error_bound[queries])
         if progress:
             progress(min(1.0, (a + step) / len(queue)))
-
-
-def _product(problem: RankingProblem, gallery: GalleryMatrix, queries: Ints) -> Tensor:
-    left = problem.query.query_matrix(torch.as_tensor(queries, device=problem.query.x.device)).to(gallery.dtype)
-    if left.dtype != torch.float32:
-        with full_precision(left):
-            return gallery.keys(left)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # anything below full float32 would break the error bound
-    try:
-        with full_precision(left):
-            return gallery.keys(left)
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 def _count_block(
@@ -95,8 +88,9 @@ class _Block:
 
     def count(self) -> tuple[Ints, Ints]:
         """Return how many items are above each threshold, and how many tie with it."""
-        if self._problem.query.codes is not None and self._problem.gallery.codes is not None:
-            return self._count_codes(self._problem.query.codes, self._problem.gallery.codes)
+        q, g = self._problem.query.codes, self._problem.gallery.codes
+        if q is not None and g is not None:
+            return self._count_codes(q, g)
         return self._place() if self._keys.dtype == torch.float32 else self._count_and_compare()
 
     def _pad(self, values: Floats) -> Tensor:

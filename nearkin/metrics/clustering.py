@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nearkin.errors import ConfigError, import_extra
-from nearkin.metrics._labels import as_labels, encode
+from nearkin.metrics._problem import as_labels, encode
 from nearkin.metrics._vectors import Ints, as_matrix, prepare
 
 
@@ -42,10 +42,6 @@ def ami(labels: Any, clusters: Any) -> float:
 
     Returns:
         1 for equal partitions, 0 on average for random ones.
-
-    Example:
-        >>> ami(["a", "a", "b", "b"], [1, 1, 0, 0])
-        1.0
     """
     information_score = import_extra("sklearn.metrics", extra="bench").mutual_info_score
     entropy = import_extra("scipy.stats", extra="bench").entropy
@@ -69,10 +65,6 @@ def pair_f1(labels: Any, clusters: Any) -> float:
 
     Returns:
         A value in [0, 1].
-
-    Example:
-        >>> pair_f1([0, 0, 1, 1], [0, 0, 0, 1])
-        0.4
     """
     cluster = import_extra("sklearn.metrics.cluster", extra="bench")
     (_, wrong), (missed, right) = cluster.pair_confusion_matrix(*_partitions(labels, clusters)).tolist()
@@ -97,13 +89,7 @@ class Clustering:
 
 
 def cluster_scores(
-    embeddings: Any,
-    labels: Any,
-    *,
-    clusters: int | None = None,
-    similarity: str = "cosine",
-    seed: int = 0,
-    tries: int = 3,
+    embeddings: Any, labels: Any, *, clusters: int | None = None, similarity: str = "cosine", seed: int = 0
 ) -> Clustering:
     """Run k-means and compare the clusters with the labels.
 
@@ -112,21 +98,19 @@ def cluster_scores(
         labels: [N] integers or strings.
         clusters: Number of clusters; the number of classes when omitted.
         similarity: "cosine" clusters unit vectors, "euclidean" the raw ones.
-        seed: Of the initialisation.
-        tries: Number of initialisations; the best is used.
+        seed: Of the three initialisations, of which the best is used.
 
     Returns:
         The scores and the clusters.
     """
     x = as_matrix(embeddings, "embeddings")
-    names = as_labels(labels, len(x), "labels", "embeddings")
-    codes, _, classes = encode(names, None, "labels")
+    codes, _, classes = encode(as_labels(labels, len(x), "labels", "embeddings"), None, "labels")
     count = len(classes) if clusters is None else clusters
     if not 1 <= count <= len(x):
         raise ConfigError(f"clusters: expected 1 to {len(x)} (the number of items), got {count}.")
     vectors, _ = prepare(x, None, similarity)
     z = (vectors.x.double() * vectors.row_scale[:, None]).float().cpu().numpy()
-    kmeans = import_extra("sklearn.cluster", extra="bench").KMeans(count, n_init=tries, random_state=seed)
+    kmeans = import_extra("sklearn.cluster", extra="bench").KMeans(count, n_init=3, random_state=seed)
     assigned = kmeans.fit_predict(z).astype(np.int64)
     return Clustering(nmi(codes, assigned), ami(codes, assigned), pair_f1(codes, assigned), assigned)
 
@@ -141,11 +125,9 @@ def _partitions(labels: Any, clusters: Any) -> list[Ints]:
 
 
 def _expected_information(a: Ints, b: Ints) -> float:
-    """Expected mutual information of random clusters of the same sizes.
-
-    The overlap of a class of size s with a cluster of size t is hypergeometric. Ours, because scikit-learn visits every
-    pair of class and cluster, 10^8 for the ten thousand classes of SOP; here equal sizes are computed once.
-    """
+    """Expected mutual information of random clusters of the same sizes."""
+    # Ours, because scikit-learn visits every pair of class and cluster, 10^8 for the ten thousand classes of SOP; here
+    # equal sizes are computed once. The overlap of a class of size s with a cluster of size t is hypergeometric.
     n = int(a.sum())
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     total = 0.0

@@ -2,8 +2,6 @@
 matrix is computed in blocks, and each block is counted against the similarities of the relevant items.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -43,11 +41,6 @@ class Ranking:
         classes: [C] distinct labels, those of the queries first, sorted; or sets of labels, such as "0 3".
         similarity: "cosine" or "euclidean".
         notes: Remarks on the data: queries without relevant items, copies, ties, zero vectors.
-
-    Example:
-        >>> r = rank([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]], ["a", "a", "b"])
-        >>> r.above.tolist(), r.total.tolist()
-        ([0, 0], [1, 1, 0])
     """
 
     start: Ints
@@ -78,7 +71,7 @@ class Ranking:
         """[T] relevant items in the query's earlier groups."""
         return _problem.hits_before(np.diff(self.start), self.relevant)
 
-    def break_ties(self, order: str) -> Ranking:
+    def break_ties(self, order: str) -> "Ranking":
         """Break all ties: "best" puts relevant items first within a group, "worst" last."""
         if order not in ("best", "worst"):
             raise ConfigError(f"order: expected 'best' or 'worst', got {order!r}.")
@@ -141,9 +134,11 @@ def count_hits(
 ) -> Iterator[PartialRanking]:
     """Count with the chosen backend, some queries at a time."""
     backend = _choose_backend(problem, backend)
-    pairs = len(problem.query) * len(problem.gallery)
-    if verbose or (verbose is None and pairs >= 10**9):
-        print(_plan(problem, backend, budget), file=sys.stderr, flush=True)
+    q, g, d = len(problem.query), len(problem.gallery), problem.query.x.shape[1]
+    if verbose or (verbose is None and q * g >= 10**9):
+        work = 2e-12 * q * g * d / (2 if backend == "numba" and problem.single_set else 1)
+        plan = f"ranking {q:,} queries against {g:,} items of {d} dimensions: {work:.2g} Tflop, {backend} backend"
+        print(f"{plan}, at most {budget / 1e9:.2g} GB beside the vectors", file=sys.stderr, flush=True)
     if backend == "numba":
         from nearkin.metrics._count_numba import count_numba
 
@@ -173,31 +168,15 @@ def _choose_backend(problem: RankingProblem, backend: str) -> str:
     return "numba" if fits and has_numba() else "torch"
 
 
-def _plan(problem: RankingProblem, backend: str, budget: int) -> str:
-    q, g, d = len(problem.query), len(problem.gallery), problem.query.x.shape[1]
-    half = 2 if backend == "numba" and problem.single_set else 1
-    return (
-        f"ranking {q:,} queries against {g:,} items of {d} dimensions: {2e-12 * q * g * d / half:.2g} Tflop, "
-        f"{backend} backend, at most {budget / 1e9:.2g} GB beside the vectors"
-    )
-
-
 def neighbours(
-    query: Any,
-    gallery: Any = None,
-    k: int = 10,
-    *,
-    exclude_self: bool | None = None,
-    similarity: str = "cosine",
-    memory: str | int = "1GB",
+    query: Any, gallery: Any = None, k: int = 10, *, similarity: str = "cosine", memory: str | int = "1GB"
 ) -> tuple[Ints, Floats]:
     """Find the k nearest gallery items of every query, exactly. Equally similar items are ordered by index.
 
     Args:
         query: [Q, D] array or tensor.
-        gallery: [G, D]; the query itself when omitted.
+        gallery: [G, D]; when omitted the query itself, without the item with the query's own index.
         k: Items per query.
-        exclude_self: Leave out the item with the query's own index; by default when there is no gallery.
         similarity: "cosine" or "euclidean".
         memory: Maximum extra memory, for example "1GB".
 
@@ -213,17 +192,17 @@ def neighbours(
     g = None
     if gallery is not None:
         q, g = _problem.match_dtype_and_device(q, as_matrix(gallery, "gallery"))
-    skip_self = g is None if exclude_self is None else exclude_self
-    if skip_self and g is not None and len(g) != len(q):
-        raise ConfigError("exclude_self: query and gallery must be the same rows in the same order.")
     q_vectors, g_vectors = prepare(q, g, similarity)
-    max_k = len(g_vectors) - int(skip_self)
+    max_k = len(g_vectors) - int(g is None)
     if not 1 <= k <= max_k:
         raise ConfigError(f"k: expected 1 to {max_k} (items that can be returned), got {k}.")
     _, error_bound = q_vectors.error_bounds(g_vectors)
     # Of identical items only the first k can be returned, plus one where the query is among them. This keeps a
     # collapsed model, which has one vector for everything, as cheap as any other.
-    candidates = np.flatnonzero(_index_among_copies(g_vectors.row_id) < k + int(skip_self))
+    order = np.argsort(g_vectors.row_id, kind="stable")
+    ordered = g_vectors.row_id[order]
+    copy = np.arange(len(order)) - np.searchsorted(ordered, ordered)  # the number of identical items before each
+    candidates = np.sort(order[copy < k + int(g is None)])
     budget = parse_bytes(memory)
     matrix = GalleryMatrix(g_vectors, candidates, torch.float64, budget // 2)
     step = max(1, min(1024, budget // 2 // (len(candidates) * 24)))
@@ -231,20 +210,15 @@ def neighbours(
     for a in range(0, len(q_vectors), step):
         rows = slice(a, min(a + step, len(q_vectors)))
         keys = matrix.keys(q_vectors.query_matrix(rows))
-        if skip_self:
-            _mask_self(keys, candidates, a)
+        if g is None:
+            own = np.arange(a, a + len(keys))
+            column = np.searchsorted(candidates, own)
+            found = np.flatnonzero(candidates[np.minimum(column, len(candidates) - 1)] == own)
+            keys[found, column[found]] = -torch.inf
         nearest = _nearest(q_vectors, g_vectors, rows, keys, candidates, k, error_bound[rows])
         indices.append(nearest)
         values.append(_similarities(q_vectors, rows, g_vectors, nearest))
     return np.concatenate(indices), np.concatenate(values)
-
-
-def _mask_self(keys: Tensor, candidates: Ints, first: int) -> None:
-    """Exclude each query's own column, if it is among the candidates; `first` is the query of row 0."""
-    own = np.arange(first, first + len(keys))
-    column = np.searchsorted(candidates, own)
-    rows = np.flatnonzero(candidates[np.minimum(column, len(candidates) - 1)] == own)
-    keys[rows, column[rows]] = -torch.inf
 
 
 def _nearest(
@@ -261,15 +235,6 @@ def _nearest(
     order = np.lexsort((col, distance, run, row))
     first = np.searchsorted(row, np.arange(keys.shape[0]))
     return np.asarray(col[order[(first[:, None] + np.arange(k)).ravel()]].reshape(-1, k))
-
-
-def _index_among_copies(row_id: Ints) -> Ints:
-    """For each item the number of identical items before it."""
-    order = np.argsort(row_id, kind="stable")
-    ordered = row_id[order]
-    out = np.empty(len(row_id), dtype=np.int64)
-    out[order] = np.arange(len(row_id)) - np.searchsorted(ordered, ordered)
-    return out
 
 
 def _similarities(query: VectorSet, rows: slice, gallery: VectorSet, cols: Ints) -> Floats:

@@ -253,11 +253,12 @@ def _bounds_over_hits(r: Ranking, k: int) -> tuple[Floats, Floats]:
     query, hits_before = r.query, r.hits_before
     for order, pick in (("worst", np.min), ("best", np.max)):
         # Breaking ties orders the whole groups; those that the depth cuts through are redone below.
-        values = _map_over_hits(r.break_ties(order), depth)
+        ordered = r.break_ties(order)
+        values = _map_over_hits(ordered, depth)
         for g in cut:
             q, a, n, rel, c = query[g], r.above[g], r.size[g], r.relevant[g], hits_before[g]
             m = k - a
-            inner = _precision_sum_before(r, int(q), int(g), order)
+            inner = np.sum(np.arange(1, c + 1) / (ordered.above[ordered.start[q] :][:c] + 1))  # of the earlier hits
             candidates = []
             for h in range(max(0, m - (n - rel)), min(m, rel) + 1):
                 ranks = a + np.arange(1, h + 1) + (m - h if order == "worst" else 0)
@@ -265,14 +266,3 @@ def _bounds_over_hits(r: Ranking, k: int) -> tuple[Floats, Floats]:
             values[q] = pick(candidates)
         out.append(np.where(r.total > 0, values, np.nan))
     return out[0], out[1]
-
-
-def _precision_sum_before(r: Ranking, q: int, g: int, order: str) -> float:
-    """Sum of precision over the groups of query q before group g, with ties broken one way."""
-    total, hits = 0.0, 0
-    for e in range(int(r.start[q]), g):
-        n, rel = int(r.size[e]), int(r.relevant[e])
-        first = int(r.above[e]) + (n - rel if order == "worst" else 0)
-        total += sum((hits + t) / (first + t) for t in range(1, rel + 1))
-        hits += rel
-    return total

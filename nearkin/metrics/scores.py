@@ -1,11 +1,10 @@
 """Evaluate embeddings: every retrieval metric at once, stored per query, with intervals and comparisons."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import os
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +61,7 @@ class Scores:
         self._bootstrapped: dict[str, Floats] = {}
 
     @staticmethod
-    def of(ranking: Ranking, *, ks: Sequence[int] = (1, 2, 4, 8), singletons: str = "auto") -> Scores:
+    def of(ranking: Ranking, *, ks: Sequence[int] = (1, 2, 4, 8), singletons: str = "auto") -> "Scores":
         """Compute the scores of an existing ranking, with ks and singletons as in `score`."""
         values = _Values(dict.fromkeys(_metric_names(ks, singletons)), ranking, singletons)
         notes = [*ranking.notes, *_singleton_notes(values, ranking.total == 0, ks, singletons)]
@@ -142,7 +141,7 @@ class Scores:
         atomic_write(Path(path), buffer.getvalue())
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Scores:
+    def load(path: str | os.PathLike[str]) -> "Scores":
         """Load scores written by `save`, without the ranking behind them. Nothing is unpickled."""
         arrays = _read_npz(path)
         if "about" not in arrays or "labels" not in arrays:
@@ -162,34 +161,22 @@ class Scores:
             raise DataError(f"{path}: saved scores with damaged settings ({error}).") from None
 
 
-class _Values(Mapping[str, Floats]):
+class _Values(UserDict[str, Any]):
     """Values by metric. With a ranking, any metric by name is computed on first use; None stands for one to come."""
 
-    def __init__(
-        self, values: Mapping[str, Floats | None], ranking: Ranking | None = None, singletons: str = "auto"
-    ) -> None:
-        self.ranking = ranking
-        self._values = dict(values)
-        self._singletons = singletons
+    def __init__(self, values: Mapping[str, Any], ranking: Ranking | None = None, singletons: str = "auto") -> None:
+        super().__init__(values)
+        self.ranking, self._singletons = ranking, singletons
 
     def __getitem__(self, name: str) -> Floats:
-        value = self._values.get(name)
-        if value is None:
+        if self.data.get(name) is None:
             if self.ranking is None:
-                hint = did_you_mean(name, self._values) or f" Available: {', '.join(self._values)}."
+                hint = did_you_mean(name, self.data) or f" Available: {', '.join(self.data)}."
                 fix = "The ranking was not stored; other k need ks= when scoring, or a larger memory=."
                 raise UnknownNameError(f"No metric named '{name}' in these scores.{hint} {fix}")
-            value = self._values[name] = evaluate_metric(self.ranking, name, self._singletons)
-        return value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+            self.data[name] = evaluate_metric(self.ranking, name, self._singletons)
+        values: Floats = self.data[name]
+        return values
 
 
 def score(
@@ -246,17 +233,10 @@ def score(
         tied += count_singletons_and_ties(ranking)[1]
         for name in names:
             values[name][index] = evaluate_metric(ranking, name, singletons)
-    return Scores(
-        _Values(values),
-        problem.classes[problem.codes],
-        ks=ks,
-        singletons=singletons,
-        similarity=similarity,
-        notes=[
-            *data_notes(problem, int(is_singleton.sum()), tied),
-            *_singleton_notes(values, is_singleton, ks, singletons),
-        ],
-    )
+    found = list(data_notes(problem, int(is_singleton.sum()), tied))
+    found += _singleton_notes(values, is_singleton, ks, singletons)
+    labels = problem.classes[problem.codes]
+    return Scores(_Values(values), labels, ks=ks, singletons=singletons, similarity=similarity, notes=found)
 
 
 def score_levels(
@@ -273,12 +253,6 @@ def score_levels(
 
     Returns:
         The scores of each level, in the order of the columns.
-
-    Example:
-        >>> emb = [[1.0, 0.0], [0.9, 0.3], [0.0, 1.0], [0.3, 0.9]]
-        >>> labels = [["robin", "bird"], ["wren", "bird"], ["oak", "tree"], ["oak", "tree"]]
-        >>> [scores["R@1"] for scores in score_levels(emb, labels, ks=(1,))]
-        [0.5, 1.0]
     """
     first, second = np.asarray(labels), None if gallery_labels is None else np.asarray(gallery_labels)
     for name, levels in (("labels", first), ("gallery_labels", first if second is None else second)):
@@ -329,11 +303,6 @@ def compare(
 
     Returns:
         The difference (second minus first) with its interval and p-value.
-
-    Example:
-        >>> a = score([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], ["a", "a", "b", "b"])
-        >>> compare(a, a, "R@1").difference
-        0.0
     """
     if len(first) != len(second) or not np.array_equal(first.labels, second.labels):
         raise DataError(
@@ -359,25 +328,21 @@ def score_file(path: str | os.PathLike[str], *, ks: Sequence[int] = (1, 2, 4, 8)
         DataError: The file cannot be read, or lacks one of the arrays.
     """
     arrays = _read_npz(path)
-    contents = ", ".join(arrays) or "no arrays"
-    key = next((key for key in ("embeddings", "features") if key in arrays), None)
-    if key is None:
-        raise DataError(f"{path}: no array named 'embeddings' or 'features'; it contains {contents}.")
-    if "labels" not in arrays:
-        raise DataError(f"{path}: no array named 'labels'; it contains {contents}.")
-    return score(arrays[key], arrays["labels"], ks=ks, **options)
+    emb = arrays.get("embeddings", arrays.get("features"))
+    for name, array in (("'embeddings' or 'features'", emb), ("'labels'", arrays.get("labels"))):
+        if array is None:
+            raise DataError(f"{path}: no array named {name}; it contains {', '.join(arrays) or 'no arrays'}.")
+    return score(emb, arrays["labels"], ks=ks, **options)
 
 
 def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:  # np.load itself does not close a file that proves broken
             arrays = np.load(file, allow_pickle=False)
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise DataError(f"{path}: a single array, expected several. Save them with np.savez(path, ...).")
-            return {key: arrays[key] for key in arrays.files}
+            if isinstance(arrays, np.lib.npyio.NpzFile):
+                return {key: arrays[key] for key in arrays.files}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
-    except DataError:
-        raise
     except NPZ_ERRORS as error:
         raise DataError(f"{path}: cannot be read as .npz without pickling ({error}).") from None
+    raise DataError(f"{path}: a single array, expected several. Save them with np.savez(path, ...).")

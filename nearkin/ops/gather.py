@@ -57,12 +57,7 @@ def is_gathered(emb: Tensor) -> bool:
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """Gather rows of any dtype from all ranks, in rank order, on every rank, without gradient.
-
-    Example:
-        >>> gather_rows(torch.arange(3)).tolist()  # one process: the rows themselves
-        [0, 1, 2]
-    """
+    """Gather rows of any dtype from all ranks, in rank order, on every rank, without gradient."""
     rows = rows.detach()
     return rows if world_size() == 1 else _assemble(rows, *_counts(rows))
 

@@ -64,11 +64,8 @@ class Pairs:
         if not on_host(self.sim):
             return torch.arange(m, device=self.pos.device).expand(n, m), self.pos
         row, column = self.pos.nonzero(as_tuple=True)
-        size = torch.bincount(row, minlength=n)
-        slot = torch.arange(len(row)) - (size.cumsum(0) - size)[row]
-        columns = torch.zeros(n, int(size.max()), dtype=torch.int64)
-        columns[row, slot] = column
-        return columns, torch.arange(columns.shape[1]) < size[:, None]
+        columns = _by_anchor(row, column, n)
+        return columns.clamp(min=0), columns >= 0
 
     def per_anchor(
         self,
@@ -272,14 +269,17 @@ def select_pairs(p: Pairs, chosen: Sequence[Tensor]) -> Pairs:
     anchor, positive, other, negative = tensors if len(tensors) == 4 else (*tensors[:2], tensors[0], tensors[2])
     pos, neg = torch.zeros_like(p.pos), torch.zeros_like(p.neg)
     pos[anchor, positive] = neg[other, negative] = True
-    return replace(p, pos=pos, neg=neg, triplets=None if len(tensors) == 4 else _triplets_by_anchor(len(pos), *tensors))
-
-
-def _triplets_by_anchor(n: int, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Arrange triplets as [N, K, 2]; see `Pairs.triplets`."""
+    if len(tensors) == 4:
+        return replace(p, pos=pos, neg=neg, triplets=None)
     order = anchor.argsort(stable=True)
-    row, size = anchor[order], torch.bincount(anchor, minlength=n)
+    triplets = _by_anchor(anchor[order], torch.stack([positive, negative], 1)[order], len(pos))
+    return replace(p, pos=pos, neg=neg, triplets=triplets)
+
+
+def _by_anchor(row: Tensor, values: Tensor, n: int) -> Tensor:
+    """Arrange the values of anchors [len(row), ...], which are in their order, as [n, K, ...], filled up with -1."""
+    size = torch.bincount(row, minlength=n)
     slot = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row]
-    out = torch.full((n, max(1, int(size.max())), 2), -1, device=row.device)
-    out[row, slot] = torch.stack([positive[order], negative[order]], 1)
+    out = values.new_full((n, int(size.max()), *values.shape[1:]), -1)
+    out[row, slot] = values
     return out

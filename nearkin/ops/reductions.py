@@ -57,18 +57,7 @@ def log_sum(logits: Tensor, dim: int = 1) -> Tensor:
 
 
 def hinge_sums(x: Tensor, up: Tensor, low: float | Tensor, down: Tensor, high: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Sum max(0, x - low) over the pairs `up` and max(0, high - x) over the pairs `down`, per row.
-
-    Args:
-        x: [N, M].
-        up: [N, M] bool: the pairs that should be below `low`.
-        low: Where their hinge opens.
-        down: [N, M] bool: the pairs that should be above `high`.
-        high: Where their hinge opens.
-
-    Returns:
-        Sums [N], and the number of terms above 0.
-    """
+    """Sum max(0, x - low) over the pairs `up` and max(0, high - x) over `down`, per row; and count the open terms."""
     above, below = up & (x > low), down & (x < high)
     n_above, n_below = above.sum(1).to(x.dtype), below.sum(1).to(x.dtype)
     # Where the hinges are open the sums are linear in x.
@@ -98,16 +87,9 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def own_and_others(sim: Tensor, labels: Tensor, scale: float = 1.0, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Compute each sample's similarity to its class, and the log-sum-exp over other classes (dim 1) or samples (0).
+    """Compute each sample's similarity to its class [N], and log sum exp(scale * sim) over the others.
 
-    Args:
-        sim: [N, C].
-        labels: [N] the columns of the own classes.
-        scale: Factor on the similarities in the log-sum-exp.
-        dim: The dimension to sum over.
-
-    Returns:
-        [N], and [N] or [C]: -inf with zero gradient where there are no others.
+    These are the other classes [N] for dim 1, the other samples [C] for dim 0; -inf with zero gradient without others.
     """
     index = labels[:, None]
 
@@ -131,6 +113,14 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Compute the mean of each row over a mask; 0 for an empty row."""
     return masked_sum(x, mask) / mask.sum(1).clamp(min=1)
+
+
+def soft_histogram(x: Tensor, mask: Tensor, bins: int) -> Tensor:
+    """Spread each entry of x, in [0, bins], over its two nearest bin edges. Returns counts per row [N, bins + 1]."""
+    lower = x.detach().nan_to_num().floor().clamp(0, bins - 1)
+    share = torch.where(mask, x - lower, 0.0)
+    index, rest = lower.long(), mask.to(x.dtype) - share
+    return x.new_zeros(len(x), bins + 1).scatter_add(1, index, rest).scatter_add(1, index + 1, share)
 
 
 def sine(cosine: Tensor) -> Tensor:

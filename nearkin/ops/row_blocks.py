@@ -19,16 +19,7 @@ def by_rows(function: Function, *rows: Tensor, shared: Sequence[Tensor] = (), wi
     """Compute `function(*rows, *shared)`, whose rows depend on the same rows of its inputs only, by blocks of rows.
 
     `torch.compile` and `torch.func` see one call with all rows. Gradients reach `rows` and `shared`, but not what the
-    function takes from elsewhere.
-
-    Args:
-        function: Takes blocks of rows [n, ...] and the shared tensors; returns [n, ...].
-        *rows: Tensors [N, ...] that are split.
-        shared: Tensors that every block gets whole.
-        width: Elements of the function's largest buffer per row; those of the first tensor by default.
-
-    Returns:
-        [N, ...].
+    function takes from elsewhere. The width is that of its largest buffer per row; by default that of the first tensor.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function(*rows, *shared)

@@ -66,11 +66,6 @@ def covariance_whitening(features: Tensor, *, dim: int | None = None, shrinkage:
     Raises:
         ConfigError: dim or shrinkage is out of range.
         DataError: The features cannot be used.
-
-    Example:
-        >>> weight, bias = covariance_whitening(torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 6.0], [2.0, 6.0]]))
-        >>> weight.tolist()  # standard deviations 2 sqrt(1/3) and 6 sqrt(1/3)
-        [[0.0, 0.2886...], [0.8660..., 0.0]]
     """
     features, single_class = as_batch(features, torch.zeros(len(features), dtype=torch.int64))
     _check(features, dim, shrinkage)

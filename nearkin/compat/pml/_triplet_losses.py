@@ -10,8 +10,7 @@ from nearkin.compat.pml._tuples import Batch, TripletLosses
 from nearkin.compat.pml.distances import BaseDistance, CosineSimilarity
 from nearkin.compat.pml.reducers import AvgNonZeroReducer, DivisorReducer, loss_info
 from nearkin.errors import ConfigError
-from nearkin.losses.ranking import soft_histogram
-from nearkin.ops.reductions import softplus
+from nearkin.ops.reductions import soft_histogram, softplus
 
 
 class TripletMarginLoss(BaseMetricLossFunction, reducer=AvgNonZeroReducer):

@@ -31,10 +31,9 @@ from nearkin.compat.pml._wrappers import BaseLossWrapper, CrossBatchMemory, Mult
 from nearkin.compat.pml.distances import EUCLIDEAN, CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
 from nearkin.compat.pml.reducers import AvgNonZeroReducer, loss_info
 from nearkin.errors import ConfigError, DataError
-from nearkin.losses.ranking import soft_histogram
 from nearkin.losses.registry import LOSSES
 from nearkin.ops.pairs import Pairs
-from nearkin.ops.reductions import log_sum_exp, row_mean, sine, softplus
+from nearkin.ops.reductions import log_sum_exp, row_mean, sine, soft_histogram, softplus
 from nearkin.ops.row_blocks import by_rows
 
 __all__ = [
