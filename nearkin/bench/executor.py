@@ -76,13 +76,9 @@ def work(
             if not waiting:
                 reporter.info(f"waiting for {counted(len(remaining), 'trial')} of other workers")
             time.sleep(POLL_INTERVAL)
-        waiting = message is None
-        remaining = unfinished()
-        if message is None:
-            continue
-        count += 1
-        now = time.monotonic()
-        if now - last_report >= REPORT_INTERVAL or not remaining or "FAILED" in message:
+        count, waiting = count + (message is not None), message is None
+        remaining, now = unfinished(), time.monotonic()
+        if message and (now - last_report >= REPORT_INTERVAL or not remaining or "FAILED" in message):
             last_report = now
             left = sum(map(cost, remaining))
             duration = format_duration(left * (now - start) / max(initial_cost - left, 1e-9))
@@ -101,37 +97,25 @@ def failure_reason(error: Exception, folder: Path, log: str) -> str:
     return f"{type(error).__name__}: {message} (see {log})"
 
 
-# --- the share of this machine that each worker gets: cores, and GPUs in turn ----------------------------------------
-
-
 def default_workers(workers: int, device: str) -> int:
+    """Return the number of workers: 0 means one per GPU, or one per core; a single named device runs one at a time."""
     if workers < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
-    if workers:
-        return workers
-    if device in ("auto", "cuda") and _num_gpus():
-        return _num_gpus()
-    return _num_cores() if device in ("auto", "cpu") else 1  # a single named device runs one at a time
+    return workers or _num_gpus(device) or (threads_for(1) if device in ("auto", "cpu") else 1)
 
 
 def threads_for(workers: int) -> int:
     """Return the number of threads per worker when `workers` share this machine's cores."""
-    return max(1, _num_cores() // workers)
-
-
-def _num_cores() -> int:
     from nearkin.data.loading import available_cores
 
-    return available_cores()
+    return max(1, available_cores() // workers)
 
 
-def _num_gpus() -> int:
+def _num_gpus(device: str) -> int:
+    """Return the number of GPUs that a device without a number stands for."""
     import torch
 
-    return torch.cuda.device_count()
-
-
-# --- worker processes ------------------------------------------------------------------------------------------------
+    return torch.cuda.device_count() if device in ("auto", "cuda") else 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +144,7 @@ def run_workers(
     running: list[_Worker] = []
     restarts = 0
     try:
-        gpus = _num_gpus() if device in ("auto", "cuda") else 0
+        gpus = _num_gpus(device)
         for index in range(min(workers, unfinished())):
             running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
         while running:
@@ -214,8 +198,7 @@ def _start(task: Callable[..., object], device: str) -> _Worker:
 def _report_lines(pipe: Connection, reporter: Reporter) -> None:
     with suppress(EOFError, OSError):  # the worker has ended
         while pipe.poll():
-            message = pipe.recv()
-            if isinstance(message, UserError):
+            if isinstance(message := pipe.recv(), UserError):
                 raise RunError(f"A worker stopped: {message}")
             reporter.info(message)
 
@@ -251,9 +234,6 @@ class _PipeReporter(Reporter):
     def info(self, line: str) -> None:
         with suppress(OSError):  # nobody reads them any more
             self._pipe.send(line)
-
-
-# --- jobs of a cluster -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -304,10 +284,9 @@ def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path,
     )
     with executor.batch() if cluster == "slurm" else nullcontext():  # one job array
         jobs = [executor.submit(ClusterJob(task)) for _ in range(workers)]
-    if cluster == "local":
-        errors = [job.exception() for job in jobs if job.exception()]
-        if errors:
-            raise ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{errors[0]}")
+    lost = [job.exception() for job in jobs if job.exception()] if cluster == "local" else []
+    if lost:
+        raise ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{lost[0]}")
     ids = [job.job_id for job in jobs]
     del jobs
     gc.collect()  # local jobs are reference cycles, and raise if they are collected at interpreter exit

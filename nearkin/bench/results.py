@@ -76,10 +76,6 @@ class Table:
         """The largest number of seeds of any cell."""
         return max(len(runs) for runs in self.runs.values())
 
-    def failed(self, method: str) -> int:
-        """Return the number of failed runs of a method."""
-        return sum(result.method == method for result in self.failures)
-
 
 def tabulate(results: Iterable[Result]) -> Table:
     results = list(results)
@@ -102,9 +98,6 @@ def tabulate(results: Iterable[Result]) -> Table:
         runs=runs,
         failures=tuple(r for r in results if r.value is None),
     )
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_results(path: Path) -> list[Result]:
@@ -171,16 +164,11 @@ def _parse_row(where: str, row: dict[Any, Any]) -> Result:
     if value is not None and not math.isfinite(value):
         value, reason = None, reason or f"the value is {value}"
     try:
-        return Result(cells["experiment"], cells["method"], _parse_seed(cells.get("seed") or "0"), value, reason)
+        seed = Decimal(cells.get("seed") or "0")  # 1.0 is a seed too; a float would round large ones
+        if seed % 1:
+            raise ValueError
+        return Result(cells["experiment"], cells["method"], int(seed), value, reason)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-
-
-def _parse_seed(text: str) -> int:
-    try:
-        seed = Decimal(text)  # 1.0 is a seed too; a float would round large ones
-        if seed % 1 == 0:
-            return int(seed)
-    except ArithmeticError:
-        pass
-    raise DataError(f"seed: expected an integer, got '{text}'.")
+    except (ArithmeticError, ValueError):
+        raise DataError(f"{where}: seed: expected an integer, got '{cells['seed']}'.") from None

@@ -141,9 +141,9 @@ def run(argv: list[str]) -> None:
 
 
 def _parse(action: str, args_type: type[T], argv: list[str]) -> tuple[str, T]:
-    prog = f"nearkin bench {action}"
-    what = "the folder of a study" if action.endswith("FOLDER") else "the name of a study or a .toml file"
-    target, flags = leading(argv, what, prog, args_type, must_exist=action.endswith("FOLDER"))
+    prog, is_folder = f"nearkin bench {action}", action.endswith("FOLDER")
+    what = "the folder of a study" if is_folder else "the name of a study or a .toml file"
+    target, flags = leading(args_type, argv, prog, what, exists=is_folder)
     args = parse(args_type, _join_repeated(flags, "--weights", "--change"), prog)
     if args_type is not StatusArgs:
         require_extra("bench", "scipy")
@@ -295,11 +295,9 @@ def _study(target: str, args: StudyArgs) -> Study | None:
     if target in PRESETS:
         data = args.data
         if target == "features" and data is not None:  # the features of images are computed first
-            from nearkin._common.progress import Reporter
             from nearkin.cli.features import features_of
 
-            quiet, device = getattr(args, "quiet", False), getattr(args, "device", "auto")
-            data = features_of(data, device=device, reporter=Reporter(quiet=quiet))
+            data = features_of(data, device=getattr(args, "device", "auto"), quiet=getattr(args, "quiet", False))
         return narrow(find_study(target, data), **flags)
     study = narrow(find_study(target), **flags)  # narrowed first: --data need only contain the datasets that are left
     return study if args.data is None else with_data(study, args.data.resolve())

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nearkin.cli._arguments import parse, run_action, show
+from nearkin.cli._arguments import columns, parse, run_action, show
 from nearkin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,16 +80,9 @@ def cache_prune(argv: list[str]) -> None:
 
 
 def _show(entries: list[CacheEntry]) -> None:
-    from rich.table import Table as RichTable
-
-    if not entries:
-        return
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("kind", "size", "last used", "made for"):
-        table.add_column(heading, justify="right" if heading == "size" else "left", no_wrap=heading != "made for")
-    for entry in entries:
-        table.add_row(entry.kind, _size([entry]), _days_ago(entry.last_used), entry.purpose)
-    show(table)
+    if entries:
+        rows = [(entry.kind, _size([entry]), _days_ago(entry.last_used), entry.purpose) for entry in entries]
+        show(columns(("kind", "size", "last used", "made for"), rows, names=("kind", "last used", "made for")))
 
 
 def _days_ago(when: float) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from nearkin.cli._arguments import Quiet, parse, parse_target, run_action, show
+from nearkin._common.progress import Reporter
+from nearkin.cli._arguments import Quiet, columns, parse, parse_target, run_action, show
 from nearkin.errors import require_extra
 
 
@@ -62,31 +63,25 @@ def run(argv: list[str]) -> None:
 
 def data_list(argv: list[str]) -> None:
     parse(DataListArgs, argv, "nearkin data list")
-    from rich.table import Table as RichTable
-
     from nearkin.data.benchmarks import BENCHMARKS
 
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("source", "images", "classes", "how to get it"):
-        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
-    table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
+    rows = [("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")]
     for name, benchmark in BENCHMARKS.items():
         on_request = not all(archive.urls for archive in benchmark.archives)
         command = f"nearkin data get {name}" + (" (on request)" if on_request else "")
-        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command)
-    table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
-    table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
-    show(table)
+        rows.append((name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command))
+    rows.append(("folder", "yours", "", "--data FOLDER: one folder of images per class"))
+    rows.append(("table", "yours", "", "--data FILE.csv: columns path and label"))
+    show(columns(("source", "images", "classes", "how to get it"), rows, names=("source", "how to get it")))
 
 
 def data_check(argv: list[str]) -> None:
     what = "a benchmark, a folder or a file"
-    target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what)
+    target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what, exists=False)
     require_extra("images", "PIL")
     from nearkin.data.benchmarks import require_target
 
     require_target(target)  # before torch is imported
-    from nearkin._common.progress import Reporter
     from nearkin.data.check import check_target
     from nearkin.data.findings import write_json
     from nearkin.report.data_check import render
@@ -101,8 +96,7 @@ def data_check(argv: list[str]) -> None:
 
 
 def data_get(argv: list[str]) -> None:
-    name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name")
-    from nearkin._common.progress import Reporter
+    name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name", exists=False)
     from nearkin.data.benchmarks import BENCHMARKS
     from nearkin.data.get import get_benchmark
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, show
 from nearkin.errors import require_extra
 
@@ -27,7 +28,6 @@ class DemoArgs:
 def run(argv: list[str]) -> None:
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
-    from nearkin._common.progress import Reporter
     from nearkin.report.baselines import headline
     from nearkin.report.page import write_page
     from nearkin.report.tables import result_table

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from importlib.metadata import requires
 from typing import TYPE_CHECKING
 
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from nearkin._common.version import __version__, installed_version
 from nearkin.cli import OPENMP_WAIT
-from nearkin.cli._arguments import parse, show
+from nearkin.cli._arguments import columns, parse, show
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
     from nearkin.training.distributed_check import GradientCheck
 
 # The extras for users, in the order of docs/install.md.
@@ -66,9 +67,7 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     from nearkin.training.device import choose_device
 
     device = choose_device("auto")
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for title in ("loss", "syncs", "graph breaks", "peak blocks", "time / products"):
-        table.add_column(title, justify="left" if title == "loss" else "right")
+    table = columns(("loss", "syncs", "graph breaks", "peak blocks", "time / products"))
     checked = [check_row(name, device, n) for name in names or rows()]
     for row in checked:
         values = (str(row.syncs), str(row.graph_breaks), f"{row.blocks:.1f}", f"{row.products:.2f}")
@@ -86,14 +85,15 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
 def environment_table() -> RichTable:
     import torch
 
-    table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("nearkin", __version__)
-    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    table.add_row("torch", torch.__version__)
-    table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
-    table.add_row("OpenMP", _openmp_waiting())
     gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    table.add_row("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])]))
+    rows: list[tuple[str | Text, str]] = [
+        ("nearkin", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", torch.__version__),
+        ("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"),
+        ("OpenMP", _openmp_waiting()),
+        ("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])])),
+    ]
     listed: set[str] = set()
     for extra, job in JOBS.items():
         packages = extra_packages(extra)
@@ -101,13 +101,9 @@ def environment_table() -> RichTable:
         new = [f"{name} {installed}" for name, installed in packages.items() if name not in listed]
         listed |= set(packages)
         status = f"missing: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
-        table.add_row(f"{extra}: {job}", status)
-    issues = known_issues()
-    for issue in issues:
-        table.add_row(Text("! known issue", style="bold red"), issue)
-    if not issues:
-        table.add_row("known issues", "none")
-    return table
+        rows.append((f"{extra}: {job}", status))
+    rows += [(Text("! known issue", style="bold red"), issue) for issue in known_issues()] or [("known issues", "none")]
+    return columns((), rows)
 
 
 def _openmp_waiting() -> str:
@@ -126,19 +122,13 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
         known = [value for value in values if value is not None]
         return f"{max(known):.0e}" if any(known) else "0" if known else "-"
 
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for title in ("loss", "cases", "embeddings", "network", "class parameters, memory"):
-        table.add_column(title, justify="left" if title == "loss" else "right")
+    table = columns(("loss", "cases", "embeddings", "network", "class parameters, memory"))
     for name in dict.fromkeys(row.case.loss for row in rows):
         cases = [row for row in rows if row.case.loss == name]
-        table.add_row(
-            name,
-            str(len(cases)),
-            largest([case.embeddings for case in cases]),
-            largest([case.network for case in cases]),
-            largest([case.parameters for case in cases]),
-            style=None if all(case.ok for case in cases) else "bold red",
-        )
+        parts = ("embeddings", "network", "parameters")
+        worst_of = [largest([getattr(case, part) for case in cases]) for part in parts]
+        style = None if all(case.ok for case in cases) else "bold red"
+        table.add_row(name, str(len(cases)), *worst_of, style=style)
     failed = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
     if not failed:
         return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."

@@ -36,7 +36,7 @@ class EvaluateArgs:
 
 def run(argv: list[str]) -> None:
     what = "a run folder or a features.npz"
-    target, args = parse_target(EvaluateArgs, argv, "nearkin evaluate PATH", what, must_exist=True)
+    target, args = parse_target(EvaluateArgs, argv, "nearkin evaluate PATH", what)
     from nearkin.metrics.retrieval import check_metric
     from nearkin.metrics.scores import score_file
 

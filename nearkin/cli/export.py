@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, parse_target
 from nearkin.errors import ConfigError, require_extra
-
-EXPORT = "nearkin export RUN --to onnx|torch|hub -o FILE"
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ExportArgs:
 
 
 def run(argv: list[str]) -> None:
-    target, args = parse_target(ExportArgs, argv, EXPORT, "a run folder", must_exist=True)
+    target, args = parse_target(ExportArgs, argv, "nearkin export RUN --to onnx|torch|hub -o FILE", "a run folder")
     require_extra("export", "PIL")
     if args.to == "onnx":
         require_extra("export", "onnxscript", "onnxruntime")
@@ -52,7 +51,6 @@ def run(argv: list[str]) -> None:
         trained, repo = Run(Path(target)), args.out.as_posix()
         print(trained.embedder().push_to_hub(repo, card=model_card(trained, repo), private=args.private))
         return
-    from nearkin._common.progress import Reporter
     from nearkin.deploy.export import export_run
 
     print(export_run(Path(target), args.to, args.out, images=args.images, reporter=Reporter(quiet=args.quiet)))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin._common.words import agreeing, counted
 from nearkin.cli._arguments import Device, Quiet, command_line, leading, load_model, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
-    from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.index.trained import TrainingClasses
 
@@ -77,12 +77,11 @@ class IndexArgs:
 
 
 def run(argv: list[str]) -> None:
-    run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs, must_exist=True)
-    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file", must_exist=True)
+    run_folder, rest = leading(IndexArgs, argv, INDEX, "a run folder")
+    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file")
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     require_extra("stores" if args.store else "images", "PIL")
-    from nearkin._common.progress import Reporter
     from nearkin.training.run import Run
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)  # before torch is imported

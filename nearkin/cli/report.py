@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, leading, parse, require_path
 from nearkin.errors import ConfigError, require_extra
 
@@ -45,7 +46,7 @@ def run(argv: list[str]) -> None:
     if any(word == "--study" or word.startswith("--study=") for word in argv):
         _report_study(parse(ReportArgs, argv, "nearkin report --study STUDY"))
         return
-    first, rest = leading(argv, "a run folder", prog, ReportArgs)
+    first, rest = leading(ReportArgs, argv, prog, "a run folder", exists=False)
     targets = [first]
     while rest and not rest[0].startswith("-"):
         targets.append(rest.pop(0))
@@ -58,7 +59,6 @@ def run(argv: list[str]) -> None:
     from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]  # before torch is imported
-    from nearkin._common.progress import Reporter
     from nearkin.report.page import build_report, write_report, write_tables
     from nearkin.report.print_figures import write_figures
 

@@ -10,7 +10,6 @@ from nearkin._common.words import counted
 from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_target
 from nearkin.errors import ConfigError, require_extra
 
-SERVE = "nearkin serve DIR"
 LIMITS = ("max_upload_bytes", "max_pixels", "upload_timeout", "timeout", "max_requests")
 
 
@@ -52,7 +51,7 @@ class ServeArgs:
 
 
 def run(argv: list[str]) -> None:
-    folder, args = parse_target(ServeArgs, argv, SERVE, INDEX_FOLDER, must_exist=True)
+    folder, args = parse_target(ServeArgs, argv, "nearkin serve DIR", INDEX_FOLDER)
     require_extra("serve", "fastapi", "fastapi_swagger", "python_multipart", "uvicorn", "PIL")
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import parse_target, require_path, show
+from nearkin.cli._arguments import parse_target, show
 from nearkin.errors import ConfigError, require_extra
 
 
@@ -45,13 +45,12 @@ class TournamentArgs:
 def run(argv: list[str]) -> None:
     prog = "nearkin tournament papers|STUDY|FILE"
     what = "'papers', the folder of a study, or a .csv or .json file"
-    target, args = parse_target(TournamentArgs, argv, prog, what)
+    target, args = parse_target(TournamentArgs, argv, prog, what, exists=argv[:1] != ["papers"])
     require_extra("bench", "scipy")
-    if target != "papers":
-        require_path(target, what)
     from nearkin.bench.papers import thesis_results
+    from nearkin.bench.results import read_results
     from nearkin.bench.summary import summarize
-    from nearkin.bench.tournament import read_results, run_tournament
+    from nearkin.bench.tournament import run_tournament
     from nearkin.report.tables import rich_table
     from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
@@ -69,17 +68,11 @@ def run(argv: list[str]) -> None:
         from nearkin.report.study_overview import failure_line
 
         folder = StudyFolder.open(target)
-        only = {"dataset": args.dataset, "backbone": args.backbone, "metric": args.metric}
-        results, failures = available_results(folder, **only), failure_line(folder)
+        failures = failure_line(folder)
+        results = available_results(folder, dataset=args.dataset, backbone=args.backbone, metric=args.metric)
     else:
         results = read_results(Path(target))
     tournament = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
     written = write_files(tournament, args.out) if args.out is not None else []
-    show(rich_table(standings_grid(tournament)))
-    if args.pairs:
-        show(rich_table(pairs_grid(tournament)))
-    print(summarize(tournament))
-    if failures:
-        print(failures)
-    for path in written:
-        print(path)
+    grids = [standings_grid(tournament), *([pairs_grid(tournament)] if args.pairs else [])]
+    show(*map(rich_table, grids), summarize(tournament), *filter(None, [failures]), *written)

@@ -182,28 +182,23 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     side = next(side for max_images, side in THUMBNAIL_SIZES if len(rows) <= max_images)
     columns = math.ceil(math.sqrt(len(rows)))
     num_rows = math.ceil(len(rows) / columns)
-    channels = images.shape[0]
-    canvas = torch.zeros(channels, num_rows * side, columns * side, dtype=torch.uint8)
+    tiles = torch.zeros(num_rows * columns, images.shape[0], side, side, dtype=torch.uint8)
     with reporter.track("thumbnails", len(rows), unit="img") as bar:
         for start in range(0, len(rows), 256):
-            batch = rows[start : start + 256]
-            pixels = images.read(batch).float()
+            pixels = images.read(rows[start : start + 256]).float()
             mode = "area" if max(pixels.shape[2:]) > side else "bilinear"
-            tiles = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
-            for t, tile in enumerate(tiles, start):
-                y, x = t // columns * side, t % columns * side
-                canvas[:, y : y + side, x : x + side] = tile
-            bar.advance(len(batch))
-    whole = canvas.numpy()
-    image = image_module.fromarray(whole[0] if channels == 1 else np.ascontiguousarray(whole.transpose(1, 2, 0)))
-    encoded = b""
+            drawn = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
+            tiles[start : start + len(drawn)] = drawn
+            bar.advance(len(drawn))
+    canvas = tiles.view(num_rows, columns, -1, side, side).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    image = image_module.fromarray(canvas.squeeze(2).numpy())
     for quality in WEBP_QUALITIES:
         buffer = io.BytesIO()
         image.save(buffer, "WEBP", quality=quality, method=2)
-        encoded = buffer.getvalue()
-        if len(encoded) <= MAX_SHEET_BYTES:
+        if buffer.tell() <= MAX_SHEET_BYTES:
             break
-    return SpriteSheet(f"data:image/webp;base64,{base64.b64encode(encoded).decode()}", side, columns, num_rows)
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    return SpriteSheet(f"data:image/webp;base64,{encoded}", side, columns, num_rows)
 
 
 def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_IMAGES, seed: int = 0) -> Rows:

@@ -40,6 +40,15 @@ class Report:
     # thumbnails of the items, or None for a run on features
     sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
+    @property
+    def learning_curves(self) -> list[tuple[str, list[int], list[float]]]:
+        """Name, epochs, and validation R@1 in percent after each of them, of every run."""
+        curves = []
+        for name, summary in zip(self.names, self.summaries, strict=True):
+            epochs = [event for event in summary["epochs"] if event["val"] is not None]
+            curves.append((name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+        return curves
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, without the thumbnails."""
         return {
@@ -262,8 +271,5 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shared_chart(report: Report) -> str:
-    series = []
-    for name, summary in zip(report.names, report.summaries, strict=True):
-        epochs = [event for event in summary["epochs"] if event["val"] is not None]
-        series.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+    series = [Series(*curve) for curve in report.learning_curves]
     return line_chart(series, "Validation R@1 of each run, by epoch") if len(series) > 1 else ""
