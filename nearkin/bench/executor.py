@@ -240,16 +240,11 @@ class _PipeReporter(Reporter):
 class Slurm:
     """Resources of a cluster job."""
 
-    partition: str | None = None
-    """Partition; the default is the cluster's."""
-    hours: float = 24.0
-    """Time limit of a job; one that reaches it is requeued and resumes."""
-    gpus: int = 1
-    """GPUs per job; 0 trains on CPU."""
-    cores: int = 8
-    """CPU cores per job."""
-    memory_gb: int = 32
-    """Memory per job, in GB."""
+    partition: str | None = None  # Partition; the default is the cluster's.
+    hours: float = 24.0  # Time limit of a job; one that reaches it is requeued and resumes.
+    gpus: int = 1  # GPUs per job; 0 trains on CPU.
+    cores: int = 8  # CPU cores per job.
+    memory_gb: int = 32  # Memory per job, in GB.
 
 
 @dataclass(frozen=True)

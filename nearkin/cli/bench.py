@@ -43,19 +43,15 @@ class StudyArgs:
     for a study of a single dataset."""
     weights: tuple[str, ...] = ()
     """Initial weights of a backbone as BACKBONE=FILE, such as bn_inception=bn_inception-52deb4733.pth."""
-    out: Path | None = None
-    """Folder of the study; default: studies/NAME, with the name of the study."""
+    out: Path | None = None  # Folder of the study; default: studies/NAME, with the name of the study.
     protocol: Literal["last_epoch", "best_on_test", "kfold", "fixed", "query_gallery"] | None = None
     """Protocol, instead of that of the study; fixed selects the epoch on validation classes, best_on_test on the test
     classes, as most papers do."""
     datasets: tuple[str, ...] = ()
     """Run only these datasets, or transfer the study of a paper to another benchmark: cub, cars, sop or inshop."""
-    backbones: tuple[str, ...] = ()
-    """Backbones, instead of those of the study."""
-    losses: tuple[str, ...] = ()
-    """Run only these losses or methods of the study."""
-    sizes: tuple[int, ...] = ()
-    """Embedding sizes, instead of those of the study."""
+    backbones: tuple[str, ...] = ()  # Backbones, instead of those of the study.
+    losses: tuple[str, ...] = ()  # Run only these losses or methods of the study.
+    sizes: tuple[int, ...] = ()  # Embedding sizes, instead of those of the study.
     seeds: tuple[int, ...] = ()
     """Seeds, instead of those of the study; you can add more later without repeating finished trials."""
     change: tuple[str, ...] = ()
@@ -76,12 +72,9 @@ class PlanArgs(StudyArgs):
     nearkin bench plan mpa-table7             (a table of a paper; nearkin papers lists them)
     """
 
-    tflops: float | None = None
-    """Estimate for a device with this throughput in TFLOP/s, instead of this machine."""
-    workers: int = 0
-    """Number of parallel trials; 0: one per GPU, or one per core without a GPU."""
-    full: bool = False
-    """List every trial instead of one line per experiment."""
+    tflops: float | None = None  # Estimate for a device with this throughput in TFLOP/s, instead of this machine.
+    workers: int = 0  # Number of parallel trials; 0: one per GPU, or one per core without a GPU.
+    full: bool = False  # List every trial instead of one line per experiment.
 
 
 @dataclass(frozen=True)
@@ -102,11 +95,9 @@ class RunArgs(StudyArgs):
     """
 
     runs: Runs = Path("runs")
-    workers: int = 0
-    """Worker processes; 0: one per GPU, or one per core without a GPU."""
+    workers: int = 0  # Worker processes; 0: one per GPU, or one per core without a GPU.
     device: Device = "auto"
-    retry_failed: bool = False
-    """Run failed trials again."""
+    retry_failed: bool = False  # Run failed trials again.
     quiet: Quiet = False
 
 

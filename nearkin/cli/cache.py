@@ -30,12 +30,9 @@ class CachePruneArgs:
     nearkin cache prune --max-gb 10                 (the least recently used, until 10 GB are left)
     """
 
-    older_than: float | None = None
-    """Delete what was not used for this many days; 0 deletes everything."""
-    max_gb: float | None = None
-    """Delete the least recently used until at most this many gigabytes are left."""
-    dry_run: bool = False
-    """Only show what would be deleted."""
+    older_than: float | None = None  # Delete what was not used for this many days; 0 deletes everything.
+    max_gb: float | None = None  # Delete the least recently used until at most this many gigabytes are left.
+    dry_run: bool = False  # Only show what would be deleted.
 
 
 def run(argv: list[str]) -> None:

@@ -28,12 +28,9 @@ class DataCheckArgs:
     nearkin data check cub --root data
     """
 
-    root: Path = Path("data")
-    """Folder of the benchmark, if one is checked by name."""
-    json: Path | None = None
-    """Write the full report, with every case, to this file."""
-    cases: int = 3
-    """Maximum number of cases to print for each problem."""
+    root: Path = Path("data")  # Folder of the benchmark, if one is checked by name.
+    json: Path | None = None  # Write the full report, with every case, to this file.
+    cases: int = 3  # Maximum number of cases to print for each problem.
     quiet: Quiet = False
 
 
@@ -46,12 +43,10 @@ class GetArgs:
     nearkin data get inshop --from img.zip list_eval_partition.txt
     """
 
-    root: Path = Path("data")
-    """Folder in which the benchmark's own folder is created."""
+    root: Path = Path("data")  # Folder in which the benchmark's own folder is created.
     from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
     """Archives on disk, to use instead of downloading."""
-    sha256: str | None = None
-    """Expected SHA-256 of the archive (only for a benchmark with one archive)."""
+    sha256: str | None = None  # Expected SHA-256 of the archive (only for a benchmark with one archive).
     quiet: Quiet = False
 
 

@@ -19,8 +19,7 @@ class DemoArgs:
     """Train on the built-in glyphs, evaluate on characters never seen in training, and write an HTML report."""
 
     runs: Runs = Path("runs")
-    page: Path | None = None
-    """File of the HTML report; by default report.html in the run folder."""
+    page: Path | None = None  # File of the HTML report; by default report.html in the run folder.
     device: Device = "auto"
     quiet: Quiet = False
 

@@ -24,14 +24,12 @@ class EvaluateArgs:
     nearkin evaluate runs/<key> --ks 10 100 --similarity euclidean      (from its saved embeddings)
     """
 
-    ks: tuple[int, ...] = ()
-    """Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run those of its recipe."""
+    ks: tuple[int, ...] = ()  # Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run those of its recipe.
     metrics: tuple[str, ...] = ()
     """Metrics to print, such as nDCG@4 or MAP@R; by default R@k, RP, MAP@R, nDCG at the largest k and MRR."""
     similarity: Literal["cosine", "euclidean"] | None = None
     """cosine, or euclidean: distances of the raw embeddings; by default cosine, or for a run that of its recipe."""
-    out: Path | None = None
-    """Write the metrics of every query to this .npz file."""
+    out: Path | None = None  # Write the metrics of every query to this .npz file.
 
 
 def run(argv: list[str]) -> None:

@@ -31,8 +31,7 @@ class ExportArgs:
     """File to write; its metadata are written next to it, to FILE.json. For the Hub: USER/NAME."""
     images: Path | None = None
     """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
-    private: bool = False
-    """Whether only you can see a repository that is made on the Hub."""
+    private: bool = False  # Whether only you can see a repository that is made on the Hub.
     quiet: Quiet = False
 
 

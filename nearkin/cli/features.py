@@ -29,18 +29,14 @@ class FeaturesArgs:
     after an interruption to resume.
     """
 
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """File to write."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # File to write.
     backbone: str | None = None
     """The network: efficientnet_lite0 (the default), 1 or 2, googlenet, resnet50, bn_inception or any timm model."""
-    weights: str = "default"
-    """Its weights: default (published), or a .pth or .safetensors file."""
+    weights: str = "default"  # Its weights: default (published), or a .pth or .safetensors file.
     views: Literal[1, 2] = 1
     """1: the image. 2: the mean of the features of the image and of its mirror image, in twice the time."""
-    image_size: int | None = None
-    """Input size in pixels; by default 224, or 128 for images smaller than 200 pixels."""
-    skip_broken: bool = False
-    """Skip images that cannot be read."""
+    image_size: int | None = None  # Input size in pixels; by default 224, or 128 for images smaller than 200 pixels.
+    skip_broken: bool = False  # Skip images that cannot be read.
     device: Device = "auto"
     quiet: Quiet = False
     data: Columns = field(default_factory=Columns)

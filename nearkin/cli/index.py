@@ -32,10 +32,8 @@ called known, provided that missing classes resemble the query classes and are p
 class Columns:
     """Columns of a table."""
 
-    path_column: str | None = None
-    """Column with the image path; by default path, file_name or similar."""
-    label_column: str | None = None
-    """Column with the class; by default label, class or similar."""
+    path_column: str | None = None  # Column with the image path; by default path, file_name or similar.
+    label_column: str | None = None  # Column with the class; by default label, class or similar.
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,8 @@ class IndexArgs:
     Run it again to embed only new and changed images; an interrupted run resumes.
     """
 
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Folder of the index."""
-    prune: bool = False
-    """Remove items whose files are gone or no longer listed."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # Folder of the index.
+    prune: bool = False  # Remove items whose files are gone or no longer listed.
     already_cropped: bool = False
     """For a run trained on images cropped to bounding boxes: state that these images are already cropped."""
     calibrate: bool = False
@@ -61,16 +57,13 @@ class IndexArgs:
     """For --calibrate: target false-accept rate (unknown queries accepted as known); by default 0.01."""
     choose_rerank: bool = False
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
-    assume_unseen: bool = False
-    """Assume that no indexed class was trained on, if the run's data are not available."""
-    hnsw: bool = False
-    """Build an HNSW graph for approximate search (needs faiss) and print its measured recall."""
+    assume_unseen: bool = False  # Assume that no indexed class was trained on, if the run's data are not available.
+    hnsw: bool = False  # Build an HNSW graph for approximate search (needs faiss) and print its measured recall.
     hnsw_min_items: int = HNSW_FROM
     """For --hnsw: minimum number of items for a graph; smaller indexes are searched exactly."""
     store: str | None = None
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
-    batch_size: int = 128
-    """Images embedded at a time; an interruption loses at most one batch."""
+    batch_size: int = 128  # Images embedded at a time; an interruption loses at most one batch.
     device: Device = "auto"
     quiet: Quiet = False
     data: Columns = field(default_factory=Columns)

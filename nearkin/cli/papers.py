@@ -30,8 +30,7 @@ class PapersArgs:
     nearkin papers mpa-table7 studies/mpa-table7                     (the table of a study so far)
     """
 
-    tflops: float = 60.0
-    """Throughput in TFLOP/s of the GPU of the second time estimate."""
+    tflops: float = 60.0  # Throughput in TFLOP/s of the GPU of the second time estimate.
 
 
 def run(argv: list[str]) -> None:

@@ -26,18 +26,14 @@ class ReportArgs:
     nearkin report --study studies/tiny                            (a study: results, ranks, failures)
     """
 
-    study: Path | None = None
-    """Folder of a study, instead of runs."""
+    study: Path | None = None  # Folder of a study, instead of runs.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """File of the page; by default report.html in the folder of the (first) run or of the study."""
     tsne: bool = False
     """Add a t-SNE projection to the map (PCA is always there); takes about a minute for a few thousand images."""
-    figures: Path | None = None
-    """Write figures as PNG and SVG to this folder."""
-    tables: Path | None = None
-    """Write the results as Markdown and LaTeX tables to this folder."""
-    json: Path | None = None
-    """Write the data behind the page to this file."""
+    figures: Path | None = None  # Write figures as PNG and SVG to this folder.
+    tables: Path | None = None  # Write the results as Markdown and LaTeX tables to this folder.
+    json: Path | None = None  # Write the data behind the page to this file.
     quiet: Quiet = False
 
 

@@ -32,30 +32,19 @@ class SearchArgs:
     nearkin search photos.index --duplicates
     """
 
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Query images."""
-    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
-    """Number of neighbours."""
-    item: tuple[str, ...] = ()
-    """Query by indexed items, given by their ids; an item is excluded from its own results."""
-    vector: tuple[Path, ...] = ()
-    """Query by vectors in .npy files, [D] or [N, D]."""
-    sheet: Path | None = None
-    """Save queries and neighbours as a contact sheet (PNG)."""
-    json: bool = False
-    """Print JSON instead of tables."""
-    duplicates: bool = False
-    """List pairs of near-duplicate items."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()  # Query images.
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10  # Number of neighbours.
+    item: tuple[str, ...] = ()  # Query by indexed items, given by their ids; an item is excluded from its own results.
+    vector: tuple[Path, ...] = ()  # Query by vectors in .npy files, [D] or [N, D].
+    sheet: Path | None = None  # Save queries and neighbours as a contact sheet (PNG).
+    json: bool = False  # Print JSON instead of tables.
+    duplicates: bool = False  # List pairs of near-duplicate items.
     min_similarity: float | None = None
     """For --duplicates: minimum cosine similarity of a listed pair; by default 0.99."""
-    exact: bool = False
-    """Ignore the graph and the re-ranking of the index."""
-    rerank: str | None = None
-    """Re-rank by expansion, reciprocal or none; by default as set in the index."""
-    store: str | None = None
-    """Search in this vector store instead of the index folder."""
-    run: Path | None = None
-    """Run folder of the model, if it has moved since indexing."""
+    exact: bool = False  # Ignore the graph and the re-ranking of the index.
+    rerank: str | None = None  # Re-rank by expansion, reciprocal or none; by default as set in the index.
+    store: str | None = None  # Search in this vector store instead of the index folder.
+    run: Path | None = None  # Run folder of the model, if it has moved since indexing.
     device: Device = "auto"
 
 

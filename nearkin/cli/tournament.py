@@ -24,22 +24,14 @@ class TournamentArgs:
     A row without a value is a failed run; it is counted and shown, never scored.
     """
 
-    out: Path | None = None
-    """Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG)."""
-    alpha: float = 0.05
-    """Significance level (family-wise error rate)."""
-    draws: int = 10_000
-    """Number of bootstrap samples of the experiments."""
-    seed: int = 0
-    """Seed of the bootstrap."""
-    pairs: bool = False
-    """Also print the table of all pairs."""
-    dataset: str | None = None
-    """Rank on this dataset only; with `papers`: cub (the default), cars or sop."""
-    backbone: str | None = None
-    """Rank with this backbone only (of a study)."""
-    metric: str | None = None
-    """Metric to rank by, such as R@2; default: that of the study, with `papers` R@1."""
+    out: Path | None = None  # Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG).
+    alpha: float = 0.05  # Significance level (family-wise error rate).
+    draws: int = 10_000  # Number of bootstrap samples of the experiments.
+    seed: int = 0  # Seed of the bootstrap.
+    pairs: bool = False  # Also print the table of all pairs.
+    dataset: str | None = None  # Rank on this dataset only; with `papers`: cub (the default), cars or sop.
+    backbone: str | None = None  # Rank with this backbone only (of a study).
+    metric: str | None = None  # Metric to rank by, such as R@2; default: that of the study, with `papers` R@1.
 
 
 def run(argv: list[str]) -> None:

@@ -54,18 +54,15 @@ class TrainArgs:
     runs: Runs = Path("runs")
     device: Device = "auto"
     quiet: Quiet = False
-    show: bool = False
-    """Print the recipe with all settings, as a .toml file, instead of training."""
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Experiment trackers that also log every epoch."""
+    show: bool = False  # Print the recipe with all settings, as a .toml file, instead of training.
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Experiment trackers that also log every epoch.
     loss: str = "proxy_anchor"
     """Name of the loss (`nearkin losses` lists them), or a sum such as proxy_anchor+0.1*contrastive."""
     miner: str | None = None
     """Miner, for pair losses: hard, semihard, multi_similarity, distance_weighted, random, all, or none."""
     memory: int = 0
     """Size of the cross-batch memory: embeddings of earlier batches used as extra references (pair losses only)."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the images."""
+    seed: int = 0  # Seed of the initial weights and of the order of the images.
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

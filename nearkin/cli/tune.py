@@ -44,10 +44,8 @@ class TuneArgs:
     with the same --storage it adds workers. A failed trial is counted and shown, never scored.
     """
 
-    out: Path = Path("tuned")
-    """Folder for the best recipes, the run folders and the journal of the search."""
-    losses: tuple[str, ...] = ()
-    """Losses by name, or all; default: the recipe's loss."""
+    out: Path = Path("tuned")  # Folder for the best recipes, the run folders and the journal of the search.
+    losses: tuple[str, ...] = ()  # Losses by name, or all; default: the recipe's loss.
     trials: int | None = None
     """Trials per loss; default: 20, or as in the existing search, which a larger number extends."""
     mode: Literal["optuna", "thesis_grid", "thesis_grid_coarse"] = "optuna"
@@ -57,8 +55,7 @@ class TuneArgs:
     """Stop trials whose validation score is below the median of earlier trials at the same epoch (optuna only)."""
     shorten: float | None = None
     """Fraction of the recipe's epochs to train in each trial; default: 1, or 0.25 with thesis_grid."""
-    workers: int = 1
-    """Worker processes on this machine, or cluster jobs; 0 only prints the progress of the search."""
+    workers: int = 1  # Worker processes on this machine, or cluster jobs; 0 only prints the progress of the search.
     storage: str | None = None
     """postgresql+psycopg://USER@HOST/DATABASE for workers on several machines; default: a journal file in --out."""
     launch: Literal["here", "slurm", "local"] = "here"
