@@ -97,6 +97,12 @@ def failure_reason(error: Exception, folder: Path, log: str) -> str:
     return f"{type(error).__name__}: {message} (see {log})"
 
 
+def delete_checkpoints(run: Path, *, keep_best: bool) -> None:
+    """Delete the checkpoints of a finished trial: those of hundreds of trials would fill a disk."""
+    for name in ("last.pt", "previous.pt", *(() if keep_best else ("best.pt", "vectors.npz"))):
+        (run / name).unlink(missing_ok=True)
+
+
 def default_workers(workers: int, device: str) -> int:
     """Return the number of workers: 0 means one per GPU, or one per core; a single named device runs one at a time."""
     if workers < 0:

@@ -119,27 +119,23 @@ def read_results(path: Path) -> list[Result]:
         raise DataError(f"{path}: expected a .csv or .json file, got '{path.suffix}'.")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        rows = _json_rows(path, text) if path.suffix.lower() == ".json" else _csv_rows(path, text)
+        if path.suffix.lower() == ".json":
+            entries = json.loads(text)
+            if not isinstance(entries, list) or not all(isinstance(row, dict) for row in entries):
+                raise DataError(f"{path}: expected a list of objects with {', '.join(COLUMNS)}.")
+            heads = [list(row) for row in entries]
+            rows = [(f"entry {number}", row) for number, row in enumerate(entries, 1)]
+        else:
+            reader = csv.DictReader(io.StringIO(text, newline=""))
+            heads = [[name or "" for name in reader.fieldnames or []]]
+            rows = [(f"line {reader.line_num}", row) for row in reader]
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a valid {path.suffix[1:]} file: {error}.") from None
+    for names in heads:
+        _check_columns(path, names)
     if not rows:
         raise DataError(f"{path}: contains no results.")
     return [_parse_row(f"{path}, {where}", row) for where, row in rows]
-
-
-def _csv_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    _check_columns(path, [name or "" for name in reader.fieldnames or []])
-    return [(f"line {reader.line_num}", row) for row in reader]
-
-
-def _json_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
-    rows = json.loads(text)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of objects with {', '.join(COLUMNS)}.")
-    for row in rows:
-        _check_columns(path, list(row))
-    return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _check_columns(path: Path, names: list[str]) -> None:

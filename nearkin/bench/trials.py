@@ -272,6 +272,5 @@ def _train(
         command = None
     created = run.path.name not in begun["runs"] and command == begun["command"]  # rather than found
     if run.path.name not in complete and created:
-        for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
-            (run.path / name).unlink(missing_ok=True)
+        executor.delete_checkpoints(run.path, keep_best=keep_models)
     return run

@@ -77,14 +77,13 @@ def cache_prune(argv: list[str]) -> None:
 
 
 def _show(entries: list[CacheEntry]) -> None:
-    if entries:
-        rows = [(entry.kind, _size([entry]), _days_ago(entry.last_used), entry.purpose) for entry in entries]
+    rows = []
+    for entry in entries:
+        days = round((time.time() - entry.last_used) / 86400)
+        ago = {0: "today", 1: "yesterday"}.get(days, f"{days} days ago")
+        rows.append((entry.kind, _size([entry]), ago, entry.purpose))
+    if rows:
         show(columns(("kind", "size", "last used", "made for"), rows, names=("kind", "last used", "made for")))
-
-
-def _days_ago(when: float) -> str:
-    days = round((time.time() - when) / 86400)
-    return {0: "today", 1: "yesterday"}.get(days, f"{days} days ago")
 
 
 def _size(entries: list[CacheEntry]) -> str:

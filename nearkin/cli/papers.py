@@ -50,24 +50,22 @@ def run(argv: list[str]) -> None:
     if not words:
         _list()
         return
-    name, *paths = words
-    paper = paper_studies()[name]
+    paper, paths = paper_studies()[words[0]], list(map(Path, words[1:]))
     if paths or not paper.study:
-        _show_results(paper, [Path(path) for path in paths])
+        _show_results(paper, paths)
     if not paths:
         _describe(paper, args)
 
 
 def _list() -> None:
-    from nearkin.bench.paper_studies import PAPERS, paper_studies
+    from nearkin.bench.paper_studies import paper_studies
     from nearkin.bench.papers import papers
 
     studies = paper_studies()
-    for prefix, name in PAPERS.items():
-        paper = papers()[name]
+    for name, paper in papers().items():
         print(f"{paper.title} ({paper.authors}, {paper.year})")
         for study in studies.values():
-            if study.name.startswith(f"{prefix}-"):
+            if study.paper == name:
                 print(f"  {study.name:15} {study.title.partition(': ')[2]}")
         print()
     waiting = sorted({row for study in studies.values() for row in study.not_yet})
@@ -77,9 +75,7 @@ def _list() -> None:
 
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
     from nearkin._common.progress import format_duration
-    from nearkin.bench.estimates import Estimate
-    from nearkin.bench.narrow import requirements
-    from nearkin.bench.tune_space import grid_points
+    from nearkin.bench import estimates, narrow, tune_space
     from nearkin.report.tables import rich_table
 
     print(paper.title)
@@ -102,14 +98,12 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
         show(rich_table(_published_grid(paper)))
     count, what = len(trials), "models"
     if paper.computed == "grid_search":
-        count, what = sum(len(grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
+        count, what = sum(len(tune_space.grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
     share = count / len(trials) * (0.25 if paper.computed == "grid_search" else 1.0)
-    here, gpu = (
-        format_duration(share * sum(map(estimate.seconds, trials)))
-        for estimate in (Estimate(trials, {}), Estimate(trials, {}, tflops=args.tflops))
-    )
+    both = [estimates.Estimate(trials, {}, tflops=tflops) for tflops in (None, args.tflops)]
+    here, gpu = (format_duration(share * sum(map(estimate.seconds, trials))) for estimate in both)
     print(f"cost:      {count} {what}: {here} on this machine, {gpu} on a GPU that reaches {args.tflops:g} TFLOP/s")
-    needed = requirements(study, trials)
+    needed = narrow.requirements(study, trials)
     for line in needed:
         print(f"needed:    {line}")
     flags = " --data FOLDER" + " --weights bn_inception=FILE" * any("bn_inception:" in line for line in needed)
@@ -134,11 +128,9 @@ def _published_grid(paper: PaperStudy) -> Grid:
 
 def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
     from nearkin.bench.trials import StudyFolder
-    from nearkin.report import paper_computed
-    from nearkin.report.paper_tables import paper_cells, paper_grids
+    from nearkin.report import paper_computed, paper_tables
     from nearkin.report.tables import rich_table
 
-    grids: list[Any]
     if paper.computed == "decomposition" and not (paths[0] / "study.toml").exists():
         grids = [paper_computed.decomposition(*paper_computed.embeddings_of(path)) for path in paths]
     elif paper.computed == "tournament":
@@ -148,11 +140,11 @@ def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
             raise ConfigError(f"{paths[0]}: {paper.name} is computed from nothing. Run: nearkin papers {paper.name}")
         grids = [paper_computed.WITHOUT_TRAINING[paper.computed]()]
     else:
-        folders = [StudyFolder.open(path) for path in paths]
-        for folder in folders:
+        grids = []
+        for folder in map(StudyFolder.open, paths):
             if folder.study.paper != paper.name:
                 raise ConfigError(f"{folder.path}: not a study of {paper.name} (but of '{folder.study.name}').")
-        grids = [grid for folder in folders for grid in paper_grids(folder, paper_cells(folder))]
+            grids += paper_tables.paper_grids(folder, paper_tables.paper_cells(folder))
     show(*map(rich_table, grids))
 
 
