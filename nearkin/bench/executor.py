@@ -20,19 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from nearkin import errors
 from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter, format_duration
 from nearkin._common.words import counted
-from nearkin.errors import (
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    ProcessLostError,
-    RunError,
-    TrainingFailedError,
-    UserError,
-    import_extra,
-)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -88,10 +79,10 @@ def work(
 
 def failure_reason(error: Exception, folder: Path, log: str) -> str:
     """Return why a trial failed, in one line; write the traceback of an unexpected error to a log in `folder`."""
-    if isinstance(error, DataError | RunError | MissingExtraError | OSError):
+    if isinstance(error, errors.DataError | errors.RunError | errors.MissingExtraError | OSError):
         raise error  # no data, no disk space, no package: every trial would fail
     message = " ".join(str(error).splitlines()[:1])
-    if isinstance(error, TrainingFailedError | ConfigError):
+    if isinstance(error, errors.TrainingFailedError | errors.ConfigError):
         return message
     (folder / log).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{type(error).__name__}: {message} (see {log})"
@@ -106,7 +97,7 @@ def delete_checkpoints(run: Path, *, keep_best: bool) -> None:
 def default_workers(workers: int, device: str) -> int:
     """Return the number of workers: 0 means one per GPU, or one per core; a single named device runs one at a time."""
     if workers < 0:
-        raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
+        raise errors.ConfigError(f"--workers: expected 0 or more, got {workers}.")
     return workers or _num_gpus(device) or (threads_for(1) if device in ("auto", "cpu") else 1)
 
 
@@ -134,7 +125,6 @@ class _Worker:
 def run_workers(
     task: Callable[..., object],
     workers: int,
-    *,
     unfinished: Callable[[], int],
     total: int,
     device: str,
@@ -148,9 +138,8 @@ def run_workers(
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(workers)))  # workers inherit it
     running: list[_Worker] = []
-    restarts = 0
+    restarts, gpus = 0, _num_gpus(device)
     try:
-        gpus = _num_gpus(device)
         for index in range(min(workers, unfinished())):
             running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
         while running:
@@ -167,10 +156,10 @@ def run_workers(
                 if code == 0 or not unfinished():
                     continue
                 if code > 0:
-                    raise RunError(f"A worker stopped (exit code {code}); its error is above.")
+                    raise errors.RunError(f"A worker stopped (exit code {code}); its error is above.")
                 restarts += 1
                 if restarts > MAX_RESTARTS:
-                    raise RunError(
+                    raise errors.RunError(
                         f"Workers were killed {restarts} times (last by signal {-code}). If memory runs out, use fewer "
                         "--workers. Finished trials are kept; run the same command again to resume."
                     )
@@ -204,8 +193,8 @@ def _start(task: Callable[..., object], device: str) -> _Worker:
 def _report_lines(pipe: Connection, reporter: Reporter) -> None:
     with suppress(EOFError, OSError):  # the worker has ended
         while pipe.poll():
-            if isinstance(message := pipe.recv(), UserError):
-                raise RunError(f"A worker stopped: {message}")
+            if isinstance(message := pipe.recv(), errors.UserError):
+                raise errors.RunError(f"A worker stopped: {message}")
             reporter.info(message)
 
 
@@ -215,9 +204,9 @@ def _run_child(task: Callable[..., object], pipe: Connection) -> None:
     stop_after(pipe.recv)  # until the parent closes its end or dies
     try:
         task(reporter=_PipeReporter(pipe))
-    except (UserError, OSError) as error:
+    except (errors.UserError, OSError) as error:
         with suppress(OSError):
-            pipe.send(UserError(str(error)))
+            pipe.send(errors.UserError(str(error)))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -270,11 +259,11 @@ class ClusterJob:
 
 def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path, *, cluster: Cluster) -> list[str]:
     """Submit workers as jobs, with their logs in `folder`; wait for local ones. Returns the ids of the jobs."""
-    submitit: Any = import_extra("submitit", extra="bench")
+    submitit: Any = errors.import_extra("submitit", extra="bench")
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     except RuntimeError as error:
-        raise ConfigError(f"--launch slurm: SLURM not found on this machine ({error}).") from None
+        raise errors.ConfigError(f"--launch slurm: SLURM not found on this machine ({error}).") from None
     executor.update_parameters(
         name="nearkin-tune",
         timeout_min=max(1, round(60 * slurm.hours)),
@@ -287,7 +276,7 @@ def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path,
         jobs = [executor.submit(ClusterJob(task)) for _ in range(workers)]
     lost = [job.exception() for job in jobs if job.exception()] if cluster == "local" else []
     if lost:
-        raise ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{lost[0]}")
+        raise errors.ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{lost[0]}")
     ids = [job.job_id for job in jobs]
     del jobs
     gc.collect()  # local jobs are reference cycles, and raise if they are collected at interpreter exit

@@ -197,9 +197,8 @@ def run_study(argv: list[str]) -> None:
     for recipe in {(trial.dataset, trial.backbone): trial.recipe for trial in folder.unfinished()}.values():
         cache_features(recipe, test=True, device=args.device, reporter=reporter)
     if study.paper and paper_studies.paper_studies()[study.paper].computed == "grid_search":
-        papers.write_computed(
-            paper_computed.grid_search_table(folder, device=args.device, reporter=reporter), folder.path
-        )
+        grid = paper_computed.grid_search_table(folder, device=args.device, reporter=reporter)
+        papers.write_computed(grid, folder.path)
         return
     if done := len(folder.outcomes()):
         reporter.info(f"{done} of {counted(total, 'trial')} already complete")
@@ -208,14 +207,7 @@ def run_study(argv: list[str]) -> None:
     if study.rehearsal:  # a worker process would take longer to start than to run them
         task(device=args.device, reporter=reporter)
     else:
-        executor.run_workers(
-            task,
-            workers,
-            unfinished=lambda: len(folder.unfinished()),
-            total=total,
-            device=args.device,
-            reporter=reporter,
-        )
+        executor.run_workers(task, workers, lambda: len(folder.unfinished()), total, args.device, reporter)
     written = study_overview.write_report_files(folder)
     show(*study_overview.terminal_report(folder))
     print(f"files: {folder.path}/  ({', '.join(path.name for path in written)})")

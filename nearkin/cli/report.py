@@ -55,26 +55,25 @@ def run(argv: list[str]) -> None:
     from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]  # before torch is imported
-    from nearkin.report.page import build_report, write_report, write_tables
-    from nearkin.report.print_figures import write_figures
+    from nearkin.report import page, print_figures
 
-    report = build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
-    print(write_report(report, args.out or runs[0].path / "report.html"))
-    _write_data(report, args.json, (write_tables, args.tables), (write_figures, args.figures))
+    report = page.build_report(runs, tsne=args.tsne, reporter=Reporter(quiet=args.quiet))
+    print(page.write_report(report, args.out or runs[0].path / "report.html"))
+    _write_data(report, args.json, (page.write_tables, args.tables), (print_figures.write_figures, args.figures))
 
 
 def _report_study(args: ReportArgs) -> None:
     require_extra("bench", "scipy", "jinja2")
     assert args.study is not None
     require_path(args.study, "the folder of a study (nearkin bench run makes one)")
-    from nearkin.report.study import build_study_report, write_study_figures, write_study_page
+    from nearkin.report import study
 
     if args.tsne or args.tables is not None:
         flag = "--tsne" if args.tsne else "--tables"
         raise ConfigError(f"{flag}: cannot be used with --study. The tables of a study are in {args.study}/tournament.")
-    report = build_study_report(args.study)
-    print(write_study_page(report, args.out or args.study / "report.html"))
-    _write_data(report, args.json, (write_study_figures, args.figures))
+    report = study.build_study_report(args.study)
+    print(study.write_study_page(report, args.out or args.study / "report.html"))
+    _write_data(report, args.json, (study.write_study_figures, args.figures))
 
 
 def _write_data(report: Any, path: Path | None, *writers: tuple[Callable[..., Sequence[Path]], Path | None]) -> None:

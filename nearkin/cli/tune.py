@@ -108,14 +108,12 @@ def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
     elif args.workers == 1:
         work(search, device=args.device, reporter=reporter)
     else:
-        run_workers(
-            functools.partial(work, search),
-            args.workers,
-            unfinished=lambda: sum(standing.left for standing in standings(search)),
-            total=search.total,
-            device=args.device,
-            reporter=reporter,
-        )
+
+        def unfinished() -> int:
+            return sum(standing.left for standing in standings(search))
+
+        task = functools.partial(work, search)
+        run_workers(task, args.workers, unfinished, search.total, args.device, reporter)
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:

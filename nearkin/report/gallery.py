@@ -27,14 +27,8 @@ from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.models.own import OWN
 from nearkin.ops.geometry import unit
+from nearkin.training import evaluation
 from nearkin.training.device import choose_device
-from nearkin.training.evaluation import (
-    embed_table,
-    load_embeddings,
-    query_and_gallery_rows,
-    save_embeddings,
-    score_embeddings,
-)
 from nearkin.training.run import Run
 
 NEIGHBOURS = 8
@@ -88,18 +82,18 @@ def load_eval_data(run: Run, data: Any = None, *, reporter: Reporter) -> EvalDat
     name = "test" if tested else "validation"
     is_own = recipe.model.backbone == OWN  # the saved embeddings do, without its module
     frozen = not is_own and (part.features is not None or recipe.model.freeze == "backbone")
-    emb = None if frozen else load_embeddings(run, name, part)
+    emb = None if frozen else evaluation.load_embeddings(run, name, part)
     if emb is None:
         model = run.embedder().to(choose_device("auto"))
         if part.features is None and frozen:
             part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
-        emb = embed_table(model, part, raw=True, reporter=reporter)
-        save_embeddings(run, name, part, emb)
+        emb = evaluation.embed_table(model, part, raw=True, reporter=reporter)
+        evaluation.save_embeddings(run, name, part, emb)
     if recipe.model.normalize:
         emb = F.normalize(emb, dim=1)
     stored = run.path / "per_query.npz"
-    scores = Scores.load(stored) if tested and stored.exists() else score_embeddings(part, emb)
-    queries, gallery = query_and_gallery_rows(part)
+    scores = Scores.load(stored) if tested and stored.exists() else evaluation.score_embeddings(part, emb)
+    queries, gallery = evaluation.query_and_gallery_rows(part)
     if queries is None or gallery is None:
         queries = np.arange(len(part))
         nearest, similarities = neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))

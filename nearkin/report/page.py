@@ -21,7 +21,7 @@ from nearkin.report.contents import PageItems, analyze, describe_items, find_hig
 from nearkin.report.gallery import NEIGHBOURS, SpriteSheet, load_eval_data, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.tables import Grid, latex, markdown, percent, write_texts
+from nearkin.report.tables import Grid, latex, markdown, metric_rows, percent, write_texts
 from nearkin.training.run import Run
 
 
@@ -184,20 +184,16 @@ def render(report: Report) -> str:
 
 def result_grid(report: Report) -> Grid:
     """Tabulate the baselines of the first run and the trained model of every run."""
-    results = [summary["result"] for summary in report.summaries]
-    test = results[0]["test"]
-    if test is None:
-        val_rows = [(name, percent(result["val_R@1"])) for name, result in zip(report.names, results, strict=True)]
+    results = dict(zip(report.names, (summary["result"] for summary in report.summaries), strict=True))
+    first = results[report.names[0]]
+    if first["test"] is None:
+        val_rows = [(name, percent(result["val_R@1"])) for name, result in results.items()]
         return Grid("Validation classes, percent; the test classes are sealed", ("run", "R@1"), val_rows)
-    models = [(model, metrics) for model, metrics in test.items() if model != "trained"]
-    models += [(name, result["test"]["trained"]) for name, result in zip(report.names, results, strict=True)]
-    rows = []
-    for name, metrics in models:
-        ranges = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
-        rows.append((name, *(f"{mean} ({low} to {high})" for mean, low, high in ranges)))
-    classes = results[0]["protocol"]["classes"]["test"]
+    models = first["test"] | {name: result["test"]["trained"] for name, result in results.items()}
+    rows = metric_rows({name: metrics for name, metrics in models.items() if name != "trained"}, "{} ({} to {})")
+    classes = first["protocol"]["classes"]["test"]
     title = f"{classes} classes never seen in training, percent, with the 95 percent interval over classes"
-    return Grid(title, ("model", *test["trained"]), rows)
+    return Grid(title, ("model", *first["test"]["trained"]), rows)
 
 
 def write_tables(report: Report, folder: Path) -> list[Path]:

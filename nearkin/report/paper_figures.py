@@ -14,17 +14,8 @@ from nearkin._common.progress import Reporter
 from nearkin.bench.paper_studies import paper_studies
 from nearkin.bench.study import REHEARSAL
 from nearkin.bench.trials import StudyFolder
+from nearkin.report import print_figures as plot
 from nearkin.report.paper_tables import Cell, paper_cells
-from nearkin.report.print_figures import (
-    COLOURS,
-    WIDTH,
-    draw_over,
-    group_lines,
-    panels,
-    plot_bars,
-    plot_lines,
-    write_drawings,
-)
 from nearkin.training.run import Run
 
 THUMBNAILS, THUMBNAIL, MAP_SIDE = 800, 40, 1600  # of a t-SNE map: number of images, their side and that of the map
@@ -45,7 +36,7 @@ def write_paper_figures(folder: StudyFolder) -> list[Path]:
         "tsne": partial(_draw_tsne, folder=folder),
     }
     title = REHEARSAL.rstrip(": ") if folder.study.rehearsal else ""
-    return write_drawings({name: drawings[name] for name in paper.figures}, folder.path / "figures", title)
+    return plot.write_drawings({name: drawings[name] for name in paper.figures}, folder.path / "figures", title)
 
 
 def _by(cells: Sequence[Cell], name: str) -> dict[Any, list[Cell]]:
@@ -58,11 +49,11 @@ def _by(cells: Sequence[Cell], name: str) -> dict[Any, list[Cell]]:
 def _draw_bars(figure: Any, cells: Sequence[Cell]) -> bool:
     """Methods with a bar for each metric, as figure 27 of the thesis; one plot per part."""
     parts = _by([cell for cell in cells if not math.isnan(cell.ours)], "part")
-    plots = panels(figure, list(parts), wide=1.6 * WIDTH) if parts else []
+    plots = plot.panels(figure, list(parts), wide=1.6 * plot.WIDTH) if parts else []
     for axes, own in zip(plots, parts.values(), strict=True):
         values = {(cell.metric, cell.row): cell.ours for cell in own}
         rows, metrics = list(_by(own, "row")), list(_by(own, "metric"))
-        plot_bars(axes, {m: [values.get((m, row), math.nan) for row in rows] for m in metrics}, rows)
+        plot.plot_bars(axes, {m: [values.get((m, row), math.nan) for row in rows] for m in metrics}, rows)
         axes.set_xticks(range(len(rows)), rows, rotation=30, ha="right", fontsize=7)
         axes.set_ylabel("%")
         axes.legend(ncols=len(metrics), loc="lower left", bbox_to_anchor=(0.25, 1.0), fontsize=7)
@@ -73,28 +64,28 @@ def _draw_settings(figure: Any, cells: Sequence[Cell], field: str, x_label: str)
     """The first metric of every method over sizes or networks; one plot for each setting of the rest."""
     cells = [cell for cell in cells if cell.metric == cells[0].metric]
     other = "backbone" if field == "size" else "size"
-    lines = group_lines((f"{c.dataset} {getattr(c, other)}", c.row, getattr(c, field), c.ours) for c in cells)
-    return draw_over(figure, lines, x_label, f"{cells[0].metric}, %")
+    lines = plot.group_lines((f"{c.dataset} {getattr(c, other)}", c.row, getattr(c, field), c.ours) for c in cells)
+    return plot.draw_over(figure, lines, x_label, f"{cells[0].metric}, %")
 
 
 def _draw_recall(figure: Any, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
     known = [cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)]
     points = ((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
-    return draw_over(figure, group_lines(points, fewest=1), "k", "R@k, %")  # some tables have R@1 only
+    return plot.draw_over(figure, plot.group_lines(points, fewest=1), "k", "R@k, %")  # some tables have R@1 only
 
 
 def _draw_variants(figure: Any, cells: Sequence[Cell], x_label: str) -> bool:
     """Each metric over the number in the names of the rows (K = 4, s = 64, 90/10), with the published curve in grey."""
     curves = [(f"{part}: {m}", c) for part, own in _by(cells, "part").items() for m, c in _by(own, "metric").items()]
-    for axes, (_, points) in zip(panels(figure, [name for name, _ in curves]), curves, strict=True):
+    for axes, (_, points) in zip(plot.panels(figure, [name for name, _ in curves]), curves, strict=True):
         numbers = [re.search(r"\d+(\.\d+)?", cell.row) for cell in points]
         x = np.array([float(number[0]) if number else math.nan for number in numbers])
         ours, published, spread = np.array([(cell.ours, cell.published, cell.std) for cell in points]).T
         known, printed = np.isfinite(ours), np.isfinite(published)
-        plot_lines(axes, [("ours", x[known], ours[known])], x_label, f"{points[0].metric.removeprefix('val:')}, %")
+        plot.plot_lines(axes, [("ours", x[known], ours[known])], x_label, f"{points[0].metric.removeprefix('val:')}, %")
         if known.any() and np.isfinite(spread[known]).all():
-            bars = {"ecolor": COLOURS[0], "elinewidth": 0.9, "capsize": 2}
+            bars = {"ecolor": plot.COLOURS[0], "elinewidth": 0.9, "capsize": 2}
             axes.errorbar(x[known], ours[known], spread[known], fmt="none", **bars)
         if printed.any():
             axes.plot(x[printed], published[printed], color="#777777", linestyle="--", marker="s", label="published")
@@ -113,10 +104,10 @@ def _draw_training(figure: Any, folder: StudyFolder) -> bool:
         x = [event["epoch"] for event in epochs]
         losses.append((trial.method, x, [math.nan if e["loss"] is None else e["loss"] for e in epochs]))
         recalls.append((trial.method, x, [100 * e["val"]["R@1"] if e["val"] else math.nan for e in epochs]))
-    plots = panels(figure, [first.dataset] * 2) if losses else []
+    plots = plot.panels(figure, [first.dataset] * 2) if losses else []
     for axes, label, lines in zip(plots, ("training loss", "validation R@1, %"), (losses, recalls), strict=False):
         axes.xaxis.get_major_locator().set_params(integer=True)
-        plot_lines(axes, lines, "epoch", label)
+        plot.plot_lines(axes, lines, "epoch", label)
     return bool(losses)
 
 
