@@ -64,10 +64,7 @@ def features(data: Path | None) -> Study:
         val_fractions=(0.2,),
         resplit=True,
         keep_models=False,
-        change={
-            "data": {"split": "half"},
-            "train": {"epochs": 6, "samples_per_class": 4, "lr_schedule": "constant"},
-        },
+        change={"data": {"split": "half"}, "train": {"epochs": 6, "samples_per_class": 4, "lr_schedule": "constant"}},
         methods=SCALES,
     )
 

@@ -41,12 +41,12 @@ class Report:
     sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
     @property
-    def learning_curves(self) -> list[tuple[str, list[int], list[float]]]:
-        """Name, epochs, and validation R@1 in percent after each of them, of every run."""
+    def learning_curves(self) -> list[Series]:
+        """The validation R@1 of every run in percent, by epoch."""
         curves = []
         for name, summary in zip(self.names, self.summaries, strict=True):
             epochs = [event for event in summary["epochs"] if event["val"] is not None]
-            curves.append((name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+            curves.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
         return curves
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,5 +267,5 @@ def similarity_charts(analysis: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shared_chart(report: Report) -> str:
-    series = [Series(*curve) for curve in report.learning_curves]
-    return line_chart(series, "Validation R@1 of each run, by epoch") if len(series) > 1 else ""
+    several = len(report.summaries) > 1
+    return line_chart(report.learning_curves, "Validation R@1 of each run, by epoch") if several else ""

@@ -97,7 +97,7 @@ def save_figure(
 
 def plot_lines(
     axes: Any,
-    curves: Sequence[tuple[str, Sequence[Any], Sequence[float]]],
+    curves: Sequence[tuple[str, Sequence[Any], Sequence[Any]]],
     x_label: str,
     y_label: str,
     marker: str | None = None,
