@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from itertools import groupby
 from pathlib import Path
@@ -22,9 +22,6 @@ from nearkin._common.plugins import HINT, load_plugins
 from nearkin.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from nearkin.deploy.index.index import Index
     from nearkin.models.embedder import Embedder
 
@@ -178,23 +175,10 @@ def show(*parts: object) -> None:
     from rich.console import Console
 
     from nearkin._common.progress import escape_controls
+    from nearkin.report.tables import Grid, rich_table
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(part)
+            console.print(rich_table(part) if isinstance(part, Grid) else part)
     print(escape_controls(capture.get(), keep_colours=console.is_terminal), end="", flush=True)
-
-
-def columns(
-    head: Sequence[str], rows: Iterable[Sequence[RenderableType]] = (), names: Collection[str] = ("loss",)
-) -> Table:
-    """Return a table without lines, for the terminal; columns other than `names` are numbers, and right-aligned."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(head))
-    for title in head:
-        table.add_column(title, justify="left" if title in names else "right", no_wrap=title != head[-1])
-    for row in rows:
-        table.add_row(*row)
-    return table

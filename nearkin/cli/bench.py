@@ -154,7 +154,7 @@ def plan(argv: list[str]) -> None:
         raise ConfigError(f"--tflops: expected a speed above 0, got {args.tflops:g}.")
     study = _study(target, args)  # a wrong name is refused before torch is imported
     from nearkin.bench import estimates, executor, narrow, trials
-    from nearkin.report import study_overview, tables
+    from nearkin.report import study_overview
 
     if study is None:
         print(f"{target}: nothing to train; `nearkin bench run {target}` computes it.")
@@ -162,7 +162,7 @@ def plan(argv: list[str]) -> None:
     folder = trials.StudyFolder(args.out or _study_path(target, study), study)
     workers = executor.default_workers(args.workers, "auto" if args.tflops is None else "cuda:0")
     estimate = estimates.Estimate(folder.trials, folder.outcomes(), workers=workers, tflops=args.tflops)
-    show(tables.rich_table(study_overview.plan_grid(folder, estimate, full=args.full)))
+    show(study_overview.plan_grid(folder, estimate, full=args.full))
     print(study_overview.plan_totals(folder, estimate, workers=workers))
     for line in narrow.requirements(study, folder.trials):
         print(f"needed before it can run: {line}")
@@ -233,10 +233,10 @@ def work(argv: list[str]) -> None:
 def status(argv: list[str]) -> None:
     target, _ = _parse("status FOLDER", StatusArgs, argv)
     from nearkin.bench.trials import StudyFolder
-    from nearkin.report import study_overview, tables
+    from nearkin.report import study_overview
 
     folder = StudyFolder.open(target)
-    show(tables.rich_table(study_overview.status_grid(folder)), study_overview.status_lines(folder))
+    show(study_overview.status_grid(folder), study_overview.status_lines(folder))
 
 
 def _study(target: str, args: StudyArgs) -> Study | None:

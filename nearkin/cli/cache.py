@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nearkin.cli._arguments import columns, parse, run_action, show
+from nearkin.cli._arguments import parse, run_action, show
 from nearkin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,13 +77,15 @@ def cache_prune(argv: list[str]) -> None:
 
 
 def _show(entries: list[CacheEntry]) -> None:
+    from nearkin.report.tables import Grid
+
     rows = []
     for entry in entries:
         days = round((time.time() - entry.last_used) / 86400)
         ago = {0: "today", 1: "yesterday"}.get(days, f"{days} days ago")
-        rows.append((entry.kind, _size([entry]), ago, entry.purpose))
+        rows.append((entry.kind, entry.purpose, ago, _size([entry])))
     if rows:
-        show(columns(("kind", "size", "last used", "made for"), rows, names=("kind", "last used", "made for")))
+        show(Grid("", ("kind", "made for", "last used", "size"), rows, names=3))
 
 
 def _size(entries: list[CacheEntry]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from nearkin._common.progress import Reporter
-from nearkin.cli._arguments import Quiet, columns, parse, parse_target, run_action, show
+from nearkin.cli._arguments import Quiet, parse, parse_target, run_action, show
 from nearkin.errors import require_extra
 
 
@@ -59,15 +59,16 @@ def run(argv: list[str]) -> None:
 def data_list(argv: list[str]) -> None:
     parse(DataListArgs, argv, "nearkin data list")
     from nearkin.data.benchmarks import BENCHMARKS
+    from nearkin.report.tables import Grid
 
-    rows = [("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")]
+    rows = [("glyphs", "built in: drawn from fonts", "about 11,000", "about 230")]
     for name, benchmark in BENCHMARKS.items():
         on_request = not all(archive.urls for archive in benchmark.archives)
         command = f"nearkin data get {name}" + (" (on request)" if on_request else "")
-        rows.append((name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command))
-    rows.append(("folder", "yours", "", "--data FOLDER: one folder of images per class"))
-    rows.append(("table", "yours", "", "--data FILE.csv: columns path and label"))
-    show(columns(("source", "images", "classes", "how to get it"), rows, names=("source", "how to get it")))
+        rows.append((name, command, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}"))
+    rows.append(("folder", "--data FOLDER: one folder of images per class", "yours", ""))
+    rows.append(("table", "--data FILE.csv: columns path and label", "yours", ""))
+    show(Grid("", ("source", "how to get it", "images", "classes"), rows, names=2))
 
 
 def data_check(argv: list[str]) -> None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from importlib.metadata import requires
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from nearkin._common.version import __version__, installed_version
 from nearkin.cli import OPENMP_WAIT
-from nearkin.cli._arguments import columns, parse, show
+from nearkin.cli._arguments import parse, show
+from nearkin.report.tables import Grid, rich_table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -58,7 +57,7 @@ def run(argv: list[str]) -> None:
         rows = check_gradients(2, quiet=False)
         show(*summarize_gradient_check(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
-    show(environment_table())
+    show(*environment_lines())
 
 
 def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
@@ -67,11 +66,12 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     from nearkin.training.device import choose_device
 
     device = choose_device("auto")
-    table = columns(("loss", "syncs", "graph breaks", "peak blocks", "time / products"))
     checked = [check_row(name, device, n) for name in names or rows()]
-    for row in checked:
-        values = (str(row.syncs), str(row.graph_breaks), f"{row.blocks:.1f}", f"{row.products:.2f}")
-        table.add_row(row.name, *values, style=None if row.ok else "bold red")
+    cells = [
+        (_marked(c.name, c.ok), str(c.syncs), str(c.graph_breaks), f"{c.blocks:.1f}", f"{c.products:.2f}")
+        for c in checked
+    ]
+    table = Grid("", ("loss", "syncs", "graph breaks", "peak blocks", "time / products"), cells, bold=None)
     bad = sum(not row.ok for row in checked)
     summary = f"FAILED: {bad} of {len(checked)} losses with" if bad else f"passed: {len(checked)} losses without"
     note = (
@@ -82,11 +82,15 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     return not bad
 
 
-def environment_table() -> RichTable:
+def _marked(name: str, ok: bool) -> str:
+    return name if ok else f"{name} FAILED"
+
+
+def environment_lines() -> list[str]:
     import torch
 
     gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    rows: list[tuple[str | Text, str]] = [
+    rows = [
         ("nearkin", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", torch.__version__),
@@ -102,8 +106,9 @@ def environment_table() -> RichTable:
         listed |= set(packages)
         status = f"missing: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
         rows.append((f"{extra}: {job}", status))
-    rows += [(Text("! known issue", style="bold red"), issue) for issue in known_issues()] or [("known issues", "none")]
-    return columns((), rows)
+    rows += [("! known issue", issue) for issue in known_issues()] or [("known issues", "none")]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {value}" for name, value in rows]
 
 
 def _openmp_waiting() -> str:
@@ -122,13 +127,14 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
         known = [value for value in values if value is not None]
         return f"{max(known):.0e}" if any(known) else "0" if known else "-"
 
-    table = columns(("loss", "cases", "embeddings", "network", "class parameters, memory"))
+    cells = []
     for name in dict.fromkeys(row.case.loss for row in rows):
         cases = [row for row in rows if row.case.loss == name]
         parts = ("embeddings", "network", "parameters")
         worst_of = [largest([getattr(case, part) for case in cases]) for part in parts]
-        style = None if all(case.ok for case in cases) else "bold red"
-        table.add_row(name, str(len(cases)), *worst_of, style=style)
+        cells.append((_marked(name, all(case.ok for case in cases)), str(len(cases)), *worst_of))
+    head = ("loss", "cases", "embeddings", "network", "class parameters, memory")
+    table = rich_table(Grid("", head, cells, bold=None))
     failed = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
     if not failed:
         return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."

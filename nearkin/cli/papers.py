@@ -76,7 +76,6 @@ def _list() -> None:
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
     from nearkin._common.progress import format_duration
     from nearkin.bench import estimates, narrow, tune_space
-    from nearkin.report.tables import rich_table
 
     print(paper.title)
     print(f"varies:    {paper.varies}")
@@ -95,7 +94,7 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
     for note in paper.notes:
         print(f"note:      {note}")
     if paper.published:
-        show(rich_table(_published_grid(paper)))
+        show(_published_grid(paper))
     count, what = len(trials), "models"
     if paper.computed == "grid_search":
         count, what = sum(len(tune_space.grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
@@ -129,7 +128,6 @@ def _published_grid(paper: PaperStudy) -> Grid:
 def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
     from nearkin.bench.trials import StudyFolder
     from nearkin.report import paper_computed, paper_tables
-    from nearkin.report.tables import rich_table
 
     if paper.computed == "decomposition" and not (paths[0] / "study.toml").exists():
         grids = [paper_computed.decomposition(*paper_computed.embeddings_of(path)) for path in paths]
@@ -145,7 +143,7 @@ def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
             if folder.study.paper != paper.name:
                 raise ConfigError(f"{folder.path}: not a study of {paper.name} (but of '{folder.study.name}').")
             grids += paper_tables.paper_grids(folder, paper_tables.paper_cells(folder))
-    show(*map(rich_table, grids))
+    show(*grids)
 
 
 def compute_paper(name: str, args: Any) -> None:
@@ -162,7 +160,6 @@ def compute_paper(name: str, args: Any) -> None:
 def write_computed(grid: Grid, folder: Path) -> None:
     """Write a computed table to a folder and show it."""
     from nearkin.report.paper_tables import write_grid
-    from nearkin.report.tables import rich_table
 
     written = write_grid(grid, folder)
-    show(rich_table(grid), f"files: {folder}/  ({', '.join(path.name for path in written)})")
+    show(grid, f"files: {folder}/  ({', '.join(path.name for path in written)})")

@@ -43,7 +43,6 @@ def run(argv: list[str]) -> None:
     from nearkin.bench.results import read_results
     from nearkin.bench.summary import summarize
     from nearkin.bench.tournament import run_tournament
-    from nearkin.report.tables import rich_table
     from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
     is_study = target != "papers" and Path(target).is_dir()
@@ -67,4 +66,4 @@ def run(argv: list[str]) -> None:
     tournament = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
     written = write_files(tournament, args.out) if args.out is not None else []
     grids = [standings_grid(tournament), *([pairs_grid(tournament)] if args.pairs else [])]
-    show(*map(rich_table, grids), summarize(tournament), *filter(None, [failures]), *written)
+    show(*grids, summarize(tournament), *filter(None, [failures]), *written)

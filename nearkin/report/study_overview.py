@@ -17,7 +17,7 @@ from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
 from nearkin.report.baselines import compare_study, study_lines, unchanged_line
-from nearkin.report.tables import Grid, csv_text, latex, markdown, rich_table, write_texts
+from nearkin.report.tables import Grid, csv_text, latex, markdown, write_texts
 from nearkin.report.tournament import standings_grid, write_files
 
 
@@ -116,9 +116,9 @@ def failure_line(folder: StudyFolder) -> str:
 
 def terminal_report(folder: StudyFolder) -> list[Any]:
     tournament, methods = rank_methods(folder)
-    parts: list[Any] = [rich_table(results_grid(folder, methods))]
+    parts: list[Any] = [results_grid(folder, methods)]
     if tournament is not None:
-        parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
+        parts += [standings_grid(tournament), summarize(tournament)]
     means = known_means(aggregate(folder), methods)
     sentence, _ = compare_study(folder.study.metric, means, baseline_scores(folder))
     if sentence:
