@@ -93,41 +93,31 @@ def summarize_run(run: Run) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Highlights:
-    """What a page lists, as in `analyze`, but with rows of the table where that has items."""
-
-    example_queries: dict[str, Rows]  # query rows of the retrieval examples, by selection
-    confused_pairs: list[dict[str, Any]]
-    hubs: list[dict[str, Any]]
-    label_errors: dict[str, Any]
-    near_duplicates: dict[str, Any]
-
-    @property
-    def rows(self) -> Rows:
-        """All listed rows, most important first, with repeats."""
-        single = [[entry["item"] for entry in entries] for entries in (self.label_errors["suspects"], self.hubs)]
-        several = [[pair["items"] for pair in pairs] for pairs in (self.near_duplicates["pairs"], self.confused_pairs)]
-        parts = [*self.example_queries.values(), single[0], *several[0], single[1], *several[1]]
-        return np.concatenate([np.asarray(rows, np.int64) for rows in parts])
-
-
-def find_highlights(data: EvalData) -> Highlights:
+def find_highlights(data: EvalData) -> dict[str, Any]:
+    """Find what a page lists: entries of `analyze`, with rows of the table where those have items."""
     labels, queries = data.table.labels, data.queries
     near = (data.neighbours[queries], labels[queries], labels)
     nearest = labels[data.neighbours[queries, 0]]
-    return Highlights(
-        example_queries=gallery.example_queries(data, max_queries=gallery.MAX_QUERIES),
-        confused_pairs=[
+    return {
+        "example_queries": gallery.example_queries(data, max_queries=gallery.MAX_QUERIES),
+        "confused_pairs": [
             {"class": int(pair.label), "confused_with": int(pair.taken_for), "count": pair.count}
             | {"share": round(pair.share, 4)}
             | {"items": queries[(near[1] == pair.label) & (nearest == pair.taken_for)][:MAX_QUERIES_PER_PAIR]}
             for pair in confused_pairs(*near, top=MAX_CONFUSED_PAIRS)
         ],
-        hubs=[{"item": h.item, "occurrences": h.lists, "wrong_class": h.wrong} for h in hubs(*near, top=MAX_HUBS)],
-        label_errors=_label_errors(data),
-        near_duplicates=_near_duplicates(data),
-    )
+        "hubs": [{"item": h.item, "occurrences": h.lists, "wrong_class": h.wrong} for h in hubs(*near, top=MAX_HUBS)],
+        "label_errors": _label_errors(data),
+        "near_duplicates": _near_duplicates(data),
+    }
+
+
+def listed_rows(found: Mapping[str, Any]) -> Rows:
+    """Return all rows that a page lists, most important first, with repeats."""
+    parts = [*found["example_queries"].values(), [entry["item"] for entry in found["label_errors"]["suspects"]]]
+    parts += [pair["items"] for pair in found["near_duplicates"]["pairs"]]
+    parts += [[hub["item"] for hub in found["hubs"]], *(pair["items"] for pair in found["confused_pairs"])]
+    return np.concatenate([np.asarray(rows, np.int64) for rows in parts])
 
 
 def _label_errors(data: EvalData) -> dict[str, Any]:
@@ -189,7 +179,7 @@ def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
 
 
 def analyze(
-    data: EvalData, highlights: Highlights, page_items: PageItems, *, tsne: bool, reporter: Reporter
+    data: EvalData, found: Mapping[str, Any], page_items: PageItems, *, tsne: bool, reporter: Reporter
 ) -> dict[str, Any]:
     """Collect what a page shows about the images of one run. Numbers are rounded for display.
 
@@ -198,25 +188,22 @@ def analyze(
     """
     neighbours = data.neighbours[page_items.rows]
     items = page_items.item_of_row[neighbours]
-    confused = [{**pair, "items": page_items.items_of(pair["items"])} for pair in highlights.confused_pairs]
-    suspects = page_items.place(highlights.label_errors["suspects"])
-    pairs = [{**pair, "items": page_items.items_of(pair["items"])} for pair in highlights.near_duplicates["pairs"]]
-    pairs = [pair for pair in pairs if len(pair["items"]) == 2]
+    pairs = [{**pair, "items": page_items.items_of(pair["items"])} for pair in found["near_duplicates"]["pairs"]]
     return {
         "neighbours": np.where(items < 0, -1 - data.table.labels[neighbours], items).tolist(),
         "similarities": np.rint(1000 * data.similarities[page_items.rows]).astype(int).tolist(),
         "R@1": [None if math.isnan(v) else int(v) for v in data.per_row("R@1")[page_items.rows]],
         "MAP@R": [round_or_none(v, 3) for v in data.per_row("MAP@R")[page_items.rows]],
-        "example_queries": {name: page_items.items_of(rows) for name, rows in highlights.example_queries.items()},
+        "example_queries": {name: page_items.items_of(rows) for name, rows in found["example_queries"].items()},
         "classes": _class_rows(data),
-        "confused_pairs": confused,
-        "hubs": page_items.place(highlights.hubs),
+        "confused_pairs": [{**pair, "items": page_items.items_of(pair["items"])} for pair in found["confused_pairs"]],
+        "hubs": page_items.place(found["hubs"]),
         "hubness": round(hubness(data.neighbours[data.queries], len(data)), 2),
         "similarity_histogram": _similarity_histogram(data),
         "recall_by_size": _recall_by_size(data, reporter),
         "map": _map(data, page_items, tsne, reporter),
-        "label_errors": {**highlights.label_errors, "suspects": suspects},
-        "near_duplicates": {**highlights.near_duplicates, "pairs": pairs},
+        "label_errors": found["label_errors"] | {"suspects": page_items.place(found["label_errors"]["suspects"])},
+        "near_duplicates": found["near_duplicates"] | {"pairs": [pair for pair in pairs if len(pair["items"]) == 2]},
     }
 
 

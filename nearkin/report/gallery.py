@@ -95,15 +95,13 @@ def load_eval_data(run: Run, data: Any = None, *, reporter: Reporter) -> EvalDat
     scores = Scores.load(stored) if tested and stored.exists() else evaluation.score_embeddings(part, emb)
     queries, gallery = evaluation.query_and_gallery_rows(part)
     if queries is None or gallery is None:
-        queries = np.arange(len(part))
-        nearest, similarities = neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))
-    else:
-        k = min(NEIGHBOURS, len(gallery) - 1)
-        nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+        queries = gallery = np.arange(len(part))
+    k = min(NEIGHBOURS, len(gallery) - 1)
+    nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+    if queries is not gallery:
         nearest[queries], similarities[queries] = neighbours(emb[queries], emb[gallery], k=k)
-        # Gallery rows too: on the page, any neighbour can become the query.
-        nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)
-        nearest = gallery[nearest]
+    nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)  # any neighbour can become the query
+    nearest = gallery[nearest]
     if not np.array_equal(scores.labels, part.labels[queries]):
         raise DataError(f"{stored}: the stored values belong to other images.")
     root = recipe.data.root

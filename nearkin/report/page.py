@@ -51,16 +51,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, without the thumbnails."""
-        return {
-            "nearkin": __version__,
-            "names": self.names,
-            "runs": nan_to_none(self.summaries),
-            "items": self.items,
-            "no_images_reason": self.no_images_reason,
-            "analyses": self.analyses,
-            "comparisons": self.comparisons,
-            "differing_settings": [list(row) for row in self.differing_settings],
-        }
+        shown = ("items", "no_images_reason", "analyses", "comparisons", "differing_settings")
+        values = {name: getattr(self, name) for name in shown}
+        return {"nearkin": __version__, "names": self.names, "runs": nan_to_none(self.summaries), **values}
 
 
 def write_page(run: Run, out: Path | None = None, *, data: Any = None, reporter: Reporter | None = None) -> Path:
@@ -117,7 +110,7 @@ def build_report(runs: Sequence[Run], *, data: Any = None, tsne: bool = False, r
     highlights = [find_highlights(data) for data in datasets]
     first, *others = datasets
     changed = [rows[: contents.MAX_CHANGED] for data in others for rows in contents.changed_queries(first, data)]
-    listed = np.concatenate([*changed, *(listed.rows for listed in highlights)])
+    listed = np.concatenate([*changed, *map(contents.listed_rows, highlights)])
     rows = gallery.choose_rows([data.neighbours for data in datasets], listed, max_rows=gallery.MAX_IMAGES)
     page_items = PageItems.from_rows(rows, len(first))
     images = first.table.images  # without channels for a run on features
@@ -126,8 +119,8 @@ def build_report(runs: Sequence[Run], *, data: Any = None, tsne: bool = False, r
         summaries,
         items=describe_items(first, page_items),
         analyses=[
-            analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
-            for data, listed in zip(datasets, highlights, strict=True)
+            analyze(data, found, page_items, tsne=tsne, reporter=reporter)
+            for data, found in zip(datasets, highlights, strict=True)
         ],
         comparisons=[contents.compare_runs(first, data, page_items) for data in others],
         differing_settings=contents.differing_settings(runs),
