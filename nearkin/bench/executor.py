@@ -4,8 +4,6 @@ There is no queue and no coordinator: a worker runs every trial that it can lock
 dies, so another worker resumes the trial of a killed one, in the same run folder, from its checkpoint.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing
@@ -17,17 +15,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nearkin import errors
 from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter, format_duration
 from nearkin._common.words import counted
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
 
 POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run, and of worker processes
 REPORT_INTERVAL = 2.0  # minimum seconds between lines about short trials

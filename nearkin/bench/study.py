@@ -3,8 +3,6 @@
 `Study.trials()` is the whole plan. Every trial is a `Recipe`, so each can be run on its own with `nearkin train`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nearkin.bench.protocols import Protocol
 from nearkin.config._parsing import from_dict, load_toml
@@ -180,7 +178,7 @@ class Study:
             if key and setting in (values.get(section, {}) if section else values):
                 raise ConfigError(f"{where}.{name}: set by the study's {key}. Change it there.")
 
-    def dropped_from(self, previous: Study) -> str:
+    def dropped_from(self, previous: Self) -> str:
         """List what a wider version of this study also has ("losses triplet; seeds 0, 1"); empty if others differ."""
         same = ("losses", "methods", "sizes", "seeds", "datasets", "backbones", "weights")
         narrowed = dataclasses.replace(previous, **{name: getattr(self, name) for name in same})
@@ -193,7 +191,7 @@ class Study:
         return "; ".join(f"{name} {', '.join(values)}" for name, values in dropped.items() if values)
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Study:
+    def from_toml(cls, path: str | Path) -> Self:
         """Read a study file; paths in it are relative to its folder."""
         path = Path(path)
         return load_toml(path, "study", lambda values: from_dict(cls, values, "").resolve_paths(path.resolve().parent))
@@ -204,7 +202,7 @@ class Study:
 
         return tomli_w.dumps(_to_plain(dataclasses.asdict(self)))
 
-    def resolve_paths(self, folder: Path) -> Study:
+    def resolve_paths(self, folder: Path) -> Self:
         """Return a copy whose relative paths start from a folder."""
         datasets = tuple(
             dataclasses.replace(d, root=folder / d.root) if d.root is not None else d for d in self.datasets

@@ -4,8 +4,6 @@ STUDY/trials/ID.json is written last: its existence means done or failed. ID.loc
 trial. ID.begun lists the run folders that existed before; the study never deletes anything of theirs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -15,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 from nearkin._common.files import atomic_write, file_lock, is_locked, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
@@ -65,13 +64,13 @@ class StudyFolder:
         self.path, self.study = path, study
         self.trials = study.trials()
 
-    @staticmethod
-    def begin(path: Path, study: Study) -> StudyFolder:
+    @classmethod
+    def begin(cls, path: Path, study: Study) -> Self:
         """Create the folder of a study, or continue with an existing one, which the study may extend."""
         from nearkin.training.factory import validate_recipe
 
         study = study.resolve_paths(Path.cwd())  # workers read it from another folder
-        folder = StudyFolder(path, study)
+        folder = cls(path, study)
         for trial in folder.trials:
             try:
                 validate_recipe(trial.recipe)
@@ -86,7 +85,7 @@ class StudyFolder:
                 atomic_write(study_file, text)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
-        previous = StudyFolder.open(path)
+        previous = cls.open(path)
         removed = {trial.id for trial in previous.trials} - {trial.id for trial in folder.trials}
         if any(folder._file(id, "json").exists() for id in removed):
             reason = f"contains outcomes of another study '{previous.study.name}' that are not part of this one. Choose"
@@ -97,13 +96,13 @@ class StudyFolder:
         atomic_write(study_file, text)
         return folder
 
-    @staticmethod
-    def open(path: str | Path) -> StudyFolder:
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
         """Open the folder of an existing study."""
         path = Path(path)
         if not (path / "study.toml").exists():
             raise RunError(f"{path}: not the folder of a study (no study.toml). Start one with: nearkin bench run.")
-        return StudyFolder(path, Study.from_toml(path / "study.toml"))
+        return cls(path, Study.from_toml(path / "study.toml"))
 
     def _file(self, id: str, suffix: str) -> Path:
         return self.path / "trials" / f"{id}.{suffix}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nearkin._common.words import counted
+from nearkin.bench.presets import PRESETS, check_study_name, find_study, with_data
 from nearkin.cli import _arguments as arguments
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, show
 from nearkin.errors import ConfigError, require_extra
@@ -114,8 +115,6 @@ class StatusArgs:
 
 
 def run(argv: list[str]) -> None:
-    from nearkin.bench.presets import PRESETS
-
     actions = {"plan": plan, "run": run_study, "status": status, "work": work}
     presets = [f"  {name:10} {build.__doc__}" for name, build in PRESETS.items()]
     arguments.run_action("bench", actions, argv, "\n".join([USAGE, *presets]))
@@ -244,8 +243,6 @@ def _study(target: str, args: StudyArgs) -> Study | None:
     data = args.data
     if data is not None:
         arguments.require_path(data, "the data of the study")
-    from nearkin.bench.presets import PRESETS, check_study_name, find_study, with_data
-
     check_study_name(target)  # before torch is imported
     is_preset = target in PRESETS
     if is_preset:  # their methods are losses
@@ -267,7 +264,6 @@ def _study(target: str, args: StudyArgs) -> Study | None:
 
 def _study_path(target: str, study: Study) -> Path:
     from nearkin.bench.paper_studies import paper_studies
-    from nearkin.bench.presets import PRESETS
 
     exists = target not in PRESETS and target not in paper_studies() and Path(target).is_dir()
     name = study.name.replace("/", "-") + ("-rehearsal" if study.rehearsal else "")

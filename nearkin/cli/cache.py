@@ -1,16 +1,12 @@
 """`nearkin cache list|prune`: what the cache holds, and how to delete it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nearkin.cli._arguments import parse, run_action, show
+from nearkin.data.cache_entries import CacheEntry, cache_dir, choose_entries, list_entries, remove_temporary
 from nearkin.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nearkin.data.cache_entries import CacheEntry
+from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,6 @@ def run(argv: list[str]) -> None:
 
 def cache_list(argv: list[str]) -> None:
     parse(CacheListArgs, argv, "nearkin cache list")
-    from nearkin.data.cache_entries import cache_dir, list_entries
-
     entries = list_entries(cache_dir())
     _show(entries)
     print(f"{_size(entries)} in {cache_dir()}")
@@ -56,8 +50,6 @@ def cache_prune(argv: list[str]) -> None:
     for flag, value in (("--older-than", args.older_than), ("--max-gb", args.max_gb)):
         if value is not None and not value >= 0:
             raise ConfigError(f"{flag}: expected 0 or above, got {value:g}.")
-    from nearkin.data.cache_entries import cache_dir, choose_entries, list_entries, remove_temporary
-
     folder = cache_dir()
     entries = list_entries(folder)
     max_bytes = None if args.max_gb is None else args.max_gb * 1e9
@@ -77,8 +69,6 @@ def cache_prune(argv: list[str]) -> None:
 
 
 def _show(entries: list[CacheEntry]) -> None:
-    from nearkin.report.tables import Grid
-
     rows = []
     for entry in entries:
         days = round((time.time() - entry.last_used) / 86400)

@@ -9,7 +9,10 @@ import tyro
 
 from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, parse, parse_target, run_action, show
+from nearkin.data.benchmarks import BENCHMARKS, require_target
+from nearkin.data.get import get_benchmark
 from nearkin.errors import require_extra
+from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,6 @@ def run(argv: list[str]) -> None:
 
 def data_list(argv: list[str]) -> None:
     parse(DataListArgs, argv, "nearkin data list")
-    from nearkin.data.benchmarks import BENCHMARKS
-    from nearkin.report.tables import Grid
-
     rows = [("glyphs", "built in: drawn from fonts", "about 11,000", "about 230")]
     for name, benchmark in BENCHMARKS.items():
         on_request = not all(archive.urls for archive in benchmark.archives)
@@ -75,8 +75,6 @@ def data_check(argv: list[str]) -> None:
     what = "a benchmark, a folder or a file"
     target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what, exists=False)
     require_extra("images", "PIL")
-    from nearkin.data.benchmarks import require_target
-
     require_target(target)  # before torch is imported
     from nearkin.data.check import check_target
     from nearkin.data.findings import write_json
@@ -93,8 +91,5 @@ def data_check(argv: list[str]) -> None:
 
 def data_get(argv: list[str]) -> None:
     name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name", exists=False)
-    from nearkin.data.benchmarks import BENCHMARKS
-    from nearkin.data.get import get_benchmark
-
     reporter = Reporter(quiet=args.quiet)
     print(get_benchmark(BENCHMARKS[name], args.root, files=args.from_, sha256=args.sha256, reporter=reporter))

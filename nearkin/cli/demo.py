@@ -6,6 +6,9 @@ from pathlib import Path
 from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, show
 from nearkin.errors import require_extra
+from nearkin.report.baselines import headline
+from nearkin.report.tables import result_table
+from nearkin.training import recipes
 
 NEXT = {  # commands that work as they are printed
     "another loss, same data": "train glyphs_small --loss multi_similarity --miner multi_similarity",
@@ -27,10 +30,7 @@ class DemoArgs:
 def run(argv: list[str]) -> None:
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
-    from nearkin.report.baselines import headline
     from nearkin.report.page import write_page
-    from nearkin.report.tables import result_table
-    from nearkin.training import recipes
     from nearkin.training.loop import fit
 
     reporter = Reporter(quiet=args.quiet)

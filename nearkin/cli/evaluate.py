@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.cli._arguments import parse_target
 from nearkin.errors import RunError
+from nearkin.training.run import Run
 
 if TYPE_CHECKING:
     from nearkin.metrics.scores import Scores
@@ -55,7 +56,6 @@ def _run_scores(folder: Path, args: EvaluateArgs) -> Scores:
     """Return the stored test metrics of a run, or score its saved embeddings if it did not store what is wanted."""
     from nearkin.metrics.scores import Scores
     from nearkin.training.evaluation import ks_of, score_saved
-    from nearkin.training.run import Run
 
     run = Run(folder)
     if run.result is None:

@@ -9,6 +9,7 @@ import tyro
 from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, parse_target
 from nearkin.errors import ConfigError, require_extra
+from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ def run(argv: list[str]) -> None:
         raise ConfigError(f"{unused[0]}: has no effect with --to {args.to}. Remove it.")
     if args.to == "hub":
         from nearkin.deploy.model_card import model_card
-        from nearkin.training.run import Run
 
         trained, repo = Run(Path(target)), args.out.as_posix()
         print(trained.embedder().push_to_hub(repo, card=model_card(trained, repo), private=args.private))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nearkin.bench.papers import papers, study_entries
 from nearkin.cli._arguments import parse, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
+from nearkin.report.tables import Grid
 
 if TYPE_CHECKING:
     from nearkin.bench.paper_studies import PaperStudy
-    from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ def run(argv: list[str]) -> None:
         argv = argv[1:]
     args = parse(PapersArgs, argv, "nearkin papers [NAME]")
     require_extra("bench", "scipy")
-    from nearkin.bench.papers import study_entries
-
     if words and words[0] not in study_entries():  # before torch is imported
         hint = did_you_mean(words[0], study_entries()) or " See: nearkin papers."
         raise ConfigError(f"No table or figure named '{words[0]}'.{hint}")
@@ -59,7 +58,6 @@ def run(argv: list[str]) -> None:
 
 def _list() -> None:
     from nearkin.bench.paper_studies import paper_studies
-    from nearkin.bench.papers import papers
 
     studies = paper_studies()
     for name, paper in papers().items():
@@ -111,7 +109,6 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
 
 
 def _published_grid(paper: PaperStudy) -> Grid:
-    from nearkin.report.tables import Grid
 
     values = paper.published
     metrics = list(dict.fromkeys((p.split, p.metric) for p in values))

@@ -11,6 +11,7 @@ import tyro
 from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, leading, parse, require_path
 from nearkin.errors import ConfigError, require_extra
+from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ def run(argv: list[str]) -> None:
         require_extra("images", "matplotlib")
     if args.tsne:
         require_extra("bench", "sklearn")
-    from nearkin.training.run import Run
 
     runs = [Run(target) for target in targets]  # before torch is imported
     from nearkin.report import page, print_figures

@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearkin.bench.papers import thesis_results
+from nearkin.bench.results import read_results
+from nearkin.bench.summary import summarize
+from nearkin.bench.tournament import run_tournament
 from nearkin.cli._arguments import parse_target, show
 from nearkin.errors import ConfigError, require_extra
+from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,6 @@ def run(argv: list[str]) -> None:
     what = "'papers', the folder of a study, or a .csv or .json file"
     target, args = parse_target(TournamentArgs, argv, prog, what, exists=argv[:1] != ["papers"])
     require_extra("bench", "scipy")
-    from nearkin.bench.papers import thesis_results
-    from nearkin.bench.results import read_results
-    from nearkin.bench.summary import summarize
-    from nearkin.bench.tournament import run_tournament
-    from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
     is_study = target != "papers" and Path(target).is_dir()
     for flag in ("dataset", "backbone", "metric"):

@@ -11,6 +11,8 @@ from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, EvalConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
+from nearkin.report.baselines import comparison_lines, headline
+from nearkin.report.tables import result_table
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,6 @@ def run(argv: list[str]) -> None:
 
     if "RANK" not in os.environ:  # before torch is imported; the processes of torchrun start at different times
         refuse_if_busy(recipe, args.runs)
-    from nearkin.report.baselines import comparison_lines, headline
-    from nearkin.report.tables import result_table
     from nearkin.training.loop import fit
 
     run = fit(recipe, args.runs, device=args.device, trackers=args.log, reporter=Reporter(quiet=args.quiet))
