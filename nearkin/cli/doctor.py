@@ -100,7 +100,9 @@ def environment_lines() -> list[str]:
     ]
     listed: set[str] = set()
     for extra, job in JOBS.items():
-        packages = extra_packages(extra)
+        required = [r for r in requires("nearkin") or [] if re.search(rf"extra == ['\"]{extra}['\"]", r)]
+        names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required]
+        packages = {name: installed_version(name) for name in names}
         missing = [name for name, installed in packages.items() if installed is None]
         new = [f"{name} {installed}" for name, installed in packages.items() if name not in listed]
         listed |= set(packages)
@@ -140,16 +142,6 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
         return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."
     worst = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in failed[:10])
     return table, f"FAILED: {len(failed)} of {len(rows)} cases differ by more than {TOLERANCE:g}; the largest:{worst}"
-
-
-def extra_packages(extra: str) -> dict[str, str | None]:
-    """Return the packages of an extra with their installed versions, None if missing, read from our own metadata."""
-    found: dict[str, str | None] = {}
-    for requirement in requires("nearkin") or []:
-        if re.search(rf"extra == ['\"]{extra}['\"]", requirement):
-            package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-            found[package] = installed_version(package)
-    return found
 
 
 def known_issues() -> list[str]:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from nearkin.deploy.index.trained import TrainingClasses
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
-FALSE_ACCEPT = 0.01
-HNSW_FROM = 200_000  # items; exact search of fewer is fast enough
-
 CALIBRATION_NOTE = """\
 estimated by removing the class of each query from the index: how often an image of a class missing from the index is
 called known, provided that missing classes resemble the query classes and are photographed under similar conditions"""
@@ -59,7 +56,7 @@ class IndexArgs:
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
     assume_unseen: bool = False  # Assume that no indexed class was trained on, if the run's data are not available.
     hnsw: bool = False  # Build an HNSW graph for approximate search (needs faiss) and print its measured recall.
-    hnsw_min_items: int = HNSW_FROM
+    hnsw_min_items: int = 200_000
     """For --hnsw: minimum number of items for a graph; smaller indexes are searched exactly."""
     store: str | None = None
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
@@ -146,7 +143,7 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         yield f"{counted(unlabelled, 'item')} without a label: searched, and counted as other classes"
     if args.calibrate:
         reporter.info("calibrating")
-        rate = FALSE_ACCEPT if args.false_accept_rate is None else args.false_accept_rate
+        rate = 0.01 if args.false_accept_rate is None else args.false_accept_rate
         before, threshold = index.threshold, index.calibrate(rate, trained=seen)
         if args.false_accept_rate is None and threshold.true_accept < 0.5:
             index.threshold = before  # a search that calls most known images unknown must be wanted

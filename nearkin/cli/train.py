@@ -161,7 +161,11 @@ def _split_arguments(argv: list[str]) -> _Arguments:
         elif setting == "name":
             arguments.flags += [f"--{component}", value]
         elif flag == "--loss.regularizers":
-            arguments.regularizers = _regularizers(value)
+            terms = (term.partition("=") for term in value.split(","))
+            try:
+                arguments.regularizers = {name: float(weight) for name, _, weight in terms}
+            except ValueError:
+                raise ConfigError(f"{flag} {value}: expected weights such as lp=0.01,zero_mean=0.1.") from None
         else:
             arguments.settings[component][setting.replace("-", "_")] = _scalar(value)
     return arguments
@@ -228,14 +232,6 @@ def _override_loss(
         setting = next(iter(settings), "regularizers")
         raise ConfigError(f"--loss.{setting}: {name} is a sum. Write the settings of its parts in a recipe: [[loss]].")
     return loss
-
-
-def _regularizers(text: str) -> dict[str, float]:
-    """Parse the weights of regularisers, for example lp=0.01,zero_mean=0.1."""
-    try:
-        return {name: float(weight) for name, _, weight in (term.partition("=") for term in text.split(","))}
-    except ValueError:
-        raise ConfigError(f"--loss.regularizers {text}: expected weights such as lp=0.01,zero_mean=0.1.") from None
 
 
 def _scalar(text: str) -> Scalar:
