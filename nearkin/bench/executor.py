@@ -29,7 +29,7 @@ POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run, 
 REPORT_INTERVAL = 2.0  # minimum seconds between lines about short trials
 STOP_SECONDS = 60.0  # for a worker to write its checkpoint
 MAX_RESTARTS = 20  # of killed workers, per command
-INTERRUPTED = 130  # exit code of a worker stopped by Ctrl-C
+FAILED, INTERRUPTED = 2, 130  # exit codes of a worker: by an error, which it has sent, and by Ctrl-C
 
 T = TypeVar("T")
 Cluster = Literal["slurm", "local"]
@@ -114,7 +114,7 @@ def _num_gpus(device: str) -> int:
 @dataclass(frozen=True)
 class _Worker:
     process: SpawnProcess
-    pipe: Connection  # the worker sends lines and its error; it stops when this end is closed
+    pipe: Connection  # the worker sends its error; it stops when this end is closed
     device: str
 
 
@@ -137,15 +137,16 @@ def run_workers(
     restarts, gpus = 0, _num_gpus(device)
     try:
         for index in range(min(workers, unfinished())):
-            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
+            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device, reporter.quiet))
         while running:
             time.sleep(POLL_INTERVAL)
             for worker in list(running):
                 code = worker.process.exitcode
-                _report_lines(worker.pipe, reporter)
                 if code is None:
                     continue
                 running.remove(worker)
+                if code == FAILED:
+                    raise errors.RunError(f"A worker stopped: {worker.pipe.recv()}")
                 worker.pipe.close()
                 if code == INTERRUPTED:
                     raise KeyboardInterrupt
@@ -160,7 +161,7 @@ def run_workers(
                         "--workers. Finished trials are kept; run the same command again to resume."
                     )
                 reporter.info(f"a worker was killed (signal {-code}); restarting it to resume its trial")
-                running.append(_start(task, worker.device))
+                running.append(_start(task, worker.device, reporter.quiet))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped with {total - unfinished()} of {total} trials done") from None
     finally:
@@ -173,10 +174,10 @@ def run_workers(
                 worker.process.join()
 
 
-def _start(task: Callable[..., object], device: str) -> _Worker:
+def _start(task: Callable[..., object], device: str, quiet: bool) -> _Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_run_child, args=(functools.partial(task, device=device), theirs))
+    process = spawn.Process(target=_run_child, args=(functools.partial(task, device=device), theirs, quiet))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, until the worker can handle an interrupt
     try:
         process.start()
@@ -186,24 +187,16 @@ def _start(task: Callable[..., object], device: str) -> _Worker:
     return _Worker(process, ours, device)
 
 
-def _report_lines(pipe: Connection, reporter: Reporter) -> None:
-    with suppress(EOFError, OSError):  # the worker has ended
-        while pipe.poll():
-            if isinstance(message := pipe.recv(), errors.UserError):
-                raise errors.RunError(f"A worker stopped: {message}")
-            reporter.info(message)
-
-
-def _run_child(task: Callable[..., object], pipe: Connection) -> None:
+def _run_child(task: Callable[..., object], pipe: Connection, quiet: bool) -> None:
     # Ctrl-C reaches only the parent, which forwards it once: a second one would interrupt the checkpoint.
     ignore_terminal_interrupts()
     stop_after(pipe.recv)  # until the parent closes its end or dies
     try:
-        task(reporter=_PipeReporter(pipe))
+        task(reporter=Reporter(quiet=quiet))
     except (errors.UserError, OSError) as error:
-        with suppress(OSError):
-            pipe.send(errors.UserError(str(error)))
-        sys.exit(2)
+        with suppress(OSError):  # nobody reads it any more
+            pipe.send(str(error))
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
@@ -213,18 +206,6 @@ def stop_after(wait: Callable[[], object] | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
     if wait is not None:
         interrupt_after(wait)
-
-
-class _PipeReporter(Reporter):
-    """Sends lines to the process that prints them."""
-
-    def __init__(self, pipe: Connection) -> None:
-        super().__init__()
-        self._pipe = pipe
-
-    def info(self, line: str) -> None:
-        with suppress(OSError):  # nobody reads them any more
-            self._pipe.send(line)
 
 
 @dataclass(frozen=True)
