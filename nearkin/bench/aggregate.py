@@ -6,6 +6,7 @@ classes how much another choice of test classes would change the score. More see
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,11 @@ def aggregate(folder: StudyFolder) -> dict[tuple[str, str], Aggregate]:
         low, high = np.mean([row[1:] for row in rows], axis=0).tolist() if rows else (math.nan, math.nan)
         aggregates[cell] = Aggregate(tuple(row[0] for row in rows), low, high, failed[cell])
     return aggregates
+
+
+def known_means(cells: Mapping[tuple[str, str], Aggregate], methods: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Method -> experiment -> mean; without cells in which every replicate failed."""
+    return {m: {e: c.mean for (e, method), c in cells.items() if method == m and c.values} for m in methods}
 
 
 def baseline_scores(folder: StudyFolder) -> dict[str, dict[str, float]]:

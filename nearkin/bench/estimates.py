@@ -29,8 +29,6 @@ EVALUATION_OVERHEAD = 2.0  # seconds per trial and 6,000 test images: ranking, i
 
 
 class DatasetSize(NamedTuple):
-    """Number of images of a data source, and the shape of one image."""
-
     num_images: int  # images in all splits
     shape: tuple[int, int, int]  # (channels, height, width); features are (features, 1, 1)
 
@@ -55,9 +53,8 @@ class Estimate:
 
     def bytes(self, trial: Trial, *, keep_models: bool) -> float:
         size = dataset_size(trial.recipe.data)
-        weights = 4 * count_parameters(trial.recipe.model, size.shape)
         per_query = 40 * size.num_images / 2  # compressed, about 20 metrics
-        return per_query + 20_000 + (weights if keep_models else 0)
+        return per_query + 20_000 + (4 * count_parameters(trial.recipe.model, size.shape) if keep_models else 0)
 
     def _raw_seconds(self, trial: Trial) -> float:
         recipe = trial.recipe
@@ -97,12 +94,10 @@ def _dataset_size(data: DataConfig) -> DatasetSize:
         features = sources.load_features(data.root).features
         assert features is not None
         return DatasetSize(len(features), (features.shape[1], 1, 1))
-    if data.source in BENCHMARKS:
-        return DatasetSize(BENCHMARKS[data.source].total.images, (3, data.image_size, data.image_size))
-    listing = sources.list_source(data)
-    if not len(listing):
+    count = BENCHMARKS[data.source].total.images if data.source in BENCHMARKS else len(sources.list_source(data))
+    if not count:
         raise DataError(f"{data.root}: no images found.")
-    return DatasetSize(len(listing), (3, data.image_size, data.image_size))
+    return DatasetSize(count, (3, data.image_size, data.image_size))
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,11 +115,11 @@ def count_flops(model: ModelConfig, shape: tuple[int, int, int]) -> tuple[float,
     return (total - head, head) if model.freeze == "backbone" else (0.0, total)
 
 
-@functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, shape: tuple[int, int, int]) -> int:
     return sum(p.numel() for p in _meta_model(model, shape).parameters())
 
 
+@functools.lru_cache(maxsize=256)
 def _meta_model(model: ModelConfig, shape: tuple[int, int, int]) -> Embedder:
     with torch.device("meta"):
         return Embedder(replace(model, weights="none"), shape).eval()

@@ -4,8 +4,6 @@ There is no queue and no coordinator: a worker runs every trial that it can lock
 dies, so another worker resumes the trial of a killed one, in the same run folder, from its checkpoint.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing
@@ -17,32 +15,21 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from nearkin import errors
 from nearkin._common.processes import ignore_terminal_interrupts, interrupt_after
 from nearkin._common.progress import Reporter, format_duration
 from nearkin._common.words import counted
-from nearkin.errors import (
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    ProcessLostError,
-    RunError,
-    TrainingFailedError,
-    UserError,
-    import_extra,
-)
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
 
 POLL_INTERVAL = 0.5  # seconds between checks of trials that other workers run, and of worker processes
 REPORT_INTERVAL = 2.0  # minimum seconds between lines about short trials
 STOP_SECONDS = 60.0  # for a worker to write its checkpoint
 MAX_RESTARTS = 20  # of killed workers, per command
-INTERRUPTED = 130  # exit code of a worker stopped by Ctrl-C
+FAILED, INTERRUPTED = 2, 130  # exit codes of a worker: by an error, which it has sent, and by Ctrl-C
 
 T = TypeVar("T")
 Cluster = Literal["slurm", "local"]
@@ -76,13 +63,9 @@ def work(
             if not waiting:
                 reporter.info(f"waiting for {counted(len(remaining), 'trial')} of other workers")
             time.sleep(POLL_INTERVAL)
-        waiting = message is None
-        remaining = unfinished()
-        if message is None:
-            continue
-        count += 1
-        now = time.monotonic()
-        if now - last_report >= REPORT_INTERVAL or not remaining or "FAILED" in message:
+        count, waiting = count + (message is not None), message is None
+        remaining, now = unfinished(), time.monotonic()
+        if message and (now - last_report >= REPORT_INTERVAL or not remaining or "FAILED" in message):
             last_report = now
             left = sum(map(cost, remaining))
             duration = format_duration(left * (now - start) / max(initial_cost - left, 1e-9))
@@ -92,59 +75,52 @@ def work(
 
 def failure_reason(error: Exception, folder: Path, log: str) -> str:
     """Return why a trial failed, in one line; write the traceback of an unexpected error to a log in `folder`."""
-    if isinstance(error, DataError | RunError | MissingExtraError | OSError):
+    if isinstance(error, errors.DataError | errors.RunError | errors.MissingExtraError | OSError):
         raise error  # no data, no disk space, no package: every trial would fail
     message = " ".join(str(error).splitlines()[:1])
-    if isinstance(error, TrainingFailedError | ConfigError):
+    if isinstance(error, errors.TrainingFailedError | errors.ConfigError):
         return message
     (folder / log).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{type(error).__name__}: {message} (see {log})"
 
 
-# --- the share of this machine that each worker gets: cores, and GPUs in turn ----------------------------------------
+def delete_checkpoints(run: Path, *, keep_best: bool) -> None:
+    """Delete the checkpoints of a finished trial: those of hundreds of trials would fill a disk."""
+    for name in ("last.pt", "previous.pt", *(() if keep_best else ("best.pt", "vectors.npz"))):
+        (run / name).unlink(missing_ok=True)
 
 
 def default_workers(workers: int, device: str) -> int:
+    """Return the number of workers: 0 means one per GPU, or one per core; a single named device runs one at a time."""
     if workers < 0:
-        raise ConfigError(f"--workers: expected 0 or more, got {workers}.")
-    if workers:
-        return workers
-    if device in ("auto", "cuda") and _num_gpus():
-        return _num_gpus()
-    return _num_cores() if device in ("auto", "cpu") else 1  # a single named device runs one at a time
+        raise errors.ConfigError(f"--workers: expected 0 or more, got {workers}.")
+    return workers or _num_gpus(device) or (threads_for(1) if device in ("auto", "cpu") else 1)
 
 
 def threads_for(workers: int) -> int:
     """Return the number of threads per worker when `workers` share this machine's cores."""
-    return max(1, _num_cores() // workers)
-
-
-def _num_cores() -> int:
     from nearkin.data.loading import available_cores
 
-    return available_cores()
+    return max(1, available_cores() // workers)
 
 
-def _num_gpus() -> int:
+def _num_gpus(device: str) -> int:
+    """Return the number of GPUs that a device without a number stands for."""
     import torch
 
-    return torch.cuda.device_count()
-
-
-# --- worker processes ------------------------------------------------------------------------------------------------
+    return torch.cuda.device_count() if device in ("auto", "cuda") else 0
 
 
 @dataclass(frozen=True)
 class _Worker:
     process: SpawnProcess
-    pipe: Connection  # the worker sends lines and its error; it stops when this end is closed
+    pipe: Connection  # the worker sends its error; it stops when this end is closed
     device: str
 
 
 def run_workers(
     task: Callable[..., object],
     workers: int,
-    *,
     unfinished: Callable[[], int],
     total: int,
     device: str,
@@ -158,34 +134,34 @@ def run_workers(
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(workers)))  # workers inherit it
     running: list[_Worker] = []
-    restarts = 0
+    restarts, gpus = 0, _num_gpus(device)
     try:
-        gpus = _num_gpus() if device in ("auto", "cuda") else 0
         for index in range(min(workers, unfinished())):
-            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device))
+            running.append(_start(task, f"cuda:{index % gpus}" if gpus else device, reporter.quiet))
         while running:
             time.sleep(POLL_INTERVAL)
             for worker in list(running):
                 code = worker.process.exitcode
-                _report_lines(worker.pipe, reporter)
                 if code is None:
                     continue
                 running.remove(worker)
+                if code == FAILED:
+                    raise errors.RunError(f"A worker stopped: {worker.pipe.recv()}")
                 worker.pipe.close()
                 if code == INTERRUPTED:
                     raise KeyboardInterrupt
                 if code == 0 or not unfinished():
                     continue
                 if code > 0:
-                    raise RunError(f"A worker stopped (exit code {code}); its error is above.")
+                    raise errors.RunError(f"A worker stopped (exit code {code}); its error is above.")
                 restarts += 1
                 if restarts > MAX_RESTARTS:
-                    raise RunError(
+                    raise errors.RunError(
                         f"Workers were killed {restarts} times (last by signal {-code}). If memory runs out, use fewer "
                         "--workers. Finished trials are kept; run the same command again to resume."
                     )
                 reporter.info(f"a worker was killed (signal {-code}); restarting it to resume its trial")
-                running.append(_start(task, worker.device))
+                running.append(_start(task, worker.device, reporter.quiet))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped with {total - unfinished()} of {total} trials done") from None
     finally:
@@ -198,10 +174,10 @@ def run_workers(
                 worker.process.join()
 
 
-def _start(task: Callable[..., object], device: str) -> _Worker:
+def _start(task: Callable[..., object], device: str, quiet: bool) -> _Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_run_child, args=(functools.partial(task, device=device), theirs))
+    process = spawn.Process(target=_run_child, args=(functools.partial(task, device=device), theirs, quiet))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, until the worker can handle an interrupt
     try:
         process.start()
@@ -211,25 +187,16 @@ def _start(task: Callable[..., object], device: str) -> _Worker:
     return _Worker(process, ours, device)
 
 
-def _report_lines(pipe: Connection, reporter: Reporter) -> None:
-    with suppress(EOFError, OSError):  # the worker has ended
-        while pipe.poll():
-            message = pipe.recv()
-            if isinstance(message, UserError):
-                raise RunError(f"A worker stopped: {message}")
-            reporter.info(message)
-
-
-def _run_child(task: Callable[..., object], pipe: Connection) -> None:
+def _run_child(task: Callable[..., object], pipe: Connection, quiet: bool) -> None:
     # Ctrl-C reaches only the parent, which forwards it once: a second one would interrupt the checkpoint.
     ignore_terminal_interrupts()
     stop_after(pipe.recv)  # until the parent closes its end or dies
     try:
-        task(reporter=_PipeReporter(pipe))
-    except (UserError, OSError) as error:
-        with suppress(OSError):
-            pipe.send(UserError(str(error)))
-        sys.exit(2)
+        task(reporter=Reporter(quiet=quiet))
+    except (errors.UserError, OSError) as error:
+        with suppress(OSError):  # nobody reads it any more
+            pipe.send(str(error))
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
@@ -241,35 +208,15 @@ def stop_after(wait: Callable[[], object] | None) -> None:
         interrupt_after(wait)
 
 
-class _PipeReporter(Reporter):
-    """Sends lines to the process that prints them."""
-
-    def __init__(self, pipe: Connection) -> None:
-        super().__init__()
-        self._pipe = pipe
-
-    def info(self, line: str) -> None:
-        with suppress(OSError):  # nobody reads them any more
-            self._pipe.send(line)
-
-
-# --- jobs of a cluster -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Slurm:
     """Resources of a cluster job."""
 
-    partition: str | None = None
-    """Partition; the default is the cluster's."""
-    hours: float = 24.0
-    """Time limit of a job; one that reaches it is requeued and resumes."""
-    gpus: int = 1
-    """GPUs per job; 0 trains on CPU."""
-    cores: int = 8
-    """CPU cores per job."""
-    memory_gb: int = 32
-    """Memory per job, in GB."""
+    partition: str | None = None  # Partition; the default is the cluster's.
+    hours: float = 24.0  # Time limit of a job; one that reaches it is requeued and resumes.
+    gpus: int = 1  # GPUs per job; 0 trains on CPU.
+    cores: int = 8  # CPU cores per job.
+    memory_gb: int = 32  # Memory per job, in GB.
 
 
 @dataclass(frozen=True)
@@ -289,11 +236,11 @@ class ClusterJob:
 
 def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path, *, cluster: Cluster) -> list[str]:
     """Submit workers as jobs, with their logs in `folder`; wait for local ones. Returns the ids of the jobs."""
-    submitit: Any = import_extra("submitit", extra="bench")
+    submitit: Any = errors.import_extra("submitit", extra="bench")
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     except RuntimeError as error:
-        raise ConfigError(f"--launch slurm: SLURM not found on this machine ({error}).") from None
+        raise errors.ConfigError(f"--launch slurm: SLURM not found on this machine ({error}).") from None
     executor.update_parameters(
         name="nearkin-tune",
         timeout_min=max(1, round(60 * slurm.hours)),
@@ -304,10 +251,9 @@ def submit(task: Callable[[], object], workers: int, slurm: Slurm, folder: Path,
     )
     with executor.batch() if cluster == "slurm" else nullcontext():  # one job array
         jobs = [executor.submit(ClusterJob(task)) for _ in range(workers)]
-    if cluster == "local":
-        errors = [job.exception() for job in jobs if job.exception()]
-        if errors:
-            raise ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{errors[0]}")
+    lost = [job.exception() for job in jobs if job.exception()] if cluster == "local" else []
+    if lost:
+        raise errors.ProcessLostError(f"--launch local: a job failed (logs: {folder}):\n{lost[0]}")
     ids = [job.job_id for job in jobs]
     del jobs
     gc.collect()  # local jobs are reference cycles, and raise if they are collected at interpreter exit

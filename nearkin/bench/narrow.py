@@ -36,7 +36,22 @@ def narrow(
 ) -> Study:
     """Return a study changed by flags of `nearkin bench`; what is not given stays."""
     if datasets:
-        study = replace(study, datasets=tuple(_dataset(study, name) for name in datasets))
+        known = {dataset.name: dataset for dataset in study.datasets}
+        for name in datasets:
+            # A study whose recipes support it is transferred to another benchmark.
+            if name not in known and not ("{dataset}" in study.base and name in BENCHMARKS):
+                check_known("datasets", "dataset", name, known)
+        root = next((dataset.root for dataset in study.datasets), None)
+        study = replace(study, datasets=tuple(known.get(name, Dataset(name, name, root)) for name in datasets))
+    files = dict(study.weights)
+    for text in weights:
+        backbone, equals, file = text.partition("=")
+        if not equals or not file:
+            example = "bn_inception=bn_inception-52deb4733.pth"
+            raise ConfigError(f"--weights {text}: expected BACKBONE=FILE, such as {example}.")
+        if not Path(file).is_file():
+            raise ConfigError(f"--weights {text}: {file}: no such file. Expected a .pth or .safetensors file.")
+        files[backbone] = str(Path(file).resolve())
     if losses:
         for name in losses:
             check_known("losses", "method", name, study.method_names)
@@ -50,29 +65,10 @@ def narrow(
         backbones=tuple(backbones) or study.backbones,
         sizes=tuple(sizes) or study.sizes,
         seeds=tuple(seeds) or study.seeds,
-        weights={**study.weights, **dict(map(_weights, weights))},
+        weights=files,
         change=_changed(study.change, change),
         rehearsal=study.rehearsal or rehearse,
     )
-
-
-def _dataset(study: Study, name: str) -> Dataset:
-    """Find a dataset of the study, or transfer the study to another benchmark that its recipes support."""
-    known = {dataset.name: dataset for dataset in study.datasets}
-    if name in known:
-        return known[name]
-    if "{dataset}" not in study.base or name not in BENCHMARKS:
-        check_known("datasets", "dataset", name, known)
-    return Dataset(name, name, next((dataset.root for dataset in study.datasets), None))
-
-
-def _weights(text: str) -> tuple[str, str]:
-    backbone, equals, file = text.partition("=")
-    if not equals or not file:
-        raise ConfigError(f"--weights {text}: expected BACKBONE=FILE, such as bn_inception=bn_inception-52deb4733.pth.")
-    if not Path(file).is_file():
-        raise ConfigError(f"--weights {text}: {file}: no such file. Expected a .pth or .safetensors file.")
-    return backbone, str(Path(file).resolve())
 
 
 def _changed(settings: Any, changes: Sequence[str]) -> dict[str, Any]:

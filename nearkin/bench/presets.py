@@ -31,9 +31,8 @@ def _preset(build: Callable[[Path | None], Study]) -> Callable[[Path | None], St
 def tiny(data: Path | None) -> Study:
     """All losses on the built-in glyphs, 2 embedding sizes, 2 seeds; minutes on two cores."""
     if data is not None:
-        raise ConfigError(
-            "--data: tiny uses the built-in glyphs. Write a study file for your own data (see docs/bench.md)."
-        )
+        fix = "Write a study file for your own data (see docs/bench.md)."
+        raise ConfigError(f"--data: tiny uses the built-in glyphs. {fix}")
     from nearkin.bench.study import Study
 
     return Study(
@@ -64,10 +63,7 @@ def features(data: Path | None) -> Study:
         val_fractions=(0.2,),
         resplit=True,
         keep_models=False,
-        change={
-            "data": {"split": "half"},
-            "train": {"epochs": 6, "samples_per_class": 4, "lr_schedule": "constant"},
-        },
+        change={"data": {"split": "half"}, "train": {"epochs": 6, "samples_per_class": 4, "lr_schedule": "constant"}},
         methods=SCALES,
     )
 

@@ -76,10 +76,6 @@ class Table:
         """The largest number of seeds of any cell."""
         return max(len(runs) for runs in self.runs.values())
 
-    def failed(self, method: str) -> int:
-        """Return the number of failed runs of a method."""
-        return sum(result.method == method for result in self.failures)
-
 
 def tabulate(results: Iterable[Result]) -> Table:
     results = list(results)
@@ -104,9 +100,6 @@ def tabulate(results: Iterable[Result]) -> Table:
     )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def read_results(path: Path) -> list[Result]:
     """Read results from a .csv file with a header, or a .json file with a list of objects.
 
@@ -126,27 +119,23 @@ def read_results(path: Path) -> list[Result]:
         raise DataError(f"{path}: expected a .csv or .json file, got '{path.suffix}'.")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        rows = _json_rows(path, text) if path.suffix.lower() == ".json" else _csv_rows(path, text)
+        if path.suffix.lower() == ".json":
+            entries = json.loads(text)
+            if not isinstance(entries, list) or not all(isinstance(row, dict) for row in entries):
+                raise DataError(f"{path}: expected a list of objects with {', '.join(COLUMNS)}.")
+            heads = [list(row) for row in entries]
+            rows = [(f"entry {number}", row) for number, row in enumerate(entries, 1)]
+        else:
+            reader = csv.DictReader(io.StringIO(text, newline=""))
+            heads = [[name or "" for name in reader.fieldnames or []]]
+            rows = [(f"line {reader.line_num}", row) for row in reader]
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a valid {path.suffix[1:]} file: {error}.") from None
+    for names in heads:
+        _check_columns(path, names)
     if not rows:
         raise DataError(f"{path}: contains no results.")
     return [_parse_row(f"{path}, {where}", row) for where, row in rows]
-
-
-def _csv_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    _check_columns(path, [name or "" for name in reader.fieldnames or []])
-    return [(f"line {reader.line_num}", row) for row in reader]
-
-
-def _json_rows(path: Path, text: str) -> list[tuple[str, dict[Any, Any]]]:
-    rows = json.loads(text)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of objects with {', '.join(COLUMNS)}.")
-    for row in rows:
-        _check_columns(path, list(row))
-    return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
@@ -171,16 +160,11 @@ def _parse_row(where: str, row: dict[Any, Any]) -> Result:
     if value is not None and not math.isfinite(value):
         value, reason = None, reason or f"the value is {value}"
     try:
-        return Result(cells["experiment"], cells["method"], _parse_seed(cells.get("seed") or "0"), value, reason)
+        seed = Decimal(cells.get("seed") or "0")  # 1.0 is a seed too; a float would round large ones
+        if seed % 1:
+            raise ValueError
+        return Result(cells["experiment"], cells["method"], int(seed), value, reason)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-
-
-def _parse_seed(text: str) -> int:
-    try:
-        seed = Decimal(text)  # 1.0 is a seed too; a float would round large ones
-        if seed % 1 == 0:
-            return int(seed)
-    except ArithmeticError:
-        pass
-    raise DataError(f"seed: expected an integer, got '{text}'.")
+    except (ArithmeticError, ValueError):
+        raise DataError(f"{where}: seed: expected an integer, got '{cells['seed']}'.") from None

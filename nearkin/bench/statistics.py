@@ -6,8 +6,8 @@ docs/tournament.md explains what each means for a tournament and what it assumes
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ def average_ranks(values: Floats) -> Floats:
     return np.asarray(rankdata(-values, axis=1, nan_policy="omit"), dtype=np.float64)
 
 
-@dataclass(frozen=True)
-class Friedman:
+class Friedman(NamedTuple):
     """Result of Friedman's test."""
 
     chi_squared: float  # the statistic, corrected for ties
@@ -110,8 +109,7 @@ def nemenyi_groups(mean_ranks: Floats, critical: float) -> list[tuple[int, int]]
     return groups
 
 
-@dataclass(frozen=True)
-class SignedRanks:
+class SignedRanks(NamedTuple):
     """Result of Wilcoxon's signed-rank test."""
 
     p_value: float  # two-sided

@@ -3,17 +3,16 @@
 `Study.trials()` is the whole plan. Every trial is a `Recipe`, so each can be run on its own with `nearkin train`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nearkin.bench.protocols import Protocol
 from nearkin.config._parsing import from_dict, load_toml
@@ -26,7 +25,6 @@ from nearkin.training._run_key import key_values
 from nearkin.training.evaluation import DATASET_KS, reported_metrics
 
 _SECTIONS = ("data", "model", "loss", "miner", "train", "eval")
-
 REHEARSAL = "REHEARSAL (tiny data and network, the values mean nothing): "
 
 
@@ -38,6 +36,9 @@ class Dataset:
     source: str  # as in a recipe
     root: Path | None = None  # as in a recipe; relative to the study file
     recipe: str = ""  # what {dataset} in the base stands for; default: the source
+
+
+Cell = tuple[Dataset | None, str | None, int | None, float]  # dataset, backbone, size, share of validation classes
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,9 @@ class Study:
             if not values:
                 raise ConfigError(f"{name}: expected at least one.")
         for name in ("losses", "backbones", "sizes", "seeds", "val_fractions"):
-            values = getattr(self, name)
-            duplicate = next((value for value in values if values.count(value) > 1), None)
-            if duplicate is not None:
-                raise ConfigError(f"{name}: {duplicate!r} is listed twice.")
+            for value, count in Counter(getattr(self, name)).items():
+                if count > 1:
+                    raise ConfigError(f"{name}: {value!r} is listed twice.")
         names = [dataset.name for dataset in self.datasets]
         if len(set(names)) != len(names):
             raise ConfigError(f"datasets: two have the same name ({', '.join(names)}).")
@@ -178,7 +178,7 @@ class Study:
             if key and setting in (values.get(section, {}) if section else values):
                 raise ConfigError(f"{where}.{name}: set by the study's {key}. Change it there.")
 
-    def dropped_from(self, previous: Study) -> str:
+    def dropped_from(self, previous: Self) -> str:
         """List what a wider version of this study also has ("losses triplet; seeds 0, 1"); empty if others differ."""
         same = ("losses", "methods", "sizes", "seeds", "datasets", "backbones", "weights")
         narrowed = dataclasses.replace(previous, **{name: getattr(self, name) for name in same})
@@ -191,7 +191,7 @@ class Study:
         return "; ".join(f"{name} {', '.join(values)}" for name, values in dropped.items() if values)
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Study:
+    def from_toml(cls, path: str | Path) -> Self:
         """Read a study file; paths in it are relative to its folder."""
         path = Path(path)
         return load_toml(path, "study", lambda values: from_dict(cls, values, "").resolve_paths(path.resolve().parent))
@@ -202,7 +202,7 @@ class Study:
 
         return tomli_w.dumps(_to_plain(dataclasses.asdict(self)))
 
-    def resolve_paths(self, folder: Path) -> Study:
+    def resolve_paths(self, folder: Path) -> Self:
         """Return a copy whose relative paths start from a folder."""
         datasets = tuple(
             dataclasses.replace(d, root=folder / d.root) if d.root is not None else d for d in self.datasets
@@ -212,8 +212,6 @@ class Study:
         tuned = folder / self.tuned if self.tuned is not None else None
         weights = {name: str(folder / file) for name, file in self.weights.items()}
         return dataclasses.replace(self, datasets=datasets, base=base, tuned=tuned, weights=weights)
-
-    # --- the plan -----------------------------------------------------------------------------------------------------
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -227,32 +225,19 @@ class Study:
         cells = itertools.product(datasets, self.backbones or (None,), self.sizes or (None,), self.val_fractions)
         replicates = itertools.product(self.seeds, range(self.protocol.models_per_seed))
         return [
-            self._trial(*cell, method, seed, fold)
+            self._trial(cell, method, seed, fold)
             for (seed, fold), cell, method in itertools.product(replicates, list(cells), self.method_names)
         ]
 
-    def _trial(
-        self,
-        dataset: Dataset | None,
-        backbone: str | None,
-        size: int | None,
-        val_fraction: float,
-        method: str,
-        seed: int,
-        fold: int,
-    ) -> Trial:
-        values = self._base_values(method, dataset, backbone, size)
+    def _trial(self, cell: Cell, method: str, seed: int, fold: int) -> Trial:
+        dataset, backbone, size, val_fraction = cell
+        values = self._base_values(method, cell)
         for change in (self.change, self.methods.get(method, {})):
             values = merge(values, change)
             if "epochs" in change.get("train", {}) and "steps" not in change["train"]:
                 values["train"].pop("steps", None)
-        if dataset is not None:
-            root = {} if dataset.root is None else {"root": str(dataset.root)}
-            values["data"] |= {"source": dataset.source, **root}
-        if backbone is not None:
-            values["model"]["backbone"] = backbone
-        if size is not None:
-            values["model"]["dim"] = size
+        data = {"source": dataset.source, "root": dataset.root} if dataset is not None else {}
+        values = merge(values, _to_plain({"data": data, "model": {"backbone": backbone, "dim": size}}))
         if (name := values["model"]["backbone"]) in self.weights:
             values["model"]["weights"] = self.weights[name]
         if self.rehearsal:
@@ -269,31 +254,23 @@ class Study:
                 raise ConfigError(f"metric: {self.metric} is not computed. {fix}")
         except ConfigError as error:
             raise ConfigError(f"{method}: {error}") from None
-        name = dataset.name if dataset is not None else recipe.data.source
-        experiment = [name]
-        if len(self.backbones) > 1:
-            experiment.append(backbone or recipe.model.backbone)
+        name, network = dataset.name if dataset else recipe.data.source, backbone or recipe.model.backbone
+        experiment = [name, *([network] if len(self.backbones) > 1 else [])]
         if self.sizes:  # without this list, methods with sizes of their own are compared in one experiment
             experiment.append(str(recipe.model.dim))
         if len(self.val_fractions) > 1:
             experiment.append(f"val {val_fraction:g}")
         return Trial(
-            dataset=name,
-            backbone=backbone or recipe.model.backbone,
-            size=recipe.model.dim,
-            method=method,
-            seed=seed,
-            part=fold,
+            *(name, network, recipe.model.dim, method, seed, fold),
             experiment=" ".join(experiment),
             replicate=seed * self.protocol.models_per_seed + fold,
             recipe=recipe,
             label=(REHEARSAL if self.rehearsal else "") + self.protocol.label(val_fraction),
         )
 
-    def _base_values(
-        self, method: str, dataset: Dataset | None, backbone: str | None, size: int | None
-    ) -> dict[str, Any]:
+    def _base_values(self, method: str, cell: Cell) -> dict[str, Any]:
         """Return the base recipe as plain values, with the method's loss."""
+        dataset, backbone, size, _ = cell
         recipe = dataset and (dataset.recipe or dataset.source)
         fields = {"loss": method, "dataset": recipe, "backbone": backbone, "size": size}
         try:

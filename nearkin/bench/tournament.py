@@ -13,12 +13,10 @@ from typing import Literal
 import numpy as np
 
 from nearkin.bench import statistics
-from nearkin.bench.results import DIGITS, Floats, Result, Table, read_results, tabulate
+from nearkin.bench.results import DIGITS, Floats, Result, Table, tabulate
 from nearkin.bench.statistics import Friedman, average_ranks
 from nearkin.errors import ConfigError, DataError
 from nearkin.metrics.bootstrap import bootstrap, mean, percentiles
-
-__all__ = ["Pair", "Result", "Standing", "Tournament", "read_results", "run_tournament", "tabulate"]
 
 PairUnit = Literal["experiment", "run"]
 Unit = Literal["auto", "experiment", "run"]
@@ -59,10 +57,9 @@ class Pair:
     ahead: float
     next_win: float  # probability that the first scores higher in one more: (wins + ties / 2 + 1) / (all + 2)
     significant: bool
-    # about how many more experiments it takes to be significant; None if it already is, if infeasible, or if compared
-    # run by run
+    # about how many more experiments, or seeds per experiment, it takes to be significant; None if it already is, if
+    # infeasible or unknown, and for experiments if compared run by run
     more_experiments: int | None = None
-    # about how many more seeds per experiment; None if already significant, infeasible or unknown
     more_seeds: int | None = None
 
     @property
@@ -194,7 +191,7 @@ def _standings(table: Table, ranks: Floats, samples: Floats, level: float) -> tu
                 medals=(first, second, third),
                 ranked=n,
                 experiments=len(table.experiments),
-                failed=table.failed(method),
+                failed=sum(result.method == method for result in table.failures),
                 low=low,
                 high=high,
             )
@@ -202,35 +199,26 @@ def _standings(table: Table, ranks: Floats, samples: Floats, level: float) -> tu
     return tuple(sorted(standings, key=lambda s: (math.isnan(s.mean), s.mean)))
 
 
-# --- pairs -----------------------------------------------------------------------------------------------------------
-
-
-def _seed_differences(table: Table, first: str, second: str) -> list[Floats]:
-    """First minus second by seed, one array per experiment with both; the means if they have no seed in common."""
+def _seed_differences(table: Table, j: int, k: int) -> list[Floats]:
+    """Method j minus k by seed, one array per experiment with both; the means if they have no seed in common."""
     differences = []
-    for i, experiment in enumerate(table.experiments):
-        a, b = table.runs[experiment, first], table.runs[experiment, second]
+    for experiment, means in zip(table.experiments, table.means, strict=True):
+        a, b = table.runs[experiment, table.methods[j]], table.runs[experiment, table.methods[k]]
         common = sorted(a.keys() & b.keys())
-        if common:
-            differences.append(np.array([a[seed] - b[seed] for seed in common]))
-        elif a and b:
-            j, k = table.methods.index(first), table.methods.index(second)
-            differences.append(np.array([table.means[i, j] - table.means[i, k]]))
+        if a and b:
+            differences.append(np.array([a[seed] - b[seed] for seed in common] or [means[j] - means[k]]))
     return differences
-
-
-def _differences(by_seed: list[Floats], unit: PairUnit) -> Floats:
-    """What a pair is tested on: one difference per experiment, or per run."""
-    values: list[float] = [d.mean() for d in by_seed] if unit == "experiment" else [run for d in by_seed for run in d]
-    return np.array([round(float(d), DIGITS) for d in values], dtype=np.float64)
 
 
 def _pairs(
     table: Table, order: list[int], unit: PairUnit, samples: Floats, p_nemenyi: Floats, alpha: float
 ) -> tuple[Pair, ...]:
     combinations = list(itertools.combinations(order, 2))
-    by_seed = [_seed_differences(table, table.methods[i], table.methods[j]) for i, j in combinations]
-    differences = [_differences(seeds, unit) for seeds in by_seed]
+    by_seed = [_seed_differences(table, *pair) for pair in combinations]
+    differences = []  # what each pair is tested on: one difference per experiment, or per run
+    for seeds in by_seed:
+        values = [float(d.mean()) for d in seeds] if unit == "experiment" else [float(run) for d in seeds for run in d]
+        differences.append(np.array([round(value, DIGITS) for value in values], dtype=np.float64))
     tests = [statistics.wilcoxon(d) for d in differences]
     p_holm, share = statistics.holm(np.array([test.p_value for test in tests]))
     pairs = []

@@ -4,15 +4,16 @@ STUDY/trials/ID.json is written last: its existence means done or failed. ID.loc
 trial. ID.begun lists the run folders that existed before; the study never deletes anything of theirs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Self
 
 from nearkin._common.files import atomic_write, file_lock, is_locked, read_json, remove_leftovers
 from nearkin._common.progress import Reporter
@@ -43,6 +44,10 @@ class Outcome:
     seconds: float = 0.0  # run time including loading and evaluation; for a resumed trial only since it was resumed
     label: str = ""  # the protocol label
 
+    def percent(self, metric: str) -> float | None:
+        """The mean of a metric on the test classes, in percent; None if the trial failed."""
+        return None if self.test is None else 100 * self.test[metric]
+
 
 class StudyFolder:
     """The folder of a study: its plan and its outcomes.
@@ -59,13 +64,13 @@ class StudyFolder:
         self.path, self.study = path, study
         self.trials = study.trials()
 
-    @staticmethod
-    def begin(path: Path, study: Study) -> StudyFolder:
+    @classmethod
+    def begin(cls, path: Path, study: Study) -> Self:
         """Create the folder of a study, or continue with an existing one, which the study may extend."""
         from nearkin.training.factory import validate_recipe
 
         study = study.resolve_paths(Path.cwd())  # workers read it from another folder
-        folder = StudyFolder(path, study)
+        folder = cls(path, study)
         for trial in folder.trials:
             try:
                 validate_recipe(trial.recipe)
@@ -80,28 +85,24 @@ class StudyFolder:
                 atomic_write(study_file, text)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
-        previous = StudyFolder.open(path)
+        previous = cls.open(path)
         removed = {trial.id for trial in previous.trials} - {trial.id for trial in folder.trials}
         if any(folder._file(id, "json").exists() for id in removed):
+            reason = f"contains outcomes of another study '{previous.study.name}' that are not part of this one. Choose"
             if dropped := study.dropped_from(previous.study):
-                raise ConfigError(
-                    f"{path}: its study also has {dropped}, with outcomes that would be dropped. "
-                    "Include them (or omit the flag), or choose another folder with --out."
-                )
-            raise ConfigError(
-                f"{path}: contains outcomes of another study '{previous.study.name}' that are not part of this one. "
-                "Choose another folder with --out."
-            )
+                reason = f"its study also has {dropped}, with outcomes that would be dropped. "
+                reason += "Include them (or omit the flag), or choose"
+            raise ConfigError(f"{path}: {reason} another folder with --out.")
         atomic_write(study_file, text)
         return folder
 
-    @staticmethod
-    def open(path: str | Path) -> StudyFolder:
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
         """Open the folder of an existing study."""
         path = Path(path)
         if not (path / "study.toml").exists():
             raise RunError(f"{path}: not the folder of a study (no study.toml). Start one with: nearkin bench run.")
-        return StudyFolder(path, Study.from_toml(path / "study.toml"))
+        return cls(path, Study.from_toml(path / "study.toml"))
 
     def _file(self, id: str, suffix: str) -> Path:
         return self.path / "trials" / f"{id}.{suffix}"
@@ -111,11 +112,9 @@ class StudyFolder:
         file = self._file(trial.id, "json")
         try:
             outcome = Outcome(**read_json(file))
-            test = {self.study.metric: 0.0} if outcome.test is None else outcome.test
-            tables = [test, *(outcome.baselines or {}).values()]
-            values = [test[self.study.metric], outcome.val or 0, outcome.seconds]
-            values += [value for table in tables for value in table.values()]
-            if not all(isinstance(value, int | float) for value in values):
+            tables = [outcome.test or {}, *(outcome.baselines or {}).values()]
+            values = [outcome.percent(self.study.metric) or 0, outcome.val or 0, outcome.seconds]
+            if not all(isinstance(value, int | float) for value in chain(values, *(t.values() for t in tables))):
                 raise TypeError("expected numbers")
         except FileNotFoundError:
             return None
@@ -175,29 +174,23 @@ class StudyFolder:
         """Return the results for a tournament, in percent; a failed trial has a reason, an unfinished one is absent."""
         metric = metric or self.study.metric
         for flag, wanted in (("dataset", dataset), ("backbone", backbone)):
-            known = list(dict.fromkeys(getattr(trial, flag) for trial in self.trials))
             if wanted is not None:
-                check_known(flag, flag, wanted, known)
+                check_known(flag, flag, wanted, list(dict.fromkeys(getattr(trial, flag) for trial in self.trials)))
         rows = []
         for trial, outcome in self.finished():
             if dataset in (None, trial.dataset) and backbone in (None, trial.backbone):
                 if outcome.test is not None and metric not in outcome.test:
                     raise ConfigError(f"--metric: no {metric} in this study. Available: {', '.join(outcome.test)}.")
-                value = None if outcome.test is None else 100 * outcome.test[metric]
+                value = outcome.percent(metric)
                 rows.append(Result(trial.experiment, trial.method, trial.replicate, value, outcome.reason))
         return rows
 
 
 def work(
-    folder: StudyFolder,
-    runs: Path,
-    *,
-    device: str = "auto",
-    reporter: Reporter,
-    seconds: Mapping[str, float] | None = None,
+    folder: StudyFolder, runs: Path, *, device: str = "auto", reporter: Reporter, seconds: Mapping[str, float] = {}
 ) -> int:
     """Run trials until every one has an outcome; `seconds` is their estimated time. Returns how many it ran."""
-    metric, estimates = folder.study.metric, seconds or {}
+    metric = folder.study.metric
 
     def run(trial: Trial) -> str | None:
         try:
@@ -205,7 +198,8 @@ def work(
         except RunBusyError:
             return None  # another study is training the same run
         folder.write(trial, outcome)
-        result = f"FAILED: {outcome.reason}" if outcome.test is None else f"{metric} {100 * outcome.test[metric]:.1f}"
+        value = outcome.percent(metric)
+        result = f"FAILED: {outcome.reason}" if value is None else f"{metric} {value:.1f}"
         return f"{trial}  {result}  {outcome.seconds:.0f} s"
 
     return executor.work(
@@ -213,7 +207,7 @@ def work(
         folder.claim,
         run,
         total=len(folder.trials),
-        cost=lambda trial: estimates.get(trial.id, 1.0),
+        cost=lambda trial: seconds.get(trial.id, 1.0),
         device=device,
         reporter=reporter,
     )
@@ -223,14 +217,15 @@ def run_trial(trial: Trial, folder: StudyFolder, runs: Path, device: str) -> Out
     """Train and evaluate one trial. Returns the outcome. Errors of this trial make it "failed"."""
     start = time.monotonic()
     protocol = folder.study.protocol
-    started = _record_start(folder._file(trial.id, "begun"), runs)
-    keep_models = folder.study.keep_models
+    begun = folder._file(trial.id, "begun")
+    if not begun.exists():  # otherwise the trial is resumed
+        atomic_write(begun, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
+    train = partial(_train, runs, device, read_json(begun), folder.study.keep_models)
     try:
-        selected = run = _train(trial.recipe, runs, device, started, final=not protocol.refit, keep_models=keep_models)
+        selected = run = train(trial.recipe, final=not protocol.refit)
         if protocol.refit:
             assert selected.result is not None
-            refit = protocol.refit_recipe(trial.recipe, selected.result["protocol"]["epoch"])
-            run = _train(refit, runs, device, started, final=True, keep_models=keep_models)
+            run = train(protocol.refit_recipe(trial.recipe, selected.result["protocol"]["epoch"]), final=True)
     except Exception as error:
         reason = executor.failure_reason(error, folder.path, f"trials/{trial.id}.log")
         if reason.startswith(str(runs)):
@@ -262,16 +257,8 @@ def _means(summary: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {name: value["mean"] for name, value in summary.items()}
 
 
-def _record_start(file: Path, runs: Path) -> dict[str, list[str]]:
-    """Record command line and existing run folders when a trial first starts; read the record if it is resumed."""
-    if not file.exists():
-        atomic_write(file, json.dumps({"command": sys.argv, "runs": [path.name for path in runs.glob("*")]}))
-    started: dict[str, list[str]] = read_json(file)
-    return started
-
-
 def _train(
-    recipe: Recipe, runs: Path, device: str, started: dict[str, list[str]], *, final: bool, keep_models: bool
+    runs: Path, device: str, begun: dict[str, list[str]], keep_models: bool, recipe: Recipe, *, final: bool
 ) -> Run:
     """Train, then delete the checkpoints; a run that was already complete or created elsewhere is left unchanged."""
     from nearkin.training.loop import fit
@@ -282,8 +269,7 @@ def _train(
         command = run.stored_environment.get("command")
     except RunError:
         command = None
-    created = run.path.name not in started["runs"] and command == started["command"]  # rather than found
+    created = run.path.name not in begun["runs"] and command == begun["command"]  # rather than found
     if run.path.name not in complete and created:
-        for name in ("last.pt", "previous.pt", *(() if keep_models else ("best.pt", "vectors.npz"))):
-            (run.path / name).unlink(missing_ok=True)
+        executor.delete_checkpoints(run.path, keep_best=keep_models)
     return run

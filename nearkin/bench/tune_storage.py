@@ -38,26 +38,24 @@ class SharedStorage:
 
 def storage_address(storage: str | None, out: Path) -> str:
     """Return --storage as a PostgreSQL URL that SQLAlchemy reads, or as an absolute path."""
-    if storage is None:
-        return str((out / "search.journal").resolve())
-    scheme, separator, rest = storage.partition("://")
-    if not separator:
-        return str(Path(storage).resolve())
-    if scheme not in ("postgresql", "postgresql+psycopg"):
-        raise ConfigError(
-            f"--storage: '{scheme}://' is not supported. Use postgresql+psycopg://USER@HOST/DATABASE for several "
-            "machines, or the path of a journal file for one."
-        )
+    if storage is None or not is_database(storage):
+        return str(Path(storage or out / "search.journal").resolve())
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 
     try:
-        url = make_url(f"postgresql+psycopg://{rest}")
+        url = make_url(storage)
     except (ArgumentError, ValueError) as error:
         raise ConfigError(f"--storage: not a valid database URL ({error}).") from None
+    expected = "postgresql+psycopg://USER@HOST/DATABASE"
+    if url.drivername not in ("postgresql", "postgresql+psycopg"):
+        raise ConfigError(
+            f"--storage: '{url.drivername}://' is not supported. Use {expected} for several machines, "
+            "or the path of a journal file for one."
+        )
     if not url.database:
-        raise ConfigError("--storage: the URL names no database. Expected postgresql+psycopg://USER@HOST/DATABASE.")
-    return url.render_as_string(hide_password=False)
+        raise ConfigError(f"--storage: the URL names no database. Expected {expected}.")
+    return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
 
 
 def is_database(address: str) -> bool:

@@ -5,6 +5,7 @@ A command's module is imported only when it runs, and heavy imports stay inside 
 
 import importlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -36,8 +37,13 @@ _USAGE = {
     "cache list|prune": "show and delete cached images and features",
     "doctor": "versions, devices, optional dependencies, known issues",
 }
+_HELP_END = """
+Run `nearkin COMMAND --help` for details. Any command takes --import FILE.py, a file of your own losses,
+miners, backbones, datasets or recipes."""
 RESUMABLE = ("train", "features", "index", "tune", "bench")
 COMMANDS = tuple(usage.split()[0] for usage in _USAGE)
+# Of torch on a CPU and a GPU, of Python's threads, of the operating system and of its loader of shared libraries.
+_OUT_OF_MEMORY = re.compile("can't allocate|out of memory|can't start new thread|Cannot allocate|failed to map segment")
 
 # OpenMP reads these when torch is imported. Its threads would spin for milliseconds before they sleep, which slows
 # training 2.5 times as soon as another process needs a core. Sleeping early costs up to 17 % on an idle machine, so
@@ -56,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"nearkin {__version__}: train embeddings, evaluate them on unseen classes, search with them.\n")
         for usage, summary in _USAGE.items():
             print(f"  nearkin {usage:20} {summary}")
-        print(
-            "\nRun `nearkin COMMAND --help` for details. Any command takes --import FILE.py, a file of your own losses,"
-        )
-        print("miners, backbones, datasets or recipes.")
+        print(_HELP_END)
         return
     if args[0] in {"-V", "--version"}:
         print(f"nearkin {__version__}")
@@ -80,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             keep_freed_memory()
         _announce_slow_import()
         importlib.import_module(f"nearkin.cli.{args[0]}").run(args[1:])
-    except UserError as error:
-        _print_error(str(error))
-        sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the main process prints
             print(f"\n{_interrupt_message(str(interrupt), command)}", file=sys.stderr)
@@ -90,11 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, ImportError) as error:
         message = _explain(error)
         if message is None:
             raise
-        _print_error(message)
+        from nearkin._common.progress import escape_controls
+
+        print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -126,25 +128,11 @@ def _announce_slow_import() -> None:
         timer.start()
 
 
-def _print_error(message: str) -> None:
-    from nearkin._common.progress import escape_controls
-
-    print(f"nearkin: {escape_controls(message)}", file=sys.stderr)
-
-
-# Of torch on a CPU and a GPU, of Python's threads, of the operating system and of its loader of shared libraries.
-_OUT_OF_MEMORY = (
-    "can't allocate",
-    "out of memory",
-    "can't start new thread",
-    "Cannot allocate",
-    "failed to map segment",
-)
-
-
 def _explain(error: Exception) -> str | None:
-    """Return what to print about an error of the machine: memory, disk full, folder missing or not writable."""
-    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+    """Return what to print about an error of the user, or of the machine: memory, disk full, folder not writable."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200].rstrip(".")
         return (
             f"out of memory ({reason}). Free some or use less: smaller batches (--train.batch-size, "

@@ -40,11 +40,9 @@ def parse(args_type: type[T], argv: list[str], prog: str, default: T | None = No
     if unknown:
         name = unknown[0].partition("=")[0]
         known = _flag_names(args_type)
-        hint = ALIASES.get(name, "")
         suffixed = [flag for flag in known if flag.endswith(f".{name.lstrip('-')}")]  # --lr means --train.lr
-        if hint not in known:
-            hint = suffixed[0] if suffixed else ""
-        hint = f" Did you mean '{hint}'?" if hint else did_you_mean(name, known)
+        meant = [flag for flag in (ALIASES.get(name), *suffixed) if flag in known]
+        hint = f" Did you mean '{meant[0]}'?" if meant else did_you_mean(name, known)
         what = "setting" if name.startswith("-") else "argument"
         raise ConfigError(f"{name}: no such {what}.{hint} See: {prog} --help.")
     return parsed
@@ -85,24 +83,20 @@ def _flag_names(args_type: type, prefix: str = "--") -> list[str]:
     return names
 
 
-def leading(
-    argv: list[str], what: str, prog: str, args_type: type, *, must_exist: bool = False
-) -> tuple[str, list[str]]:
-    """Split off the required first argument, which may have to be an existing path."""
+def leading(args_type: type, argv: list[str], prog: str, what: str, *, exists: bool = True) -> tuple[str, list[str]]:
+    """Split off the required first argument, by default an existing path."""
     if argv and argv[0] in {"-h", "--help"}:
         parse(args_type, argv, prog)
     if not argv or argv[0].startswith("-"):
         raise ConfigError(f"{prog}: missing argument: {what}.")
-    if must_exist:
+    if exists:
         require_path(argv[0], what)
     return argv[0], argv[1:]
 
 
-def parse_target(
-    args_type: type[T], argv: list[str], prog: str, what: str, *, must_exist: bool = False
-) -> tuple[str, T]:
+def parse_target(args_type: type[T], argv: list[str], prog: str, what: str, *, exists: bool = True) -> tuple[str, T]:
     """Split off the required first argument and parse the flags after it."""
-    target, flags = leading(argv, what, prog, args_type, must_exist=must_exist)
+    target, flags = leading(args_type, argv, prog, what, exists=exists)
     return target, parse(args_type, flags, prog)
 
 
@@ -181,9 +175,10 @@ def show(*parts: object) -> None:
     from rich.console import Console
 
     from nearkin._common.progress import escape_controls
+    from nearkin.report.tables import Grid, rich_table
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(part)
+            console.print(rich_table(part) if isinstance(part, Grid) else part)
     print(escape_controls(capture.get(), keep_colours=console.is_terminal), end="", flush=True)

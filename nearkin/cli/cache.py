@@ -1,16 +1,12 @@
 """`nearkin cache list|prune`: what the cache holds, and how to delete it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nearkin.cli._arguments import parse, run_action, show
+from nearkin.data.cache_entries import CacheEntry, cache_dir, choose_entries, list_entries, remove_temporary
 from nearkin.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nearkin.data.cache_entries import CacheEntry
+from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -30,12 +26,9 @@ class CachePruneArgs:
     nearkin cache prune --max-gb 10                 (the least recently used, until 10 GB are left)
     """
 
-    older_than: float | None = None
-    """Delete what was not used for this many days; 0 deletes everything."""
-    max_gb: float | None = None
-    """Delete the least recently used until at most this many gigabytes are left."""
-    dry_run: bool = False
-    """Only show what would be deleted."""
+    older_than: float | None = None  # Delete what was not used for this many days; 0 deletes everything.
+    max_gb: float | None = None  # Delete the least recently used until at most this many gigabytes are left.
+    dry_run: bool = False  # Only show what would be deleted.
 
 
 def run(argv: list[str]) -> None:
@@ -45,8 +38,6 @@ def run(argv: list[str]) -> None:
 
 def cache_list(argv: list[str]) -> None:
     parse(CacheListArgs, argv, "nearkin cache list")
-    from nearkin.data.cache_entries import cache_dir, list_entries
-
     entries = list_entries(cache_dir())
     _show(entries)
     print(f"{_size(entries)} in {cache_dir()}")
@@ -59,8 +50,6 @@ def cache_prune(argv: list[str]) -> None:
     for flag, value in (("--older-than", args.older_than), ("--max-gb", args.max_gb)):
         if value is not None and not value >= 0:
             raise ConfigError(f"{flag}: expected 0 or above, got {value:g}.")
-    from nearkin.data.cache_entries import cache_dir, choose_entries, list_entries, remove_temporary
-
     folder = cache_dir()
     entries = list_entries(folder)
     max_bytes = None if args.max_gb is None else args.max_gb * 1e9
@@ -80,21 +69,13 @@ def cache_prune(argv: list[str]) -> None:
 
 
 def _show(entries: list[CacheEntry]) -> None:
-    from rich.table import Table as RichTable
-
-    if not entries:
-        return
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("kind", "size", "last used", "made for"):
-        table.add_column(heading, justify="right" if heading == "size" else "left", no_wrap=heading != "made for")
+    rows = []
     for entry in entries:
-        table.add_row(entry.kind, _size([entry]), _days_ago(entry.last_used), entry.purpose)
-    show(table)
-
-
-def _days_ago(when: float) -> str:
-    days = round((time.time() - when) / 86400)
-    return {0: "today", 1: "yesterday"}.get(days, f"{days} days ago")
+        days = round((time.time() - entry.last_used) / 86400)
+        ago = {0: "today", 1: "yesterday"}.get(days, f"{days} days ago")
+        rows.append((entry.kind, entry.purpose, ago, _size([entry])))
+    if rows:
+        show(Grid("", ("kind", "made for", "last used", "size"), rows, names=3))
 
 
 def _size(entries: list[CacheEntry]) -> str:

@@ -7,8 +7,12 @@ from typing import Annotated
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, parse, parse_target, run_action, show
+from nearkin.data.benchmarks import BENCHMARKS, require_target
+from nearkin.data.get import get_benchmark
 from nearkin.errors import require_extra
+from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,9 @@ class DataCheckArgs:
     nearkin data check cub --root data
     """
 
-    root: Path = Path("data")
-    """Folder of the benchmark, if one is checked by name."""
-    json: Path | None = None
-    """Write the full report, with every case, to this file."""
-    cases: int = 3
-    """Maximum number of cases to print for each problem."""
+    root: Path = Path("data")  # Folder of the benchmark, if one is checked by name.
+    json: Path | None = None  # Write the full report, with every case, to this file.
+    cases: int = 3  # Maximum number of cases to print for each problem.
     quiet: Quiet = False
 
 
@@ -45,12 +46,10 @@ class GetArgs:
     nearkin data get inshop --from img.zip list_eval_partition.txt
     """
 
-    root: Path = Path("data")
-    """Folder in which the benchmark's own folder is created."""
+    root: Path = Path("data")  # Folder in which the benchmark's own folder is created.
     from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
     """Archives on disk, to use instead of downloading."""
-    sha256: str | None = None
-    """Expected SHA-256 of the archive (only for a benchmark with one archive)."""
+    sha256: str | None = None  # Expected SHA-256 of the archive (only for a benchmark with one archive).
     quiet: Quiet = False
 
 
@@ -62,31 +61,21 @@ def run(argv: list[str]) -> None:
 
 def data_list(argv: list[str]) -> None:
     parse(DataListArgs, argv, "nearkin data list")
-    from rich.table import Table as RichTable
-
-    from nearkin.data.benchmarks import BENCHMARKS
-
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for heading in ("source", "images", "classes", "how to get it"):
-        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
-    table.add_row("glyphs", "about 11,000", "about 230", "built in: drawn from fonts")
+    rows = [("glyphs", "built in: drawn from fonts", "about 11,000", "about 230")]
     for name, benchmark in BENCHMARKS.items():
         on_request = not all(archive.urls for archive in benchmark.archives)
         command = f"nearkin data get {name}" + (" (on request)" if on_request else "")
-        table.add_row(name, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}", command)
-    table.add_row("folder", "yours", "", "--data FOLDER: one folder of images per class")
-    table.add_row("table", "yours", "", "--data FILE.csv: columns path and label")
-    show(table)
+        rows.append((name, command, f"{benchmark.total.images:,}", f"{benchmark.total.classes:,}"))
+    rows.append(("folder", "--data FOLDER: one folder of images per class", "yours", ""))
+    rows.append(("table", "--data FILE.csv: columns path and label", "yours", ""))
+    show(Grid("", ("source", "how to get it", "images", "classes"), rows, names=2))
 
 
 def data_check(argv: list[str]) -> None:
     what = "a benchmark, a folder or a file"
-    target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what)
+    target, args = parse_target(DataCheckArgs, argv, "nearkin data check NAME|PATH", what, exists=False)
     require_extra("images", "PIL")
-    from nearkin.data.benchmarks import require_target
-
     require_target(target)  # before torch is imported
-    from nearkin._common.progress import Reporter
     from nearkin.data.check import check_target, write_json
     from nearkin.report.data_check import render
 
@@ -100,10 +89,6 @@ def data_check(argv: list[str]) -> None:
 
 
 def data_get(argv: list[str]) -> None:
-    name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name")
-    from nearkin._common.progress import Reporter
-    from nearkin.data.benchmarks import BENCHMARKS
-    from nearkin.data.get import get_benchmark
-
+    name, args = parse_target(GetArgs, argv, "nearkin data get NAME", "a benchmark's name", exists=False)
     reporter = Reporter(quiet=args.quiet)
     print(get_benchmark(BENCHMARKS[name], args.root, files=args.from_, sha256=args.sha256, reporter=reporter))

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, show
 from nearkin.errors import require_extra
+from nearkin.report.baselines import headline
+from nearkin.report.tables import result_table
+from nearkin.training import recipes
 
 NEXT = {  # commands that work as they are printed
     "another loss, same data": "train glyphs_small --loss multi_similarity --miner multi_similarity",
@@ -18,8 +22,7 @@ class DemoArgs:
     """Train on the built-in glyphs, evaluate on characters never seen in training, and write an HTML report."""
 
     runs: Runs = Path("runs")
-    page: Path | None = None
-    """File of the HTML report; by default report.html in the run folder."""
+    page: Path | None = None  # File of the HTML report; by default report.html in the run folder.
     device: Device = "auto"
     quiet: Quiet = False
 
@@ -27,11 +30,7 @@ class DemoArgs:
 def run(argv: list[str]) -> None:
     args = parse(DemoArgs, argv, "nearkin demo")
     require_extra("images", "PIL", "jinja2", "matplotlib")
-    from nearkin._common.progress import Reporter
-    from nearkin.report.baselines import headline
     from nearkin.report.page import write_page
-    from nearkin.report.tables import result_table
-    from nearkin.training import recipes
     from nearkin.training.loop import fit
 
     reporter = Reporter(quiet=args.quiet)

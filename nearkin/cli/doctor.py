@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from importlib.metadata import requires
 from typing import TYPE_CHECKING
 
-from rich.table import Table as RichTable
-from rich.text import Text
-
 from nearkin._common.version import __version__, installed_version
 from nearkin.cli import OPENMP_WAIT
 from nearkin.cli._arguments import parse, show
+from nearkin.report.tables import Grid, rich_table
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
     from nearkin.training.distributed_check import GradientCheck
 
 # The extras for users, in the order of docs/install.md.
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
         rows = check_gradients(2, quiet=False)
         show(*summarize_gradient_check(rows))
         sys.exit(0 if all(row.ok for row in rows) else 1)
-    show(environment_table())
+    show(*environment_lines())
 
 
 def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
@@ -66,13 +66,12 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     from nearkin.training.device import choose_device
 
     device = choose_device("auto")
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for title in ("loss", "syncs", "graph breaks", "peak blocks", "time / products"):
-        table.add_column(title, justify="left" if title == "loss" else "right")
     checked = [check_row(name, device, n) for name in names or rows()]
-    for row in checked:
-        values = (str(row.syncs), str(row.graph_breaks), f"{row.blocks:.1f}", f"{row.products:.2f}")
-        table.add_row(row.name, *values, style=None if row.ok else "bold red")
+    cells = [
+        (_marked(c.name, c.ok), str(c.syncs), str(c.graph_breaks), f"{c.blocks:.1f}", f"{c.products:.2f}")
+        for c in checked
+    ]
+    table = Grid("", ("loss", "syncs", "graph breaks", "peak blocks", "time / products"), cells, bold=None)
     bad = sum(not row.ok for row in checked)
     summary = f"FAILED: {bad} of {len(checked)} losses with" if bad else f"passed: {len(checked)} losses without"
     note = (
@@ -83,31 +82,35 @@ def report_core(names: Sequence[str] | None = None, n: int = 1024) -> bool:
     return not bad
 
 
-def environment_table() -> RichTable:
+def _marked(name: str, ok: bool) -> str:
+    return name if ok else f"{name} FAILED"
+
+
+def environment_lines() -> list[str]:
     import torch
 
-    table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("nearkin", __version__)
-    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    table.add_row("torch", torch.__version__)
-    table.add_row("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
-    table.add_row("OpenMP", _openmp_waiting())
     gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    table.add_row("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])]))
+    rows = [
+        ("nearkin", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", torch.__version__),
+        ("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"),
+        ("OpenMP", _openmp_waiting()),
+        ("devices", ", ".join(["cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])])),
+    ]
     listed: set[str] = set()
     for extra, job in JOBS.items():
-        packages = extra_packages(extra)
+        required = [r for r in requires("nearkin") or [] if re.search(rf"extra == ['\"]{extra}['\"]", r)]
+        names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required]
+        packages = {name: installed_version(name) for name in names}
         missing = [name for name, installed in packages.items() if installed is None]
         new = [f"{name} {installed}" for name, installed in packages.items() if name not in listed]
         listed |= set(packages)
         status = f"missing: pip install 'nearkin[{extra}]'" if missing else f"installed: {', '.join(new)}"
-        table.add_row(f"{extra}: {job}", status)
-    issues = known_issues()
-    for issue in issues:
-        table.add_row(Text("! known issue", style="bold red"), issue)
-    if not issues:
-        table.add_row("known issues", "none")
-    return table
+        rows.append((f"{extra}: {job}", status))
+    rows += [("! known issue", issue) for issue in known_issues()] or [("known issues", "none")]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {value}" for name, value in rows]
 
 
 def _openmp_waiting() -> str:
@@ -126,34 +129,19 @@ def summarize_gradient_check(rows: Sequence[GradientCheck]) -> tuple[RichTable, 
         known = [value for value in values if value is not None]
         return f"{max(known):.0e}" if any(known) else "0" if known else "-"
 
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for title in ("loss", "cases", "embeddings", "network", "class parameters, memory"):
-        table.add_column(title, justify="left" if title == "loss" else "right")
+    cells = []
     for name in dict.fromkeys(row.case.loss for row in rows):
         cases = [row for row in rows if row.case.loss == name]
-        table.add_row(
-            name,
-            str(len(cases)),
-            largest([case.embeddings for case in cases]),
-            largest([case.network for case in cases]),
-            largest([case.parameters for case in cases]),
-            style=None if all(case.ok for case in cases) else "bold red",
-        )
+        parts = ("embeddings", "network", "parameters")
+        worst_of = [largest([getattr(case, part) for case in cases]) for part in parts]
+        cells.append((_marked(name, all(case.ok for case in cases)), str(len(cases)), *worst_of))
+    head = ("loss", "cases", "embeddings", "network", "class parameters, memory")
+    table = rich_table(Grid("", head, cells, bold=None))
     failed = sorted((row for row in rows if not row.ok), key=lambda row: -row.worst)
     if not failed:
         return table, f"passed: {len(rows)} cases, all gradients within {TOLERANCE:g} (relative) of a single process."
     worst = "".join(f"\n  {row.case}: {row.worst:.0e}" for row in failed[:10])
     return table, f"FAILED: {len(failed)} of {len(rows)} cases differ by more than {TOLERANCE:g}; the largest:{worst}"
-
-
-def extra_packages(extra: str) -> dict[str, str | None]:
-    """Return the packages of an extra with their installed versions, None if missing, read from our own metadata."""
-    found: dict[str, str | None] = {}
-    for requirement in requires("nearkin") or []:
-        if re.search(rf"extra == ['\"]{extra}['\"]", requirement):
-            package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-            found[package] = installed_version(package)
-    return found
 
 
 def known_issues() -> list[str]:

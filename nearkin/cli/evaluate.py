@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nearkin.cli._arguments import parse_target
 from nearkin.errors import RunError
+from nearkin.training.run import Run
 
 if TYPE_CHECKING:
     from nearkin.metrics.scores import Scores
@@ -24,19 +25,17 @@ class EvaluateArgs:
     nearkin evaluate runs/<key> --ks 10 100 --similarity euclidean      (from its saved embeddings)
     """
 
-    ks: tuple[int, ...] = ()
-    """Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run those of its recipe."""
+    ks: tuple[int, ...] = ()  # Values of k for R@k and nDCG@k; by default 1 2 4 8, or for a run those of its recipe.
     metrics: tuple[str, ...] = ()
     """Metrics to print, such as nDCG@4 or MAP@R; by default R@k, RP, MAP@R, nDCG at the largest k and MRR."""
     similarity: Literal["cosine", "euclidean"] | None = None
     """cosine, or euclidean: distances of the raw embeddings; by default cosine, or for a run that of its recipe."""
-    out: Path | None = None
-    """Write the metrics of every query to this .npz file."""
+    out: Path | None = None  # Write the metrics of every query to this .npz file.
 
 
 def run(argv: list[str]) -> None:
     what = "a run folder or a features.npz"
-    target, args = parse_target(EvaluateArgs, argv, "nearkin evaluate PATH", what, must_exist=True)
+    target, args = parse_target(EvaluateArgs, argv, "nearkin evaluate PATH", what)
     from nearkin.metrics.retrieval import check_metric
     from nearkin.metrics.scores import score_file
 
@@ -57,7 +56,6 @@ def _run_scores(folder: Path, args: EvaluateArgs) -> Scores:
     """Return the stored test metrics of a run, or score its saved embeddings if it did not store what is wanted."""
     from nearkin.metrics.scores import Scores
     from nearkin.training.evaluation import ks_of, score_saved
-    from nearkin.training.run import Run
 
     run = Run(folder)
     if run.result is None:

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Quiet, parse_target
 from nearkin.errors import ConfigError, require_extra
-
-EXPORT = "nearkin export RUN --to onnx|torch|hub -o FILE"
+from nearkin.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ class ExportArgs:
     """File to write; its metadata are written next to it, to FILE.json. For the Hub: USER/NAME."""
     images: Path | None = None
     """Folder of images to compare on; by default the run's validation images, or random images if they are gone."""
-    private: bool = False
-    """Whether only you can see a repository that is made on the Hub."""
+    private: bool = False  # Whether only you can see a repository that is made on the Hub.
     quiet: Quiet = False
 
 
 def run(argv: list[str]) -> None:
-    target, args = parse_target(ExportArgs, argv, EXPORT, "a run folder", must_exist=True)
+    target, args = parse_target(ExportArgs, argv, "nearkin export RUN --to onnx|torch|hub -o FILE", "a run folder")
     require_extra("export", "PIL")
     if args.to == "onnx":
         require_extra("export", "onnxscript", "onnxruntime")
@@ -47,12 +46,10 @@ def run(argv: list[str]) -> None:
         raise ConfigError(f"{unused[0]}: has no effect with --to {args.to}. Remove it.")
     if args.to == "hub":
         from nearkin.deploy.model_card import model_card
-        from nearkin.training.run import Run
 
         trained, repo = Run(Path(target)), args.out.as_posix()
         print(trained.embedder().push_to_hub(repo, card=model_card(trained, repo), private=args.private))
         return
-    from nearkin._common.progress import Reporter
     from nearkin.deploy.export import export_run
 
     print(export_run(Path(target), args.to, args.out, images=args.images, reporter=Reporter(quiet=args.quiet)))

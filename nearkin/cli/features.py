@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin._common.words import counted
 from nearkin.cli._arguments import Device, Quiet, command_line, parse_target
 from nearkin.cli.index import Columns
 from nearkin.errors import ConfigError, require_extra
-
-if TYPE_CHECKING:
-    from nearkin._common.progress import Reporter
-
-FEATURES = "nearkin features FOLDER|CSV -o FILE.npz"
 
 
 @dataclass(frozen=True)
@@ -33,30 +29,27 @@ class FeaturesArgs:
     after an interruption to resume.
     """
 
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """File to write."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # File to write.
     backbone: str | None = None
     """The network: efficientnet_lite0 (the default), 1 or 2, googlenet, resnet50, bn_inception or any timm model."""
-    weights: str = "default"
-    """Its weights: default (published), or a .pth or .safetensors file."""
+    weights: str = "default"  # Its weights: default (published), or a .pth or .safetensors file.
     views: Literal[1, 2] = 1
     """1: the image. 2: the mean of the features of the image and of its mirror image, in twice the time."""
-    image_size: int | None = None
-    """Input size in pixels; by default 224, or 128 for images smaller than 200 pixels."""
-    skip_broken: bool = False
-    """Skip images that cannot be read."""
+    image_size: int | None = None  # Input size in pixels; by default 224, or 128 for images smaller than 200 pixels.
+    skip_broken: bool = False  # Skip images that cannot be read.
     device: Device = "auto"
     quiet: Quiet = False
     data: Columns = field(default_factory=Columns)
 
 
 def run(argv: list[str]) -> None:
-    source, args = parse_target(FeaturesArgs, argv, FEATURES, "a folder of images or a .csv file", must_exist=True)
+    source, args = parse_target(
+        FeaturesArgs, argv, "nearkin features FOLDER|CSV -o FILE.npz", "a folder of images or a .csv file"
+    )
     if args.out.suffix != ".npz":
         raise ConfigError(f"--out {args.out}: expected a file that ends in .npz.")
     if args.out.is_dir() or not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out {args.out}: expected a file in an existing folder.")
-    from nearkin._common.progress import Reporter
 
     print(make_features(Path(source), args, Reporter(quiet=args.quiet)))
     print(f"train on it: {command_line('train', '--data', str(args.out))}")
@@ -86,7 +79,7 @@ def make_features(source: Path, args: FeaturesArgs, reporter: Reporter) -> str:
     return f"{args.out}: {counts}, {dim:,} dimensions ({network}), {size:,.1f} MB"
 
 
-def features_of(source: Path, *, device: str = "auto", reporter: Reporter) -> Path:
+def features_of(source: Path, *, device: str, quiet: bool) -> Path:
     """Return the file of features of a folder or table of images, made in the current folder if need be."""
     from nearkin.data.sources import FEATURE_SUFFIXES
     from nearkin.training.features import check_overwritten
@@ -95,5 +88,6 @@ def features_of(source: Path, *, device: str = "auto", reporter: Reporter) -> Pa
         return source
     out = Path(f"{source.resolve().name if source.is_dir() else source.stem}.npz")
     check_overwritten(out)
+    reporter = Reporter(quiet=quiet)
     reporter.info(make_features(source, FeaturesArgs(out=out, device=device), reporter))
     return out

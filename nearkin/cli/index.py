@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from nearkin._common.progress import Reporter
 from nearkin._common.words import agreeing, counted
 from nearkin.cli._arguments import Device, Quiet, command_line, leading, load_model, parse_target
 from nearkin.errors import ConfigError, require_extra
 
 if TYPE_CHECKING:
-    from nearkin._common.progress import Reporter
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.index.sources import TrainingClasses
 
 INDEX = "nearkin index RUN FOLDER|CSV -o DIR"
-FALSE_ACCEPT = 0.01
-HNSW_FROM = 200_000  # items; exact search of fewer is fast enough
-
 CALIBRATION_NOTE = """\
 estimated by removing the class of each query from the index: how often an image of a class missing from the index is
 called known, provided that missing classes resemble the query classes and are photographed under similar conditions"""
@@ -32,10 +29,8 @@ called known, provided that missing classes resemble the query classes and are p
 class Columns:
     """Columns of a table."""
 
-    path_column: str | None = None
-    """Column with the image path; by default path, file_name or similar."""
-    label_column: str | None = None
-    """Column with the class; by default label, class or similar."""
+    path_column: str | None = None  # Column with the image path; by default path, file_name or similar.
+    label_column: str | None = None  # Column with the class; by default label, class or similar.
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,8 @@ class IndexArgs:
     Run it again to embed only new and changed images; an interrupted run resumes.
     """
 
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Folder of the index."""
-    prune: bool = False
-    """Remove items whose files are gone or no longer listed."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # Folder of the index.
+    prune: bool = False  # Remove items whose files are gone or no longer listed.
     already_cropped: bool = False
     """For a run trained on images cropped to bounding boxes: state that these images are already cropped."""
     calibrate: bool = False
@@ -61,28 +54,24 @@ class IndexArgs:
     """For --calibrate: target false-accept rate (unknown queries accepted as known); by default 0.01."""
     choose_rerank: bool = False
     """Enable re-ranking if it significantly helps on indexed classes that were not trained on."""
-    assume_unseen: bool = False
-    """Assume that no indexed class was trained on, if the run's data are not available."""
-    hnsw: bool = False
-    """Build an HNSW graph for approximate search (needs faiss) and print its measured recall."""
-    hnsw_min_items: int = HNSW_FROM
+    assume_unseen: bool = False  # Assume that no indexed class was trained on, if the run's data are not available.
+    hnsw: bool = False  # Build an HNSW graph for approximate search (needs faiss) and print its measured recall.
+    hnsw_min_items: int = 200_000
     """For --hnsw: minimum number of items for a graph; smaller indexes are searched exactly."""
     store: str | None = None
     """Also write to this vector store: qdrant://HOST:PORT/COLLECTION or pgvector://HOST/DB?table=NAME."""
-    batch_size: int = 128
-    """Images embedded at a time; an interruption loses at most one batch."""
+    batch_size: int = 128  # Images embedded at a time; an interruption loses at most one batch.
     device: Device = "auto"
     quiet: Quiet = False
     data: Columns = field(default_factory=Columns)
 
 
 def run(argv: list[str]) -> None:
-    run_folder, rest = leading(argv, "a run folder", INDEX, IndexArgs, must_exist=True)
-    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file", must_exist=True)
+    run_folder, rest = leading(IndexArgs, argv, INDEX, "a run folder")
+    source, args = parse_target(IndexArgs, rest, INDEX, "a folder of images or a .csv file")
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size: expected at least 1, got {args.batch_size}.")
     require_extra("stores" if args.store else "images", "PIL")
-    from nearkin._common.progress import Reporter
     from nearkin.training.run import Run
 
     run, reporter = Run(run_folder), Reporter(quiet=args.quiet)  # before torch is imported
@@ -153,7 +142,7 @@ def _tune_search(index: Index, trained: TrainingClasses, args: IndexArgs, report
         yield f"{counted(unlabelled, 'item')} without a label: searched, and counted as other classes"
     if args.calibrate:
         reporter.info("calibrating")
-        rate = FALSE_ACCEPT if args.false_accept_rate is None else args.false_accept_rate
+        rate = 0.01 if args.false_accept_rate is None else args.false_accept_rate
         before, threshold = index.threshold, index.calibrate(rate, trained=seen)
         if args.false_accept_rate is None and threshold.true_accept < 0.5:
             index.threshold = before  # a search that calls most known images unknown must be wanted

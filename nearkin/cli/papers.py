@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nearkin.bench.papers import papers, study_entries
 from nearkin.cli._arguments import parse, show
 from nearkin.errors import ConfigError, did_you_mean, require_extra
+from nearkin.report.tables import Grid
 
 if TYPE_CHECKING:
     from nearkin.bench.paper_studies import PaperStudy
-    from nearkin.report.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class PapersArgs:
     nearkin papers mpa-table7 studies/mpa-table7                     (the table of a study so far)
     """
 
-    tflops: float = 60.0
-    """Throughput in TFLOP/s of the GPU of the second time estimate."""
+    tflops: float = 60.0  # Throughput in TFLOP/s of the GPU of the second time estimate.
 
 
 def run(argv: list[str]) -> None:
@@ -41,8 +41,6 @@ def run(argv: list[str]) -> None:
         argv = argv[1:]
     args = parse(PapersArgs, argv, "nearkin papers [NAME]")
     require_extra("bench", "scipy")
-    from nearkin.bench.papers import study_entries
-
     if words and words[0] not in study_entries():  # before torch is imported
         hint = did_you_mean(words[0], study_entries()) or " See: nearkin papers."
         raise ConfigError(f"No table or figure named '{words[0]}'.{hint}")
@@ -51,24 +49,21 @@ def run(argv: list[str]) -> None:
     if not words:
         _list()
         return
-    name, *paths = words
-    paper = paper_studies()[name]
+    paper, paths = paper_studies()[words[0]], list(map(Path, words[1:]))
     if paths or not paper.study:
-        _show_results(paper, [Path(path) for path in paths])
+        _show_results(paper, paths)
     if not paths:
         _describe(paper, args)
 
 
 def _list() -> None:
-    from nearkin.bench.paper_studies import PAPERS, paper_studies
-    from nearkin.bench.papers import papers
+    from nearkin.bench.paper_studies import paper_studies
 
     studies = paper_studies()
-    for prefix, name in PAPERS.items():
-        paper = papers()[name]
+    for name, paper in papers().items():
         print(f"{paper.title} ({paper.authors}, {paper.year})")
         for study in studies.values():
-            if study.name.startswith(f"{prefix}-"):
+            if study.paper == name:
                 print(f"  {study.name:15} {study.title.partition(': ')[2]}")
         print()
     waiting = sorted({row for study in studies.values() for row in study.not_yet})
@@ -78,10 +73,7 @@ def _list() -> None:
 
 def _describe(paper: PaperStudy, args: PapersArgs) -> None:
     from nearkin._common.progress import format_duration
-    from nearkin.bench.estimates import Estimate
-    from nearkin.bench.narrow import requirements
-    from nearkin.bench.tune_space import grid_points
-    from nearkin.report.tables import rich_table
+    from nearkin.bench import estimates, narrow, tune_space
 
     print(paper.title)
     print(f"varies:    {paper.varies}")
@@ -100,17 +92,15 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
     for note in paper.notes:
         print(f"note:      {note}")
     if paper.published:
-        show(rich_table(_published_grid(paper)))
+        show(_published_grid(paper))
     count, what = len(trials), "models"
     if paper.computed == "grid_search":
-        count, what = sum(len(grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
+        count, what = sum(len(tune_space.grid_points(t.method)) for t in trials), "models for a quarter of the epochs"
     share = count / len(trials) * (0.25 if paper.computed == "grid_search" else 1.0)
-    here, gpu = (
-        format_duration(share * sum(map(estimate.seconds, trials)))
-        for estimate in (Estimate(trials, {}), Estimate(trials, {}, tflops=args.tflops))
-    )
+    both = [estimates.Estimate(trials, {}, tflops=tflops) for tflops in (None, args.tflops)]
+    here, gpu = (format_duration(share * sum(map(estimate.seconds, trials))) for estimate in both)
     print(f"cost:      {count} {what}: {here} on this machine, {gpu} on a GPU that reaches {args.tflops:g} TFLOP/s")
-    needed = requirements(study, trials)
+    needed = narrow.requirements(study, trials)
     for line in needed:
         print(f"needed:    {line}")
     flags = " --data FOLDER" + " --weights bn_inception=FILE" * any("bn_inception:" in line for line in needed)
@@ -119,7 +109,6 @@ def _describe(paper: PaperStudy, args: PapersArgs) -> None:
 
 
 def _published_grid(paper: PaperStudy) -> Grid:
-    from nearkin.report.tables import Grid
 
     values = paper.published
     metrics = list(dict.fromkeys((p.split, p.metric) for p in values))
@@ -135,11 +124,8 @@ def _published_grid(paper: PaperStudy) -> Grid:
 
 def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
     from nearkin.bench.trials import StudyFolder
-    from nearkin.report import paper_computed
-    from nearkin.report.paper_tables import paper_cells, paper_grids
-    from nearkin.report.tables import rich_table
+    from nearkin.report import paper_computed, paper_tables
 
-    grids: list[Any]
     if paper.computed == "decomposition" and not (paths[0] / "study.toml").exists():
         grids = [paper_computed.decomposition(*paper_computed.embeddings_of(path)) for path in paths]
     elif paper.computed == "tournament":
@@ -149,12 +135,12 @@ def _show_results(paper: PaperStudy, paths: list[Path]) -> None:
             raise ConfigError(f"{paths[0]}: {paper.name} is computed from nothing. Run: nearkin papers {paper.name}")
         grids = [paper_computed.WITHOUT_TRAINING[paper.computed]()]
     else:
-        folders = [StudyFolder.open(path) for path in paths]
-        for folder in folders:
+        grids = []
+        for folder in map(StudyFolder.open, paths):
             if folder.study.paper != paper.name:
                 raise ConfigError(f"{folder.path}: not a study of {paper.name} (but of '{folder.study.name}').")
-        grids = [grid for folder in folders for grid in paper_grids(folder, paper_cells(folder))]
-    show(*map(rich_table, grids))
+            grids += paper_tables.paper_grids(folder, paper_tables.paper_cells(folder))
+    show(*grids)
 
 
 def compute_paper(name: str, args: Any) -> None:
@@ -171,7 +157,6 @@ def compute_paper(name: str, args: Any) -> None:
 def write_computed(grid: Grid, folder: Path) -> None:
     """Write a computed table to a folder and show it."""
     from nearkin.report.paper_tables import write_grid
-    from nearkin.report.tables import rich_table
 
     written = write_grid(grid, folder)
-    show(rich_table(grid), f"files: {folder}/  ({', '.join(path.name for path in written)})")
+    show(grid, f"files: {folder}/  ({', '.join(path.name for path in written)})")

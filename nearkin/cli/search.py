@@ -15,11 +15,10 @@ from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_targe
 from nearkin.errors import ConfigError, DataError, require_extra
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from nearkin.deploy.index.index import Index
     from nearkin.deploy.index.search import SearchResult
-
-SEARCH = "nearkin search DIR IMAGE..."
-AT_LEAST = 0.99
 
 
 @dataclass(frozen=True)
@@ -33,35 +32,24 @@ class SearchArgs:
     nearkin search photos.index --duplicates
     """
 
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Query images."""
-    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
-    """Number of neighbours."""
-    item: tuple[str, ...] = ()
-    """Query by indexed items, given by their ids; an item is excluded from its own results."""
-    vector: tuple[Path, ...] = ()
-    """Query by vectors in .npy files, [D] or [N, D]."""
-    sheet: Path | None = None
-    """Save queries and neighbours as a contact sheet (PNG)."""
-    json: bool = False
-    """Print JSON instead of tables."""
-    duplicates: bool = False
-    """List pairs of near-duplicate items."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()  # Query images.
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10  # Number of neighbours.
+    item: tuple[str, ...] = ()  # Query by indexed items, given by their ids; an item is excluded from its own results.
+    vector: tuple[Path, ...] = ()  # Query by vectors in .npy files, [D] or [N, D].
+    sheet: Path | None = None  # Save queries and neighbours as a contact sheet (PNG).
+    json: bool = False  # Print JSON instead of tables.
+    duplicates: bool = False  # List pairs of near-duplicate items.
     min_similarity: float | None = None
     """For --duplicates: minimum cosine similarity of a listed pair; by default 0.99."""
-    exact: bool = False
-    """Ignore the graph and the re-ranking of the index."""
-    rerank: str | None = None
-    """Re-rank by expansion, reciprocal or none; by default as set in the index."""
-    store: str | None = None
-    """Search in this vector store instead of the index folder."""
-    run: Path | None = None
-    """Run folder of the model, if it has moved since indexing."""
+    exact: bool = False  # Ignore the graph and the re-ranking of the index.
+    rerank: str | None = None  # Re-rank by expansion, reciprocal or none; by default as set in the index.
+    store: str | None = None  # Search in this vector store instead of the index folder.
+    run: Path | None = None  # Run folder of the model, if it has moved since indexing.
     device: Device = "auto"
 
 
 def run(argv: list[str]) -> None:
-    folder, args = parse_target(SearchArgs, argv, SEARCH, INDEX_FOLDER, must_exist=True)
+    folder, args = parse_target(SearchArgs, argv, "nearkin search DIR IMAGE...", INDEX_FOLDER)
     _check_flags(args)
     if args.images or args.sheet is not None:
         require_extra("stores" if args.store else "images", "PIL")
@@ -71,21 +59,19 @@ def run(argv: list[str]) -> None:
         return
     queries = _queries(index, args)
     results = _search(index, queries, args)
+    found = list(zip(queries, results, strict=True))
     if args.sheet is not None:
         from nearkin.report.contact_sheet import SheetRow, contact_sheet
 
-        rows = [
-            SheetRow(query.image, Path(query.title).name, query.label, result.hits, result.known)
-            for query, result in zip(queries, results, strict=True)
-        ]
+        rows = [SheetRow(q.image, Path(q.title).name, q.label, result.hits, result.known) for q, result in found]
         contact_sheet(rows, [[index.path_of(hit.id) for hit in result.hits] for result in results], args.sheet)
     if args.json:
-        print(json.dumps(_as_json(index, folder, queries, results), indent=1))
+        threshold = None if index.threshold is None else index.threshold.value
+        values = {"index": folder, "items": len(index), "threshold": threshold}
+        print(json.dumps({**values, "queries": [_as_json(index, *pair) for pair in found]}, indent=1))
         return
-    from rich.text import Text
-
-    for query, result in zip(queries, results, strict=True):
-        show(*(Text.from_markup(line) for line in _as_lines(index, query, result)))
+    for query, result in found:
+        show(*_as_lines(index, query, result))
     if args.sheet is not None:
         print(f"sheet: {args.sheet}")
 
@@ -120,9 +106,7 @@ class Query:
 
 
 def _queries(index: Index, args: SearchArgs) -> list[Query]:
-    queries = []
-    for path in args.images:
-        queries.append(Query(str(path), path, index.vector_of(path), label_of(index, path)))
+    queries = [Query(str(path), path, index.vector_of(path), _label_of(index, path)) for path in args.images]
     for id in args.item:
         row = index.row_of(id)
         queries.append(Query(id, index.path_of(id), index.vectors[row], index.labels[row], row))
@@ -134,7 +118,8 @@ def _queries(index: Index, args: SearchArgs) -> list[Query]:
     return queries
 
 
-def label_of(index: Index, path: Path) -> Any:
+def _label_of(index: Index, path: Path) -> Any:
+    """Return the class of an image: that of the item it is, else its folder if that is an indexed class."""
     if index.root is not None:
         resolved = path.resolve()
         name = resolved.relative_to(index.root).as_posix() if resolved.is_relative_to(index.root) else str(resolved)
@@ -181,15 +166,15 @@ def _read_vectors(path: Path) -> Any:
     return array[None] if array.ndim == 1 else array
 
 
-def _as_lines(index: Index, query: Query, result: SearchResult) -> list[str]:
+def _as_lines(index: Index, query: Query, result: SearchResult) -> list[str | Text]:
     """Format a result in columns, without truncation, so that every id can be passed to --item."""
     from rich.cells import cell_len
-    from rich.markup import escape
+    from rich.text import Text
 
     from nearkin.report.contact_sheet import printable
 
     title = query.title if query.label is None else f"{query.title}  ({query.label})"
-    lines = [f"[bold]{escape(printable(title))}[/bold]"]
+    lines: list[str | Text] = [Text(printable(title), "bold")]
     if result.known is False and index.threshold is not None:
         lines.append(
             f"unknown: highest similarity {result.nearest:.4f}, threshold {index.threshold.value:.4f} "
@@ -198,47 +183,33 @@ def _as_lines(index: Index, query: Query, result: SearchResult) -> list[str]:
     if index.threshold is None and result.hits:
         lines.append("no threshold is set, so nothing is called unknown; nearkin index --calibrate sets one")
     labels = ["" if hit.label is None else printable(str(hit.label)) for hit in result.hits]
-    width = max([cell_len(label) for label in labels], default=0)
+    width = max(map(cell_len, labels), default=0)
     for rank, (hit, label) in enumerate(zip(result.hits, labels, strict=True), start=1):
-        padded = escape(label) + " " * (width - cell_len(label))
-        if hit.label is not None and query.label is not None:
-            padded = f"[{'green' if hit.label == query.label else 'red'}]{padded}[/]"
-        lines.append(f"{rank:>4}  {hit.similarity:.4f}  {padded}  {escape(printable(hit.id))}")
+        padded = label + " " * (width - cell_len(label))
+        colour = "" if None in (hit.label, query.label) else "green" if hit.label == query.label else "red"
+        lines.append(Text.assemble(f"{rank:>4}  {hit.similarity:.4f}  ", (padded, colour), f"  {printable(hit.id)}"))
     empty = "no results: the index is empty" if query.row is None else "no results: the index has no other item"
     return lines if result.hits else [*lines, empty]
 
 
-def _as_json(index: Index, folder: str, queries: list[Query], results: list[SearchResult]) -> dict[str, Any]:
-    return {
-        "index": folder,
-        "items": len(index),
-        "threshold": None if index.threshold is None else index.threshold.value,
-        "queries": [
-            {
-                "query": query.title,
-                "label": query.label,
-                "nearest": result.nearest,
-                "known": result.known,
-                "hits": [
-                    {"id": hit.id, "label": hit.label, "similarity": hit.similarity, "path": str(index.path_of(hit.id))}
-                    for hit in result.hits
-                ],
-            }
-            for query, result in zip(queries, results, strict=True)
-        ],
-    }
+def _as_json(index: Index, query: Query, result: SearchResult) -> dict[str, Any]:
+    hits = [
+        {"id": hit.id, "label": hit.label, "similarity": hit.similarity, "path": str(index.path_of(hit.id))}
+        for hit in result.hits
+    ]
+    answer = {"query": query.title, "label": query.label, "nearest": result.nearest, "known": result.known}
+    return {**answer, "hits": hits}
 
 
 def _duplicates(index: Index, folder: str, args: SearchArgs) -> list[str]:
     from nearkin.report.contact_sheet import printable
 
-    min_similarity = AT_LEAST if args.min_similarity is None else args.min_similarity
+    min_similarity = 0.99 if args.min_similarity is None else args.min_similarity
     pairs, count = index.duplicates(min_similarity)
     if args.json:
         listed = [{"first": a, "second": b, "similarity": cosine} for a, b, cosine in pairs]
-        return [
-            json.dumps({"index": folder, "min_similarity": min_similarity, "pairs": count, "listed": listed}, indent=1)
-        ]
+        values = {"index": folder, "min_similarity": min_similarity, "pairs": count, "listed": listed}
+        return [json.dumps(values, indent=1)]
     lines = [f"{cosine:.6f}  {printable(a)}  {printable(b)}" for a, b, cosine in pairs]
     shown = f", {len(pairs):,} of them listed" if len(pairs) < count else ""
     found = f"{counted(count, 'pair')} with a cosine of at least {min_similarity:g}"

@@ -10,7 +10,6 @@ from nearkin._common.words import counted
 from nearkin.cli._arguments import INDEX_FOLDER, Device, load_index, parse_target
 from nearkin.errors import ConfigError, require_extra
 
-SERVE = "nearkin serve DIR"
 LIMITS = ("max_upload_bytes", "max_pixels", "upload_timeout", "timeout", "max_requests")
 
 
@@ -25,34 +24,26 @@ class ServeArgs:
     The API is described at /docs. Stop the server with Ctrl-C. Restart it after the index has changed.
     """
 
-    host: str = "127.0.0.1"
-    """Address to listen on; by default reachable only from this machine."""
-    port: int = 8000
-    """Port; 0 chooses a free one."""
+    host: str = "127.0.0.1"  # Address to listen on; by default reachable only from this machine.
+    port: int = 8000  # Port; 0 chooses a free one.
     token_file: Path | None = None
     """File whose first line is the token that clients must send (Authorization: Bearer). Or set NEARKIN_TOKEN."""
     allow_host: tuple[str, ...] = ()
     """Additional accepted host names, for example behind a proxy. Only a server on a loopback address restricts host
     names by default."""
-    workers: int = 2
-    """Images processed in parallel."""
-    max_upload_bytes: int = 20_000_000
-    """Maximum size of an upload in bytes."""
+    workers: int = 2  # Images processed in parallel.
+    max_upload_bytes: int = 20_000_000  # Maximum size of an upload in bytes.
     max_pixels: int = 50_000_000
     """Maximum number of pixels of a JPEG (width times height); of other formats half as many."""
-    upload_timeout: float = 20.0
-    """Time limit in seconds for receiving an upload."""
-    timeout: float = 30.0
-    """Time limit in seconds for a response, including time in the queue."""
-    max_requests: int = 64
-    """Maximum number of requests being processed or queued; further ones get status 503."""
-    run: Path | None = None
-    """Run folder of the model, if it has moved since indexing."""
+    upload_timeout: float = 20.0  # Time limit in seconds for receiving an upload.
+    timeout: float = 30.0  # Time limit in seconds for a response, including time in the queue.
+    max_requests: int = 64  # Maximum number of requests being processed or queued; further ones get status 503.
+    run: Path | None = None  # Run folder of the model, if it has moved since indexing.
     device: Device = "auto"
 
 
 def run(argv: list[str]) -> None:
-    folder, args = parse_target(ServeArgs, argv, SERVE, INDEX_FOLDER, must_exist=True)
+    folder, args = parse_target(ServeArgs, argv, "nearkin serve DIR", INDEX_FOLDER)
     require_extra("serve", "fastapi", "fastapi_swagger", "python_multipart", "uvicorn", "PIL")
     from nearkin.deploy.serve.app import make_app
     from nearkin.deploy.serve.request_limits import RequestLimits

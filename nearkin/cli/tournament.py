@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearkin.cli._arguments import parse_target, require_path, show
+from nearkin.bench.papers import thesis_results
+from nearkin.bench.results import read_results
+from nearkin.bench.summary import summarize
+from nearkin.bench.tournament import run_tournament
+from nearkin.cli._arguments import parse_target, show
 from nearkin.errors import ConfigError, require_extra
+from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
 
 @dataclass(frozen=True)
@@ -24,36 +29,21 @@ class TournamentArgs:
     A row without a value is a failed run; it is counted and shown, never scored.
     """
 
-    out: Path | None = None
-    """Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG)."""
-    alpha: float = 0.05
-    """Significance level (family-wise error rate)."""
-    draws: int = 10_000
-    """Number of bootstrap samples of the experiments."""
-    seed: int = 0
-    """Seed of the bootstrap."""
-    pairs: bool = False
-    """Also print the table of all pairs."""
-    dataset: str | None = None
-    """Rank on this dataset only; with `papers`: cub (the default), cars or sop."""
-    backbone: str | None = None
-    """Rank with this backbone only (of a study)."""
-    metric: str | None = None
-    """Metric to rank by, such as R@2; default: that of the study, with `papers` R@1."""
+    out: Path | None = None  # Folder for tables (CSV, Markdown, LaTeX) and the critical-difference diagram (PNG, SVG).
+    alpha: float = 0.05  # Significance level (family-wise error rate).
+    draws: int = 10_000  # Number of bootstrap samples of the experiments.
+    seed: int = 0  # Seed of the bootstrap.
+    pairs: bool = False  # Also print the table of all pairs.
+    dataset: str | None = None  # Rank on this dataset only; with `papers`: cub (the default), cars or sop.
+    backbone: str | None = None  # Rank with this backbone only (of a study).
+    metric: str | None = None  # Metric to rank by, such as R@2; default: that of the study, with `papers` R@1.
 
 
 def run(argv: list[str]) -> None:
     prog = "nearkin tournament papers|STUDY|FILE"
     what = "'papers', the folder of a study, or a .csv or .json file"
-    target, args = parse_target(TournamentArgs, argv, prog, what)
+    target, args = parse_target(TournamentArgs, argv, prog, what, exists=argv[:1] != ["papers"])
     require_extra("bench", "scipy")
-    if target != "papers":
-        require_path(target, what)
-    from nearkin.bench.papers import thesis_results
-    from nearkin.bench.summary import summarize
-    from nearkin.bench.tournament import read_results, run_tournament
-    from nearkin.report.tables import rich_table
-    from nearkin.report.tournament import pairs_grid, standings_grid, write_files
 
     is_study = target != "papers" and Path(target).is_dir()
     for flag in ("dataset", "backbone", "metric"):
@@ -69,17 +59,11 @@ def run(argv: list[str]) -> None:
         from nearkin.report.study_overview import failure_line
 
         folder = StudyFolder.open(target)
-        only = {"dataset": args.dataset, "backbone": args.backbone, "metric": args.metric}
-        results, failures = available_results(folder, **only), failure_line(folder)
+        failures = failure_line(folder)
+        results = available_results(folder, dataset=args.dataset, backbone=args.backbone, metric=args.metric)
     else:
         results = read_results(Path(target))
     tournament = run_tournament(results, alpha=args.alpha, draws=args.draws, seed=args.seed)
     written = write_files(tournament, args.out) if args.out is not None else []
-    show(rich_table(standings_grid(tournament)))
-    if args.pairs:
-        show(rich_table(pairs_grid(tournament)))
-    print(summarize(tournament))
-    if failures:
-        print(failures)
-    for path in written:
-        print(path)
+    grids = [standings_grid(tournament), *([pairs_grid(tournament)] if args.pairs else [])]
+    show(*grids, summarize(tournament), *filter(None, [failures]), *written)

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nearkin._common.progress import Reporter
 from nearkin.cli._arguments import Device, Quiet, Runs, command_line, parse, require_names, require_path, show
 from nearkin.config.recipe import ComponentConfig, DataConfig, EvalConfig, ModelConfig, Recipe, Scalar, TrainConfig
 from nearkin.errors import ConfigError, require_extra
+from nearkin.report.baselines import comparison_lines, headline
+from nearkin.report.tables import result_table
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,8 @@ class TrainArgs:
     runs: Runs = Path("runs")
     device: Device = "auto"
     quiet: Quiet = False
-    show: bool = False
-    """Print the recipe with all settings, as a .toml file, instead of training."""
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Experiment trackers that also log every epoch."""
+    show: bool = False  # Print the recipe with all settings, as a .toml file, instead of training.
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Experiment trackers that also log every epoch.
     loss: str = "proxy_anchor"
     """Name of the loss (`nearkin losses` lists them), or a sum such as proxy_anchor+0.1*contrastive."""
     miner: str | None = None
@@ -72,8 +73,7 @@ class TrainArgs:
     """Size of the cross-batch memory: embeddings of earlier batches used as extra references (pair losses only)."""
     budget: str | None = None
     """Find the best model in a given time, such as 5m, 30m or 2h, instead of training one recipe; with --data."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the images."""
+    seed: int = 0  # Seed of the initial weights and of the order of the images.
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -91,9 +91,6 @@ def run(argv: list[str]) -> None:
 
     if "RANK" not in os.environ:  # before torch is imported; the processes of torchrun start at different times
         refuse_if_busy(recipe, args.runs)
-    from nearkin._common.progress import Reporter
-    from nearkin.report.baselines import comparison_lines, headline
-    from nearkin.report.tables import result_table
     from nearkin.training.autopilot import fit_within
     from nearkin.training.loop import fit
 
@@ -145,29 +142,25 @@ def parse_train(argv: list[str]) -> tuple[Recipe, TrainArgs]:
         require_names("miner", [str(miner)])
     require_names("regularizer", arguments.regularizers)
     base = _base_recipe(arguments)
-    shared = {name: getattr(base, name) for name in ("memory", "seed", "data", "model", "eval")}
-    miner_name = base.miner.name if base.miner else None
-    train = _length(base.train, arguments.flags)
-    defaults = TrainArgs(loss=base.loss.name, miner=miner_name, train=train, **shared)
-    args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
-    loss_settings, miner_settings = arguments.settings["loss"], arguments.settings["miner"]
-    miner = _miner_name(args, base, arguments.flags)
-    if miner_settings and miner is None:
-        raise ConfigError(f"--miner.{next(iter(miner_settings))}: no miner is selected. Select one with --miner NAME.")
-    recipe = Recipe(
-        loss=_override_loss(args.loss, base.loss, loss_settings, arguments.regularizers),
-        miner=_override(miner, base.miner, miner_settings) if miner else None,
-        **{name: getattr(args, name) for name in (*shared, "train")},
-    )
-    return recipe, args
-
-
-def _length(train: TrainConfig, flags: list[str]) -> TrainConfig:
-    """Return the training settings of a recipe before the flags; --train.epochs replaces its number of steps."""
-    epochs, steps = (_flag_value(f"--train.{name}", flags) for name in ("epochs", "steps"))
+    shared = {name: getattr(base, name) for name in ("memory", "seed", "data", "model", "train", "eval")}
+    epochs, steps = (_flag_value(f"--train.{name}", arguments.flags) for name in ("epochs", "steps"))
     if epochs is not None and steps is not None:
         raise ConfigError("--train.epochs and --train.steps: both set the length of training. Give one.")
-    return train if epochs is None else dataclasses.replace(train, steps=None)
+    if epochs is not None:  # replaces the recipe's number of steps
+        shared["train"] = dataclasses.replace(base.train, steps=None)
+    defaults = TrainArgs(loss=base.loss.name, miner=base.miner.name if base.miner else None, **shared)
+    args = parse(TrainArgs, arguments.flags, f"nearkin train {arguments.recipe or '[RECIPE]'}", defaults)
+    miner, settings = _miner_name(args, base, arguments.flags), arguments.settings
+    if settings["miner"] and miner is None:
+        raise ConfigError(
+            f"--miner.{next(iter(settings['miner']))}: no miner is selected. Select one with --miner NAME."
+        )
+    recipe = Recipe(
+        loss=_override_loss(args.loss, base.loss, settings["loss"], arguments.regularizers),
+        miner=_override(miner, base.miner, settings["miner"]) if miner else None,
+        **{name: getattr(args, name) for name in shared},
+    )
+    return recipe, args
 
 
 def _split_arguments(argv: list[str]) -> _Arguments:
@@ -192,7 +185,11 @@ def _split_arguments(argv: list[str]) -> _Arguments:
         elif setting == "name":
             arguments.flags += [f"--{component}", value]
         elif flag == "--loss.regularizers":
-            arguments.regularizers = _regularizers(value)
+            terms = (term.partition("=") for term in value.split(","))
+            try:
+                arguments.regularizers = {name: float(weight) for name, _, weight in terms}
+            except ValueError:
+                raise ConfigError(f"{flag} {value}: expected weights such as lp=0.01,zero_mean=0.1.") from None
         else:
             arguments.settings[component][setting.replace("-", "_")] = _scalar(value)
     return arguments
@@ -258,15 +255,12 @@ def _flag_value(flag: str, flags: list[str]) -> str | None:
 
 def _miner_name(args: TrainArgs, base: Recipe, flags: list[str]) -> str | None:
     """Return the miner to use. The recipe's miner is dropped if a new loss cannot use it."""
-    if args.miner in (None, "none"):
-        return None
-    given = any(word.partition("=")[0] == "--miner" for word in flags)
-    if base.miner and args.loss != base.loss.name and not given:
+    if base.miner and args.loss != base.loss.name and _flag_value("--miner", flags) is None:
         from nearkin.losses import LOSSES
 
         losses = ComponentConfig.parse_sum(args.loss).terms
         return args.miner if any(LOSSES[loss.name].inputs.pairs for _, loss in losses) else None
-    return args.miner
+    return None if args.miner == "none" else args.miner
 
 
 def _override(name: str, base: ComponentConfig | None, settings: Settings) -> ComponentConfig:
@@ -287,14 +281,6 @@ def _override_loss(
         setting = next(iter(settings), "regularizers")
         raise ConfigError(f"--loss.{setting}: {name} is a sum. Write the settings of its parts in a recipe: [[loss]].")
     return loss
-
-
-def _regularizers(text: str) -> dict[str, float]:
-    """Parse the weights of regularisers, for example lp=0.01,zero_mean=0.1."""
-    try:
-        return {name: float(weight) for name, _, weight in (term.partition("=") for term in text.split(","))}
-    except ValueError:
-        raise ConfigError(f"--loss.regularizers {text}: expected weights such as lp=0.01,zero_mean=0.1.") from None
 
 
 def _scalar(text: str) -> Scalar:

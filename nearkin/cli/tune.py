@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from nearkin._common.progress import Reporter
 from nearkin._common.words import counted
 from nearkin.bench.executor import Slurm, run_workers, submit
 from nearkin.bench.tune_storage import is_database, without_password
@@ -21,7 +22,6 @@ from nearkin.errors import ConfigError, did_you_mean, require_extra
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nearkin._common.progress import Reporter
     from nearkin.bench.tune import Search, Standing
 
 
@@ -44,10 +44,8 @@ class TuneArgs:
     with the same --storage it adds workers. A failed trial is counted and shown, never scored.
     """
 
-    out: Path = Path("tuned")
-    """Folder for the best recipes, the run folders and the journal of the search."""
-    losses: tuple[str, ...] = ()
-    """Losses by name, or all; default: the recipe's loss."""
+    out: Path = Path("tuned")  # Folder for the best recipes, the run folders and the journal of the search.
+    losses: tuple[str, ...] = ()  # Losses by name, or all; default: the recipe's loss.
     trials: int | None = None
     """Trials per loss; default: 20, or as in the existing search, which a larger number extends."""
     mode: Literal["optuna", "thesis_grid", "thesis_grid_coarse"] = "optuna"
@@ -57,8 +55,7 @@ class TuneArgs:
     """Stop trials whose validation score is below the median of earlier trials at the same epoch (optuna only)."""
     shorten: float | None = None
     """Fraction of the recipe's epochs to train in each trial; default: 1, or 0.25 with thesis_grid."""
-    workers: int = 1
-    """Worker processes on this machine, or cluster jobs; 0 only prints the progress of the search."""
+    workers: int = 1  # Worker processes on this machine, or cluster jobs; 0 only prints the progress of the search.
     storage: str | None = None
     """postgresql+psycopg://USER@HOST/DATABASE for workers on several machines; default: a journal file in --out."""
     launch: Literal["here", "slurm", "local"] = "here"
@@ -70,22 +67,11 @@ class TuneArgs:
 
 def run(argv: list[str]) -> None:
     recipe, args = parse_tune(argv)
-    from nearkin._common.progress import Reporter
     from nearkin.bench.tune import plan, standings, write_recipes
 
     reporter = Reporter(quiet=args.quiet)
-    search = plan(
-        recipe,
-        args.out,
-        losses=args.losses,
-        trials=args.trials,
-        mode=args.mode,
-        storage=args.storage,
-        prune=args.prune,
-        shorten=args.shorten,
-        begin=args.workers > 0,
-        reporter=reporter,
-    )
+    flags = {name: getattr(args, name) for name in ("losses", "trials", "mode", "storage", "prune", "shorten")}
+    search = plan(recipe, args.out, **flags, begin=args.workers > 0, reporter=reporter)
     results = standings(search)
     left = sum(standing.left for standing in results)
     if not left:
@@ -122,14 +108,12 @@ def _run_search(search: Search, args: TuneArgs, reporter: Reporter) -> None:
     elif args.workers == 1:
         work(search, device=args.device, reporter=reporter)
     else:
-        run_workers(
-            functools.partial(work, search),
-            args.workers,
-            unfinished=lambda: sum(standing.left for standing in standings(search)),
-            total=search.total,
-            device=args.device,
-            reporter=reporter,
-        )
+
+        def unfinished() -> int:
+            return sum(standing.left for standing in standings(search))
+
+        task = functools.partial(work, search)
+        run_workers(task, args.workers, unfinished, search.total, args.device, reporter)
 
 
 def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
@@ -157,41 +141,25 @@ def parse_tune(argv: list[str]) -> tuple[Recipe, TuneArgs]:
     return recipe, args
 
 
-# --- output ----------------------------------------------------------------------------------------------------------
-
-
 def results_table(results: Sequence[Standing]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+    """Build the table of the best trials; below each loss its best settings."""
+    from nearkin.report.tables import Grid, rich_table
     from nearkin.training.evaluation import MIN_VAL_CLASSES, selection_metrics
 
     classes = max(standing.classes for standing in results)
     few = f", unreliable with only {classes} of them" if classes < MIN_VAL_CLASSES else ""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"Best trials on {classes} validation classes, percent" if classes else "No finished trials yet",
-        title_style="bold",
-        title_justify="left",
-        caption=f"small: 95 % interval over validation classes{few}. The best of many trials is optimistic."
-        if classes
-        else None,
-        caption_justify="left",
-    )
-    table.add_column("loss", no_wrap=True)
-    table.add_column(f"val {selection_metrics(classes)[0]}", justify="right", no_wrap=True)
-    table.add_column("trials", justify="right", no_wrap=True)
-    table.add_column("settings")
+    title = f"Best trials on {classes} validation classes, percent" if classes else "No finished trials yet"
+    caption = f"small: 95 % interval over validation classes{few}. The best of many trials is optimistic."
+    rows = []
     for s in results:
-        best = Text("-")
-        if s.best is not None and s.interval is not None:
-            best = Text(f"{100 * s.best:.1f}\n") + Text(f"{100 * s.interval[0]:.1f}-{100 * s.interval[1]:.1f}", "dim")
+        settings = "  ".join(f"{name.partition('.')[2]} {_format(v)}" for name, v in (s.settings or {}).items())
+        best = "-" if s.best is None else f"{100 * s.best:.1f}"
+        interval = "-".join(f"{100 * end:.1f}" for end in s.interval or ())
         states = {"done": s.done, "pruned": s.pruned, "FAILED": s.failed, "left": s.left}
         counts = [f"{count} {state}" for state, count in states.items() if count or state == "done"]
-        settings = "  ".join(f"{name.partition('.')[2]} {_format(v)}" for name, v in (s.settings or {}).items())
-        table.add_row(s.loss, best, "\n".join(counts), settings)
-    return table
+        rows.append((f"{s.loss}\n{settings}", f"{best}\n{interval}", ", ".join(counts)))
+    head = ("loss, settings", f"val {selection_metrics(classes)[0]}", "trials")
+    return rich_table(Grid(title, head, rows, caption=caption if classes else "", bold=None))
 
 
 def _format(value: object) -> str:
@@ -199,12 +167,10 @@ def _format(value: object) -> str:
 
 
 def footer(search: Search, results: Sequence[Standing], written: dict[str, Path]) -> list[str]:
-    """Build the lines below the table. Returns why trials failed, and the commands that train the best settings."""
+    """Build the lines below the table: why trials failed, and the commands that train the best settings."""
     lines = [f"{s.loss}: {s.failed} of {s.budget} trials failed (first: {s.reasons[0]})" for s in results if s.reasons]
     if written:
         lines.append("to train the best settings of a loss and evaluate them once on the sealed test classes:")
-        comment = ""
-        if search.recipe.train.epochs != search.full_epochs:
-            comment = f"   # shortened as in the search; --train.epochs {search.full_epochs} for the full length"
-        lines += [f"  {command_line('train', str(path))}{comment}" for path in written.values()]
-    return lines
+    full = f"   # shortened as in the search; --train.epochs {search.full_epochs} for the full length"
+    comment = full if search.recipe.train.epochs != search.full_epochs else ""
+    return lines + [f"  {command_line('train', str(path))}{comment}" for path in written.values()]

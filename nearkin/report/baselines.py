@@ -1,14 +1,11 @@
 """Results in words: how a trained model, and the methods of a study, compare with the baselines without training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nearkin.training.run import Run
+from nearkin.training.run import Run
 
 FEW_TEST_CLASSES = 10  # a bootstrap over fewer is much too narrow
 # How to get a model that equals a baseline, where one is worth having.

@@ -1,10 +1,9 @@
 """The contents of a page as plain values, the same that `--json` writes: runs, images and comparisons."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,8 @@ from numpy.typing import NDArray
 
 from nearkin._common.progress import Reporter
 from nearkin.analysis.diagnostics import diagnose
-from nearkin.analysis.hardness import (
-    Confusion,
-    Duplicate,
-    Hub,
-    class_table,
-    confused_pairs,
-    find_duplicates,
-    hubness,
-    hubs,
-)
-from nearkin.analysis.label_errors import LabelErrors, find_label_errors
+from nearkin.analysis.hardness import class_table, confused_pairs, find_duplicates, hubness, hubs
+from nearkin.analysis.label_errors import find_label_errors
 from nearkin.data.images import Rows
 from nearkin.errors import DataError, RunError
 from nearkin.metrics.scores import compare
@@ -45,6 +35,12 @@ DUPLICATE_THRESHOLDS = (0.96, 0.98, 0.99, 0.995, 0.999)  # cosine similarities, 
 MAX_PLAUSIBLE_DUPLICATES = 200  # more pairs above a threshold cannot all be duplicates
 HISTOGRAM_ROWS, HISTOGRAM_BINS = 1000, 50  # rows whose pairs are counted, and bins of their similarities
 MAX_ROWS_BY_SIZE = 12_000  # recall by embedding size is computed for up to this many rows
+MAX_CHANGED = 120  # queries listed as fixed, and as broken
+DIAGNOSTICS = (
+    *("tightness", "contrastive", "feature_entropy", "conditional_entropy"),
+    *("label_entropy", "information", "information_bound", "effective_rank"),
+    *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class PageItems:
     item_of_row: NDArray[np.int64]  # the item of each row [N], -1 for rows that are not on the page
 
     @staticmethod
-    def from_rows(rows: Rows, total: int) -> PageItems:
+    def from_rows(rows: Rows, total: int) -> "PageItems":
         item_of_row = np.full(total, -1, np.int64)
         item_of_row[rows] = np.arange(len(rows))
         return PageItems(rows, item_of_row)
@@ -63,6 +59,10 @@ class PageItems:
     def items_of(self, rows: Any) -> list[int]:
         """Return the items of rows, without those that are not on the page."""
         return [int(item) for item in self.item_of_row[np.asarray(rows, np.int64)] if item >= 0]
+
+    def place(self, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Replace the row in the "item" of each entry by its item; leave out entries whose row is not on the page."""
+        return [{**entry, "item": item} for entry in entries for item in self.items_of([entry["item"]])]
 
 
 def round_or_none(value: float, digits: int = 4) -> float | None:
@@ -96,66 +96,78 @@ def summarize_run(run: Run) -> dict[str, Any]:
     }
 
 
-DIAGNOSTICS = (
-    *("tightness", "contrastive", "feature_entropy", "conditional_entropy"),
-    *("label_entropy", "information", "information_bound", "effective_rank"),
-    *("alignment", "uniformity", "separation", "hubness", "norm_mean"),
-)
-
-
-@dataclass(frozen=True)
-class Highlights:
-    """The rows that a page lists."""
-
-    example_queries: dict[str, Rows]  # query rows of the retrieval examples, by selection
-    confused_pairs: list[tuple[Confusion, Rows]]  # confused classes, each with its first queries
-    hubs: list[Hub]  # rows that are neighbours of very many others
-    label_errors: LabelErrors | str  # suspected label errors, or the reason why they cannot be estimated
-    suspect_rows: Rows  # the suspected label errors that the page lists
-    duplicates: list[Duplicate] | None  # None if too many rows are that similar to be duplicates
-    duplicate_threshold: float | None  # the cosine similarity above which pairs are listed
-
-    @property
-    def rows(self) -> Rows:
-        """All listed rows, most important first, with repeats."""
-        duplicates = [[pair.first, pair.second] for pair in (self.duplicates or [])[:MAX_DUPLICATES]]
-        parts = [*self.example_queries.values(), self.suspect_rows, *duplicates, [hub.item for hub in self.hubs]]
-        parts += [rows for _, rows in self.confused_pairs]
-        return np.concatenate([np.asarray(rows, np.int64) for rows in parts])
-
-
-def find_highlights(data: EvalData) -> Highlights:
+def find_highlights(data: EvalData) -> dict[str, Any]:
+    """Find what a page lists: entries of `analyze`, with rows of the table where those have items."""
     labels, queries = data.table.labels, data.queries
     near = (data.neighbours[queries], labels[queries], labels)
     nearest = labels[data.neighbours[queries, 0]]
-    confused = [
-        (pair, queries[(labels[queries] == pair.label) & (nearest == pair.taken_for)][:MAX_QUERIES_PER_PAIR])
-        for pair in confused_pairs(*near, top=MAX_CONFUSED_PAIRS)
-    ]
-    label_errors, suspects = _find_label_errors(data)
-    examples = gallery.example_queries(data, max_queries=gallery.MAX_QUERIES)
-    return Highlights(examples, confused, hubs(*near, top=MAX_HUBS), label_errors, suspects, *_find_duplicates(data))
+    return {
+        "example_queries": gallery.example_queries(data, max_queries=gallery.MAX_QUERIES),
+        "confused_pairs": [
+            {"class": int(pair.label), "confused_with": int(pair.taken_for), "count": pair.count}
+            | {"share": round(pair.share, 4)}
+            | {"items": queries[(near[1] == pair.label) & (nearest == pair.taken_for)][:MAX_QUERIES_PER_PAIR]}
+            for pair in confused_pairs(*near, top=MAX_CONFUSED_PAIRS)
+        ],
+        "hubs": [{"item": h.item, "occurrences": h.lists, "wrong_class": h.wrong} for h in hubs(*near, top=MAX_HUBS)],
+        "label_errors": _label_errors(data),
+        "near_duplicates": _near_duplicates(data),
+    }
 
 
-def _find_label_errors(data: EvalData) -> tuple[LabelErrors | str, Rows]:
+def listed_rows(found: Mapping[str, Any]) -> Rows:
+    """Return all rows that a page lists, most important first, with repeats."""
+    parts = [*found["example_queries"].values(), [entry["item"] for entry in found["label_errors"]["suspects"]]]
+    parts += [pair["items"] for pair in found["near_duplicates"]["pairs"]]
+    parts += [[hub["item"] for hub in found["hubs"]], *(pair["items"] for pair in found["confused_pairs"])]
+    return np.concatenate([np.asarray(rows, np.int64) for rows in parts])
+
+
+def _label_errors(data: EvalData) -> dict[str, Any]:
+    """Suspected label errors, and more of them as a CSV file."""
     try:
         errors = find_label_errors(data.emb, data.table.labels)
     except DataError as error:  # every class is a singleton
-        return str(error), np.empty(0, np.int64)
+        return {"unavailable": str(error), "suspects": [], "csv": ""}
     first = errors.order[np.isfinite(errors.score[errors.order])][:MAX_LABEL_ERRORS]
     likely = int((errors.probability[first] >= MIN_ERROR_PROBABILITY).sum())
-    return errors, first[: max(MIN_LABEL_ERRORS, likely)]
+    names = [data.row_name(row) for row in range(len(data))]
+    top = min(MAX_CSV_ROWS, int(np.isfinite(errors.score).sum()))
+    csv = errors.to_csv(None, paths=names, class_names=data.table.class_names, top=top)
+    return {
+        "unavailable": "",
+        "share": round_or_none(errors.error_rate),
+        "expected": round_or_none(errors.expected(MAX_LABEL_ERRORS), 1),
+        "suspects": [
+            {
+                "item": row,
+                "suggested": int(errors.suggested[row]),
+                "probability": round_or_none(errors.probability[row]),
+            }
+            for row in first[: max(MIN_LABEL_ERRORS, likely)]
+        ],
+        "csv": "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv).decode(),
+        "csv_rows": top,
+    }
 
 
-def _find_duplicates(data: EvalData) -> tuple[list[Duplicate] | None, float | None]:
+def _near_duplicates(data: EvalData) -> dict[str, Any]:
     """Search the features of the untrained backbone where they are known, else the run's embeddings."""
-    vectors, labels = data.emb if data.table.features is None else data.table.features, data.table.labels
+    by_features = data.table.features is not None
+    vectors, found = data.table.features if by_features else data.emb, None
     for threshold in DUPLICATE_THRESHOLDS:
-        try:
-            return find_duplicates(vectors, labels, threshold=threshold, max_pairs=MAX_PLAUSIBLE_DUPLICATES), threshold
-        except DataError:
-            continue
-    return None, None
+        with suppress(DataError):  # too many rows are that similar to be duplicates
+            found = find_duplicates(vectors, data.table.labels, threshold=threshold, max_pairs=MAX_PLAUSIBLE_DUPLICATES)
+            break
+    return {
+        "threshold": None if found is None else threshold,
+        "by_features": by_features,
+        "count": None if found is None else len(found),
+        "pairs": [
+            {"items": [pair.first, pair.second], "similarity": round(pair.similarity, 4), "exact": pair.exact}
+            for pair in (found or [])[:MAX_DUPLICATES]
+        ],
+    }
 
 
 def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
@@ -170,7 +182,7 @@ def describe_items(data: EvalData, page_items: PageItems) -> dict[str, Any]:
 
 
 def analyze(
-    data: EvalData, highlights: Highlights, page_items: PageItems, *, tsne: bool, reporter: Reporter
+    data: EvalData, found: Mapping[str, Any], page_items: PageItems, *, tsne: bool, reporter: Reporter
 ) -> dict[str, Any]:
     """Collect what a page shows about the images of one run. Numbers are rounded for display.
 
@@ -179,29 +191,22 @@ def analyze(
     """
     neighbours = data.neighbours[page_items.rows]
     items = page_items.item_of_row[neighbours]
+    pairs = [{**pair, "items": page_items.items_of(pair["items"])} for pair in found["near_duplicates"]["pairs"]]
     return {
         "neighbours": np.where(items < 0, -1 - data.table.labels[neighbours], items).tolist(),
         "similarities": np.rint(1000 * data.similarities[page_items.rows]).astype(int).tolist(),
         "R@1": [None if math.isnan(v) else int(v) for v in data.per_row("R@1")[page_items.rows]],
         "MAP@R": [round_or_none(v, 3) for v in data.per_row("MAP@R")[page_items.rows]],
-        "example_queries": {name: page_items.items_of(rows) for name, rows in highlights.example_queries.items()},
+        "example_queries": {name: page_items.items_of(rows) for name, rows in found["example_queries"].items()},
         "classes": _class_rows(data),
-        "confused_pairs": [
-            {"class": int(pair.label), "confused_with": int(pair.taken_for), "count": pair.count}
-            | {"share": round(pair.share, 4), "items": page_items.items_of(rows)}
-            for pair, rows in highlights.confused_pairs
-        ],
-        "hubs": [
-            {"item": item, "occurrences": hub.lists, "wrong_class": hub.wrong}
-            for hub in highlights.hubs
-            for item in page_items.items_of([hub.item])
-        ],
+        "confused_pairs": [{**pair, "items": page_items.items_of(pair["items"])} for pair in found["confused_pairs"]],
+        "hubs": page_items.place(found["hubs"]),
         "hubness": round(hubness(data.neighbours[data.queries], len(data)), 2),
         "similarity_histogram": _similarity_histogram(data),
         "recall_by_size": _recall_by_size(data, reporter),
         "map": _map(data, page_items, tsne, reporter),
-        "label_errors": _label_errors(data, highlights, page_items),
-        "near_duplicates": _near_duplicates(data, highlights, page_items),
+        "label_errors": found["label_errors"] | {"suspects": page_items.place(found["label_errors"]["suspects"])},
+        "near_duplicates": found["near_duplicates"] | {"pairs": [pair for pair in pairs if len(pair["items"]) == 2]},
     }
 
 
@@ -263,47 +268,6 @@ def _map(data: EvalData, page_items: PageItems, tsne: bool, reporter: Reporter) 
         reporter.info(f"t-SNE of {len(rows):,} points")
         points["t-SNE"] = gallery.tsne(emb)
     return {"items": page_items.items_of(rows), "projections": {name: xy.tolist() for name, xy in points.items()}}
-
-
-def _label_errors(data: EvalData, highlights: Highlights, page_items: PageItems) -> dict[str, Any]:
-    """Suspected label errors on the page, and more of them as a CSV file."""
-    errors = highlights.label_errors
-    if isinstance(errors, str):
-        return {"unavailable": errors, "suspects": [], "csv": ""}
-    names = [data.row_name(row) for row in range(len(data))]
-    top = min(MAX_CSV_ROWS, int(np.isfinite(errors.score).sum()))
-    csv = errors.to_csv(None, paths=names, class_names=data.table.class_names, top=top)
-    return {
-        "unavailable": "",
-        "share": round_or_none(errors.error_rate),
-        "expected": round_or_none(errors.expected(MAX_LABEL_ERRORS), 1),
-        "suspects": [
-            {"item": item, "suggested": int(errors.suggested[row])}
-            | {"probability": round_or_none(errors.probability[row])}
-            for row in highlights.suspect_rows
-            for item in page_items.items_of([row])
-        ],
-        "csv": "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv).decode(),
-        "csv_rows": top,
-    }
-
-
-def _near_duplicates(data: EvalData, highlights: Highlights, page_items: PageItems) -> dict[str, Any]:
-    found = highlights.duplicates
-    listed = [(page_items.items_of([pair.first, pair.second]), pair) for pair in (found or [])[:MAX_DUPLICATES]]
-    return {
-        "threshold": highlights.duplicate_threshold,
-        "by_features": data.table.features is not None,
-        "count": None if found is None else len(found),
-        "pairs": [
-            {"items": items, "similarity": round(pair.similarity, 4), "exact": pair.exact}
-            for items, pair in listed
-            if len(items) == 2
-        ],
-    }
-
-
-MAX_CHANGED = 120  # queries listed as fixed, and as broken
 
 
 def check_same_images(runs: Sequence[Run], datasets: Sequence[EvalData]) -> None:

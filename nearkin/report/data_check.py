@@ -1,23 +1,17 @@
 """The terminal report of `nearkin data check`."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from nearkin._common.words import agreeing, counted, printable
 from nearkin.data.check import LEVELS, Report
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def render(report: Report, *, cases: int = 3) -> Text:
     """Render a report for the terminal: each finding with a few cases and what to do."""
-    from rich.text import Text
-
     text = Text()
     text.append(
         f"{printable(report.source)}: {counted(report.images, 'image')} of {counted(report.classes, 'class')}", "bold"

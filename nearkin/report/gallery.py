@@ -27,14 +27,8 @@ from nearkin.metrics.scores import Scores
 from nearkin.models.frozen import FrozenFeatures
 from nearkin.models.own import OWN
 from nearkin.ops.geometry import unit
+from nearkin.training import evaluation
 from nearkin.training.device import choose_device
-from nearkin.training.evaluation import (
-    embed_table,
-    load_embeddings,
-    query_and_gallery_rows,
-    save_embeddings,
-    score_embeddings,
-)
 from nearkin.training.run import Run
 
 NEIGHBOURS = 8
@@ -88,28 +82,26 @@ def load_eval_data(run: Run, data: Any = None, *, reporter: Reporter) -> EvalDat
     name = "test" if tested else "validation"
     is_own = recipe.model.backbone == OWN  # the saved embeddings do, without its module
     frozen = not is_own and (part.features is not None or recipe.model.freeze == "backbone")
-    emb = None if frozen else load_embeddings(run, name, part)
+    emb = None if frozen else evaluation.load_embeddings(run, name, part)
     if emb is None:
         model = run.embedder().to(choose_device("auto"))
         if part.features is None and frozen:
             part = FrozenFeatures(model, table, on_disk=recipe.data.cache, reporter=reporter).add_to(part)
-        emb = embed_table(model, part, raw=True, reporter=reporter)
-        save_embeddings(run, name, part, emb)
+        emb = evaluation.embed_table(model, part, raw=True, reporter=reporter)
+        evaluation.save_embeddings(run, name, part, emb)
     if recipe.model.normalize:
         emb = F.normalize(emb, dim=1)
     stored = run.path / "per_query.npz"
-    scores = Scores.load(stored) if tested and stored.exists() else score_embeddings(part, emb)
-    queries, gallery = query_and_gallery_rows(part)
+    scores = Scores.load(stored) if tested and stored.exists() else evaluation.score_embeddings(part, emb)
+    queries, gallery = evaluation.query_and_gallery_rows(part)
     if queries is None or gallery is None:
-        queries = np.arange(len(part))
-        nearest, similarities = neighbours(emb, k=min(NEIGHBOURS, len(emb) - 1))
-    else:
-        k = min(NEIGHBOURS, len(gallery) - 1)
-        nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+        queries = gallery = np.arange(len(part))
+    k = min(NEIGHBOURS, len(gallery) - 1)
+    nearest, similarities = np.empty((len(emb), k), np.int64), np.empty((len(emb), k))
+    if queries is not gallery:
         nearest[queries], similarities[queries] = neighbours(emb[queries], emb[gallery], k=k)
-        # Gallery rows too: on the page, any neighbour can become the query.
-        nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)
-        nearest = gallery[nearest]
+    nearest[gallery], similarities[gallery] = neighbours(emb[gallery], k=k)  # any neighbour can become the query
+    nearest = gallery[nearest]
     if not np.array_equal(scores.labels, part.labels[queries]):
         raise DataError(f"{stored}: the stored values belong to other images.")
     root = recipe.data.root
@@ -182,28 +174,23 @@ def make_sprite_sheet(images: Images, rows: Rows, *, reporter: Reporter) -> Spri
     side = next(side for max_images, side in THUMBNAIL_SIZES if len(rows) <= max_images)
     columns = math.ceil(math.sqrt(len(rows)))
     num_rows = math.ceil(len(rows) / columns)
-    channels = images.shape[0]
-    canvas = torch.zeros(channels, num_rows * side, columns * side, dtype=torch.uint8)
+    tiles = torch.zeros(num_rows * columns, images.shape[0], side, side, dtype=torch.uint8)
     with reporter.track("thumbnails", len(rows), unit="img") as bar:
         for start in range(0, len(rows), 256):
-            batch = rows[start : start + 256]
-            pixels = images.read(batch).float()
+            pixels = images.read(rows[start : start + 256]).float()
             mode = "area" if max(pixels.shape[2:]) > side else "bilinear"
-            tiles = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
-            for t, tile in enumerate(tiles, start):
-                y, x = t // columns * side, t % columns * side
-                canvas[:, y : y + side, x : x + side] = tile
-            bar.advance(len(batch))
-    whole = canvas.numpy()
-    image = image_module.fromarray(whole[0] if channels == 1 else np.ascontiguousarray(whole.transpose(1, 2, 0)))
-    encoded = b""
+            drawn = F.interpolate(pixels, (side, side), mode=mode).round().clamp(0, 255).byte()
+            tiles[start : start + len(drawn)] = drawn
+            bar.advance(len(drawn))
+    canvas = tiles.view(num_rows, columns, -1, side, side).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    image = image_module.fromarray(canvas.squeeze(2).numpy())
     for quality in WEBP_QUALITIES:
         buffer = io.BytesIO()
         image.save(buffer, "WEBP", quality=quality, method=2)
-        encoded = buffer.getvalue()
-        if len(encoded) <= MAX_SHEET_BYTES:
+        if buffer.tell() <= MAX_SHEET_BYTES:
             break
-    return SpriteSheet(f"data:image/webp;base64,{base64.b64encode(encoded).decode()}", side, columns, num_rows)
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    return SpriteSheet(f"data:image/webp;base64,{encoded}", side, columns, num_rows)
 
 
 def sample(labels: NDArray[np.int64], rows: Rows, *, max_rows: int = MAX_IMAGES, seed: int = 0) -> Rows:

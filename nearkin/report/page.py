@@ -21,7 +21,7 @@ from nearkin.report.contents import PageItems, analyze, describe_items, find_hig
 from nearkin.report.gallery import NEIGHBOURS, SpriteSheet, load_eval_data, make_sprite_sheet
 from nearkin.report.html import render_template, write_html, writing
 from nearkin.report.svg_charts import Series, histogram, line_chart
-from nearkin.report.tables import Grid, latex, markdown, percent, write_texts
+from nearkin.report.tables import Grid, latex, markdown, metric_rows, percent, write_texts
 from nearkin.training.run import Run
 
 
@@ -40,18 +40,20 @@ class Report:
     # thumbnails of the items, or None for a run on features
     sprite_sheet: SpriteSheet | None = field(default=None, repr=False)
 
+    @property
+    def learning_curves(self) -> list[Series]:
+        """The validation R@1 of every run in percent, by epoch."""
+        curves = []
+        for name, summary in zip(self.names, self.summaries, strict=True):
+            epochs = [event for event in summary["epochs"] if event["val"] is not None]
+            curves.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
+        return curves
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, without the thumbnails."""
-        return {
-            "nearkin": __version__,
-            "names": self.names,
-            "runs": nan_to_none(self.summaries),
-            "items": self.items,
-            "no_images_reason": self.no_images_reason,
-            "analyses": self.analyses,
-            "comparisons": self.comparisons,
-            "differing_settings": [list(row) for row in self.differing_settings],
-        }
+        shown = ("items", "no_images_reason", "analyses", "comparisons", "differing_settings")
+        values = {name: getattr(self, name) for name in shown}
+        return {"nearkin": __version__, "names": self.names, "runs": nan_to_none(self.summaries), **values}
 
 
 def write_page(run: Run, out: Path | None = None, *, data: Any = None, reporter: Reporter | None = None) -> Path:
@@ -108,7 +110,7 @@ def build_report(runs: Sequence[Run], *, data: Any = None, tsne: bool = False, r
     highlights = [find_highlights(data) for data in datasets]
     first, *others = datasets
     changed = [rows[: contents.MAX_CHANGED] for data in others for rows in contents.changed_queries(first, data)]
-    listed = np.concatenate([*changed, *(listed.rows for listed in highlights)])
+    listed = np.concatenate([*changed, *map(contents.listed_rows, highlights)])
     rows = gallery.choose_rows([data.neighbours for data in datasets], listed, max_rows=gallery.MAX_IMAGES)
     page_items = PageItems.from_rows(rows, len(first))
     images = first.table.images  # without channels for a run on features
@@ -117,8 +119,8 @@ def build_report(runs: Sequence[Run], *, data: Any = None, tsne: bool = False, r
         summaries,
         items=describe_items(first, page_items),
         analyses=[
-            analyze(data, listed, page_items, tsne=tsne, reporter=reporter)
-            for data, listed in zip(datasets, highlights, strict=True)
+            analyze(data, found, page_items, tsne=tsne, reporter=reporter)
+            for data, found in zip(datasets, highlights, strict=True)
         ],
         comparisons=[contents.compare_runs(first, data, page_items) for data in others],
         differing_settings=contents.differing_settings(runs),
@@ -176,20 +178,16 @@ def render(report: Report) -> str:
 
 def result_grid(report: Report) -> Grid:
     """Tabulate the baselines of the first run and the trained model of every run."""
-    results = [summary["result"] for summary in report.summaries]
-    test = results[0]["test"]
-    if test is None:
-        val_rows = [(name, percent(result["val_R@1"])) for name, result in zip(report.names, results, strict=True)]
+    results = dict(zip(report.names, (summary["result"] for summary in report.summaries), strict=True))
+    first = results[report.names[0]]
+    if first["test"] is None:
+        val_rows = [(name, percent(result["val_R@1"])) for name, result in results.items()]
         return Grid("Validation classes, percent; the test classes are sealed", ("run", "R@1"), val_rows)
-    models = [(model, metrics) for model, metrics in test.items() if model != "trained"]
-    models += [(name, result["test"]["trained"]) for name, result in zip(report.names, results, strict=True)]
-    rows = []
-    for name, metrics in models:
-        ranges = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
-        rows.append((name, *(f"{mean} ({low} to {high})" for mean, low, high in ranges)))
-    classes = results[0]["protocol"]["classes"]["test"]
+    models = first["test"] | {name: result["test"]["trained"] for name, result in results.items()}
+    rows = metric_rows({name: metrics for name, metrics in models.items() if name != "trained"}, "{} ({} to {})")
+    classes = first["protocol"]["classes"]["test"]
     title = f"{classes} classes never seen in training, percent, with the 95 percent interval over classes"
-    return Grid(title, ("model", *test["trained"]), rows)
+    return Grid(title, ("model", *first["test"]["trained"]), rows)
 
 
 def write_tables(report: Report, folder: Path) -> list[Path]:
@@ -282,8 +280,5 @@ def describe_search(search: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_chart(report: Report) -> str:
-    series = []
-    for name, summary in zip(report.names, report.summaries, strict=True):
-        epochs = [event for event in summary["epochs"] if event["val"] is not None]
-        series.append(Series(name, [e["epoch"] for e in epochs], [100 * e["val"]["R@1"] for e in epochs]))
-    return line_chart(series, "Validation R@1 of each run, by epoch") if len(series) > 1 else ""
+    several = len(report.summaries) > 1
+    return line_chart(report.learning_curves, "Validation R@1 of each run, by epoch") if several else ""

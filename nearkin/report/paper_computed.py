@@ -26,15 +26,13 @@ from nearkin.report.tables import Grid
 
 MAX_ROWS = 2000  # embeddings that are decomposed; the pairs grow with their square
 
-# --- multi-proxy anchor, table 3 -------------------------------------------------------------------------------------
-
 TOY_METRICS = {"R@10": "R@10", "P@10": "P@10", "MAP@R": "MAP@R", "MAP@10": "MAP@10/k", "nDCG@10": "nDCG@10"}
 TOY_RELEVANT = 4  # R of the paper
 TOY_RANKINGS = ((1,), (1, 10), (1, 3), (1, 3, 7, 10), (1, 2, 3, 4))  # ranks of the relevant items in the first ten
 
 
 def toy_rankings() -> Grid:
-    """Compute the metrics of the five rankings of table 3; its MAP@10 divides by k."""
+    """Multi-proxy anchor, table 3: the metrics of its five rankings; its MAP@10 divides by k."""
     rows = []
     for ranks in TOY_RANKINGS:
         # Relevant items that are not among the first ten come after them.
@@ -48,9 +46,6 @@ def toy_rankings() -> Grid:
     return Grid("mpa-table3: metrics of five rankings, percent; MAP@10 divided by k", ("ranking", *TOY_METRICS), rows)
 
 
-# --- multi-proxy anchor, table 1 -------------------------------------------------------------------------------------
-
-FACTORS = ("stability", "manifold", "similarity", "P-P", "N-N", "P-N")
 FACTOR_LOSSES = {
     "ProxyNCA": "proxy_nca",
     "ProxyAnchor": "proxy_anchor",
@@ -62,14 +57,13 @@ FACTOR_LOSSES = {
 
 
 def gradient_factors() -> Grid:
-    """Find which similarities the gradient of each loss depends on, by changing them one at a time."""
+    """Multi-proxy anchor, table 1: which similarities the gradient of each loss depends on, changed one at a time."""
     rows = []
     for printed, name in FACTOR_LOSSES.items():
-        seen = _factors(name)
-        marks = ["(yes)" if factor == "P-P" and seen[factor] else "yes" * seen[factor] for factor in FACTORS]
-        rows.append((printed, *marks))
+        marks = {factor: ("(yes)" if factor == "P-P" else "yes") * seen for factor, seen in _factors(name).items()}
+        rows.append((printed, *marks.values()))
     title = "mpa-table1: what the gradient of a pair depends on; (yes): if the batch has another image of the class"
-    return Grid(title, ("loss", *FACTORS), rows)
+    return Grid(title, ("loss", *marks), rows)
 
 
 def _factors(name: str) -> dict[str, bool]:
@@ -107,11 +101,8 @@ def _factors(name: str) -> dict[str, bool]:
     }
 
 
-# --- cross-entropy, table 2 ------------------------------------------------------------------------------------------
-
-
 def decomposition(vectors: Any, labels: Any) -> Grid:
-    """Split each loss of table 2 into tightness and contrast, on unit embeddings (a sample of large sets)."""
+    """Cross-entropy, table 2: each loss split into tightness and contrast, on (a sample of) unit embeddings."""
     emb, classes = unit(torch.as_tensor(np.asarray(vectors), dtype=torch.float64)), np.asarray(labels)
     _, codes = np.unique(classes, return_inverse=True)
     if len(codes) > MAX_ROWS:  # whole classes, so that positives stay
@@ -138,11 +129,8 @@ def decomposition(vectors: Any, labels: Any) -> Grid:
     return Grid(title, ("loss", "tightness", "contrast", "sum"), rows)
 
 
-# --- thesis, tables 11 and 15 ----------------------------------------------------------------------------------------
-
-
 def tournament_table(folders: Sequence[StudyFolder] = ()) -> Grid:
-    """Rank the losses: from the published values of tables 6 to 8, or from one's own studies."""
+    """Thesis, table 11: ranks of the losses, from the published values of tables 6 to 8 or from one's own studies."""
     results: list[Result] = [r for folder in folders for r in available_results(folder)] or thesis_results()
     printed = {row.loss: row for row in table_11()}
     rows = []
@@ -157,7 +145,7 @@ def tournament_table(folders: Sequence[StudyFolder] = ()) -> Grid:
 
 
 def grid_search_table(folder: StudyFolder, *, device: str, reporter: Reporter) -> Grid:
-    """Search the settings of each loss of a study on the grids of table 15, and compare with the published optima."""
+    """Thesis, table 15: search the settings of each loss of a study on its grids; compare with the published optima."""
     from nearkin.bench.tune import plan, standings, work, write_recipes
 
     rows = []

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,10 @@ from torch.nn import functional as F
 
 from nearkin._common.progress import Reporter
 from nearkin.bench.paper_studies import paper_studies
+from nearkin.bench.study import REHEARSAL
 from nearkin.bench.trials import StudyFolder
+from nearkin.report import print_figures as plot
 from nearkin.report.paper_tables import Cell, paper_cells
-from nearkin.report.print_figures import (
-    COLOURS,
-    HATCHES,
-    WIDTH,
-    draw_over,
-    group_lines,
-    panels,
-    plot_lines,
-    write_drawings,
-)
 from nearkin.training.run import Run
 
 THUMBNAILS, THUMBNAIL, MAP_SIDE = 800, 40, 1600  # of a t-SNE map: number of images, their side and that of the map
@@ -33,22 +25,18 @@ def write_paper_figures(folder: StudyFolder) -> list[Path]:
     """Write the figures of a paper's study to its folder `figures`; those without data are left out."""
     paper = paper_studies()[folder.study.paper]
     cells = [cell for cell in paper_cells(folder) if cell.status != "quoted"]
-    drawings: dict[str, Callable[[Any, StudyFolder], bool]] = {
+    drawings = {
         "bars": partial(_draw_bars, cells=cells),
         "sizes": partial(_draw_settings, cells=cells, field="size", x_label="embedding size"),
         "networks": partial(_draw_settings, cells=cells, field="backbone", x_label="network"),
         "recall": partial(_draw_recall, cells=cells),
         "variants": partial(_draw_variants, cells=cells, x_label=paper.x_label),
         "ratios": partial(_draw_variants, cells=cells, x_label="training classes, % of training and validation"),
-        "training": _draw_training,
-        "tsne": _draw_tsne,
+        "training": partial(_draw_training, folder=folder),
+        "tsne": partial(_draw_tsne, folder=folder),
     }
-    return write_drawings({name: drawings[name] for name in paper.figures}, folder, folder.path / "figures")
-
-
-def _curve(cells: Sequence[Cell], x: Callable[[Cell], Any], what: str = "ours") -> tuple[list[Any], list[float]]:
-    points = [(x(cell), getattr(cell, what)) for cell in cells if not math.isnan(getattr(cell, what))]
-    return [p[0] for p in points], [p[1] for p in points]
+    title = REHEARSAL.rstrip(": ") if folder.study.rehearsal else ""
+    return plot.write_drawings({name: drawings[name] for name in paper.figures}, folder.path / "figures", title)
 
 
 def _by(cells: Sequence[Cell], name: str) -> dict[Any, list[Cell]]:
@@ -58,90 +46,69 @@ def _by(cells: Sequence[Cell], name: str) -> dict[Any, list[Cell]]:
     return groups
 
 
-def _draw_bars(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
+def _draw_bars(figure: Any, cells: Sequence[Cell]) -> bool:
     """Methods with a bar for each metric, as figure 27 of the thesis; one plot per part."""
-    cells = [cell for cell in cells if not math.isnan(cell.ours)]
-    parts = _by(cells, "part")
-    if not parts:
-        return False
-    plots = panels(figure, list(parts), wide=1.6 * WIDTH, rehearsal=folder.study.rehearsal)
+    parts = _by([cell for cell in cells if not math.isnan(cell.ours)], "part")
+    plots = plot.panels(figure, list(parts), wide=1.6 * plot.WIDTH) if parts else []
     for axes, own in zip(plots, parts.values(), strict=True):
-        rows, metrics = list(_by(own, "row")), _by(own, "metric")
-        width = 0.84 / len(metrics)
-        for i, (metric, bars) in enumerate(metrics.items()):
-            x = np.array([rows.index(bar.row) for bar in bars]) + (i - (len(metrics) - 1) / 2) * width
-            style = {"color": COLOURS[i % 6], "hatch": HATCHES[i % 6], "edgecolor": "white"}
-            axes.bar(x, [bar.ours for bar in bars], width * 0.94, label=metric, **style)
+        values = {(cell.metric, cell.row): cell.ours for cell in own}
+        rows, metrics = list(_by(own, "row")), list(_by(own, "metric"))
+        plot.plot_bars(axes, {m: [values.get((m, row), math.nan) for row in rows] for m in metrics}, rows)
         axes.set_xticks(range(len(rows)), rows, rotation=30, ha="right", fontsize=7)
-        axes.grid(axis="x", visible=False)
         axes.set_ylabel("%")
         axes.legend(ncols=len(metrics), loc="lower left", bbox_to_anchor=(0.25, 1.0), fontsize=7)
-    return True
+    return bool(parts)
 
 
-def _draw_settings(figure: Any, folder: StudyFolder, cells: Sequence[Cell], field: str, x_label: str) -> bool:
+def _draw_settings(figure: Any, cells: Sequence[Cell], field: str, x_label: str) -> bool:
     """The first metric of every method over sizes or networks; one plot for each setting of the rest."""
     cells = [cell for cell in cells if cell.metric == cells[0].metric]
     other = "backbone" if field == "size" else "size"
-    lines = group_lines((f"{c.dataset} {getattr(c, other)}", c.row, getattr(c, field), c.ours) for c in cells)
-    y_label = f"{cells[0].metric}, %"
-    return draw_over(figure, lines, x_label, y_label, rehearsal=folder.study.rehearsal)
+    lines = plot.group_lines((f"{c.dataset} {getattr(c, other)}", c.row, getattr(c, field), c.ours) for c in cells)
+    return plot.draw_over(figure, lines, x_label, f"{cells[0].metric}, %")
 
 
-def _draw_recall(figure: Any, folder: StudyFolder, cells: Sequence[Cell]) -> bool:
+def _draw_recall(figure: Any, cells: Sequence[Cell]) -> bool:
     """R@k over k for every method; one plot per part."""
     known = [cell for cell in cells if cell.metric.startswith("R@") and not math.isnan(cell.ours)]
     points = ((cell.part, cell.row, int(cell.metric.removeprefix("R@")), cell.ours) for cell in known)
-    lines = group_lines(points, fewest=1)  # some tables have R@1 only
-    return draw_over(figure, lines, "k", "R@k, %", rehearsal=folder.study.rehearsal)
+    return plot.draw_over(figure, plot.group_lines(points, fewest=1), "k", "R@k, %")  # some tables have R@1 only
 
 
-def _draw_variants(figure: Any, folder: StudyFolder, cells: Sequence[Cell], x_label: str) -> bool:
+def _draw_variants(figure: Any, cells: Sequence[Cell], x_label: str) -> bool:
     """Each metric over the number in the names of the rows (K = 4, s = 64, 90/10), with the published curve in grey."""
-    parts = _by(cells, "part")
-    names = [f"{part}: {metric}" for part, own in parts.items() for metric in _by(own, "metric")]
-    plots = iter(panels(figure, names, rehearsal=folder.study.rehearsal))
-    for own in parts.values():
-        for metric, points in _by(own, "metric").items():
-            axes = next(plots)
-            ours = ("ours", *_curve(points, _number))
-            plot_lines(axes, [ours], x_label, f"{metric.removeprefix('val:')}, %")
-            spread = [cell.std for cell in points if not math.isnan(cell.ours)]
-            if ours[1] and not any(map(math.isnan, spread)):
-                axes.errorbar(ours[1], ours[2], spread, fmt="none", ecolor=COLOURS[0], elinewidth=0.9, capsize=2)
-            x, y = _curve(points, _number, "published")
-            if x:
-                axes.plot(x, y, color="#777777", linestyle="--", marker="s", label="published")
-                axes.legend()
-            axes.set_xticks([_number(cell) for cell in points])
-    return bool(names)
-
-
-def _number(cell: Cell) -> float:
-    match = re.search(r"\d+(\.\d+)?", cell.row)
-    return float(match[0]) if match else math.nan
+    curves = [(f"{part}: {m}", c) for part, own in _by(cells, "part").items() for m, c in _by(own, "metric").items()]
+    for axes, (_, points) in zip(plot.panels(figure, [name for name, _ in curves]), curves, strict=True):
+        numbers = [re.search(r"\d+(\.\d+)?", cell.row) for cell in points]
+        x = np.array([float(number[0]) if number else math.nan for number in numbers])
+        ours, published, spread = np.array([(cell.ours, cell.published, cell.std) for cell in points]).T
+        known, printed = np.isfinite(ours), np.isfinite(published)
+        plot.plot_lines(axes, [("ours", x[known], ours[known])], x_label, f"{points[0].metric.removeprefix('val:')}, %")
+        if known.any() and np.isfinite(spread[known]).all():
+            bars = {"ecolor": plot.COLOURS[0], "elinewidth": 0.9, "capsize": 2}
+            axes.errorbar(x[known], ours[known], spread[known], fmt="none", **bars)
+        if printed.any():
+            axes.plot(x[printed], published[printed], color="#777777", linestyle="--", marker="s", label="published")
+            axes.legend()
+        axes.set_xticks(x)
+    return bool(curves)
 
 
 def _draw_training(figure: Any, folder: StudyFolder) -> bool:
     """Training loss and validation R@1 of every method by epoch, from the runs of the first seed and dataset."""
-    curves: dict[str, list[tuple[str, list[int], list[float]]]] = {"training loss": [], "validation R@1, %": []}
-    first = folder.trials[0]
+    losses, recalls, first = [], [], folder.trials[0]
     for trial, outcome in folder.finished():
         if trial.dataset != first.dataset or trial.seed != first.seed or outcome.run is None:
             continue
         epochs = [event for event in Run(outcome.run).events() if event["event"] == "epoch"]
         x = [event["epoch"] for event in epochs]
-        losses = [math.nan if event["loss"] is None else event["loss"] for event in epochs]
-        curves["training loss"].append((trial.method, x, losses))
-        recall = [100 * event["val"]["R@1"] if event["val"] else math.nan for event in epochs]
-        curves["validation R@1, %"].append((trial.method, x, recall))
-    if not curves["training loss"]:
-        return False
-    plots = panels(figure, [first.dataset] * 2, rehearsal=folder.study.rehearsal)
-    for axes, (label, lines) in zip(plots, curves.items(), strict=True):
+        losses.append((trial.method, x, [math.nan if e["loss"] is None else e["loss"] for e in epochs]))
+        recalls.append((trial.method, x, [100 * e["val"]["R@1"] if e["val"] else math.nan for e in epochs]))
+    plots = plot.panels(figure, [first.dataset] * 2) if losses else []
+    for axes, label, lines in zip(plots, ("training loss", "validation R@1, %"), (losses, recalls), strict=False):
         axes.xaxis.get_major_locator().set_params(integer=True)
-        plot_lines(axes, lines, "epoch", label)
-    return True
+        plot.plot_lines(axes, lines, "epoch", label)
+    return bool(losses)
 
 
 def _draw_tsne(figure: Any, folder: StudyFolder) -> bool:
@@ -163,7 +130,6 @@ def _draw_tsne(figure: Any, folder: StudyFolder) -> bool:
     axes = figure.add_subplot()
     axes.imshow(canvas)
     axes.set_axis_off()
-    mark = "REHEARSAL: " if folder.study.rehearsal else ""
     classes = len(np.unique(data.table.labels[rows]))
-    axes.set_title(f"{mark}t-SNE of {len(rows)} test images of {classes} classes ({data.table.source})", fontsize=9)
+    axes.set_title(f"t-SNE of {len(rows)} test images of {classes} classes ({data.table.source})", fontsize=9)
     return True

@@ -1,7 +1,7 @@
 """A study of a paper's table or figure in the paper's own arrangement: published value, ours, difference, interval."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def paper_cells(folder: StudyFolder) -> list[Cell]:
     return [
         cell(part, trials[0], row, chosen, metric)
         for part, trials in parts.items()
-        for row, chosen in _rows(paper, folder, trials, not_yet)
+        for row, chosen in _rows(paper, folder, trials, not_yet).items()
         for metric in _columns(paper, trials[0])
     ]
 
@@ -95,25 +95,22 @@ def _columns(paper: PaperStudy, trial: Trial) -> list[str]:
 
 def _rows(
     paper: PaperStudy, folder: StudyFolder, trials: Sequence[Trial], not_yet: Sequence[str]
-) -> Iterator[tuple[str, list[Trial] | None]]:
-    """Yield each row of a part with its trials; None for a method that is not trained."""
-    if paper.rows_are == "folds":
-        folds = dict.fromkeys(t.part for t in trials)
-        yield from ((f"fold {fold + 1}", [t for t in trials if t.part == fold]) for fold in folds)
-        return
-    if paper.rows_are == "val_fractions":
-        for share in dict.fromkeys(t.recipe.data.val_fraction for t in trials):
-            chosen = [t for t in trials if t.recipe.data.val_fraction == share]
-            yield f"{100 * (1 - share):g}/{100 * share:g}", chosen
-        return
-    quoted = dict.fromkeys(p.method for p in paper.published if not p.own and p.dataset == trials[0].dataset)
-    yield from ((method, None) for method in quoted)
+) -> dict[str, list[Trial] | None]:
+    """Return each row of a part with its trials; None for a method that is not trained."""
+    rows: dict[str, list[Trial] | None] = {}
+    if paper.rows_are != "methods":
+        for t in trials:
+            share = t.recipe.data.val_fraction
+            row = f"fold {t.part + 1}" if paper.rows_are == "folds" else f"{100 * (1 - share):g}/{100 * share:g}"
+            rows[row] = [*(rows.get(row) or ()), t]
+        return rows
+    quoted = [p.method for p in paper.published if not p.own and p.dataset == trials[0].dataset]
+    rows.update(dict.fromkeys(quoted))
     for row, method in paper.rows.items():
         name = method.removesuffix(EUCLIDEAN)
-        if row in not_yet:
-            yield row, None
-        elif name == UNTUNED or name in folder.study.method_names:
-            yield row, [t for t in trials if name in (UNTUNED, t.method)]
+        if row in not_yet or name == UNTUNED or name in folder.study.method_names:
+            rows[row] = None if row in not_yet else [t for t in trials if name in (UNTUNED, t.method)]
+    return rows
 
 
 def _value(outcome: Outcome, method: str, metric: str) -> float | None:
@@ -161,6 +158,7 @@ def paper_grids(folder: StudyFolder, cells: Sequence[Cell]) -> list[Grid]:
 def write_paper_tables(folder: StudyFolder) -> list[Path]:
     """Write table.md, table.tex and table.csv of a paper's study into its folder."""
     paper = paper_studies()[folder.study.paper]
+    mark = REHEARSAL if folder.study.rehearsal else ""
     if paper.computed == "decomposition":
         from nearkin.report.paper_computed import decomposition, embeddings_of
 
@@ -168,11 +166,11 @@ def write_paper_tables(folder: StudyFolder) -> list[Path]:
         if run is None:
             return []
         grid = decomposition(*embeddings_of(Path(run)))
-        return write_grid(replace(grid, title=(REHEARSAL if folder.study.rehearsal else "") + grid.title), folder.path)
+        return write_grid(replace(grid, title=mark + grid.title), folder.path)
     cells = paper_cells(folder)
     grids = paper_grids(folder, cells)
-    lines = [f"# {paper.title}", "", *([f"**{REHEARSAL.rstrip(': ')}.**", ""] if folder.study.rehearsal else [])]
-    lines += [f"- {note}" for note in [*paper_notes(paper, folder)]]
+    lines = [f"# {paper.title}", "", *([f"**{mark.rstrip(': ')}.**", ""] if mark else [])]
+    lines += [f"- {note}" for note in paper_notes(paper, folder)]
     text = "\n".join([*lines, "", *(f"## {grid.title}\n\n{markdown(grid)}" for grid in grids)])
     head = [*(field.name for field in fields(Cell)), "difference"]
     rows = [(*astuple(cell), cell.difference) for cell in cells]

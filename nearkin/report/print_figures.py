@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from nearkin.report.html import writing
 if TYPE_CHECKING:
     from nearkin.report.page import Report
 
-T = TypeVar("T")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*", "h")
@@ -56,35 +56,38 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
         "classes": _draw_classes,
         "comparison": _draw_comparison,
     }
-    return write_drawings(drawings, report, folder)
+    return write_drawings({name: partial(draw, report=report) for name, draw in drawings.items()}, folder)
 
 
-def write_drawings(drawings: Mapping[str, Callable[[Any, T], bool]], report: T, folder: Path) -> list[Path]:
+def write_drawings(drawings: Mapping[str, Callable[[Any], bool]], folder: Path, title: str = "") -> list[Path]:
     """Write drawings by file stem as .png and .svg; a function that returns False has no data to draw."""
     written = []
     with writing("figures", folder, " Choose another folder with --figures."):
         for name, draw in drawings.items():
             paths = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
-            written += paths if save_figure(draw, paths, report) else []
+            written += paths if save_figure(draw, paths, title=title) else []
     return written
 
 
 def save_figure(
-    draw: Callable[..., bool | None],
+    draw: Callable[[Any], bool | None],
     paths: Sequence[Path],
-    *args: Any,
+    *,
+    title: str = "",
     size: tuple[float, float] = (WIDTH, HEIGHT),
     dpi: int = 200,
     **options: Any,
 ) -> bool:
-    """Call draw(figure, *args) in the common style and save the figure, the same bytes every time; False if it does."""
+    """Call draw(figure) in the common style and save the figure, the same bytes every time, unless it returns False."""
     figure_class = import_extra("matplotlib.figure", extra="images").Figure
     rc_context = import_extra("matplotlib", extra="images").rc_context
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a class name in a script the font lacks
         figure = figure_class(figsize=size, layout="constrained")
-        if draw(figure, *args) is False:
+        if draw(figure) is False:
             return False
+        if title:
+            figure.suptitle(title, fontsize=9, color="#AA0000")
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
@@ -94,7 +97,7 @@ def save_figure(
 
 def plot_lines(
     axes: Any,
-    curves: Sequence[tuple[str, Sequence[Any], Sequence[float]]],
+    curves: Sequence[tuple[str, Sequence[Any], Sequence[Any]]],
     x_label: str,
     y_label: str,
     marker: str | None = None,
@@ -112,20 +115,33 @@ def plot_lines(
     return bool(curves)
 
 
-def panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH, rehearsal: bool = False) -> list[Any]:
-    """One plot below the other, or from four on in two columns, each with its name; a rehearsal is marked."""
+def plot_bars(
+    axes: Any, bars: Mapping[str, Any], names: Sequence[str], intervals: Mapping[str, Any] | None = None
+) -> None:
+    """Plot groups of bars, a group for each name, with the ends of their intervals [names, 2]; NaN leaves a gap."""
+    width = 0.84 / len(bars)
+    for i, (label, values) in enumerate(bars.items()):
+        x = np.arange(len(names)) + (i - (len(bars) - 1) / 2) * width
+        style = {"color": COLOURS[i % 6], "hatch": HATCHES[i % 6], "edgecolor": "white"}
+        axes.bar(x, values, width * 0.94, label=label, **style)
+        if intervals:
+            errors = np.abs(np.transpose(intervals[label]) - values)
+            axes.errorbar(x, values, errors, fmt="none", ecolor="#222222", elinewidth=0.9, capsize=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(axis="x", visible=False)
+
+
+def panels(figure: Any, names: Sequence[str], *, wide: float = WIDTH) -> list[Any]:
+    """One plot below the other, or from four on in two columns, each with its name."""
     columns = 1 if len(names) < 4 else 2
     rows = -(-len(names) // columns)
     figure.set_size_inches(wide * columns, 0.4 + HEIGHT * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    plots = list(grid[: len(names)])
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in grid[len(names) :]:
         axes.remove()
-    for axes, name in zip(plots, names, strict=True):
+    for axes, name in zip(grid, names, strict=False):
         axes.set_title(name, fontsize=9, loc="left")
-    if rehearsal:
-        figure.suptitle("REHEARSAL: the values mean nothing", fontsize=9, color="#AA0000")
-    return plots
+    return grid[: len(names)]
 
 
 Lines = dict[str, dict[str, dict[Any, float]]]  # panel -> line -> x -> y
@@ -139,9 +155,9 @@ def group_lines(points: Iterable[tuple[str, str, Any, float]], fewest: int = 2) 
     return {panel: lines for panel, lines in groups.items() if len(next(iter(lines.values()))) >= fewest}
 
 
-def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str, *, rehearsal: bool = False) -> bool:
+def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str) -> bool:
     """Draw the lines of each panel; sizes on a logarithmic axis, names at even distances."""
-    plots = panels(figure, list(groups), wide=1.4 * WIDTH, rehearsal=rehearsal) if groups else []
+    plots = panels(figure, list(groups), wide=1.4 * WIDTH) if groups else []
     for axes, lines in zip(plots, groups.values(), strict=True):
         values = list(next(iter(lines.values())))
         x = values if isinstance(values[0], int) else list(range(len(values)))
@@ -157,17 +173,13 @@ def draw_over(figure: Any, groups: Lines, x_label: str, y_label: str, *, rehears
 def _draw_learning(figure: Any, report: Report) -> bool:
     """Validation R@1 by epoch; a ring marks the selected epoch."""
     axes = figure.add_subplot()
-    curves, rings = [], []
-    for name, summary in zip(report.names, report.summaries, strict=True):
-        recall = {e["epoch"]: 100 * e["val"]["R@1"] for e in summary["epochs"] if e["val"] is not None}
-        if recall:
-            curves.append((name, list(recall), list(recall.values())))
-            selected = summary["result"]["protocol"]["epoch"]
-            rings.append((selected, recall.get(selected, np.nan)))
-    for i, (x, y) in enumerate(rings):
-        axes.plot([x], [y], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6])
+    selected = [summary["result"]["protocol"]["epoch"] for summary in report.summaries]
+    curves = [(curve, epoch) for curve, epoch in zip(report.learning_curves, selected, strict=True) if curve[1]]
+    for i, ((_, x, y), epoch) in enumerate(curves):
+        ring = dict(zip(x, y, strict=True)).get(epoch, np.nan)
+        axes.plot([epoch], [ring], "o", markersize=9, markerfacecolor="none", color=COLOURS[i % 6])
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return plot_lines(axes, curves, "epoch (ring: selected)", "validation R@1, %")
+    return plot_lines(axes, [curve for curve, _ in curves], "epoch (ring: selected)", "validation R@1, %")
 
 
 def _draw_similarity(figure: Any, report: Report) -> bool:
@@ -192,13 +204,11 @@ def _draw_similarity(figure: Any, report: Report) -> bool:
 
 
 def _draw_size(figure: Any, report: Report) -> bool:
-    sizes = zip(report.names, (analysis["recall_by_size"] for analysis in report.analyses), strict=False)
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    curves = [
-        (n, [row["size"] for row in rows], [100 * row["R@1"] for row in rows]) for n, rows in sizes if len(rows) > 1
-    ]
+    sizes = zip(report.names, (analysis["recall_by_size"] for analysis in report.analyses), strict=False)
+    curves = [(n, [r["size"] for r in rows], [100 * r["R@1"] for r in rows]) for n, rows in sizes if len(rows) > 1]
     return plot_lines(axes, curves, "first dimensions of the embedding", "R@1, %")
 
 
@@ -232,17 +242,10 @@ def _draw_comparison(figure: Any, report: Report) -> bool:
     metrics = list(tests[0]["trained"])
     figure.set_size_inches(max(WIDTH, 0.9 * len(metrics) + 0.25 * len(metrics) * len(tests)), HEIGHT)
     axes = figure.add_subplot()
-    width = 0.8 / len(tests)
-    for i, (name, test) in enumerate(zip(report.names, tests, strict=True)):
-        values = [test["trained"][metric] for metric in metrics]
-        mean = 100 * np.array([value["mean"] for value in values], dtype=float)
-        interval = 100 * np.array([value["interval"] for value in values], dtype=float)
-        x = np.arange(len(metrics)) + (i - (len(tests) - 1) / 2) * width
-        style = {"color": COLOURS[i % 6], "hatch": HATCHES[i % 6], "edgecolor": "white"}
-        axes.bar(x, mean, width * 0.92, label=name, **style)
-        axes.errorbar(x, mean, np.abs(interval.T - mean), fmt="none", ecolor="#222222", elinewidth=0.9, capsize=2)
-    axes.set_xticks(np.arange(len(metrics)), metrics)
-    axes.grid(axis="x", visible=False)
+    found = {name: [test["trained"][m] for m in metrics] for name, test in zip(report.names, tests, strict=True)}
+    means = {name: 100 * np.array([value["mean"] for value in values], float) for name, values in found.items()}
+    ends = {name: 100 * np.array([value["interval"] for value in values], float) for name, values in found.items()}
+    plot_bars(axes, means, metrics, ends)
     axes.set_ylabel("%, with 95 % interval over classes")
     figure.legend(loc="outside upper left", ncols=min(3, len(tests)))
     return True

@@ -3,8 +3,8 @@
 import base64
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,8 @@ from nearkin._common.files import nan_to_none
 from nearkin._common.progress import format_duration
 from nearkin._common.version import __version__
 from nearkin._common.words import joined
-from nearkin.bench.aggregate import (
-    Aggregate,
-    aggregate,
-    baseline_differences,
-    baseline_scores,
-    paired_difference,
-)
+from nearkin.bench import aggregate
+from nearkin.bench.aggregate import Aggregate, baseline_differences, baseline_scores, paired_difference
 from nearkin.bench.papers import Published, published
 from nearkin.bench.statistics import holm
 from nearkin.bench.summary import summarize
@@ -64,6 +59,11 @@ class StudyReport:
         cell = self.cells.get((experiment, method))
         return math.nan if cell is None else cell.mean
 
+    @property
+    def means(self) -> dict[str, dict[str, float]]:
+        """Method -> experiment -> mean, best mean rank first; without those that have no value."""
+        return aggregate.known_means(self.cells, self.methods)
+
     def to_dict(self) -> dict[str, Any]:
         cells = [
             {"experiment": e, "method": m, "mean": c.mean, "std": c.std, "interval": [c.low, c.high]}
@@ -71,21 +71,17 @@ class StudyReport:
             | {"published": [[p.source, p.percent] for p in self.published.get((e, m), [])]}
             for (e, m), c in self.cells.items()
         ]
-        leader = [{"method": name, **vars(gap), "p_holm": p} for name, gap, p in self.leader_comparisons]
-        plain: dict[str, Any] = nan_to_none(
-            {
-                "nearkin": __version__,
-                **{key: getattr(self, key) for key in ("name", "metric", "protocol_labels")},
-                "cells": cells,
-                "standings": [vars(standing) for standing in self.tournament.standings] if self.tournament else [],
-                "pairs": [vars(pair) for pair in self.tournament.pairs] if self.tournament else [],
-                "baselines": self.baselines,
-                "baseline_lines": self.baseline_lines,
-                "leader_comparisons": leader,
-                **{key: getattr(self, key) for key in ("failures", "trials", "remaining")},
-            }
-        )
-        return plain
+        plain: dict[str, Any] = {
+            "nearkin": __version__,
+            **{key: getattr(self, key) for key in ("name", "metric", "protocol_labels")},
+            "cells": cells,
+            "standings": [vars(standing) for standing in self.tournament.standings] if self.tournament else [],
+            "pairs": [vars(pair) for pair in self.tournament.pairs] if self.tournament else [],
+            **{key: getattr(self, key) for key in ("baselines", "baseline_lines")},
+            "leader_comparisons": [{"method": m, **vars(gap), "p_holm": p} for m, gap, p in self.leader_comparisons],
+            **{key: getattr(self, key) for key in ("failures", "trials", "remaining")},
+        }
+        return nan_to_none(plain)  # type: ignore[no-any-return]
 
 
 def build_study_report(path: str | Path) -> StudyReport:
@@ -116,7 +112,7 @@ def build_study_report(path: str | Path) -> StudyReport:
         protocol_labels=folder.labels,
         experiments=list(setups),
         methods=methods,
-        cells=aggregate(folder),
+        cells=aggregate.aggregate(folder),
         published={
             (experiment, method): values
             for experiment, (dataset, network, size) in setups.items()
@@ -142,8 +138,7 @@ def _finished_trials(folder: StudyFolder) -> tuple[list[dict[str, Any]], list[di
         row = {"experiment": trial.experiment, "method": trial.method, "seed": trial.seed, "fold": trial.part}
         if outcome.status == "failed":
             failures.append({**row, "reason": outcome.reason})
-        value = None if outcome.test is None else 100 * outcome.test[folder.study.metric]
-        cost = {"value": value, "epoch": outcome.epoch, "seconds": outcome.seconds}
+        cost = {"value": outcome.percent(folder.study.metric), "epoch": outcome.epoch, "seconds": outcome.seconds}
         trials.append({**row, **cost, "run": Path(outcome.run).name if outcome.run else None})
     return trials, failures
 
@@ -175,7 +170,7 @@ def write_study_page(report: StudyReport, out: Path) -> Path:
 
 
 def render_study(report: StudyReport) -> str:
-    means = {e: [mean for m in report.methods if not math.isnan(mean := report.mean(e, m))] for e in report.experiments}
+    means = {e: [scores[e] for scores in report.means.values() if e in scores] for e in report.experiments}
     values = {
         "report": report,
         "headline": headline(report),
@@ -192,12 +187,11 @@ def render_study(report: StudyReport) -> str:
 
 def headline(report: StudyReport) -> str:
     """Say which method leads, over which others significantly, and whether any beats the baselines."""
-    scores = {m: {e: v for e in report.experiments if not math.isnan(v := report.mean(e, m))} for m in report.methods}
-    against_baselines, any_beats = compare_study(report.metric, scores, report.baselines)
+    against_baselines, any_beats = compare_study(report.metric, report.means, report.baselines)
     if len(report.methods) == 1:
         ranks = "Only one method: nothing to rank."
     elif report.tournament is None:
-        known = f"{sum(map(bool, scores.values()))} of {len(scores)} methods have a value"
+        known = f"{sum(map(bool, report.means.values()))} of {len(report.methods)} methods have a value"
         ranks = f"{known}{' so far' if report.remaining else ''}: nothing to rank."
     else:
         ranks = _rank_sentence(report, report.tournament)
@@ -245,12 +239,12 @@ def diagram(tournament: Tournament | None) -> str | None:
 
 def charts(report: StudyReport) -> list[tuple[str, str]]:
     """Draw the metric of the leading methods by embedding size, for every dataset and network."""
-    drawn = []
+    drawn = {}
     for panel, lines in _by_setting(report, 2, MAX_LINES).items():
         title = f"{report.metric} by embedding size: {panel}"
         series = [Series(method, list(line), list(line.values())) for method, line in lines.items()]
-        drawn.append((title, line_chart(series, title, x_name="size", logarithmic=True)))
-    return [(title, svg) for title, svg in drawn if svg]
+        drawn[title] = line_chart(series, title, x_name="size", logarithmic=True)
+    return [(title, svg) for title, svg in drawn.items() if svg]
 
 
 def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
@@ -271,19 +265,18 @@ def pair_matrix(tournament: Tournament) -> list[list[dict[str, Any] | None]]:
 
 def write_study_figures(report: StudyReport, folder: Path) -> list[Path]:
     y_label = f"{report.metric}, %"
-    drawings: dict[str, Callable[[Any, StudyReport], bool]] = {
-        "losses": _draw_losses,
-        "sizes": lambda figure, _: draw_over(figure, _by_setting(report, 2), "embedding size", y_label),
-        "networks": lambda figure, _: draw_over(figure, _by_setting(report, 1), "network", y_label),
+    drawings = {
+        "losses": partial(_draw_losses, report=report),
+        "sizes": partial(draw_over, groups=_by_setting(report, 2), x_label="embedding size", y_label=y_label),
+        "networks": partial(draw_over, groups=_by_setting(report, 1), x_label="network", y_label=y_label),
     }
-    written = write_drawings(drawings, report, folder)
+    written = write_drawings(drawings, folder)
     return written + ([] if report.tournament is None else write_critical_difference(report.tournament, folder))
 
 
 def _draw_losses(figure: Any, report: StudyReport) -> bool:
     """A row per method with its experiments as dots and their mean as a tick. Not bars: those must start at 0."""
-    means = {m: [mean for e in report.experiments if not np.isnan(mean := report.mean(e, m))] for m in report.methods}
-    rows = [(method, known) for method, known in means.items() if known]
+    rows = [(method, list(scores.values())) for method, scores in report.means.items() if scores]
     figure.set_size_inches(WIDTH, 0.8 + 0.2 * len(rows))
     axes = figure.add_subplot()
     for y, (_, values) in enumerate(rows):

@@ -2,80 +2,73 @@
 
 import math
 import shlex
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nearkin._common.progress import format_duration
 from nearkin._common.words import agreeing, counted
-from nearkin.bench.aggregate import aggregate, available_results, baseline_differences, baseline_scores
+from nearkin.bench.aggregate import aggregate, available_results, baseline_differences, baseline_scores, known_means
 from nearkin.bench.estimates import Estimate
 from nearkin.bench.results import COLUMNS, VALIDATION_COLUMN
+from nearkin.bench.study import Trial
 from nearkin.bench.summary import summarize
 from nearkin.bench.tournament import Tournament, run_tournament
 from nearkin.bench.trials import StudyFolder
 from nearkin.errors import DataError
 from nearkin.report.baselines import compare_study, study_lines, unchanged_line
-from nearkin.report.tables import Grid, csv_text, latex, markdown, rich_table, write_texts
+from nearkin.report.tables import Grid, csv_text, latex, markdown, write_texts
 from nearkin.report.tournament import standings_grid, write_files
 
 
 def plan_grid(folder: StudyFolder, estimate: Estimate, *, full: bool) -> Grid:
+    def time(trials: Sequence[Trial], share: float = 1.0) -> str:
+        return format_duration(share * sum(map(estimate.seconds, trials))) if estimate.is_known else "?"
+
     if full:
-        rows = [
-            (t.experiment, t.method, str(t.seed), str(t.part), _time(estimate, estimate.seconds(t)), t.id)
-            for t in folder.trials
-        ]
+        rows = [(t.experiment, t.method, str(t.seed), str(t.part), time([t]), t.id) for t in folder.trials]
         head: tuple[str, ...] = ("experiment", "method", "seed", "fold", "time", "id")
         return Grid(f"Trials of '{folder.study.name}'", head, rows, names=2)
     methods = len(folder.study.method_names)
     totals = []
     for name in folder.experiments:
         trials = [trial for trial in folder.trials if trial.experiment == name]
-        seconds = sum(estimate.seconds(trial) for trial in trials)
         disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in trials)
         counts = (methods, round(len(trials) / methods), len(trials))
-        times = (_time(estimate, seconds / len(trials)), _time(estimate, seconds))
-        totals.append((name, *map(str, counts), *times, format_size(disk)))
+        totals.append((name, *map(str, counts), time(trials, 1 / len(trials)), time(trials), format_size(disk)))
     head = ("experiment", "methods", "replicates", "trials", "time per trial", "total time", "disk")
     return Grid(f"Plan of '{folder.study.name}' (--full lists every trial)", head, totals)
 
 
-def _time(estimate: Estimate, seconds: float) -> str:
-    return format_duration(seconds) if estimate.is_known else "?"
-
-
 def plan_totals(folder: StudyFolder, estimate: Estimate, *, workers: int) -> str:
     """Summarize the plan: trials, protocol, time and disk space."""
-    done = folder.outcomes()
-    remaining = [trial for trial in folder.trials if trial.id not in done]
-    seconds = sum(estimate.seconds(trial) for trial in remaining)
+    done, protocol = folder.outcomes(), folder.study.protocol
     disk = sum(estimate.bytes(trial, keep_models=folder.study.keep_models) for trial in folder.trials)
-    if estimate.is_known:
-        count = estimate.calibration_trials
-        basis = f"measured on {counted(count, 'finished trial')}" if count else "from operation counts"
-        time = f"about {format_duration(seconds / workers)} with {workers} at a time, {basis}"
-    else:
-        time = "time unknown until the first trial has finished (bench run; then repeat this, or see bench status)"
+    models = f"{protocol.models_per_seed} models per seed, " if protocol.models_per_seed > 1 else ""
+    trials = f"{counted(len(folder.trials), 'trial')} ({models}{len(done)} done)"
+    time = _time_left([trial for trial in folder.trials if trial.id not in done], estimate, workers)
     labels = "; ".join(folder.labels)
-    per_seed = folder.study.protocol.models_per_seed
-    models = f"{per_seed} models per seed, " if per_seed > 1 else ""
-    return (
-        f"{counted(len(folder.trials), 'trial')} ({models}{len(done)} done), "
-        f"protocol {folder.study.protocol.name}: {labels}\n{time}; {format_size(disk)} of disk"
-    )
+    return f"{trials}, protocol {protocol.name}: {labels}\n{time}; {format_size(disk)} of disk"
+
+
+def _time_left(trials: Sequence[Trial], estimate: Estimate, workers: int) -> str:
+    if not estimate.is_known:
+        return "time unknown until the first trial has finished (bench run; then repeat this, or see bench status)"
+    count = estimate.calibration_trials
+    basis = f"measured on {counted(count, 'finished trial')}" if count else "from operation counts"
+    duration = format_duration(sum(map(estimate.seconds, trials)) / workers)
+    return f"about {duration} with {workers} at a time, {basis}"
 
 
 def status_grid(folder: StudyFolder) -> Grid:
     """Build the table of progress: trials by experiment and state."""
     outcomes, running = folder.outcomes(), folder.running()
-    counts: dict[str, Counter[str]] = {}
+    states = ("done", "failed", "running", "left")
+    counts = {name: dict.fromkeys(states, 0) for name in folder.experiments}
     for trial in folder.trials:
         outcome = outcomes.get(trial.id)
-        state = outcome.status if outcome else "running" if trial.id in running else "left"
-        counts.setdefault(trial.experiment, Counter())[state] += 1
-    states = ("done", "failed", "running", "left")
-    rows = [(name, *(str(count[state]) for state in states)) for name, count in counts.items()]
+        counts[trial.experiment][outcome.status if outcome else "running" if trial.id in running else "left"] += 1
+    rows = [(name, *map(str, count.values())) for name, count in counts.items()]
     return Grid(f"'{folder.study.name}'", ("experiment", *states), rows)
 
 
@@ -86,15 +79,11 @@ def status_lines(folder: StudyFolder) -> str:
     remaining = [trial for trial in folder.trials if trial.id not in outcomes]
     if not remaining:
         return "\n".join([*lines, f"finished: {counted(len(outcomes), 'trial')}, {len(lines)} of them failed"])
-    workers = max(1, len(folder.running()))
-    done = f"{len(outcomes)} of {len(folder.trials)} done"
     try:
-        estimate = Estimate(folder.trials, outcomes)
+        left = _time_left(remaining, Estimate(folder.trials, outcomes), max(1, len(folder.running())))
     except DataError as error:
-        return "\n".join([*lines, f"{done}; the rest cannot run: {error}"])
-    seconds = sum(estimate.seconds(trial) for trial in remaining) / workers
-    left = f"about {format_duration(seconds)} left" if estimate.is_known else "time left unknown until one has finished"
-    return "\n".join([*lines, f"{done}; {left} with {workers} at a time"])
+        left = f"the rest cannot run: {error}"
+    return "\n".join([*lines, f"{len(outcomes)} of {len(folder.trials)} done; {left}"])
 
 
 def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
@@ -104,13 +93,10 @@ def results_grid(folder: StudyFolder, methods: list[str]) -> Grid:
     for name, scores in baseline_scores(folder).items():
         rows.append((f"({name})", *(f"{scores[e]:.1f}" if e in scores else "-" for e in experiments)))
     # A dataset that all experiments share goes into the title, to keep the columns narrow.
-    datasets = {trial.dataset for trial in folder.trials}
-    on, heads = "", experiments
-    if len(datasets) == 1:
-        on = f" on {min(datasets)}"
-        heads = [name.removeprefix(f"{min(datasets)} ") for name in experiments]
-    title = f"{folder.study.metric} in percent{on}, mean ± sample standard deviation; (baselines without training)"
-    return Grid(title, ("method", *heads), rows)
+    dataset = folder.trials[0].dataset if len({trial.dataset for trial in folder.trials}) == 1 else ""
+    title = f"{folder.study.metric} in percent{f' on {dataset}' if dataset else ''}, mean ± sample standard deviation"
+    heads = [name.removeprefix(f"{dataset} ") if dataset else name for name in experiments]
+    return Grid(f"{title}; (baselines without training)", ("method", *heads), rows)
 
 
 def rank_methods(folder: StudyFolder) -> tuple[Tournament | None, list[str]]:
@@ -130,18 +116,15 @@ def failure_line(folder: StudyFolder) -> str:
 
 def terminal_report(folder: StudyFolder) -> list[Any]:
     tournament, methods = rank_methods(folder)
-    parts: list[Any] = [rich_table(results_grid(folder, methods))]
+    parts: list[Any] = [results_grid(folder, methods)]
     if tournament is not None:
-        parts += [rich_table(standings_grid(tournament)), summarize(tournament)]
-    scores: dict[str, dict[str, float]] = {method: {} for method in methods}
-    for (experiment, method), result in aggregate(folder).items():
-        if result.values:
-            scores[method][experiment] = result.mean
-    sentence, _ = compare_study(folder.study.metric, scores, baseline_scores(folder))
+        parts += [standings_grid(tournament), summarize(tournament)]
+    means = known_means(aggregate(folder), methods)
+    sentence, _ = compare_study(folder.study.metric, means, baseline_scores(folder))
     if sentence:
         parts += [sentence, *study_lines(methods[0], baseline_differences(folder, methods[0]))]
     unchanged = unchanged_line([o.epoch for o in folder.outcomes().values() if o.status == "done"])
-    parts += [line for line in (unchanged, failure_line(folder)) if line]
+    parts += filter(None, (unchanged, failure_line(folder)))
     return [*parts, *(f"protocol: {label}" for label in folder.labels)]
 
 
@@ -157,22 +140,21 @@ def write_report_files(folder: StudyFolder) -> list[Path]:
         write_files(tournament, folder.path / "tournament")
         written.append(folder.path / "tournament")
     if folder.study.paper:
-        from nearkin.report.paper_figures import write_paper_figures
-        from nearkin.report.paper_tables import write_paper_tables
+        from nearkin.report import paper_figures, paper_tables
 
-        written += [*write_paper_tables(folder), *write_paper_figures(folder)]
+        written += [*paper_tables.write_paper_tables(folder), *paper_figures.write_paper_figures(folder)]
     return written
 
 
 def results_csv(folder: StudyFolder) -> str:
     """Return one line per trial: the value it is ranked by, R@1 on its validation classes, and every metric."""
-    rows = dict(zip(folder.results(), folder.outcomes().values(), strict=True))
-    metrics = list(dict.fromkeys(name for o in rows.values() for name in o.test or {}))
+    finished = folder.finished()
+    metrics = list(dict.fromkeys(name for _, o in finished for name in o.test or {}))
     lines = []
-    for r, o in rows.items():
+    for t, o in finished:
         values = [o.val, *((o.test or {}).get(name) for name in metrics)]
         percents = [None if value is None else 100 * value for value in values]
-        lines.append((r.experiment, r.method, r.seed, r.value, r.reason, *percents))
+        lines.append((t.experiment, t.method, t.replicate, o.percent(folder.study.metric), o.reason, *percents))
     return csv_text((*COLUMNS, VALIDATION_COLUMN, *metrics), lines)
 
 

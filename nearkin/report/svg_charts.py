@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nearkin.report.html import environment
 
@@ -13,29 +12,20 @@ LEGEND_ROW = 16
 MAX_DOTS = 60  # longer lines are drawn without dots
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of a chart."""
 
     name: str
     x: Sequence[float]  # from left to right
     y: Sequence[float | None]  # None, NaN and infinity leave a gap
 
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None and math.isfinite(y)]
-
 
 def line_chart(
-    series: Sequence[Series],
-    label: str,
-    *,
-    x_name: str = "epoch",
-    mark: float | None = None,
-    logarithmic: bool = False,
+    series: Sequence[Series], label: str, *, x_name: str = "epoch", mark: float | None = None, logarithmic: bool = False
 ) -> str:
     """Draw lines over a common axis; empty without any value."""
-    xs, ys = ([point[axis] for line in series for point in line.points] for axis in (0, 1))
+    known = [[(x, y) for x, y in zip(s.x, s.y, strict=True) if y is not None and math.isfinite(y)] for s in series]
+    xs, ys = ([point[axis] for points in known for point in points] for axis in (0, 1))
     if not ys:
         return ""
     ticks = _ticks(min(ys), max(ys))
@@ -46,11 +36,9 @@ def line_chart(
     y_pixel = _scale(min(ticks[0], min(ys)), max(ticks[-1], max(ys)), FLOOR, top)
     x_values = sorted(set(xs))
     lines = []
-    for line in series:
-        points = [(x_pixel(x), y_pixel(y)) for x, y in line.points]
-        titles = [f"{line.name}, {x_name} {x:g}: {y:.4g}" for x, y in line.points]
-        dots = [(*point, title) for point, title in zip(points, titles, strict=True)]
-        lines.append((points, dots if len(dots) <= MAX_DOTS else []))
+    for (name, *_), points in zip(series, known, strict=True):
+        dots = [(x_pixel(x), y_pixel(y), f"{name}, {x_name} {x:g}: {y:.4g}") for x, y in points]
+        lines.append(([dot[:2] for dot in dots], dots if len(dots) <= MAX_DOTS else []))
     return _render(
         label=label,
         y_ticks=[(y_pixel(t), f"{t:.{decimals}f}" if abs(t) < 1e5 else f"{t:.1e}") for t in ticks],

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nearkin._common.files import atomic_write
 
@@ -92,6 +92,14 @@ def percent(value: float | None, spec: str = ".1f") -> str:
     return "-" if value is None or math.isnan(value) else f"{100 * value:{spec}}"
 
 
+def metric_rows(models: Mapping[str, Mapping[str, Any]], cell: str) -> list[tuple[str, ...]]:
+    """Return a row for each model: its name, and in percent the mean of each metric and the ends of its interval."""
+    return [
+        (name, *(cell.format(percent(m["mean"]), *map(percent, m["interval"])) for m in metrics.values()))
+        for name, metrics in models.items()
+    ]
+
+
 def result_table(run: Run) -> RichTable:
     """Return the test metrics of a run in percent, each with its 95 % interval over classes.
 
@@ -103,11 +111,9 @@ def result_table(run: Run) -> RichTable:
     """
     result = run.result
     assert result is not None, "only a finished run has a table"
-    rows = []
-    for model, metrics in result["test"].items():
-        is_start = model == "trained" and not result["protocol"]["epoch"]
-        cells = [(percent(value["mean"]), *map(percent, value["interval"])) for value in metrics.values()]
-        rows.append((model + "\nepoch 0" * is_start, *(f"{mean}\n{low}-{high}" for mean, low, high in cells)))
+    models = dict(result["test"])
+    models["trained" if result["protocol"]["epoch"] else "trained\nepoch 0"] = models.pop("trained")
+    rows = metric_rows(models, "{}\n{}-{}")
     title = f"Results on {result['protocol']['classes']['test']} classes never seen in training, percent"
     caption = "second line: 95 % interval over classes"
     return rich_table(Grid(title, ("", *result["test"]["trained"]), rows, caption=caption, bold=len(rows) - 1))

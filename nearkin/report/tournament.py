@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import astuple, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nearkin._common.words import counted
 from nearkin.bench.summary import format_p, summarize
 from nearkin.bench.tournament import Pair, Tournament
 from nearkin.errors import DataError, import_extra
@@ -16,16 +18,15 @@ INK, FAINT = "#222222", "#666666"
 
 
 def standings_grid(tournament: Tournament) -> Grid:
-    level = f"{100 * (1 - tournament.alpha):g} %"
     gaps = any(s.ranked < s.experiments or s.failed for s in tournament.standings)
-    head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{level} of mean", *(("ranked", "failed") * gaps))
+    head = ("method", "total", "mean", "std", "1st", "2nd", "3rd", f"{100 * (1 - tournament.alpha):g} % of mean")
     rows = []
     for s in tournament.standings:
         counts = (f"{s.ranked}/{s.experiments}", str(s.failed)) if gaps else ()
         interval = "-" if math.isnan(s.low) else f"{s.low:.2f}-{s.high:.2f}"
         rows.append((s.method, f"{s.total:g}", _format(s.mean), _format(s.std), *map(str, s.medals), interval, *counts))
     count = len(tournament.table.experiments)
-    return Grid(f"Ranks over {count} experiment{'s' * (count != 1)}, 1 is best", head, rows)
+    return Grid(f"Ranks over {counted(count, 'experiment')}, 1 is best", head + ("ranked", "failed") * gaps, rows)
 
 
 def pairs_grid(tournament: Tournament) -> Grid:
@@ -50,8 +51,7 @@ def standings_csv(tournament: Tournament) -> str:
     """Return the standings as CSV, in full precision."""
     head = ("method", "total", "mean", "std", "first", "second", "third", "low", "high")
     rows = [
-        (s.method, s.total, s.mean, s.std, *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed)
-        for s in tournament.standings
+        (*astuple(s)[:4], *s.medals, s.low, s.high, s.ranked, s.experiments, s.failed) for s in tournament.standings
     ]
     return csv_text((*head, "ranked", "experiments", "failed"), rows)
 
@@ -73,14 +73,8 @@ def write_files(tournament: Tournament, folder: Path) -> list[Path]:
     standings, pairs = standings_grid(tournament), pairs_grid(tournament)
     summary = summarize(tournament, most=len(tournament.pairs))
     page = f"# Tournament\n\n{markdown(standings)}\n```text\n{summary}\n```\n\n{markdown(pairs)}"
-    texts = {
-        "tournament.md": page,
-        "standings.csv": standings_csv(tournament),
-        "pairs.csv": pairs_csv(tournament),
-        "ranks.csv": ranks_csv(tournament),
-        "standings.tex": latex(standings),
-        "pairs.tex": latex(pairs),
-    }
+    texts = {"tournament.md": page, "standings.csv": standings_csv(tournament), "pairs.csv": pairs_csv(tournament)}
+    texts |= {"ranks.csv": ranks_csv(tournament), "standings.tex": latex(standings), "pairs.tex": latex(pairs)}
     with writing("tables", folder, " Choose another folder with --out.", DataError):
         return [*write_texts(texts, folder), *write_critical_difference(tournament, folder)]
 
@@ -110,8 +104,8 @@ def draw_critical_difference(tournament: Tournament, path: Path, *, dpi: int = 1
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"{path}: expected a .png or .svg file, got '{path.suffix}'.")
     rows = math.ceil(len(tournament.complete_ranks) / 2) + len(tournament.groups) + 2
-    size = (6.5, 0.26 * rows)
-    save_figure(_draw_ranks, [path], tournament, size=size, dpi=dpi, bbox_inches="tight", pad_inches=0.12)
+    draw = partial(_draw_ranks, tournament=tournament)
+    save_figure(draw, [path], size=(6.5, 0.26 * rows), dpi=dpi, bbox_inches="tight", pad_inches=0.12)
     return path
 
 

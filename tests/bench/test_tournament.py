@@ -12,9 +12,9 @@ import pytest
 from helpers.paths import GOLDEN
 
 from nearkin.bench import papers
-from nearkin.bench.results import DIGITS
+from nearkin.bench.results import DIGITS, Result, tabulate
 from nearkin.bench.summary import notes, sentence, summarize
-from nearkin.bench.tournament import Result, run_tournament, tabulate
+from nearkin.bench.tournament import run_tournament
 from nearkin.errors import ConfigError, DataError
 
 pytest.importorskip("scipy", reason="the extra bench is not installed")

@@ -13,7 +13,8 @@ import pytest
 from helpers.paths import ROOT
 
 from nearkin.bench import papers
-from nearkin.bench.tournament import Result, read_results, run_tournament
+from nearkin.bench.results import Result, read_results
+from nearkin.bench.tournament import run_tournament
 from nearkin.cli.tournament import run as tournament
 from nearkin.errors import UserError
 from nearkin.report import tables
