@@ -19,7 +19,7 @@ from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, cod
 # A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
 # items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
 # close, by the exact distance.
-PIECE = 256  # queries whose relevant items are sorted at a time
+PIECE = 512  # queries whose relevant items are sorted at a time
 TILE = 768  # rows and columns of a tile: large enough for a fast product, small enough for the cache
 PART = 264  # terms of a float32 product summed at a time, which bounds its error: 256 and the two biases
 _MAX_FLOAT32 = 128  # with more relevant items per query, too many others lie within a float32 error of one of them
@@ -36,6 +36,7 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
     dtype = torch.float64 if large else torch.float32
     gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
     bounds = (bound64 + bound32 if dtype == torch.float32 else 2 * bound64).numpy(), bound64.numpy()
+    arrays = _arrays(problem.query), _arrays(problem.gallery)
     done = 0
 
     def report(fraction: float) -> None:
@@ -46,18 +47,19 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
         symmetric = problem.single_set and len(part) == len(queries)
         pieces = np.split(part, range(PIECE, len(part), PIECE))
         with _thread_pool(torch.get_num_threads()) as pool:
-            found = list(pool.map(lambda piece: _tie_groups(problem, piece, gallery, bounds[1]), pieces))
+            found = list(pool.map(lambda piece: _tie_groups(problem, piece, gallery, arrays, bound64.numpy()), pieces))
         t = Thresholds(*(np.concatenate([getattr(f, name.name) for f in found]) for name in fields(Thresholds)))
         # Each thread has counts of its own; with very many threads and thresholds they must share the budget.
         threads = max(1, min(torch.get_num_threads(), budget // 4 // (16 * len(t.key) + 1)))
         counter = _TileCounter(problem, part, gallery, t, bounds, symmetric)
-        yield t.result(part, *counter.run(threads, report))
+        above, tied = counter.run(threads, report)
+        yield PartialRanking(part, t.counts, above, t.relevant, t.relevant + tied)
         done += len(part)
 
 
 @contextmanager
 def _thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in which torch uses no others."""
+    """Threads in which torch starts no others."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -66,13 +68,15 @@ def _thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
-def _tie_groups(problem: RankingProblem, queries: Ints, gallery: GalleryMatrix, bound: Floats) -> Thresholds:
+def _tie_groups(
+    problem: RankingProblem, queries: Ints, gallery: GalleryMatrix, arrays: Any, bound: Floats
+) -> Thresholds:
     """The tie groups of the relevant items of some queries."""
     row, position = problem.relevant_pairs(queries)
     key = np.empty(len(row))
     if gallery.dtype == torch.float32:
-        arrays = _arrays(problem.query), _arrays(problem.gallery), problem.query.scale
-        kernels.pair_keys(*arrays, queries[row], problem.order[position], key)
+        query, items = arrays
+        kernels.pair_keys(query, items, problem.query.scale, queries[row], problem.order[position], key)
     else:
         # Large classes, or codes: products of some queries with all items of their classes.
         code = problem.codes[queries]
@@ -104,7 +108,6 @@ class _TileCounter:
         symmetric: bool,
     ) -> None:
         self._problem, self._queries, self._gallery, self._symmetric = problem, queries, gallery, symmetric
-        self._counts = t.counts
         start = np.concatenate([[0], np.cumsum(t.counts)])
         dtype = np.float64 if gallery.dtype == torch.float64 else np.float32
         sample, codes = problem.order[t.sample], problem.query.codes
@@ -119,7 +122,7 @@ class _TileCounter:
         table = np.empty(kernels.BUCKETS * count + kernels.BELOW * rows, dtype=np.int8 if small else np.int32)
         self._bands = start, value, margin, eps, (low, high, grid, table)
         self._thresholds = start, low, high, grid, table, problem.gallery.row_id[sample], codes is not None
-        self._bound = bounds[1][queries]
+        self._bound, self._relevant = bounds[1][queries], t.relevant
         self._exact = (t.key, sample, problem.query.scale, problem.query.cosine)
         code = problem.codes[queries]
         self._class_range = problem.class_start[code], problem.class_start[code + 1]
@@ -151,18 +154,13 @@ class _TileCounter:
                             break
                 finally:
                     self._stop = True
-            above, tied = (sum(f.result()[k].astype(np.int64) for f in futures) for k in range(2))
             progress(1.0)
-            return self._items_above(above), tied
+            between, tied = (sum(f.result()[k] for f in futures) for k in range(2))
+            above = np.empty(len(tied), dtype=np.int64)
+            kernels.sum_above(self._thresholds[0], between, self._relevant, above)
+            return above, tied
         finally:
             torch.set_float32_matmul_precision(precision)
-
-    def _items_above(self, between: Ints) -> Ints:
-        """Sum the items between thresholds, from the nearest threshold of each query on."""
-        start, total, below = self._thresholds[0], np.cumsum(between), kernels.BELOW
-        owner = np.repeat(np.arange(len(self._queries)), self._counts)
-        before = np.concatenate([[0], total])[start[:-1] + below * np.arange(len(self._queries))]
-        return np.asarray(total[np.arange(len(owner)) + below * owner] - before[owner])
 
     def _tile_rows(self) -> Iterator[int]:
         while not self._stop:
@@ -179,12 +177,8 @@ class _TileCounter:
         gallery = _arrays(problem.gallery)
         query = gallery if problem.single_set else _arrays(problem.query)
         buffer = torch.empty(TILE * TILE, dtype=self._gallery.dtype)
-        count = len(self._exact[0])
-        out = (
-            np.zeros(count + kernels.BELOW * len(queries), dtype=np.int32),
-            np.zeros(count, dtype=np.int32),
-            np.full(count, -1.0),
-        )
+        count, counters = len(self._exact[0]), len(self._exact[0]) + kernels.BELOW * len(queries)
+        out = np.zeros(counters, dtype=np.int32), np.zeros(count, dtype=np.int32), np.full(count, -1.0)
         near = np.empty((2 * kernels.MAX_COMPARED * TILE, 4), dtype=np.int32)
         for a in self._tile_rows():
             b = min(a + self._step, len(queries))
@@ -211,8 +205,8 @@ class _TileCounter:
         """The product, in float32 as a sum of parts."""
         width = left.shape[1] if left.dtype == torch.float64 else PART
         pairs = zip(torch.split(left, width, 1), torch.split(right, width, 1), strict=True)
-        multiply = _onednn_product if self._use_onednn else _mkl_product
-        return reduce(torch.Tensor.add_, (multiply(*pair) for pair in pairs))
+        products = (_onednn_product(a, b) if self._use_onednn else a @ b.T for a, b in pairs)
+        return reduce(torch.Tensor.add_, products)
 
     def _count_tile(
         self, tile: Any, rows: Ints, cols: Ints, first: int, query: Any, gallery: Any, out: Any, near: Any
@@ -230,10 +224,6 @@ class _TileCounter:
             left[:, -2:] = left[:, -2:].flip(1)
             return left
         return self._problem.query.query_matrix(torch.as_tensor(self._queries[a:b])).to(self._gallery.dtype)
-
-
-def _mkl_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.mm(left, right.T)
 
 
 def _onednn_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

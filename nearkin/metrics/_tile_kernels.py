@@ -273,6 +273,17 @@ def resolve(
 
 
 @compiled()
+def sum_above(start: Any, between: Any, relevant: Any, above: Any) -> None:
+    """Sum the items between thresholds, and their own relevant items, from the nearest threshold of each query on."""
+    for q in range(len(start) - 1):
+        total = 0
+        for t in range(start[q], start[q + 1]):
+            total += between[t + BELOW * q]
+            above[t] = total
+            total += relevant[t]
+
+
+@compiled()
 def mask_class(tile: Any, begin: Any, end: Any, first: int, column: int) -> None:
     """Exclude the query's own class: its relevant items and itself."""
     for r in range(tile.shape[0]):
