@@ -14,7 +14,15 @@ import torch.nn.functional as F
 
 from nearkin.metrics import _tile_kernels as kernels
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
-from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, code_products, comparable_distance
+from nearkin.metrics._vectors import (
+    Floats,
+    GalleryMatrix,
+    Ints,
+    VectorSet,
+    code_products,
+    comparable_distance,
+    one_torch_thread,
+)
 
 # A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
 # items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
@@ -34,7 +42,8 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
     bound32, bound64 = problem.query.error_bounds(problem.gallery, PART)
     large = problem.query.codes is not None or pairs[-1] > _MAX_FLOAT32 * len(queries)
     dtype = torch.float64 if large else torch.float32
-    gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
+    with one_torch_thread():
+        gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
     bounds = (bound64 + bound32 if dtype == torch.float32 else 2 * bound64).numpy(), bound64.numpy()
     arrays = _arrays(problem.query), _arrays(problem.gallery)
     done = 0
@@ -59,13 +68,8 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
 
 @contextmanager
 def _thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in which torch starts no others."""
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
+    with one_torch_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
 
 
 def _tie_groups(
@@ -141,8 +145,8 @@ class _TileCounter:
         # Anything below full float32 would break the error bound.
         torch.set_float32_matmul_precision("highest")
         try:
-            self._use_onednn = self._gallery.dtype == torch.float32 and _has_fast_onednn()
             with _thread_pool(threads) as pool:
+                self._use_onednn = self._gallery.dtype == torch.float32 and _has_fast_onednn()
                 list(pool.map(lambda q: kernels.make_bands(q, *self._bands), np.array_split(np.arange(rows), threads)))
                 futures = {pool.submit(self._count) for _ in range(threads)}
                 pending = futures
