@@ -54,35 +54,23 @@ def exact_pair(cosine: bool, query: Any, i: int, gallery: Any, j: int) -> Any:
     return cosine_distance(sum_products(x, y), (square[0], square[1]), (g_square[0], g_square[1]))
 
 
-@compiled()
-def centred_row(x: Any, scale: float, centre: Any, out: Any) -> None:
-    """A row minus the mean, not scaled as in VectorSet.centred."""
-    for k in range(len(x)):
-        out[k] = np.float64(x[k]) * scale - centre[k]
-
-
 # fastmath allows sums in any order, so that they vectorise; the error bound covers every order.
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def product_with(row: Any, y: Any, scale: float, centre: Any) -> float:
-    """The product of a row from centred_row with another row y."""
+def pair_key(x: Any, zx: float, y: Any, zy: float, centre: Any) -> float:
     total = 0.0
-    for k in range(len(y)):
-        total += row[k] * (np.float64(y[k]) * scale - centre[k])
+    for k in range(len(x)):
+        total += (np.float64(x[k]) * zx - centre[k]) * (np.float64(y[k]) * zy - centre[k])
     return total
 
 
 @compiled()
 def pair_keys(query: Any, gallery: Any, scale: float, row: Any, item: Any, out: Any) -> None:
-    """The float64 keys of pairs (row of the query, row of the gallery); fastest with equal rows together."""
+    """The float64 keys of pairs (row of the query, row of the gallery)."""
     x, row_scale, bias = query[0], query[1], query[3]
     y, g_row_scale, g_bias, centre = gallery[0], gallery[1], gallery[3], gallery[5]
-    current, last = np.empty(len(centre)), -1
     for t in range(len(row)):
         i, j = row[t], item[t]
-        if i != last:
-            centred_row(x[i], row_scale[i], centre, current)
-            last = i
-        out[t] = product_with(current, y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
+        out[t] = pair_key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
 
 
 @compiled()
@@ -237,7 +225,6 @@ def resolve(
     x, row_scale, _, bias, _, _, _ = query
     y, g_row_scale, _, g_bias, row_id, centre, _ = gallery
     above, tied, distance = out
-    current, current_row = np.empty(len(centre)), -1
     for n in range(len(near)):
         r, c, a, b = near[n]
         i, j, q, last = rows[r], cols[c], first + r, b
@@ -249,11 +236,9 @@ def resolve(
                 gap = 0.0
             else:
                 if np.isnan(value):
-                    if i != current_row:
-                        centred_row(x[i], row_scale[i], centre, current)
-                        current_row = i
-                    product = product_with(current, y[j], g_row_scale[j], centre)
-                    value = product * scale * scale + bias[i] + g_bias[j]
+                    value = (
+                        pair_key(x[i], row_scale[i], y[j], g_row_scale[j], centre) * scale * scale + bias[i] + g_bias[j]
+                    )
                 gap = value - key[t]
                 if abs(gap) <= 2.0 * bound[q]:
                     if distance[t] < 0.0:

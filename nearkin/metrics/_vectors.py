@@ -82,17 +82,18 @@ def _as_tensor(values: NDArray[Any]) -> Tensor:
 def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
     """Assign an id to every row such that rows equal element by element share it.
 
-    Rows are hashed by integer arithmetic on their bits, which cannot depend on the order in which a library sums: first
-    a few columns, which tell most rows apart, then all columns of the others. Rows of equal hash are compared in full.
+    Rows are hashed by integer arithmetic on their bits, which cannot depend on the order in which a library sums, and
+    rows of equal hash are compared in full.
     """
-    few = max(1, sets[0].shape[1] // 8)
-    hashes = np.concatenate([_hashes(x[a : a + _CHUNK, ::few]) for x in sets for a in range(0, len(x), _CHUNK)])
-    _, index, count = np.unique(hashes, return_inverse=True, return_counts=True)
-    shared = np.flatnonzero(count[index] > 1)
-    for a in range(0, len(shared), _CHUNK):
-        rows = shared[a : a + _CHUNK]
-        hashes[rows] = _hashes(_rows(sets, rows))
-    is_zero = np.concatenate([mask.cpu().numpy() for mask in zero_masks])
+    width = sets[0].shape[1]
+    factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
+    parts = []
+    for x in sets:
+        for a in range(0, len(x), _CHUNK):
+            bits = (x[a : a + _CHUNK] + 0.0).cpu().numpy()  # turns -0.0 into 0.0
+            words: NDArray[Any] = bits.view(np.uint32 if bits.dtype == np.float32 else np.uint64)
+            parts.append((words * factors).sum(1, dtype=np.uint64))
+    hashes, is_zero = np.concatenate(parts), np.concatenate([mask.cpu().numpy() for mask in zero_masks])
     hashes[is_zero] = 0
     order = np.argsort(hashes, kind="stable")
     new = np.ones(len(order), dtype=bool)
@@ -104,14 +105,6 @@ def identical_rows(sets: list[Tensor], zero_masks: list[Tensor]) -> list[Ints]:
     row_id = np.empty(len(order), dtype=np.int64)
     row_id[order] = np.cumsum(new) - 1
     return np.split(row_id, np.cumsum([len(x) for x in sets])[:-1])
-
-
-def _hashes(x: Tensor) -> NDArray[np.uint64]:
-    """[n] hashes of rows; 0.0 and -0.0 are equal."""
-    bits = (x + 0.0).cpu().numpy()
-    words: NDArray[Any] = bits.view(np.uint32 if bits.dtype == np.float32 else np.uint64)
-    factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64) | np.uint64(1)
-    return np.asarray((words * factors).sum(1, dtype=np.uint64))
 
 
 def _rows(sets: list[Tensor], index: Ints) -> Tensor:
