@@ -3,19 +3,32 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nearkin.metrics import _tile_kernels as kernels
 from nearkin.metrics._problem import PartialRanking, Progress, RankingProblem, Thresholds, thresholds
-from nearkin.metrics._vectors import Floats, GalleryMatrix, Ints, VectorSet, code_products, comparable_distance
+from nearkin.metrics._vectors import (
+    Floats,
+    GalleryMatrix,
+    Ints,
+    VectorSet,
+    code_products,
+    comparable_distance,
+    one_torch_thread,
+)
 
 # A float32 product cannot separate close similarities. Each threshold is therefore a band as wide as the error bound:
 # items above the band are counted, items inside it are compared by a float64 dot product and, if that is still too
 # close, by the exact distance.
-TILE = 512  # rows and columns of a tile: 1 MB, about the size of a core's own cache
+PIECE = 512  # queries whose relevant items are sorted at a time
+TILE = 768  # rows and columns of a tile: large enough for a fast product, small enough for the cache
 PART = 264  # terms of a float32 product summed at a time, which bounds its error: 256 and the two biases
 _MAX_FLOAT32 = 128  # with more relevant items per query, too many others lie within a float32 error of one of them
 _BYTES_PER_PAIR = 250  # memory for each pair of a query and a relevant item
@@ -29,8 +42,10 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
     bound32, bound64 = problem.query.error_bounds(problem.gallery, PART)
     large = problem.query.codes is not None or pairs[-1] > _MAX_FLOAT32 * len(queries)
     dtype = torch.float64 if large else torch.float32
-    gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
+    with one_torch_thread():
+        gallery = GalleryMatrix(problem.gallery, problem.order, dtype, budget // 2)
     bounds = (bound64 + bound32 if dtype == torch.float32 else 2 * bound64).numpy(), bound64.numpy()
+    arrays = _arrays(problem.query), _arrays(problem.gallery)
     done = 0
 
     def report(fraction: float) -> None:
@@ -39,39 +54,43 @@ def count_numba(problem: RankingProblem, budget: int, progress: Progress | None)
 
     for part in np.split(queries, np.flatnonzero(np.diff(block)) + 1):
         symmetric = problem.single_set and len(part) == len(queries)
-        row, position = problem.relevant_pairs(part)
-        key = _relevant_keys(problem, part, row, position, gallery)
-        t = thresholds(problem, part, row, position, key, bounds[1][part])
-        counter = _TileCounter(problem, part, gallery, t, bounds, symmetric)
+        pieces = np.split(part, range(PIECE, len(part), PIECE))
+        with _thread_pool(torch.get_num_threads()) as pool:
+            found = list(pool.map(lambda piece: _tie_groups(problem, piece, gallery, arrays, bound64.numpy()), pieces))
+        t = Thresholds(*(np.concatenate([getattr(f, name.name) for f in found]) for name in fields(Thresholds)))
         # Each thread has counts of its own; with very many threads and thresholds they must share the budget.
         threads = max(1, min(torch.get_num_threads(), budget // 4 // (16 * len(t.key) + 1)))
-        yield t.result(part, *counter.run(threads, report))
+        counter = _TileCounter(problem, part, gallery, t, bounds, symmetric)
+        above, tied = counter.run(threads, report)
+        yield PartialRanking(part, t.counts, above, t.relevant, t.relevant + tied)
         done += len(part)
 
 
-def _relevant_keys(problem: RankingProblem, queries: Ints, row: Ints, position: Ints, gallery: GalleryMatrix) -> Floats:
-    """The float64 keys of the relevant items."""
-    out = np.empty(len(row))
+@contextmanager
+def _thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    with one_torch_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
+def _tie_groups(
+    problem: RankingProblem, queries: Ints, gallery: GalleryMatrix, arrays: Any, bound: Floats
+) -> Thresholds:
+    """The tie groups of the relevant items of some queries."""
+    row, position = problem.relevant_pairs(queries)
+    key = np.empty(len(row))
     if gallery.dtype == torch.float32:
-        arrays = _arrays(problem.query), _arrays(problem.gallery), problem.query.scale
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            parts = np.array_split(np.arange(len(row)), torch.get_num_threads())
-            ranges = [slice(part[0], part[-1] + 1) for part in parts if len(part)]
-            list(
-                pool.map(
-                    lambda p: kernels.pair_keys(*arrays, queries[row[p]], problem.order[position[p]], out[p]), ranges
-                )
-            )
-        return out
-    # Large classes, or codes: products of some queries with all items of their classes.
-    code = problem.codes[queries]
-    for a in range(0, len(queries), 64):
-        b = min(a + 64, len(queries))
-        first, last = problem.class_start[code[a]], problem.class_start[code[b - 1] + 1]
-        keys = problem.query.query_matrix(torch.as_tensor(queries[a:b])) @ gallery.block(first, last).T
-        pairs = slice(*np.searchsorted(row, [a, b]))
-        out[pairs] = keys.numpy()[row[pairs] - a, position[pairs] - first]
-    return out
+        query, items = arrays
+        kernels.pair_keys(query, items, problem.query.scale, queries[row], problem.order[position], key)
+    else:
+        # Large classes, or codes: products of some queries with all items of their classes.
+        code = problem.codes[queries]
+        for a in range(0, len(queries), 64):
+            b = min(a + 64, len(queries))
+            first, last = problem.class_start[code[a]], problem.class_start[code[b - 1] + 1]
+            products = problem.query.query_matrix(torch.as_tensor(queries[a:b])) @ gallery.block(first, last).T
+            pairs = slice(*np.searchsorted(row, [a, b]))
+            key[pairs] = products.numpy()[row[pairs] - a, position[pairs] - first]
+    return thresholds(problem, queries, row, position, key, bound[queries])
 
 
 def _arrays(vectors: VectorSet) -> tuple[Any, ...]:
@@ -93,24 +112,25 @@ class _TileCounter:
         symmetric: bool,
     ) -> None:
         self._problem, self._queries, self._gallery, self._symmetric = problem, queries, gallery, symmetric
-        self._counts = t.counts
         start = np.concatenate([[0], np.cumsum(t.counts)])
         dtype = np.float64 if gallery.dtype == torch.float64 else np.float32
-        sample, owner = problem.order[t.sample], np.repeat(queries, t.counts)
-        if problem.query.codes is None:
-            margin = bounds[0][owner]
-            low = np.nextafter((t.key - margin).astype(dtype), dtype(-np.inf))
-            high = np.nextafter((t.key + margin).astype(dtype), dtype(np.inf))
-        else:
-            low = high = -comparable_distance(problem.query, problem.gallery, owner, sample, t.key)
-        same = problem.gallery.row_id[sample], problem.query.codes is not None
-        self._thresholds = (start, low, high, *_make_grid(start, low, high), *same)
-        self._bound = bounds[1][queries]
+        sample, codes = problem.order[t.sample], problem.query.codes
+        value, margin, eps = t.key, bounds[0][queries], float(np.finfo(dtype).eps)
+        if codes is not None:
+            owner = np.repeat(queries, t.counts)
+            value = -comparable_distance(problem.query, problem.gallery, owner, sample, t.key)
+            margin, eps = np.zeros(len(queries)), 0.0
+        count, rows = len(value), len(queries)
+        low, high, grid = np.empty(count, dtype), np.empty(count, dtype), np.empty((rows, 4), dtype)
+        small = dtype == np.float32 and t.counts.max() <= kernels.MAX_INT8
+        table = np.empty(kernels.BUCKETS * count + kernels.BELOW * rows, dtype=np.int8 if small else np.int32)
+        self._bands = start, value, margin, eps, (low, high, grid, table)
+        self._thresholds = start, low, high, grid, table, problem.gallery.row_id[sample], codes is not None
+        self._bound, self._relevant = bounds[1][queries], t.relevant
         self._exact = (t.key, sample, problem.query.scale, problem.query.cosine)
         code = problem.codes[queries]
         self._class_range = problem.class_start[code], problem.class_start[code + 1]
         self._groups = _group_members(problem, queries)
-        rows = len(queries)
         self._total = rows * (rows + TILE) // 2 if symmetric else rows * len(problem.order)
         self._remaining = self._total
         self._lock = threading.Lock()
@@ -121,12 +141,13 @@ class _TileCounter:
         rows = len(self._queries)
         self._step = TILE if self._symmetric else max(1, min(TILE, -(-rows // threads)))
         self._next = iter(range(0, rows, self._step))
-        torch_threads = torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
         # Anything below full float32 would break the error bound.
         torch.set_float32_matmul_precision("highest")
         try:
-            with ThreadPoolExecutor(threads) as pool:
+            with _thread_pool(threads) as pool:
+                self._use_onednn = self._gallery.dtype == torch.float32 and _has_fast_onednn()
+                list(pool.map(lambda q: kernels.make_bands(q, *self._bands), np.array_split(np.arange(rows), threads)))
                 futures = {pool.submit(self._count) for _ in range(threads)}
                 pending = futures
                 try:
@@ -137,19 +158,13 @@ class _TileCounter:
                             break
                 finally:
                     self._stop = True
-            above, tied = (sum(f.result()[k].astype(np.int64) for f in futures) for k in range(2))
             progress(1.0)
-            return self._items_above(above), tied
+            between, tied = (sum(f.result()[k] for f in futures) for k in range(2))
+            above = np.empty(len(tied), dtype=np.int64)
+            kernels.sum_above(self._thresholds[0], between, self._relevant, above)
+            return above, tied
         finally:
-            torch.set_num_threads(torch_threads)
             torch.set_float32_matmul_precision(precision)
-
-    def _items_above(self, between: Ints) -> Ints:
-        """Sum the items between thresholds, from the nearest threshold of each query on."""
-        start, total = self._thresholds[0], np.cumsum(between)
-        owner = np.repeat(np.arange(len(self._queries)), self._counts)
-        before = np.concatenate([[0], total])[start[:-1] + np.arange(len(self._queries))]
-        return np.asarray(total[np.arange(len(owner)) + owner] - before[owner])
 
     def _tile_rows(self) -> Iterator[int]:
         while not self._stop:
@@ -161,24 +176,20 @@ class _TileCounter:
 
     def _count(self) -> Any:
         """Take rows of tiles until none are left: the work of one thread."""
-        torch.set_num_threads(1)
         problem, queries, order = self._problem, self._queries, self._problem.order
         # Squared norms of its own too: two threads must not fill the same entry.
         gallery = _arrays(problem.gallery)
         query = gallery if problem.single_set else _arrays(problem.query)
         buffer = torch.empty(TILE * TILE, dtype=self._gallery.dtype)
-        spare = torch.empty_like(buffer)
-        transposed = spare.numpy()
-        count = len(self._exact[0])
-        out = np.zeros(count + len(queries), dtype=np.int32), np.zeros(count, dtype=np.int32), np.full(count, -1.0)
+        count, counters = len(self._exact[0]), len(self._exact[0]) + kernels.BELOW * len(queries)
+        out = np.zeros(counters, dtype=np.int32), np.zeros(count, dtype=np.int32), np.full(count, -1.0)
         near = np.empty((2 * kernels.MAX_COMPARED * TILE, 4), dtype=np.int32)
         for a in self._tile_rows():
             b = min(a + self._step, len(queries))
             left = self._query_block(a, b)
             for c in range(a if self._symmetric else 0, len(order), TILE):
                 d = min(c + TILE, len(order))
-                product = buffer[: (b - a) * (d - c)].view(b - a, d - c)
-                self._multiply(left, self._gallery.block(c, d), product, spare)
+                product = self._product(left, self._gallery.block(c, d))
                 rows, cols, tile = queries[a:b], order[c:d], product.numpy()
                 if problem.query.codes is not None:
                     code_products(tile, problem.query, problem.gallery, rows, cols)
@@ -187,20 +198,19 @@ class _TileCounter:
                     kernels.mask_group(tile, *self._groups, a, c)
                 # A single set needs half the product: transposed, the columns are queries against the rows.
                 if self._symmetric and c > a:
-                    mirrored = transposed[: (b - a) * (d - c)].reshape(d - c, b - a)
-                    kernels.transpose(tile, mirrored)
-                    self._count_tile(mirrored, cols, rows, c, query, gallery, out, near)
+                    mirrored = buffer[: product.numel()].view(d - c, b - a).copy_(product.T)
+                    self._count_tile(mirrored.numpy(), cols, rows, c, query, gallery, out, near)
                 self._count_tile(tile, rows, cols, a, query, gallery, out, near)
                 with self._lock:
                     self._remaining -= (b - a) * (d - c)
         return out
 
-    def _multiply(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
+    def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The product, in float32 as a sum of parts."""
         width = left.shape[1] if left.dtype == torch.float64 else PART
-        torch.mm(left[:, :width], right[:, :width].T, out=out)
-        part = spare[: out.numel()].view_as(out)
-        for k in range(width, left.shape[1], width):
-            out += torch.mm(left[:, k : k + width], right[:, k : k + width].T, out=part)
+        pairs = zip(torch.split(left, width, 1), torch.split(right, width, 1), strict=True)
+        products = (_onednn_product(a, b) if self._use_onednn else a @ b.T for a, b in pairs)
+        return reduce(torch.Tensor.add_, products)
 
     def _count_tile(
         self, tile: Any, rows: Ints, cols: Ints, first: int, query: Any, gallery: Any, out: Any, near: Any
@@ -220,17 +230,17 @@ class _TileCounter:
         return self._problem.query.query_matrix(torch.as_tensor(self._queries[a:b])).to(self._gallery.dtype)
 
 
-def _make_grid(start: Ints, low: Any, high: Any) -> tuple[Any, Any]:
-    """(origin, buckets per unit, last bucket) of each query, and the table of its buckets; see kernels.make_table."""
-    count = np.diff(start)
-    grid = np.zeros((len(count), 3), dtype=low.dtype)
-    table = np.zeros(kernels.BUCKETS * len(low) + len(count), dtype=np.int32)
-    some = np.flatnonzero(count)
-    origin, last = low[start[some + 1] - 1], (kernels.BUCKETS * count[some]).astype(low.dtype)
-    width = np.maximum(high[start[some]] - origin, low.dtype.type(1e-30))
-    grid[some] = np.stack([origin, (last - 1) / width, last], axis=1)
-    kernels.make_table(start, low, high, grid, table)
-    return grid, table
+def _onednn_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return F.linear(left.to_mkldnn(), right.to_mkldnn()).to_dense()
+
+
+def _has_fast_onednn() -> bool:
+    """Whether oneDNN multiplies float32 with AVX-512, which MKL uses on Intel only, and does not round it first."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    x = torch.full((256, PART), 1 + 2.0**-12)  # 1 in bfloat16 and TF32, which some settings allow
+    return bool(((_onednn_product(x, x) / PART - (1 + 2.0**-12) ** 2).abs() < 1e-5).all())
 
 
 def _group_members(problem: RankingProblem, queries: Ints) -> tuple[Ints, Ints, Ints] | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearkin.errors import ConfigError, DataError
-from nearkin.metrics._vectors import Floats, Ints, VectorSet, as_matrix, comparable_distance, prepare
+from nearkin.metrics._vectors import Floats, Ints, VectorSet, as_matrix, comparable_distance, one_torch_thread, prepare
 
 Progress = Callable[[float], None]
 
@@ -95,6 +95,7 @@ class Thresholds:
         return PartialRanking(queries, self.counts, above=above, relevant=self.relevant, size=self.relevant + tied)
 
 
+@one_torch_thread()
 def make_problem(
     query: Any, labels: Any, gallery: Any, gallery_labels: Any, similarity: str, groups: Any, gallery_groups: Any
 ) -> RankingProblem:

@@ -12,6 +12,8 @@ from nearkin.metrics._vectors import cosine_distance, sum_products, sum_squares
 
 MAX_COMPARED = 8  # relevant items per query up to which comparing with each in turn is fastest
 BUCKETS = 16  # per threshold, in the table that finds the place of a value among the thresholds
+BELOW = 8  # buckets and counters for values below all thresholds: to increment a single one again and again is slow
+MAX_INT8 = 127 - BELOW  # thresholds per query up to which a table of int8, which needs the least cache, can count them
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -83,33 +85,48 @@ def count_in_band(values: Any, low: Any, high: Any) -> Any:
 
 
 @compiled()
-def bucket_of(value: Any, origin: Any, factor: Any, last: Any) -> Any:
-    """The bucket of a value: 0 to `last`, ascending with the value; 0 only below the origin."""
-    one = last / last
-    scaled = (value - origin) * factor + one
-    scaled = scaled if scaled > one - one else one - one
+def bucket_of(value: Any, origin: Any, factor: Any, below: Any, last: Any) -> Any:
+    """The bucket of a value: 0 to `last`, ascending with the value; less than `below` only below the origin."""
+    zero = below - below
+    scaled = (value - origin) * factor + below
+    scaled = scaled if scaled > zero else zero
     return np.int32(scaled if scaled < last else last)
 
 
 @compiled()
-def make_table(start: Any, low: Any, high: Any, grid: Any, table: Any) -> None:
-    """Count for each bucket of a query's range of thresholds how many of them are above it.
+def make_bands(queries: Any, start: Any, value: Any, margin: Any, eps: float, bands: Any) -> None:
+    """Prepare the counting of some queries: bands of thresholds, and a table to find a value among them.
 
-    The number n is stored as -1 - n where the bucket overlaps the band of a threshold.
+    Query q owns the thresholds start[q]:start[q + 1]. Fills (low, high, grid, table). low, high: value -+ margin,
+    rounded outwards by a relative `eps`. grid: origin, buckets per unit, BELOW and last bucket of each query. table:
+    for each bucket how many thresholds are above it; this number n is stored as -1 - n where the bucket overlaps the
+    band of a threshold.
     """
-    for q in range(len(start) - 1):
+    low, high, grid, table = bands
+    for q in queries:
         begin, end = start[q], start[q + 1]
-        part = table[BUCKETS * begin + q : BUCKETS * end + q + 1]
-        origin, factor, last = grid[q]
         for t in range(begin, end):
-            part[bucket_of(low[t], origin, factor, last)] += 1
+            low[t] = value[t] - (margin[q] + eps * abs(value[t]))
+            high[t] = value[t] + (margin[q] + eps * abs(value[t]))
+        if end - begin <= MAX_COMPARED:
+            continue
+        part = table[BUCKETS * begin + BELOW * q : BUCKETS * end + BELOW * (q + 1)]
+        used = len(part) - BELOW
+        grid[q, 0], grid[q, 1] = low[end - 1], (used - 1) / max(high[begin] - low[end - 1], 1e-30)
+        grid[q, 2], grid[q, 3] = BELOW, len(part) - 1
+        origin, factor, below, last = grid[q]
+        part[:] = 0
+        for t in range(begin, end):
+            part[bucket_of(low[t], origin, factor, below, last)] += 1
         above = 0
-        for k in range(len(part) - 1, -1, -1):
+        for k in range(len(part) - 1, BELOW - 1, -1):
             part[k], above = above, above + part[k]
+        for k in range(BELOW):
+            part[k] = above + BELOW - 1 - k
         marked = len(part)
         for t in range(begin, end):
-            first = bucket_of(low[t], origin, factor, last)
-            for k in range(first, min(bucket_of(high[t], origin, factor, last) + 1, marked)):
+            first = bucket_of(low[t], origin, factor, below, last)
+            for k in range(first, min(bucket_of(high[t], origin, factor, below, last) + 1, marked)):
                 part[k] = -1 - part[k]
             marked = min(marked, first)
 
@@ -119,9 +136,10 @@ def count_tile(tile: Any, ids: Any, row: int, first: int, thresholds: Any, above
     """Add the items of a tile to the counts of its rows, from `row` on.
 
     Query first + r is row r of the tile; ids: row_id of its columns. above: items between each threshold and the one
-    before it, and for each query those below all. Of the items within the band of a threshold, copies of it tie, and
-    so do all if the values are exact. near: receives (row, column, a, b) of the others, within the bands of thresholds
-    a to b and counted as if below those. Returns the number of them and, if `near` is full, the row to continue from.
+    before it, and BELOW counters for those below all. Of the items within the band of a threshold, copies of it tie,
+    and so do all if the values are exact. near: receives (row, column, a, b) of the others, within the bands of
+    thresholds a to b and counted as if below those. Returns the number of them and, if `near` is full, the row to
+    continue from.
     """
     start, low, high, grid, table, sample_id, is_exact = thresholds
     width, found = tile.shape[1], 0
@@ -137,8 +155,8 @@ def count_tile(tile: Any, ids: Any, row: int, first: int, thresholds: Any, above
                 over, possible = count_in_band(line, low[t], high[t])
                 if possible == 0:
                     break
-                above[t + q] += over
-                above[t + q + 1] -= over
+                above[t + BELOW * q] += over
+                above[t + BELOW * q + 1] -= over
                 if is_exact:
                     tied[t] += possible - over
                     continue
@@ -154,41 +172,42 @@ def count_tile(tile: Any, ids: Any, row: int, first: int, thresholds: Any, above
                             near[found] = r, piece + c, t, t + 1
                             found += 1
             continue
-        places = table[BUCKETS * begin + q : BUCKETS * end + q + 1]
-        origin, factor, last = grid[q]
+        places = table[BUCKETS * begin + BELOW * q : BUCKETS * end + BELOW * (q + 1)]
+        counts = above[begin + BELOW * q : end + BELOW * (q + 1)]
+        origin, factor, below, last = grid[q]
         for c in range(width):
-            buckets[c] = bucket_of(line[c], origin, factor, last)
-        # Most items are below all thresholds, in bucket 0. They are only counted: to increment one counter again and
-        # again, or to branch on a coin toss, takes longer than to list the others.
-        some = 0
+            bucket = bucket_of(line[c], origin, factor, below, last)
+            buckets[c] = max(bucket, np.int32(c & (BELOW - 1)))
+        # Few items are in a bucket with a band. They are listed, as to branch on a coin toss takes longer. Unsigned
+        # indices spare the test for negative ones.
+        some = np.uint64(0)
         for c in range(width):
+            place = places[buckets[c]]
             listed[some] = c
-            some += 1 if buckets[c] > 0 else 0
-        above[end + q] += width - some
+            some += np.uint64(place < 0)
+            counts[np.uint32(place ^ (place >> 31))] += 1
         for n in range(some):
             c = listed[n]
             k = buckets[c]
-            t = places[k]
-            if t < 0:
-                # The first threshold whose band is not above the value: between this bucket's and the next lower one's.
-                t, b = -1 - t, max(places[k - 1], -1 - places[k - 1])
-                if t + 1 == b:  # the usual case, without a branch to mispredict
-                    t += line[c] < low[begin + t]
-                while t < b:
-                    middle = (t + b) // 2
-                    if low[begin + middle] <= line[c]:
-                        b = middle
-                    else:
-                        t = middle + 1
-                while begin + b < end and line[c] <= high[begin + b]:
-                    b += 1
-                if t + 1 == b and (is_exact or ids[c] == sample_id[begin + t]):
-                    tied[begin + t] += 1
-                elif t < b:
-                    near[found] = r, c, begin + t, begin + b
-                    found += 1
-                t = b
-            above[begin + q + t] += 1
+            # The first threshold whose band is not above the value: between this bucket's and the next lower one's.
+            t, b = -1 - places[k], max(places[k - 1], -1 - places[k - 1])
+            counts[t] -= 1
+            if t + 1 == b:  # the usual case, without a branch to mispredict
+                t += line[c] < low[begin + t]
+            while t < b:
+                middle = (t + b) // 2
+                if low[begin + middle] <= line[c]:
+                    b = middle
+                else:
+                    t = middle + 1
+            while begin + b < end and line[c] <= high[begin + b]:
+                b += 1
+            if t + 1 == b and (is_exact or ids[c] == sample_id[begin + t]):
+                tied[begin + t] += 1
+            elif t < b:
+                near[found] = r, c, begin + t, begin + b
+                found += 1
+            counts[b] += 1
     return found, tile.shape[0]
 
 
@@ -234,8 +253,19 @@ def resolve(
                 if gap == 0.0:
                     tied[t] += 1
                     b = a
-        above[a + q] += 1
-        above[last + q] -= 1
+        above[a + BELOW * q] += 1
+        above[last + BELOW * q] -= 1
+
+
+@compiled()
+def sum_above(start: Any, between: Any, relevant: Any, above: Any) -> None:
+    """Sum the items between thresholds, and their own relevant items, from the nearest threshold of each query on."""
+    for q in range(len(start) - 1):
+        total = 0
+        for t in range(start[q], start[q + 1]):
+            total += between[t + BELOW * q]
+            above[t] = total
+            total += relevant[t]
 
 
 @compiled()
@@ -256,14 +286,3 @@ def mask_group(tile: Any, code: Any, group_start: Any, member: Any, first: int, 
             if member[m] >= column + tile.shape[1]:
                 break
             tile[r, member[m] - column] = -np.inf
-
-
-@compiled()
-def transpose(tile: Any, out: Any) -> None:
-    """out = tile.T, in patches that stay in the nearest cache."""
-    n, m = tile.shape
-    for a in range(0, n, 16):
-        for b in range(0, m, 16):
-            for c in range(b, min(b + 16, m)):
-                for r in range(a, min(a + 16, n)):
-                    out[c, r] = tile[r, c]

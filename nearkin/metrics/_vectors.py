@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,17 @@ _CHUNK = 512  # rows converted at a time: their float64 copies stay in the cache
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Keep torch to one thread for small operations: its threads wait for each other, so one busy core holds up all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def as_matrix(values: Any, name: str) -> Tensor:

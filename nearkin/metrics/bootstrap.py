@@ -18,7 +18,7 @@ _MAX_CELLS = 2**22  # random numbers drawn at a time
 def mean(values: Floats) -> float:
     """Mean without NaN, rounded once, so that it does not depend on the order of the values; NaN if all values are."""
     known = values[~np.isnan(values)]
-    return math.fsum(known) / len(known) if len(known) else math.nan
+    return math.fsum(known.tolist()) / len(known) if len(known) else math.nan
 
 
 def class_sums(values: Floats, codes: Ints) -> tuple[Floats, Floats]:

@@ -143,6 +143,8 @@ def _cumulative(values: Floats) -> Floats:
 
 def _truncate(r: Ranking, depth: Ints) -> Ranking:
     """Drop the groups that begin after the query's first `depth` ranks: usually most of them."""
+    if len(r.above) and depth.min() > r.above.max():
+        return r
     same_depth = len(depth) > 0 and depth.min() == depth.max()
     keep = np.flatnonzero(r.above < (depth[0] if same_depth else depth[r.query]))
     start = np.searchsorted(keep, r.start)

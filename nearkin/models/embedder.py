@@ -48,6 +48,7 @@ class Cut:
 
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
+_CPU_BATCH = 64  # larger ones are no faster and take gigabytes
 FORMAT = 1  # version of model.json
 
 
@@ -344,13 +345,13 @@ class Embedder(nn.Module):
         self.std.copy_(std.view(-1, 1, 1))
 
     def embed(
-        self, images: ImageInput, *, batch_size: int = 256, raw: bool = False, reporter: Reporter | None = None
+        self, images: ImageInput, *, batch_size: int | None = None, raw: bool = False, reporter: Reporter | None = None
     ) -> Tensor:
         """Embed any number of images.
 
         Args:
             images: Paths, PIL images, bytes uint8 [N, C, H, W], an image store, or features [N, F].
-            batch_size: Images per forward pass.
+            batch_size: Images per forward pass; by default 64 on a CPU, else 256.
             raw: Do not normalise the vectors.
             reporter: Shows the progress; by default nothing is shown.
 
@@ -360,17 +361,20 @@ class Embedder(nn.Module):
         vectors = self._run_batches(self, images, batch_size, reporter, self.dim)
         return vectors if raw or not self.model.normalize else unit(vectors)
 
-    def embed_features(self, images: ImageInput, *, batch_size: int = 256, reporter: Reporter | None = None) -> Tensor:
+    def embed_features(
+        self, images: ImageInput, *, batch_size: int | None = None, reporter: Reporter | None = None
+    ) -> Tensor:
         """Compute the pooled features float32 [N, F] of any number of images, given as for `embed`."""
         return self._run_batches(self.features, images, batch_size, reporter, self.num_features)
 
     def _run_batches(
-        self, function: Any, images: ImageInput, size: int, reporter: Reporter | None, width: int
+        self, function: Any, images: ImageInput, size: int | None, reporter: Reporter | None, width: int
     ) -> Tensor:
         """Apply a function to all images; `width` is that of an empty result."""
         if isinstance(images, str | Path):
             raise DataError(f"embed: expected a list of images, got one path. Use embed([{str(images)!r}]).")
         outputs = []
+        size = size or (_CPU_BATCH if self.mean.device.type == "cpu" else 256)
         with (reporter or Reporter(quiet=True)).track("embedding", len(images), unit="img") as bar:
             for output in self.stream(function, images, size):
                 outputs.append(output)

@@ -96,7 +96,9 @@ class Autopilot:
         return self.forward(model.backbone, self.num_train) * (tail + once)
 
     def test_seconds(self, model: ModelConfig) -> float:
-        return self.forward(model.backbone, self.num_test, model.views + 1) + 2 * _STEP_SECONDS
+        baselines = self.forward(model.backbone, self.num_test, model.views)
+        trained = 0.0 if model.freeze == "backbone" else baselines
+        return baselines + trained + 2 * _STEP_SECONDS
 
     def cost(self, recipe: Recipe, parts: tuple[Candidate, ...]) -> tuple[float, float]:
         """Seconds to try a recipe now, and to train it again on all training classes and evaluate it."""

@@ -98,7 +98,7 @@ def test_costs_add_up(small, quiet):
     assert pilot.forward("a,b", 100, views=2) == pytest.approx(6.0)
     frozen = pilot.cost(base, ())
     assert frozen[0] == pytest.approx(10 + 2e-4 * 1000 * 2 + 0.5)
-    assert frozen[1] == pytest.approx(2e-4 * 1000 * 2 + 500 * 0.01 * 2 + 1.0)  # the features are cached
+    assert frozen[1] == pytest.approx(2e-4 * 1000 * 2 + 500 * 0.01 + 1.0)  # the features are cached
     tuned = autopilot.tuned_recipe(base, "a", views=2, epochs=4)
     part = Candidate("a", tuned)
     joined = replace(autopilot.joined_recipe(base, [part, part]), model=replace(base.model, backbone="a,b", views=2))
