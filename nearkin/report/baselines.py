@@ -11,7 +11,7 @@ FEW_TEST_CLASSES = 10  # a bootstrap over fewer is much too narrow
 # How to get a model that equals a baseline, where one is worth having.
 _WITHOUT_TRAINING = {
     "whitened start": "--train.epochs 0",
-    "raw backbone": "--train.epochs 0 --model.dim 0 --model.head-init random",
+    **dict.fromkeys(("raw backbone", "tuned backbone"), "--train.epochs 0 --model.dim 0 --model.head-init random"),
 }
 
 
@@ -95,6 +95,8 @@ def _conclusion(result: Mapping[str, Any]) -> str:
         text = f"No epoch improved on the initial weights ({start}) on the validation classes, so these are the result."
         if not result["protocol"].get("epochs", True):
             text = f"These are the initial weights ({start}), without training."
+            if result["protocol"].get("tuned_weights"):
+                text = f"The backbone has the weights of other runs; only the head was fitted ({start})."
         del signs[start]
     signs = dict(reversed(signs.items()))  # of equal baselines, the last one is recommended
     better = [name for name, (recall, precision) in signs.items() if (recall, precision) < (0, 0)]

@@ -4,6 +4,7 @@ import io
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,8 @@ def evaluate_final(
 ) -> dict[str, Any]:
     """Open the sealed test classes and evaluate the run's best epoch together with its baselines.
 
-    The baselines are "raw pixels" (no network), "raw backbone" (pretrained features without a head) and "untrained" or
+    The baselines are "raw pixels" (no network), "raw backbone" (pretrained features without a head; "tuned backbone"
+    if its weights are those of other runs) and "untrained" or
     "whitened start" (the model before its first step). The value of every query is written to per_query.npz, and the
     embeddings of a fine-tuned network are saved for the report.
 
@@ -133,7 +135,8 @@ def evaluate_final(
     if test.images.is_pixels:
         scores["raw pixels"] = score_embeddings(test, raw_pixels(test), *settings)
     if with_features.features is not None:
-        scores["raw backbone"] = score_embeddings(test, torch.from_numpy(with_features.features), *settings)
+        name = "tuned backbone" if has_tuned_weights(run.recipe) else "raw backbone"
+        scores[name] = score_embeddings(test, torch.from_numpy(with_features.features), *settings)
     initial_name = "whitened start" if initial_model.model.head_init == "whitened" else "untrained"
     initial = embed_table(initial_model, with_features, raw=True, reporter=reporter)
     scores[initial_name] = score_embeddings(test, initial, *settings)
@@ -233,6 +236,11 @@ def summarize_scores(scores: Scores, metrics: Sequence[str]) -> dict[str, dict[s
     return {name: {"mean": scores[name], "interval": list(scores.interval(name))} for name in metrics}
 
 
+def has_tuned_weights(recipe: Recipe) -> bool:
+    """Whether the backbone starts from the weights of other runs."""
+    return any(Path(name, "recipe.toml").exists() for name in recipe.model.weights.split(","))
+
+
 def selection_metrics(num_classes: int, select_by: str = "auto") -> tuple[str, str]:
     """Return the metric that selects the epoch on this many validation classes, and the one that breaks its ties."""
     by_recall = select_by == "R@1" or (select_by == "auto" and num_classes >= MIN_VAL_CLASSES)
@@ -251,4 +259,5 @@ def describe_protocol(
         "epoch_selected_by": f"{metric} (then {tie_break}) on {selected_on}" if val else "nothing: the last epoch",
         "epoch": epoch,
         "epochs": recipe.train.epochs,
+        **({"tuned_weights": True} if has_tuned_weights(recipe) else {}),
     }

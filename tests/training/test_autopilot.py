@@ -10,6 +10,7 @@ import nearkin as nk
 from nearkin import cli
 from nearkin.data import sources
 from nearkin.data.splits import make_split
+from nearkin.report.baselines import headline
 from nearkin.training import autopilot, recipes
 from nearkin.training.autopilot import Candidate, fit_within
 from nearkin.training.run import Run
@@ -47,6 +48,9 @@ def test_every_step_is_tried_and_the_best_is_trained_on_all_classes(small, tmp_p
     opened = [p for p in (tmp_path / "runs").iterdir() if p.is_dir() and Run(p).result["test"] is not None]
     assert opened == [run.path]
     assert run.result["protocol"]["classes"]["val"] == 0
+    if "joined" in record["chosen"]:  # not the published weights
+        assert list(run.result["test"]) == ["raw pixels", "tuned backbone", "whitened start", "trained"]
+        assert "weights of other runs" in headline(run)
     # Its recipe alone gives the same result.
     again = nk.fit(nk.Run(run.path).recipe, tmp_path / "again", reporter=quiet)
     assert again.result["test"] == run.result["test"]
