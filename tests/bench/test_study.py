@@ -403,7 +403,7 @@ def test_finished_trials_calibrate_the_estimate(features, tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsys):
+def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capfd):
     (tmp_path / "s.toml").write_text(small_study(features, sizes=(4, 8), seeds=(0,)).to_toml())
     monkeypatch.chdir(tmp_path)
 
@@ -413,7 +413,7 @@ def test_commands_from_plan_to_tournament(features, tmp_path, monkeypatch, capsy
         else:
             with pytest.raises(SystemExit, match=str(code)):
                 main(args)
-        return "".join(capsys.readouterr())
+        return "".join(capfd.readouterr())
 
     output = nearkin("bench", "plan", "s.toml")
     assert "4 trials (0 done), protocol fixed: epoch chosen on 25 % of the training classes" in output

@@ -125,7 +125,7 @@ def test_a_study_takes_a_folder_of_images(capsys, photo_folder, small_default):
     flags = ("--losses", "norm_softmax", "--sizes", "4", "--seeds", "0")
     code, out, err = run(capsys, "bench", "plan", "features", "--data", photo_folder, *flags)
     assert code == 0, err
-    assert "features: 120 images to process" in err
+    assert "features of small_conv: 120 images to process" in err
     assert "1 trial" in out
     name = f"{photo_folder.name}.npz"
     assert sources.load_features(Path(name)).num_classes == 10
