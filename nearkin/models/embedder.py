@@ -6,7 +6,6 @@ Training, evaluation, search and export all call this module, so that they prepr
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -30,22 +29,8 @@ from nearkin.models.backbones import TOKEN_POOLINGS, JoinedBackbone, TimmBackbon
 from nearkin.models.heads import Head, Pool, unit
 from nearkin.models.lora import add_lora
 from nearkin.models.own import OWN, OwnBackbone, Preprocess, read_inputs
+from nearkin.models.stages import make_cut
 from nearkin.models.weights import fingerprint, load_weights
-
-
-@dataclasses.dataclass
-class Cut:
-    """A backbone in two parts: only the tail is trained, on cached outputs [*shape] of the stem."""
-
-    stem: nn.Module
-    tail: nn.Module
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements per image and view."""
-        return math.prod(self.shape)
-
 
 ImageInput = Images | Tensor | NDArray[Any] | Sequence[Any]
 _CPU_BATCH = 64  # larger ones are no faster and take gigabytes
@@ -102,7 +87,7 @@ class Embedder(nn.Module):
         self.channels = channels if self.takes_pixels else 3
         self.num_features = sum(parts)
         self.widths = parts if self.num_networks > 1 else (self.num_features,)  # features of each network
-        self.cut = self._cut() if model.freeze == "stages" else None
+        self.cut = make_cut(self.backbone, model, image_shape) if model.freeze == "stages" else None
         if model.views == 2 and (self.backbone is None or len(image_shape) != 3):
             raise ConfigError("model.views: 2 needs images, which have a mirror image. Use 1.")
         # Levels of one network have parts of the embedding of their own; several networks share all of it.
@@ -206,7 +191,7 @@ class Embedder(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute raw embeddings [B, dim] of images uint8 [B, C, H, W] or pooled features [B, F]."""
         if self.cut is not None and inputs.ndim == 2 and inputs.shape[1] % self.cut.size == 0:
-            features = self._tail_features(inputs)
+            features = self.cut.features(inputs.to(self.mean.dtype), self.pool)
         else:
             features = inputs.to(self.mean.dtype) if self._is_features(inputs) else self.features(inputs)
         return self.head(features)  # type: ignore[no-any-return]
@@ -237,33 +222,6 @@ class Embedder(nn.Module):
         """Compute the inputs of the trained stages, one row [size] for each image; see `ModelConfig.freeze`."""
         assert self.cut is not None
         return self.cut.stem(self._scale(images)).flatten(1)  # type: ignore[no-any-return]
-
-    def _tail_features(self, maps: Tensor) -> Tensor:
-        """Compute pooled features from what `stem_maps` returned for one or several views, side by side."""
-        assert self.cut is not None
-        assert isinstance(self.backbone, TimmBackbone)
-        views = maps.shape[1] // self.cut.size
-        inputs = maps.to(self.mean.dtype).view(-1, *self.cut.shape)
-        if inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        pooled = self.pool(self.backbone.finish(self.cut.tail(inputs)))
-        return pooled if views == 1 else pooled.view(len(maps), views, -1).mean(1)  # type: ignore[no-any-return]
-
-    def _cut(self) -> Cut:
-        """Cut the backbone before the stages that are trained, and check that nothing is lost between the parts."""
-        assert self.backbone is not None
-        stem, tail = self.backbone.cut(self.model.tuned_stages)
-        assert isinstance(self.backbone, TimmBackbone)
-        network = self.backbone.network.eval()
-        images = torch.rand(1, *self.image_shape, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            maps = stem(images)
-            if not torch.allclose(tail(maps), network.forward_features(images), rtol=1e-3, atol=1e-4):
-                raise ConfigError(
-                    f"model.freeze: {self.model.backbone} is more than a chain of stages. Use backbone, or none."
-                )
-        network.train()
-        return Cut(stem, tail, tuple(maps.shape[1:]))
 
     def _scale(self, images: Tensor) -> Tensor:
         """Return images as the backbone takes them: floats with its mean, its deviation and its order of channels."""
