@@ -40,6 +40,7 @@ def main() -> None:
         weight = accelerator.unwrap_model(network).weight
         proxies = accelerator.unwrap_model(objective).proxies
         print(f"weight {weight.norm():.6f} proxies {proxies.norm():.6f}")
+    accelerator.wait_for_everyone()  # a process that ends first would close the connections of the others
     accelerator.end_training()
 
 
