@@ -140,6 +140,9 @@ def test_multi_proxy_anchor(loss, dataset, batch, epochs, centers):
 
 @pytest.mark.parametrize("name", list(recipes.RECIPES))
 def test_every_recipe_is_valid(name):
+    backbone = recipes.find(name).model.backbone.partition(".")[0]
+    if "dinov3" in backbone and not pytest.importorskip("timm").is_model(backbone):
+        pytest.skip("this version of timm does not have DINOv3")
     validate_recipe(recipes.find(name))
 
 
