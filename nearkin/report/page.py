@@ -275,7 +275,7 @@ def describe_search(search: dict[str, Any]) -> dict[str, Any]:
     kept = [step for step in steps if step["kept"]]
     minutes = [round(step["minutes"], 1) for step in kept]
     lines = [Series(name, minutes, [100 * step[f"val_{name}"] for step in kept]) for name in ("R@1", "MAP@R")]
-    chart = line_chart(lines, "Validation metrics of the best model so far", x_name="minutes")
+    chart = line_chart(lines, "Validation metrics of the best model so far", x_name="min")
     return {"rows": rows, "chart": chart, "chosen": search["chosen"], "not_tried": search["not_tried"]}
 
 

@@ -41,8 +41,8 @@ def searched(tmp_path_factory):
 def test_the_front_of_speed_and_quality_and_the_curve_of_the_best():
     described = describe_search(RECORDED)
     assert [row["name"] for row in described["rows"] if row["front"]] == ["tuned <b>stages</b>", "joined"]
-    assert "minutes 9: 88" in described["chart"]
-    assert "minutes 5" not in described["chart"]  # was not kept
+    assert "min 9: 88" in described["chart"]
+    assert "min 5:" not in described["chart"]  # was not kept
 
 
 def test_the_page_shows_what_was_tried_and_escapes_it(searched):
